@@ -7,23 +7,22 @@ the inbox. No code here depends on a method, and none blocks on the network.
 import contextlib
 import logging
 import queue
-import random
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
+from edge_client.answers import Answer, Answers
 from edge_client.delta_chains import delta_chains
 from edge_client.evaluation import blobs_of_model
 from edge_client.guard import Exceeded, Guard
 from edge_client.identity import Renewal
 from edge_client.integrity import DamagedBlobs, Integrity
 from edge_client.readiness import Readiness
+from edge_client.resending import Resend
 from edge_client.retention import retired
 from edge_client.runtime import Runtime, Stopped
 from edge_client.status import LastError, LastTask, StatusFile
@@ -64,7 +63,6 @@ from fedvit.wire.messages import (
     decode,
     encode,
     encode_class_list,
-    inline_room,
     term_of,
 )
 from fedvit.wire.topics import Topics, check_name
@@ -73,10 +71,6 @@ from fedvit.wire.transfer import chunk_bytes_within
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-HELLO_AGAIN_S = 5.0
-"""A hello, or the answer to a task, is sent again after about this time without an acknowledgement; the wait doubles,
-up to AGAIN_MAX_S."""
-AGAIN_MAX_S = 60.0
 RETURN_SPREAD_S = 4.0
 """Devices that lost their broker reconnect at random times within this interval, or a longer one that the coordinator
 of a large fleet announces."""
@@ -119,43 +113,6 @@ class _Worked(NamedTuple):
     execution: TaskExecution
     result: Result | None
     error: Exception | None
-
-
-class Resend:
-    """When to send an unanswered message again: with jitter, after waits that double."""
-
-    def __init__(self, least_s: float = 0.0) -> None:
-        self._began = time.monotonic()
-        self._wait_s = max(HELLO_AGAIN_S, least_s)
-        self._due = self._began + self._wait_s
-
-    def is_overdue(self) -> bool:
-        """Whether an answer should have come by now, however often it was asked for since."""
-        return time.monotonic() >= self._began + HELLO_AGAIN_S
-
-    def due(self) -> bool:
-        if time.monotonic() < self._due:
-            return False
-        self._wait_s = min(AGAIN_MAX_S, 2 * self._wait_s)
-        self._due = time.monotonic() + self._wait_s * random.uniform(0.75, 1.25)
-        return True
-
-    def hasten(self, within_s: float) -> None:
-        """Become due at a random time within the next `within_s` seconds."""
-        self._due = min(self._due, time.monotonic() + random.uniform(0.0, within_s))
-
-
-@dataclass
-class _Pending:
-    """The answer to a task, not acknowledged by the coordinator yet."""
-
-    answer: Result | Failed | Declined
-    not_known_in: int | None = None  # the epoch in which the coordinator does not serve the task's run
-    resend: Resend = field(default_factory=Resend)
-
-    @property
-    def is_result(self) -> bool:
-        return isinstance(self.answer, Result)
 
 
 class AgentState(NamedTuple):
@@ -253,9 +210,9 @@ class Agent:
         self._execution: TaskExecution | None = None
         self._begin = begin
         self._worker: Work | None = None
-        self._pending: dict[tuple[str, int, str], _Pending] = {}  # by run, round and kind
-        self._least_resend_s = 0.0  # for answers to the current task
-        self._answers: Counter[tuple[TaskKind, str]] = Counter()
+        self._answers = Answers(
+            vault=vault, blobs=blobs, integrity=self._integrity, send=self._send, recent_log=recent_log
+        )
         self._class_list: Manifest | None = None
         self._ended: RunEnded | None = None
         self._programs: dict[str, Program] = {}
@@ -288,9 +245,9 @@ class Agent:
             self._integrity.report(repair.message)
             if repair.lost:
                 run, number = repair.lost
-                self._keep(Failed(run, number, "train", repair.message[:500]))
+                self._answers.keep(Failed(run, number, "train", repair.message[:500]))
         for result in self.vault.pending():
-            self._keep(result)
+            self._answers.keep(result)
         self.transport.subscribe(self.topics.coordinator_state, 1)
         self.transport.subscribe(self.topics.to_device(self.device), 1)
         if self.renewal:
@@ -328,7 +285,7 @@ class Agent:
         """May be called from any thread."""
         execution, joined = self._execution, self._connected and self._epoch is not None and self._hello is None
         at_work = execution.task.kind if execution else None
-        return AgentState(self._connected, joined, at_work, len(self._pending), dict(self._answers))
+        return AgentState(self._connected, joined, at_work, len(self._answers), dict(self._answers.counts))
 
     def halt(self) -> None:
         """Ask the running task to stop at its next step, without a report to the coordinator."""
@@ -396,9 +353,7 @@ class Agent:
                 )
             self._send_hello(self._hello)
         if self._hello is None:
-            for pending in list(self._pending.values()):
-                if pending.not_known_in is None and pending.resend.due():
-                    self._send_answer(pending.answer, again=True)
+            self._answers.send_due()
 
     # --- messages -------------------------------------------------------------------------------------
 
@@ -491,7 +446,7 @@ class Agent:
         when there is no image to train with."""
         if self._growing is None or (self._execution and self._execution.working):
             return False
-        if any(pending.is_result and pending.not_known_in is None for pending in self._pending.values()):
+        if self._answers.has_served_results():
             return False  # the coordinator compares a result with the numbers that were announced before it
         if not self._growing.look(self._run_classes):
             return False
@@ -562,10 +517,7 @@ class Agent:
         self._hello = None
         self._refused_since = None
         self._other_version = None
-        for pending in list(self._pending.values()):
-            if pending.not_known_in != welcome.epoch:
-                pending.not_known_in = None
-                self._send_answer(pending.answer)
+        self._answers.send_all(welcome.epoch)
 
     def _on_refused(self, refused: Refused) -> None:
         self.last_error = LastError(what=f"not accepted: {refused.reason}", at_s=time.time())
@@ -587,54 +539,24 @@ class Agent:
 
     def _on_cancel(self, cancel: Cancel) -> None:
         """Discard a running task, or the report of its failure; a finished result still waits for its answer."""
-        key = (cancel.run, cancel.round, cancel.kind)
-        if (pending := self._pending.get(key)) and not pending.is_result:
-            del self._pending[key]
+        self._answers.drop((cancel.run, cancel.round, cancel.kind))
         if self._execution and self._execution.matches(cancel):
             log.info("task cancelled", extra={"round": cancel.round, "kind": cancel.kind, "reason": cancel.reason})
             self._drop_execution()
 
     def _on_ack(self, ack: ResultAck) -> None:
-        key = (ack.run, ack.round, ack.kind)
-        pending = self._pending.get(key)
-        if pending is None:
-            if (
-                self._execution and self._execution.matches(ack) and not ack.keep
-            ):  # the task was sent again before this arrived
-                self._drop_execution()
-            return
-        if ack.keep:
-            log.info("result kept for later", extra={"run": ack.run, "round": ack.round, "reason": ack.reason})
-            pending.not_known_in = self._epoch
-            return
-        del self._pending[key]
-        if not isinstance(pending.answer, Result):
-            return
-        if ack.kind == "train":
-            self._settle(ack.run, ack.round, accepted=ack.accepted)
-        if not ack.accepted:
+        if (ack.run, ack.round, ack.kind) not in self._answers:
+            if self._execution and self._execution.matches(ack) and not ack.keep:
+                self._drop_execution()  # the task was sent again before this arrived
+        elif not self._answers.acknowledge(ack, self._epoch):
             self.last_error = LastError(
                 what=f"round {ack.round} of {ack.run}: the result was refused: {ack.reason}", at_s=time.time()
             )
-            log.warning(
-                "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
-            )
-            if pending.answer.upload:
-                with contextlib.suppress(StorageFailed):  # damage may be the reason; the next result reports it
-                    self._integrity.check([pending.answer.upload.digest], afresh=True)
-
-    def _settle(self, run: str, number: int, *, accepted: bool) -> None:
-        try:
-            self.vault.settle(run, number, accepted=accepted)
-        except StorageFailed as error:  # the device continues; after a restart it sends the result again
-            log.error("result not settled", extra={"run": run, "round": number, "reason": str(error)})
 
     def _on_run_ended(self, ended: RunEnded) -> None:
         log.info("run ended", extra={"run": ended.run, "status": ended.status})
         over = ended.status in OVER and self._end(ended.run)
-        for key, pending in list(self._pending.items()):
-            if key[0] == ended.run and (over or not pending.is_result):
-                del self._pending[key]
+        self._answers.drop_all(ended.run, with_results=over)
         if self._execution and self._execution.task.run != ended.run:
             return  # an earlier run's end, late
         self._drop_execution()
@@ -670,14 +592,14 @@ class Agent:
     def _on_task(self, task: Task) -> None:
         key = (task.run, task.round, task.kind)
         self._ended = None
-        self._least_resend_s = task.progress_s  # a large cohort keeps the coordinator busy
+        self._answers.least_resend_s = task.progress_s
         if self._execution and self._execution.key == key:  # sent again: the coordinator restarted, or the link was cut
             self._execution.expires_at = time.monotonic() + task.deadline_s
             return
-        if (pending := self._pending.get(key)) and isinstance(pending.answer, Result):
-            self._send_result(pending.answer)
+        if result := self._answers.result(key):
+            self._answers.send(result)
             return
-        self._pending = {key: pending for key, pending in self._pending.items() if pending.is_result}
+        self._answers.drop_all()
         self._drop_execution()
         if not_now := self.readiness.not_now():
             log.info("task declined", extra={"round": task.round, "kind": task.kind, "reason": not_now.reason})
@@ -889,52 +811,8 @@ class Agent:
         self.progress = progress
         self.transport.publish(self.topics.from_device(self.device), encode(progress), qos=0)
 
-    def _keep(self, answer: Result | Failed | Declined) -> None:
-        """From now on the answer is sent again until it is acknowledged."""
-        self._pending[answer.run, answer.round, answer.kind] = _Pending(answer, resend=Resend(self._least_resend_s))
-
-    def _answer(self, answer: Result | Failed | Declined) -> None:
-        self._answers[answer.kind, type(answer).__name__.lower()] += 1
-        self._keep(answer)
-        self._send_answer(answer)
-
-    def _send_answer(self, answer: Result | Failed | Declined, *, again: bool = False) -> None:
-        if isinstance(answer, Result):
-            self._send_result(answer, again=again)
-        else:
-            self._send(answer)
-
-    def _send_result(self, result: Result, *, again: bool = False) -> None:
-        """Send a result, with its upload inline if that is small, and the result is not only sent `again`: then the
-        coordinator has it, or fetches it. A damaged upload is not sent."""
-        upload = result.upload
-        try:
-            if upload:
-                self._integrity.check([upload.digest])
-            if upload and not self.blobs.has(upload.digest):
-                self._forget(result, f"its upload {upload.digest} is not in {self.blobs.folder} any more")
-                return
-            if upload and upload.chunk != self.blobs.chunk_bytes:  # it was made at a broker with other limits
-                upload = self.blobs.manifest(upload.digest)
-                result = msgspec.structs.replace(result, upload=upload)
-            if upload and not again and upload.size <= inline_room(result):
-                result = msgspec.structs.replace(result, inline=self._integrity.read(upload.digest))
-        except DamagedBlobs:
-            assert upload is not None  # the only blob that was checked
-            self._forget(result, f"its upload {upload.digest} was damaged in {self.blobs.folder}")
-            return
-        except StorageFailed as error:
-            log.warning("result not sent yet", extra={"round": result.round, "reason": str(error)})
-            return
-        self._send(result)
-
-    def _forget(self, result: Result, reason: str) -> None:
-        """Give up a result that cannot be sent: a newer task removed its upload, or the file was deleted."""
-        log.error("result lost", extra={"run": result.run, "round": result.round, "reason": reason})
-        if result.kind == "train":
-            self._settle(result.run, result.round, accepted=False)
-        lines = self._recent_log()
-        self._answer(Failed(result.run, result.round, result.kind, reason[:500], task=result.task, log=lines))
+    def _answer(self, answer: Answer) -> None:
+        self._answers.add(answer)
 
     def _send_transfer_message(self, peer: str, message: TransferMessage) -> None:
         assert not isinstance(message, UseDedicatedTopic | BlobUrl)  # only the coordinator sends them
@@ -944,8 +822,7 @@ class Agent:
         return self.topics.upload(self.device, digest)
 
     def _pinned(self) -> set[str]:
-        answers = (pending.answer for pending in self._pending.values())
-        uploads = {answer.upload.digest for answer in answers if isinstance(answer, Result) and answer.upload}
+        uploads = self._answers.uploads()
         return uploads | {self._class_list.digest} if self._class_list else uploads
 
     def _may_read(self, peer: str, digest: str) -> bool:

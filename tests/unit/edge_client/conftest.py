@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client import agent as agent_module
+from edge_client import resending
 from fedvit.data.folder import DeviceData
 from tests.support.agents import Log, World
 from tests.support.once import made_once
@@ -67,7 +67,7 @@ def log() -> Log:
 
 @pytest.fixture
 def world(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)  # what is said again is said for another reason
+    monkeypatch.setattr(resending, "AGAIN_S", 600.0)  # what is said again is said for another reason
     world = World(digits, tmp_path)
     yield world
     world.stop()

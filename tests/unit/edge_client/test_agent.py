@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from edge_client import agent as agent_module
+from edge_client import resending
 from edge_client import task_executor as task_executor_module
 from edge_client.guard import Guard
 from edge_client.readiness import Readiness
@@ -200,7 +201,7 @@ def test_welcome_tells_the_limits_of_the_broker(world: World, fedavg: Setting, m
 
 
 def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    monkeypatch.setattr(resending, "AGAIN_S", 0.05)
     world.device(joined=False)
     instances = {world.server.expect(Hello).instance for _ in range(3)}
     assert len(instances) == 1
@@ -210,7 +211,7 @@ def test_an_unanswered_hello_is_said_to_be_so_once(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device in a federation that nobody serves would otherwise be silent for ever."""
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    monkeypatch.setattr(resending, "AGAIN_S", 0.05)
     world.device(joined=False)
     for _ in range(4):
         world.server.expect(Hello)
@@ -221,7 +222,7 @@ def test_an_unanswered_hello_is_said_to_be_so_once(
 def test_a_hello_for_a_coordinator_that_has_just_come_is_not_said_to_be_unanswered(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)
+    monkeypatch.setattr(resending, "AGAIN_S", 600.0)
     world.device(joined=False)
     world.server.expect(Hello)
     world.server.is_here(7)
@@ -240,7 +241,7 @@ def test_a_final_refusal_ends_the_program(world: World) -> None:
 
 
 def test_a_refusal_that_is_not_final_is_tried_again_for_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    monkeypatch.setattr(resending, "AGAIN_S", 0.05)
     monkeypatch.setattr(agent_module, "SAME_ID_PATIENCE_S", 0.3)
     device, server = world.device(joined=False), world.server
     instance = server.expect(Hello).instance
@@ -578,7 +579,7 @@ def test_upload_inside_a_message_is_not_repeated_with_it(
 ) -> None:
     """A coordinator that is slow to answer has it, and one that has lost the message fetches it. A coordinator that
     welcomes the device gets it again."""
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
+    monkeypatch.setattr(resending, "AGAIN_S", 0.05)
     for limit in ("MAX_MESSAGE_BYTES", "INLINE_BYTES"):
         monkeypatch.setattr(messages, limit, 500_000)
     world.device()
@@ -670,8 +671,8 @@ def test_once_leaves_when_the_run_has_ended(world: World, fedavg: Setting) -> No
 @pytest.fixture
 def repeating(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not answered is said again at once."""
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.0)
-    monkeypatch.setattr(agent_module, "AGAIN_MAX_S", 0.0)
+    monkeypatch.setattr(resending, "AGAIN_S", 0.0)
+    monkeypatch.setattr(resending, "AGAIN_MAX_S", 0.0)
 
 
 ANSWERS_TO_A_REFUSAL: dict[str, Callable[[Failed | Declined], FromCoordinator]] = {
@@ -739,8 +740,8 @@ def test_task_that_was_given_again_is_left_when_its_failure_is_acknowledged(worl
 def test_a_result_is_sent_until_it_is_acknowledged(
     world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.05)
-    monkeypatch.setattr(agent_module, "AGAIN_MAX_S", 0.1)
+    monkeypatch.setattr(resending, "AGAIN_S", 0.05)
+    monkeypatch.setattr(resending, "AGAIN_MAX_S", 0.1)
     device = world.device()
     first = world.result(fedavg)
     assert [world.server.expect(Result) for _ in range(3)] == [first] * 3
@@ -820,8 +821,8 @@ def test_a_result_of_a_run_that_is_not_known_now_is_kept_and_sent_in_the_next_ep
     world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, server = world.device(), world.server
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 0.0)  # of results from now on
-    monkeypatch.setattr(agent_module, "AGAIN_MAX_S", 0.0)
+    monkeypatch.setattr(resending, "AGAIN_S", 0.0)  # of results from now on
+    monkeypatch.setattr(resending, "AGAIN_MAX_S", 0.0)
     result = world.result(fedavg)
     assert server.expect(Result) == result, "it is repeated until it is answered"
     server.tell(ResultAck(result.run, result.round, result.kind, False, "run 'other' is served here", keep=True))

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 import fedvit.blobs
-from edge_client import agent as agent_module
 from edge_client import integrity as integrity_module
+from edge_client import resending
 from fedvit.blobs import is_whole
 from fedvit.program import Program
 from fedvit.tensors import pack
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 @pytest.fixture
 def worlds(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], World]]:
     """Makes federations of one device."""
-    monkeypatch.setattr(agent_module, "HELLO_AGAIN_S", 600.0)
+    monkeypatch.setattr(resending, "AGAIN_S", 600.0)
     made: list[World] = []
 
     def make() -> World:

@@ -71,7 +71,13 @@ def test_nothing_accumulates(
     [host] = hosts
     for name, agent in host.agents.items():
         held = sizes(agent, name)
-        empty = ("_pending", "exchange._receiving", "exchange._sending", "exchange._leads", "exchange._fetches.waiting")
+        empty = (
+            "_answers._waiting",
+            "exchange._receiving",
+            "exchange._sending",
+            "exchange._leads",
+            "exchange._fetches.waiting",
+        )
         assert [held[f"{name}.{key}"] for key in empty] == [0] * len(empty)
         assert held[f"{name}._programs"] == 1
     blobs = [path for path in (tmp_path / "run" / "state" / "blobs").glob("*/*") if path.is_file()]

@@ -596,7 +596,7 @@ def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
     Client(address, forged, persistent=True).close()
     wait_for(lambda: joined(stage.deployment, "pi-hoards").misuses == 1, "the count")
     assert joined(stage.deployment, "pi-framed").misuses == 0
-    assert "pi-hoards keeps a session at the broker" in "\n".join(stage.said)
+    wait_for(lambda: "pi-hoards keeps a session at the broker" in "\n".join(stage.said), "the operator is told")
     listed = json.loads(run("devices", "--json", "--deployment", str(stage.deployment.folder)).output)
     assert {entry["device"]: entry["misuses"] for entry in listed}["pi-hoards"] == 1
     assert Client(address, "again").connected
@@ -613,7 +613,8 @@ def test_device_with_too_many_connections_is_revoked(stage: Stage, tmp_path: Pat
         for client in crowd:
             client.close()
     assert joined(stage.deployment, "pi-crowds").revoked_at is not None
-    assert f"pi-crowds opened {MOST_CONNECTIONS + 1} connections at once" in "\n".join(stage.said)
+    crowd = f"pi-crowds opened {MOST_CONNECTIONS + 1} connections at once"
+    wait_for(lambda: crowd in "\n".join(stage.said), "the operator is told")
 
 
 def test_external_mosquitto_is_used(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ and continue from what has arrived: both ways fill the same file.
 """
 
 import logging
-import mmap
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,6 +27,7 @@ from fedvit.errors import BadPayload, FedvitError, LinkDown, StorageFailed
 from fedvit.files import storage_failed
 from fedvit.partials import PartialBlob
 from fedvit.transport.base import Transport, Wake
+from fedvit.transport.chunk_sender import ChunkSender, content_of
 from fedvit.transport.urls import NoRoute, download, in_thread, is_at, upload
 from fedvit.wire.messages import (
     BlobAck,
@@ -41,8 +40,7 @@ from fedvit.wire.messages import (
     UrlUse,
     UseDedicatedTopic,
 )
-from fedvit.wire.outgoing import Outgoing
-from fedvit.wire.transfer import DEDICATED_WINDOW_CHUNKS, WINDOW_CHUNKS, Chunk, Incoming, decode_chunk
+from fedvit.wire.transfer import WINDOW_CHUNKS, Chunk, Incoming, decode_chunk
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +49,6 @@ STALL_S = 2.0
 STALL_MAX_S = 30.0
 IDLE_S = 0.3
 """Silence after which a receiver sends a nack, in case the last chunks of a burst were lost."""
-GATHER_S = 0.2
-"""Longest wait, before the first chunk, for the other receivers that are expected to ask for the same blob."""
-FRESH_S = 0.5
-"""A chunk sent within this time counts as in flight, even if a receiver reports it as lost."""
-WATCH_S = 0.25
-"""Interval between looks at all receivers for silent ones and laggards."""
-SILENT_S = 2 * STALL_MAX_S
-"""After this silence a receiver no longer delays the others; it may ask again."""
-LAGGARD_S = 5.0
-"""A receiver that alone delays the others for this time is moved to a dedicated topic."""
-SEND_BUFFER_BYTES = 8 * 1024 * 1024
-CREDIT_CHUNKS = 2 * WINDOW_CHUNKS
-"""Chunks of all blobs together, except on dedicated topics, that one sender may have in flight: 16 MiB in the broker at
-most. Each blob may have the window of a dedicated topic in flight nevertheless, so that a receiver that asks for much
-and falls silent does not block others."""
 MAX_RESTARTS = 3
 LARGE_BYTES = 1 << 20
 """Blobs from this size on are hashed and synced in a separate thread, without blocking other transfers."""
@@ -153,45 +136,6 @@ class _Receiving:
         return first, (end if end >= 0 else min(len(have), first + self.piece_chunks)) - first
 
 
-class _Sending:
-    def __init__(self, manifest: Manifest, topic: str, content: bytes | mmap.mmap, receivers: int, window: int) -> None:
-        self.outgoing = Outgoing(manifest, window)
-        self.topic = topic
-        self.content = memoryview(content)
-        self.receivers = receivers
-        self.starts_at = time.monotonic() + GATHER_S
-        self.sent_at = -FRESH_S
-        self.window = window
-        self.credited = 0  # chunks under way that count against the credit of all blobs together
-        self.heard_at: dict[str, float] = {}  # receiver -> its last BlobNack
-        self.lags_since: dict[str, float] = {}
-
-    def heard(self, peer: str, nack: BlobNack) -> None:
-        """Note a BlobNack. Raises BadPayload when it asks for chunks that do not exist."""
-        now = time.monotonic()
-        if nack.stalled and now - self.sent_at < FRESH_S:
-            # the nack was sent before the last chunks arrived, or, if this side was busy, even before they were sent
-            nack = msgspec.structs.replace(nack, stalled=False)
-        self.outgoing.update(peer, nack)
-        self.heard_at[peer] = now
-        if self.outgoing.receiver_count >= self.receivers:
-            self.starts_at = now
-
-    def drop(self, peer: str) -> None:
-        self.outgoing.drop(peer)
-        self.heard_at.pop(peer, None)
-        self.lags_since.pop(peer, None)
-
-    def laggards(self, now: float) -> list[str]:
-        """Receivers that have delayed the others for long; each is returned once in LAGGARD_S."""
-        slow = self.outgoing.held_up_by()
-        self.lags_since = {peer: self.lags_since.get(peer, now) for peer in slow}
-        long = [peer for peer, since in self.lags_since.items() if now - since >= LAGGARD_S]
-        for peer in long:
-            self.lags_since[peer] = now
-        return long
-
-
 class BlobExchange:
     """Fetches blobs into a store and serves them from it.
 
@@ -219,30 +163,32 @@ class BlobExchange:
         self._transport = transport
         self._blobs = blobs
         self._send = send
-        self._topic_for = topic_for
         self._may_read = may_read
-        self._receivers = receivers
-        self._dedicated_topic_for = dedicated_topic_for
         self._places = places
         self._no_route_until = 0.0
         self._putting: set[str] = set()  # digests of uploads of which a piece is being put
         self._lock = threading.RLock()  # chunks come in the transport's thread
+        self._chunks = ChunkSender(
+            transport,
+            blobs,
+            lock=self._lock,
+            send=send,
+            topic_for=topic_for,
+            receivers=receivers,
+            dedicated_topic_for=dedicated_topic_for,
+        )
         # by (digest, topic): several senders may send the same blob, independently
         self._receiving: dict[tuple[str, str], _Receiving] = {}
         self._ended: list[_Receiving] = []
-        self._sending: dict[tuple[str, str], _Sending] = {}  # by (digest, receiver of the dedicated topic or "")
-        self._of_peer: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # keys of what each receiver gets
-        self._under_way = 0  # chunks of all blobs, except on dedicated topics
-        self._watched_at = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Whether a transfer is under way, so that `tick` is needed."""
-        return bool(self._receiving or self._sending or self._ended)
+        return bool(self._receiving or self._chunks or self._ended)
 
     def under_way(self) -> tuple[int, int]:
         """Numbers of blobs that are being received and sent. May be called from any thread."""
-        return len(self._receiving), len(self._sending)
+        return len(self._receiving), len(self._chunks)
 
     # --- receiving ------------------------------------------------------------------------------------
 
@@ -563,20 +509,15 @@ class BlobExchange:
             raise BadPayload(f"{peer} asks for blob {nack.digest}, which it was not offered")
         if nack.put and is_at(nack.put.url, self.store_origin) and not self._has_no_route():
             self._put(peer, nack.digest, nack.put)
-        elif nack.url and self._places and not self._gets_chunks(peer, nack.digest):
+        elif nack.url and self._places and not self._chunks.sends_to(peer, nack.digest):
             if nack.url != "used":
                 manifest, failed = self._blobs.manifest(nack.digest), nack.url == "failed"
                 if self._places.takes(manifest):
                     self._places.locate(peer, manifest, partial(self._located, peer, nack), failed=failed)
                 else:
-                    self._send_chunks(peer, nack)
+                    self._chunks.send(peer, nack)
         else:
-            self._send_chunks(peer, nack)
-
-    def _gets_chunks(self, peer: str, digest: str) -> bool:
-        with self._lock:
-            keys = ((digest, ""), (digest, peer))
-            return any(peer in self._sending[key].heard_at for key in keys if key in self._sending)
+            self._chunks.send(peer, nack)
 
     def _located(self, peer: str, nack: BlobNack, url: str | None) -> None:
         """The blob is in the store, or its chunks are to be sent. Runs in any thread."""
@@ -584,7 +525,7 @@ class BlobExchange:
             self._send(peer, BlobUrl(nack.digest, url))
             return
         try:
-            self._send_chunks(peer, nack)
+            self._chunks.send(peer, nack)
         except FedvitError as error:  # the receiver asks again, and then the program's loop handles it
             log.warning("blob not sent", extra={"peer": peer, "reason": str(error)})
 
@@ -614,7 +555,7 @@ class BlobExchange:
             if digest in self._putting:
                 return
             self._putting.add(digest)
-        content = memoryview(self._content(manifest))
+        content = memoryview(content_of(self._blobs, manifest))
         part = content[piece.first * manifest.chunk : (piece.first + piece.count) * manifest.chunk]
         in_thread(partial(self._upload, peer, digest, piece, part))
 
@@ -632,105 +573,23 @@ class BlobExchange:
         if needed:
             self._send(peer, BlobPut(digest, piece.first, piece.count, stored))
 
-    def _send_chunks(self, peer: str, nack: BlobNack) -> None:
-        dedicated = nack.apart and self._dedicated_topic_for is not None
-        key = (nack.digest, peer if dedicated else "")
-        with self._lock:
-            if key not in self._sending:
-                self._sending[key] = self._new_sending(peer, nack.digest, dedicated=dedicated)
-            if dedicated:
-                self._drop(peer, (nack.digest, ""))
-            sending = self._sending[key]
-            sending.heard(peer, nack)
-            self._of_peer[peer].add(key)
-            self._count(sending)
-            self._pump(sending)
-
-    def _new_sending(self, peer: str, digest: str, *, dedicated: bool) -> _Sending:
-        manifest = self._blobs.manifest(digest)
-        content = self._content(manifest)
-        if dedicated and self._dedicated_topic_for is not None:
-            return _Sending(manifest, self._dedicated_topic_for(peer, digest), content, 1, DEDICATED_WINDOW_CHUNKS)
-        return _Sending(manifest, self._topic_for(digest), content, self._receivers(digest), WINDOW_CHUNKS)
-
-    def _content(self, manifest: Manifest) -> bytes | mmap.mmap:
-        """Small blobs are read, as a mapped file stays open; blobs made for one device are often small."""
-        path = self._blobs.path(manifest.digest)
-        try:
-            if manifest.chunks == 1:
-                return self._blobs.get(manifest.digest)
-            with open(path, "rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise storage_failed(f"cannot read {path}", error) from error
-
     def on_ack(self, peer: str, ack: BlobAck) -> None:
         with self._lock:
             self._putting.discard(ack.digest)
-            for key in ((ack.digest, ""), (ack.digest, peer)):
-                self._drop(peer, key)
-                self._forget_if_idle(key)
+            self._chunks.acknowledged(peer, ack.digest)
 
     def stop_sending(self, digest: str) -> None:
         """Stop sending a blob whose file is replaced; receivers ask again, and get the new file."""
         with self._lock:
-            for key in [key for key in self._sending if key[0] == digest]:
-                for peer in list(self._sending[key].heard_at):
-                    self._drop(peer, key)
-                del self._sending[key]
+            self._chunks.stop(digest)
         if self._places:
             self._places.forget(digest)
 
     def drop_peer(self, peer: str) -> None:
         """Forget a peer that is gone."""
         with self._lock:
-            for key in list(self._of_peer.get(peer, ())):
-                self._drop(peer, key)
-                self._forget_if_idle(key)
+            self._chunks.drop_peer(peer)
             self.cancel(peer)
-
-    def _drop(self, peer: str, key: tuple[str, str]) -> None:
-        """Send nothing more of a blob to a receiver."""
-        if peer in self._of_peer:
-            self._of_peer[peer].discard(key)
-            if not self._of_peer[peer]:
-                del self._of_peer[peer]
-        if sending := self._sending.get(key):
-            sending.drop(peer)
-            self._count(sending)
-
-    def _forget_if_idle(self, key: tuple[str, str]) -> None:
-        sending = self._sending.get(key)
-        if sending and not sending.outgoing.receiver_count:
-            del self._sending[key]  # the file stays mapped until the last chunk is sent
-
-    def _count(self, sending: _Sending) -> None:
-        """Update the sum of the chunks that are under way."""
-        if sending.window != DEDICATED_WINDOW_CHUNKS:
-            self._under_way += sending.outgoing.under_way - sending.credited
-            sending.credited = sending.outgoing.under_way
-
-    def _pump(self, sending: _Sending) -> None:
-        if time.monotonic() < sending.starts_at or not sending.outgoing.has_work or not self._transport.bulk_up():
-            return  # Wake arrives when the link is up
-        credit, room = self._credit(sending), SEND_BUFFER_BYTES - self._transport.pending_bytes()
-        manifest, messages = sending.outgoing.manifest, []
-        while sending.outgoing.under_way < credit and room > 0 and (step := sending.outgoing.next_chunk()):
-            index, seq = step
-            payload = sending.content[index * manifest.chunk : (index + 1) * manifest.chunk]
-            head = Chunk(manifest.digest, index, manifest.chunks, manifest.size, seq, payload).head()
-            messages.append((head, payload))
-            room -= len(payload)
-        self._count(sending)
-        # if the link goes down now, receivers ask again later
-        if messages and self._transport.send_bulk(sending.topic, messages):
-            sending.sent_at = time.monotonic()
-
-    def _credit(self, sending: _Sending) -> int:
-        """How many chunks of a blob may be in flight, given those of other blobs; dedicated topics do not count."""
-        if sending.window == DEDICATED_WINDOW_CHUNKS:
-            return DEDICATED_WINDOW_CHUNKS
-        return max(DEDICATED_WINDOW_CHUNKS, CREDIT_CHUNKS - (self._under_way - sending.credited))
 
     # --- time -----------------------------------------------------------------------------------------
 
@@ -738,7 +597,7 @@ class BlobExchange:
         """Send due chunks, report finished transfers, and send nacks after silence. Call a few times per second."""
         with self._lock:
             now = time.monotonic()
-            self._serve(now)
+            self._chunks.tick(now)
             for receiving in list(self._receiving.values()):
                 silent_s = now - receiving.heard_at
                 if receiving.committing or not receiving.listening:
@@ -753,23 +612,6 @@ class BlobExchange:
                 elif silent_s > IDLE_S and receiving.incoming.nack_is_due(idle=True):
                     self._send_nack(receiving)
         self._report_ended()
-
-    def _serve(self, now: float) -> None:
-        if now - self._watched_at >= WATCH_S:
-            self._watched_at = now
-            self._watch_receivers(now)
-        for sending in list(self._sending.values()):
-            self._pump(sending)
-
-    def _watch_receivers(self, now: float) -> None:
-        for key, sending in list(self._sending.items()):
-            for peer in [peer for peer, heard_at in sending.heard_at.items() if now - heard_at > SILENT_S]:
-                self._drop(peer, key)
-            if self._dedicated_topic_for is not None:
-                for peer in sending.laggards(now):
-                    log.info("slow receiver moved to a dedicated topic", extra={"peer": peer, "digest": key[0]})
-                    self._send(peer, UseDedicatedTopic(key[0]))
-            self._forget_if_idle(key)
 
     def reconnected(self) -> None:
         """The link came back: chunks in flight are lost."""

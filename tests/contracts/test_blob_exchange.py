@@ -17,7 +17,7 @@ from coordinator.broker import Broker
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.partials import PartialBlob
-from fedvit.transport import exchange, packets
+from fedvit.transport import chunk_sender, exchange, packets
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import BlobNack, Manifest
 from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
@@ -406,7 +406,7 @@ def test_lost_chunks_are_sent_again_and_only_those(tmp_path: Path, seed: int) ->
 def test_a_receiver_that_fell_silent_does_not_hold_up_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "SILENT_S", 0.5)
+    monkeypatch.setattr(chunk_sender, "SILENT_S", 0.5)
     sender, alive, silent = memory_peers(MemoryBroker(), tmp_path, "sender", "alive", "silent")
     content = blob(BIG)
     manifest = sender.blobs.put(content)
@@ -420,7 +420,7 @@ def test_who_asks_and_falls_silent_does_not_use_up_what_others_may_have_under_wa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two windows are all that may be under way of all blobs; a device asks for two such, and says nothing more."""
-    monkeypatch.setattr(exchange, "SILENT_S", 1e9)
+    monkeypatch.setattr(chunk_sender, "SILENT_S", 1e9)
     sender, alive = memory_peers(MemoryBroker(), tmp_path, "sender", "alive")
     settle([sender, alive])
     for seed in (1, 2):
@@ -532,7 +532,7 @@ def test_a_damaged_rest_of_an_earlier_attempt_costs_one_repeat(tmp_path: Path) -
 
 def test_a_slow_receiver_is_served_apart_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one topic nobody gets further than a window ahead of the slowest."""
-    monkeypatch.setattr(exchange, "LAGGARD_S", 0.2)
+    monkeypatch.setattr(chunk_sender, "LAGGARD_S", 0.2)
     sender, fast, slow = peers = memory_peers(MemoryBroker(), tmp_path, "sender", "fast", "slow")
     sender.receivers = 2
     slow.events_per_step = 1
@@ -553,7 +553,7 @@ def test_a_slow_receiver_is_served_apart_and_the_others_go_on(tmp_path: Path, mo
 
 
 def test_receivers_of_one_speed_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "LAGGARD_S", 0.0)
+    monkeypatch.setattr(chunk_sender, "LAGGARD_S", 0.0)
     sender, *receivers = peers = memory_peers(MemoryBroker(), tmp_path, "sender", "r1", "r2", "r3")
     sender.receivers = 3
     content = blob(2 * BIG)

@@ -74,7 +74,7 @@ def test_nothing_accumulates(
         empty = (
             "_answers._waiting",
             "exchange._receiving",
-            "exchange._sending",
+            "exchange._chunks._sending",
             "exchange._leads",
             "exchange._fetches.waiting",
         )

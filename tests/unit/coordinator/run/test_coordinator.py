@@ -28,6 +28,7 @@ from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.methods.generators.base import drawing
 from fedvit.program import Program
 from fedvit.tensors import Tensors, pack, unpack
+from fedvit.transport import chunk_sender
 from fedvit.transport import exchange as exchange_module
 from fedvit.transport.base import Received
 from fedvit.transport.memory import MemoryTransport
@@ -554,7 +555,7 @@ def misbehaved(tmp_path_factory: pytest.TempPathFactory, configure: Configure, g
     """One round with one honest device and every other kind."""
     patch = pytest.MonkeyPatch()
     patch.setattr(exchange_module, "STALL_S", 0.05)  # content that is wrong is fetched again three times
-    patch.setattr(exchange_module, "FRESH_S", 0.01)
+    patch.setattr(chunk_sender, "FRESH_S", 0.01)
     stage = Stage(tmp_path_factory.mktemp("misbehaved"), configure, graph_cache)
     stage.fake("honest")
     for name, (answer, _) in MISBEHAVIOUR.items():

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -120,6 +121,15 @@ class ServerState:
     memory: Mapping[str, Array] = field(default_factory=dict)  # the rule's own state: optimizer, generators
     # device -> digest of an upload kept for later rounds; those of the oldest round come first
     uploads: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def memory_names(self) -> Mapping[str, list[str]]:
+        """The names in `memory` by all before their last "/", sorted: a generator asks for one device's after another,
+        and must not search those of all devices each time."""
+        names: dict[str, list[str]] = {}
+        for name in sorted(self.memory):
+            names.setdefault(name.rpartition("/")[0], []).append(name)
+        return names
 
 
 class RoundContext(NamedTuple):

@@ -1,6 +1,6 @@
 """Pull the devices' updates back through the generator that made their tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,11 +17,12 @@ from fedvit.methods.rules.memory import tensor_of, with_tensors
 from fedvit.methods.rules.optimizer_state import restore, saved
 from fedvit.methods.rules.weighted_mean import cohort_weights
 from fedvit.roles import Novel
-from fedvit.tensors import Array, Tensors
+from fedvit.tensors import Tensors
 
 AT_ONCE_BYTES = 64 << 20
 """Size of generated tensors that are processed at a time, for several devices together."""
 SHARED, PERSONAL = "generator/", "device/"
+"""Beginnings of names in the memory: of the generator's weights, and, with the device's name, of its embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +175,14 @@ class GeneratorUpdate(ServerRule):
                 return {upload.device: 1.0 for upload in uploads}
 
     def _shared(self, state: ServerState) -> dict[str, Tensor]:
-        return _under(state.memory, SHARED)
+        return _under(state, SHARED)
 
     def _personal(self, state: ServerState, device: str, seed: int) -> dict[str, Tensor]:
-        kept = _under(state.memory, f"{PERSONAL}{device}/")
+        kept = _under(state, f"{PERSONAL}{device}/")
         return kept or self.generator.personal(drawing(seed, "device", device))
 
 
-def _under(memory: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
+def _under(state: ServerState, prefix: str) -> dict[str, Tensor]:
     """Sorted by name, as the order in a file varies and would change sums."""
-    return {name.removeprefix(prefix): tensor_of(memory, name) for name in sorted(memory) if name.startswith(prefix)}
+    names = state.memory_names.get(prefix.removesuffix("/"), ())
+    return {name.removeprefix(prefix): tensor_of(state.memory, name) for name in names}

@@ -1,7 +1,7 @@
 """What servers do about generated tensors: by hand on a product of two numbers, and end to end on models."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -130,6 +130,25 @@ def test_the_report_says_how_large_the_gradient_was() -> None:
     rule = product()
     _, figures = rule.close(begun(rule), [upload("a", 1, {"w": np.float64(-4 / 3)})], context())
     assert figures == pytest.approx({"generator_gradient_norm": np.sqrt(16 + 64 / 9)})
+
+
+def test_a_memory_of_many_devices_is_searched_once() -> None:
+    """Not once for each of ten thousand devices."""
+
+    class Counted(dict[str, Any]):
+        searches = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Counted.searches += 1
+            return super().__iter__()
+
+    rule = product()
+    state, _ = rule.close(begun(rule), [upload(name, 1, {"w": np.float64(-1)}) for name in "abcde"], context())
+    state = replace(state, memory=Counted(state.memory))
+    Counted.searches = 0
+    made = {name: rule.generate(state, name, 0)["w"].item() for name in "abcdef"}
+    assert Counted.searches == 1
+    assert len(set(made.values())) > 1
 
 
 def test_the_order_in_which_a_file_gives_the_memory_changes_no_bit() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import existing_store, runs_flag
-from coordinator.commands.removals import print_removals
+from coordinator.commands.removals import keep_mirrors_flag, print_removals
 from fedvit.command_line import Command, json_flag
 
 
@@ -19,15 +19,28 @@ from fedvit.command_line import Command, json_flag
     help="Number of rounds whose details are kept; by default as configured.",
 )
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
+@keep_mirrors_flag
 @runs_flag
 @json_flag
-def gc(keep_runs: int | None, keep_rounds: int | None, dry_run: bool, folder: Path, as_json: bool) -> None:
+def gc(
+    keep_runs: int | None, keep_rounds: int | None, dry_run: bool, keep_mirrors: bool, folder: Path, as_json: bool
+) -> None:
     """Remove runs and details beyond the policy, and unreferenced files. Runs that are being served are not changed."""
     from coordinator.record.retention import collect
 
     store = existing_store(folder, writes=True)
     try:
-        removed = list(collect(store, folder, keep_runs=keep_runs, keep_rounds=keep_rounds, dry_run=dry_run))
+        removed = list(
+            collect(
+                store,
+                folder,
+                keep_runs=keep_runs,
+                keep_rounds=keep_rounds,
+                dry_run=dry_run,
+                keep_mirrors=keep_mirrors,
+                report=lambda line: click.echo(line, err=True),
+            )
+        )
         if any(entry.what in ("run", "details") for entry in removed) and not dry_run:
             store.compact()
     finally:

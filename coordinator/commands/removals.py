@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from coordinator.record.retention import Removal
 
 
+keep_mirrors_flag = click.option(
+    "--keep-mirrors", is_flag=True, help="Do not use the object stores of runs with [blobs] mirror = true."
+)
+
+
 def print_removals(removed: "list[Removal]", as_json: bool, verb: str) -> None:
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(removed)).decode())

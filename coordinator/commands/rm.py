@@ -5,22 +5,23 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import existing_store, runs_flag
-from coordinator.commands.removals import print_removals
+from coordinator.commands.removals import keep_mirrors_flag, print_removals
 from fedvit.command_line import Command, json_flag
 
 
 @click.command(cls=Command, examples=["coordinator rm RUN"])
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--force", is_flag=True, help="Also remove a run that another one started from.")
+@keep_mirrors_flag
 @runs_flag
 @json_flag
-def rm(runs: tuple[str, ...], force: bool, folder: Path, as_json: bool) -> None:
-    """Remove runs: their rows of the record and their folders."""
+def rm(runs: tuple[str, ...], force: bool, keep_mirrors: bool, folder: Path, as_json: bool) -> None:
+    """Remove runs: their rows of the record, their folders and their mirrors."""
     from coordinator.record.retention import remove_runs
 
     store = existing_store(folder, writes=True)
     try:
-        removed = remove_runs(store, folder, list(dict.fromkeys(runs)), force=force)
+        removed = remove_runs(store, folder, list(dict.fromkeys(runs)), force=force, keep_mirrors=keep_mirrors)
     finally:
         store.close()
     print_removals(removed, as_json, "removed")

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -17,10 +17,11 @@ from coordinator.record.copies import COPIES
 from coordinator.record.store import Store
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
-from fedvit.errors import BadPayload, ConfigError
+from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
 from fedvit.files import WRITING, folder_bytes, storage_failed
 
 if TYPE_CHECKING:
+    from coordinator.record.mirror import Mirror
     from fedvit.program import Program
 
 LOCK = "lock"
@@ -31,10 +32,10 @@ BLOBS = "blobs"
 class Removal(Struct, frozen=True, kw_only=True):
     """Something that was removed, or would be."""
 
-    what: str  # run, folder, blobs, file, details
+    what: str  # run, folder, blobs, file, details, mirror
     run: str | None
-    path: str | None  # None: a part of the record
-    bytes: int  # freed on the disk; 0 for details, which free space when the record is compacted
+    path: str | None  # None: a part of the record; of a mirror its URL
+    bytes: int  # freed on the disk, or in the store; 0 for details, which free space when the record is compacted
     why: str
 
 
@@ -87,9 +88,23 @@ def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:
     return None if keep_rounds is None else min(newest - keep_rounds + 1, since)
 
 
-def remove_runs(store: Store, folder: Path, names: list[str], *, force: bool = False) -> list[Removal]:
-    """Remove runs, first from the record. Raises ConfigError, before anything is removed, if a run is unknown or being
-    served, or, without `force`, if another run started from it."""
+def run_mirror(record: RunRecord) -> "Mirror | None":
+    """The mirror of a run; None if it had none when it was served last."""
+    if not record.config.get("blobs", {}).get("mirror"):
+        return None
+    from coordinator.record.mirror import mirror_of  # imports obstore, which other runs do not need
+
+    return mirror_of(record)
+
+
+def remove_runs(
+    store: Store, folder: Path, names: list[str], *, force: bool = False, keep_mirrors: bool = False
+) -> list[Removal]:
+    """Remove runs, first from the record, and, unless `keep_mirrors`, their mirrors.
+
+    Raises, before anything is removed: ConfigError if a run is unknown or being served, or, without `force`, if another
+    run started from it; StorageFailed if a mirror cannot be used.
+    """
     for name in names:
         record = store.run(name)
         if is_served(folder / name):
@@ -103,14 +118,39 @@ def remove_runs(store: Store, folder: Path, names: list[str], *, force: bool = F
                 f"run {record.id!r} ({record.status}) started from {start!r}, and needs it to account for privacy and, "
                 "until its first round is closed, to begin; --force removes it anyway"
             )
-    return [_remove_run(store, folder, name, "asked for") for name in names]
+    found = [_found_run(store, folder, name, "asked for", keep_mirrors) for name in names]
+    return [removal for run in found for removal in _remove_run(store, folder, run)]
 
 
-def _remove_run(store: Store, folder: Path, name: str, why: str) -> Removal:
-    removal = _of_run(folder, name, why)
-    store.remove_run(name)
-    _remove_folder(folder / name)
-    return removal
+class _FoundRun(NamedTuple):
+    """A run that is to be removed, with what is in its mirror."""
+
+    name: str
+    mirror: "Mirror | None"
+    objects: list[str]
+    removals: list[Removal]
+
+
+def _found_run(store: Store, folder: Path, name: str, why: str, keep_mirrors: bool) -> _FoundRun:
+    """Raises StorageFailed if the run's mirror cannot be used."""
+    removals = [_of_run(folder, name, why)]
+    mirror = None if keep_mirrors else run_mirror(store.run(name))
+    sizes = mirror.sizes() if mirror else {}
+    if mirror and sizes:
+        removals.append(Removal(what="mirror", run=name, path=mirror.place, bytes=sum(sizes.values()), why=why))
+    return _FoundRun(name, mirror, list(sizes), removals)
+
+
+def _remove_run(store: Store, folder: Path, run: _FoundRun) -> list[Removal]:
+    store.remove_run(run.name)
+    _remove_folder(folder / run.name)
+    if run.mirror:
+        try:
+            run.mirror.remove(run.objects)
+        except StorageFailed as error:
+            left = f"run {run.name!r} was removed, but not all of its mirror {run.mirror.place}"
+            raise StorageFailed(f"{left}: {error}") from error
+    return run.removals
 
 
 def _of_run(folder: Path, name: str, why: str) -> Removal:
@@ -128,11 +168,19 @@ def _remove_folder(directory: Path) -> None:
 
 
 def collect(
-    store: Store, folder: Path, *, keep_runs: int | None, keep_rounds: int | None, dry_run: bool
+    store: Store,
+    folder: Path,
+    *,
+    keep_runs: int | None,
+    keep_rounds: int | None,
+    dry_run: bool,
+    keep_mirrors: bool = False,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Removal]:
     """Apply the policy and remove unreferenced files; with `dry_run` only return what would be removed.
 
-    The default of `keep_runs` is that of the newest run's configuration, of `keep_rounds` that of each run.
+    The default of `keep_runs` is that of the newest run's configuration, of `keep_rounds` that of each run. A run whose
+    mirror cannot be used is kept, and `report` gets a line with the reason.
     """
     records = store.runs()
     if keep_runs is None and records:
@@ -140,7 +188,12 @@ def collect(
     gone = _runs_beyond(records, keep_runs, folder)
     for name in gone:
         why = f"ended, and older than the {keep_runs} that are kept"
-        yield _of_run(folder, name, why) if dry_run else _remove_run(store, folder, name, why)
+        try:
+            found = _found_run(store, folder, name, why, keep_mirrors)
+        except StorageFailed as error:
+            report(_kept(name, error))
+            continue
+        yield from found.removals if dry_run else _remove_run(store, folder, found)
     known = {record.id for record in records}
     for directory in sorted(folder.iterdir()):
         if (
@@ -162,7 +215,14 @@ def collect(
         yield from _details(store, record, directory, keep_rounds, dry_run)
         yield from _files(directory, dry_run)
         if record.status == "finished":
-            yield from _blobs(store, record, directory, dry_run)
+            try:
+                yield from _blobs(store, record, directory, dry_run, keep_mirrors)
+            except StorageFailed as error:
+                report(_kept(record.id, error))
+
+
+def _kept(run: str, error: StorageFailed) -> str:
+    return f"run {run!r} is kept as it is: {error}; --keep-mirrors leaves its mirror out"
 
 
 def _done(removal: Removal, remove: Callable[[], object], dry_run: bool) -> Removal:
@@ -213,17 +273,20 @@ def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
         yield _done(removal, file.unlink, dry_run)
 
 
-def _blobs(store: Store, record: RunRecord, directory: Path, dry_run: bool) -> Iterator[Removal]:
-    """Remove blobs of a finished run, except those that other runs start from, or that its bundle needs."""
+def _blobs(store: Store, record: RunRecord, directory: Path, dry_run: bool, keep_mirrors: bool) -> Iterator[Removal]:
+    """Remove blobs of a finished run from its folder and its mirror, except those that other runs start from, or that
+    its bundle needs."""
     from fedvit.program import decode_program  # imports numpy, which other commands do not need
 
     newest = store.newest_closed(record.id)
     if newest is None or newest.state is None or record.program is None:
         return
     blobs = BlobStore(directory / BLOBS)
+    mirror = None if keep_mirrors else run_mirror(record)
     try:
-        program = decode_program(blobs.get(record.program))
-    except (OSError, BadPayload):  # without its program it is unknown what is needed
+        content = blobs.get(record.program) if blobs.has(record.program) or not mirror else mirror.blob(record.program)
+        program = decode_program(content)
+    except (OSError, BadPayload, Damaged):  # without its program it is unknown what is needed
         return
     saved = newest.state
     keep = {record.program, *_blobs_of(program), *saved.groups.values(), *saved.uploads.values()}
@@ -236,6 +299,25 @@ def _blobs(store: Store, record: RunRecord, directory: Path, dry_run: bool) -> I
             why="the run is finished: only its last state, its program and graphs are needed",
         )  # fmt: skip
         yield _done(removal, lambda: blobs.prune(keep), dry_run)
+    if mirror:
+        yield from _objects(record, mirror, keep, dry_run)
+
+
+def _objects(record: RunRecord, mirror: "Mirror", keep: set[str], dry_run: bool) -> Iterator[Removal]:
+    """Remove blobs of a mirror: those of a coordinator that was cut off, which others do not know."""
+    from coordinator.record.mirror import blob_digest
+
+    sizes = {
+        name: size
+        for name, size in mirror.sizes().items()
+        if (digest := blob_digest(name)) is not None and digest not in keep
+    }
+    if sizes:
+        removal = Removal(
+            what="mirror", run=record.id, path=mirror.place, bytes=sum(sizes.values()),
+            why="the run is finished: only its last state, its program, graphs and results are needed",
+        )  # fmt: skip
+        yield _done(removal, lambda: mirror.remove(sizes), dry_run)
 
 
 def _blobs_of(program: "Program") -> set[str]:

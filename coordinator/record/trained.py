@@ -4,11 +4,15 @@ It only has what the server has: a model that needs a device's personal tensors 
 device.
 """
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coordinator.config import make_config
 from coordinator.record.integrity import VerifiedBlobs
+from coordinator.record.retention import run_mirror
 from coordinator.record.store import Store
 from coordinator.record.summary import RunSummary, summarise
 from coordinator.record.tables import RunRecord
@@ -19,33 +23,71 @@ from fedvit.precision import as_specified
 from fedvit.program import Program, Role, decode_program
 from fedvit.tensors import Tensors, check_tensors, unpack
 
+if TYPE_CHECKING:
+    from coordinator.record.mirror import Mirror
+
+
+class _Files:
+    """The files of a run: those of its folder, or, where they are missing or damaged there, of its mirror."""
+
+    def __init__(self, folder: Path, record: RunRecord) -> None:
+        self.folder = folder
+        self._blobs = VerifiedBlobs(folder / "blobs")
+        self._record = record
+
+    @cached_property
+    def _mirror(self) -> "Mirror | None":
+        return run_mirror(self._record)
+
+    def blob(self, digest: str) -> bytes:
+        """Raises StorageFailed if it is nowhere, or the mirror cannot be used."""
+        try:
+            return self._blobs.get(digest)
+        except StorageFailed as error:
+            return self._elsewhere(error, lambda mirror: mirror.blob(digest))
+
+    def result(self, name: str) -> bytes | None:
+        """A file that the run wrote at its end; None if it is nowhere. Raises StorageFailed."""
+        file = self.folder / name
+        if file.is_file():
+            return file.read_bytes()
+        return self._mirror.result(name) if self._mirror else None
+
+    def _elsewhere(self, error: StorageFailed, read: "Callable[[Mirror], bytes]") -> bytes:
+        if self._mirror is None:
+            raise error
+        try:
+            return read(self._mirror)
+        except StorageFailed as other:
+            raise StorageFailed(f"{error}, and in the run's mirror: {other}") from other
+
 
 def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: str) -> Trained:
     """The model of a run, or of one device of it.
 
-    Raises ConfigError if there is no such run or device, or if only a device has what the model needs; StorageFailed if
-    the run's files are damaged.
+    Files that are not on this disk are read from the run's mirror, if it has one. Raises ConfigError if there is no
+    such run or device, or if only a device has what the model needs; StorageFailed if the run's files are damaged, or
+    missing, and its mirror cannot be used.
     """
     record = store.run(run)
     newest = store.newest_closed(run)
     if record.program is None or newest is None or newest.state is None:
         raise ConfigError(f"run {run!r} has closed no round: there is nothing to export yet")
     saved = newest.state
-    folder = runs / run
-    blobs = VerifiedBlobs(folder / "blobs")
+    files = _Files(runs / run, record)
     try:
-        program = decode_program(blobs.get(record.program))
-        graph = blobs.get(program.graphs[program.evaluate.graph].digest)
+        program = decode_program(files.blob(record.program))
+        graph = files.blob(program.graphs[program.evaluate.graph].digest)
         frozen = [group.initial for group in program.groups.values() if group.role is Role.FROZEN and group.initial]
         values: Tensors = {}
         for digest in (*frozen, *saved.groups.values()):
-            values |= unpack(blobs.get(digest))
+            values |= unpack(files.blob(digest))
     except BadPayload as error:
         raise StorageFailed(f"run {run!r}: {error}") from error
     _check_no_images(program, run)
     _check_nothing_personal(program, run)
     summary = summarise(store, run)
-    values |= _generated(program, record, summary, folder, device)
+    values |= _generated(program, record, summary, files, device)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
     check_tensors(held, program.expected([*program.groups]), f"run {run!r}")
     origin = Origin(
@@ -89,7 +131,7 @@ def _elsewhere(program: Program, run: str, why: str) -> str:
     )
 
 
-def _generated(program: Program, record: RunRecord, summary: RunSummary, folder: Path, device: str | None) -> Tensors:
+def _generated(program: Program, record: RunRecord, summary: RunSummary, files: _Files, device: str | None) -> Tensors:
     """The tensors that the server generated for the device at the run's end."""
     known = [entry.device for entry in summary.devices]
     if device is not None and device not in known:
@@ -108,16 +150,17 @@ def _generated(program: Program, record: RunRecord, summary: RunSummary, folder:
     variants = make_config(record.config, f"run {record.id}").run.variants
     if pattern := next((entry for entry in variants if fnmatchcase(device, entry) or entry == device), None):
         raise ConfigError(_elsewhere(program, record.id, f"device {device!r} has a variant of its own ({pattern!r})"))
-    file = folder / "generated" / f"{device}.safetensors"
-    if record.status != "finished" or not file.is_file():
+    name = f"generated/{device}.safetensors"
+    content = files.result(name) if record.status == "finished" else None
+    if content is None:
         raise ConfigError(
             f"run {record.id!r} is {record.status}: tensors for device {device!r} are written at its end, "
-            f"to {file}; resume it with `coordinator start --resume {record.id}`"
+            f"to {files.folder / name}; resume it with `coordinator start --resume {record.id}`"
         )
     try:
-        return unpack(file.read_bytes())
+        return unpack(content)
     except BadPayload as error:
-        raise StorageFailed(f"{file} is damaged: {error}") from error
+        raise StorageFailed(f"{files.folder / name} is damaged: {error}") from error
 
 
 def _reported(summary: RunSummary, device: str | None) -> Reported | None:

@@ -10,7 +10,6 @@ never reach the record, a log or a device.
 
 import contextlib
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,26 +19,32 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import obstore
-from obstore.exceptions import PermissionDeniedError
-from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+from obstore.store import LocalStore
 
 from coordinator.config.blobs import BlobsConfig
+from coordinator.record.mirror import (
+    ABSENT,
+    BLOBS,
+    RESULTS,
+    ObjectStoreClient,
+    blob_digest,
+    blob_object,
+    check_folder,
+    open_store,
+    reason_of,
+)
 from fedvit.blobs import ALGORITHM, BlobStore
 from fedvit.errors import BadPayload, FedvitError, LinkDown, StorageFailed
 from fedvit.transport.exchange import Located
 from fedvit.transport.urls import download
 from fedvit.wire.messages import Manifest
 
-if TYPE_CHECKING:
-    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
-
 log = logging.getLogger(__name__)
 
 Outcome = TypeVar("Outcome")
-Store = S3Store | GCSStore | AzureStore | LocalStore
 
 THREADS = 4
 SLOW_S = 10.0
@@ -48,17 +53,13 @@ RETRY_S = 5.0
 """How often a store in trouble is tried again."""
 PART_BYTES = 16 << 20
 """Of a large blob that is put; the store takes one part after the other."""
-ANSWER_S = 60.0
-"""Longest time for one request: a part needs it on a link of 2 Mb/s."""
 PIECE_KEPT_S = 24 * 3600.0
 """How long pieces of uploads that nobody read are kept."""
 CLOSE_S = 10.0
 ENDED_CHECK_S = 0.2
 """How often a thread that waits for the mirror looks whether the run has ended."""
-ABSENT = (FileNotFoundError, PermissionDeniedError)
-"""What stores answer for an object that is not there; S3, without the right to list a bucket, the second."""
 PROBE = "probe"
-BLOBS, UPLOADS, RESULTS = "blobs", "uploads", "results"
+UPLOADS = "uploads"
 
 
 @dataclass
@@ -98,35 +99,14 @@ class ObjectStore:
         return lines
 
     @property
-    def _store(self) -> Store:
-        folder = self._config.folder
-        if self._config.scheme == "file" and not Path(folder).is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}")  # or files would be put below a missing mount
+    def _store(self) -> ObjectStoreClient:
+        check_folder(self._config)
         return self._opened
 
     @cached_property
-    def _opened(self) -> Store:
+    def _opened(self) -> ObjectStoreClient:
         """Made when it is first used, so that keys that cannot be read are reported as other trouble of the store."""
-        config = self._config
-        prefix = f"{config.prefix}/{self._name}".strip("/")
-        client: ClientConfig = {
-            "allow_http": config.origin.startswith("http://"),
-            "connect_timeout": timedelta(seconds=SLOW_S / 2),
-            "timeout": timedelta(seconds=ANSWER_S),
-        }
-        retry: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=SLOW_S)}
-        if config.scheme == "file":
-            return LocalStore(Path(config.folder) / self._name, mkdir=True)
-        if config.scheme == "gs":
-            google: GCSConfig = {"base_url": config.origin} if config.endpoint else {}
-            return GCSStore(config.bucket, prefix=prefix, config=google, client_options=client, retry_config=retry)
-        if config.scheme == "az":
-            azure: AzureConfig = {"account_name": config.account}
-            if config.endpoint:  # other servers than Azure's have no host for each account
-                azure["endpoint"] = f"{config.origin}/{config.account}"
-            return AzureStore(config.bucket, prefix=prefix, config=azure, client_options=client, retry_config=retry)
-        s3: S3Config = {"endpoint": config.origin, "region": config.region, "virtual_hosted_style_request": False}
-        return S3Store(config.bucket, prefix=prefix, config=s3, client_options=client, retry_config=retry)
+        return open_store(self._config, self._name)
 
     # --- what the exchange asks -------------------------------------------------------------------------
 
@@ -151,7 +131,7 @@ class ObjectStore:
                 if not chunks:
                     self._excused.add((peer, digest))
             elif digest in self._stored and not failed:
-                url = self._signed("GET", _of_blob(digest))
+                url = self._signed("GET", blob_object(digest))
             elif job := self._jobs.get(digest):
                 chunks = time.monotonic() - job.began > SLOW_S and self._is_small(manifest)
                 if not chunks:
@@ -181,7 +161,7 @@ class ObjectStore:
         with self._lock:
             if digest in self._stored and not self._config.mirror:  # the mirror's copy was intact when it was put
                 self._stored.discard(digest)
-                self._begin(lambda: self._delete(_of_blob(digest)))
+                self._begin(lambda: self._delete(blob_object(digest)))
 
     # --- what the run asks ------------------------------------------------------------------------------
 
@@ -201,7 +181,7 @@ class ObjectStore:
                 self._begin(lambda: self._remove(unneeded))
                 self._begin(lambda: self._prune(set(), UPLOADS))
             else:
-                self._begin(lambda: self._prune({_of_blob(digest) for digest in keep}))
+                self._begin(lambda: self._prune({blob_object(digest) for digest in keep}))
 
     # --- the mirror; none of these is for the thread that handles messages --------------------------------------
 
@@ -303,9 +283,9 @@ class ObjectStore:
         digest, trouble, url = manifest.digest, "", ""
         try:
             self._put_blob(digest, manifest.size)
-            url = self._signed_or_raise("GET", _of_blob(digest))
+            url = self._signed_or_raise("GET", blob_object(digest))
         except Exception as error:  # noqa: BLE001 - of the store, whatever it is: reported
-            trouble = _reason(error)
+            trouble = reason_of(error)
         with self._lock:
             self._note(trouble)
             job = self._jobs.pop(digest)
@@ -321,8 +301,8 @@ class ObjectStore:
 
     def _put_blob(self, digest: str, size: int) -> None:
         """Put a blob into the store unless it is there."""
-        if not self._has(_of_blob(digest), size):
-            self._put_path(_of_blob(digest), self.blobs.path(digest))
+        if not self._has(blob_object(digest), size):
+            self._put_path(blob_object(digest), self.blobs.path(digest))
 
     def _put_path(self, name: str, path: Path) -> None:
         obstore.put(self._store, name, path, chunk_size=PART_BYTES, max_concurrency=1)
@@ -345,8 +325,8 @@ class ObjectStore:
         def look() -> None:
             for batch in obstore.list(self._store, prefix=BLOBS):
                 for found in batch:
-                    if name := re.fullmatch(rf"{BLOBS}/([0-9a-f]{{64}})", found["path"]):
-                        sizes[f"{ALGORITHM}:{name[1]}"] = found["size"]
+                    if digest := blob_digest(found["path"]):
+                        sizes[digest] = found["size"]
 
         return sizes if self._attempt(look) else None
 
@@ -364,7 +344,7 @@ class ObjectStore:
             return True
 
         def bring() -> None:
-            store, name = self._store, _of_blob(digest)
+            store, name = self._store, blob_object(digest)
             if isinstance(store, LocalStore):
                 for start in range(0, size, manifest.chunk):
                     end = min(start + manifest.chunk, size)
@@ -380,7 +360,7 @@ class ObjectStore:
             received.commit()
         except BadPayload as error:
             received.abandon()
-            log.error("damaged object", extra={"object": _of_blob(digest), "reason": str(error)})
+            log.error("damaged object", extra={"object": blob_object(digest), "reason": str(error)})
             self._remove({digest})
         except StorageFailed:
             received.leave()
@@ -389,7 +369,7 @@ class ObjectStore:
 
     def _remove(self, digests: set[str]) -> None:
         for digest in digests:
-            self._delete(_of_blob(digest))
+            self._delete(blob_object(digest))
             with self._lock:
                 self._removing.discard(digest)
                 self._stored.discard(digest)
@@ -404,7 +384,7 @@ class ObjectStore:
         except FedvitError:
             raise
         except Exception as error:  # noqa: BLE001 - of the store, whatever it is: reported
-            trouble = _reason(error)
+            trouble = reason_of(error)
         with self._lock:
             self._note(trouble)
         return not trouble
@@ -426,7 +406,7 @@ class ObjectStore:
             return None
         except Exception as error:  # noqa: BLE001
             with self._lock:
-                self._note(_reason(error))
+                self._note(reason_of(error))
             return None
         if content is None:
             log.warning("piece of an upload has a wrong size", extra={"object": name, "bytes": found, "expected": size})
@@ -462,7 +442,7 @@ class ObjectStore:
         try:
             obstore.put(self._store, PROBE, b"fedvit")
         except Exception as error:  # noqa: BLE001
-            trouble = _reason(error)
+            trouble = reason_of(error)
         with self._lock:
             self._note(trouble)
         return not trouble
@@ -487,7 +467,7 @@ class ObjectStore:
         try:
             return self._signed_or_raise(method, name)
         except Exception as error:  # noqa: BLE001 - there are no keys
-            self._note(_reason(error))
+            self._note(reason_of(error))
             return None
 
     def _signed_or_raise(self, method: Literal["GET", "PUT"], name: str) -> str:
@@ -502,20 +482,5 @@ def _settle(future: "Future[Outcome]", job: Callable[[], Outcome]) -> None:
         future.set_exception(error)
 
 
-def _of_blob(digest: str) -> str:
-    return f"{BLOBS}/{digest.partition(':')[2]}"
-
-
 def _of_piece(peer: str, digest: str, first: int) -> str:
     return f"{UPLOADS}/{peer}/{digest.partition(':')[2]}-{first}"
-
-
-def _reason(error: Exception) -> str:
-    """An error of the store in one line."""
-    text = str(error)
-    code, message = (re.search(f"<{tag}>(.*?)(</{tag}>|$)", text, re.MULTILINE) for tag in ("Code", "Message"))
-    if code:
-        return f"{code[1]}: {message[1]}" if message else code[1]
-    if "error sending request" in text:
-        return "no answer from it"
-    return re.sub(r" in [\d.]+\S*s\b.*", "", text.partition("\n")[0])[:300]

@@ -111,7 +111,8 @@ class Folder:
 
     def kill(self) -> None:
         """It is gone."""
-        self.folder.rename(self.folder.with_name(f"gone-{secrets.token_hex(4)}"))
+        if self.folder.exists():
+            self.folder.rename(self.folder.with_name(f"gone-{secrets.token_hex(4)}"))
 
     def config(self, **more: Any) -> BlobsConfig:
         (self.folder / self.prefix).mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.record.rows import read_rows, seal_of
 from coordinator.record.tables import SEAL, TABLES
+from fedvit.errors import Damaged
 
 COPIES = "backups"
 """In a run's folder: copies of the database."""
@@ -45,17 +46,17 @@ def newest_copy(database: Path, run: str = "*") -> Path | None:
     return next((file for file in sorted(made, key=lambda file: made[file], reverse=True) if is_whole(file)), None)
 
 
-def remedy(database: Path, why: str, of_run: str = "*") -> str:
-    """The error message for a damaged database: names the newest intact copy and the commands that restore it."""
+def damaged_database(database: Path, why: str, of_run: str = "*") -> Damaged:
+    """The error of a damaged database: names the newest intact copy and the commands that restore it."""
     damaged = f"{database} is damaged: {why}"
     copy = newest_copy(database, of_run)
     if copy is None:
-        return (
+        return Damaged(
             f"{damaged}. There is no good copy of it in {database.parent}/RUN/{COPIES}: restore your own backup, or "
             f"move it away and start over (tensors of finished runs are in {database.parent}/RUN/model.safetensors)"
         )
     run, number = copy.parent.parent.name, copy.stem.partition("-")[2]
-    return (
+    return Damaged(
         f"{damaged}. The newest good copy is {copy}, made after round {number} of run {run}. While no coordinator "
         f"serves this folder, put it back: mv {database} {database}.damaged; rm -f {database}-wal {database}-shm; "
         f"cp {copy} {database}; then: coordinator start --resume {run} --runs {database.parent}"

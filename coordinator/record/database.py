@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.record.closing import add_broken, sum_up_evaluation, sum_up_training
-from coordinator.record.copies import is_whole, newest_copy, remedy
+from coordinator.record.copies import damaged_database, is_whole, newest_copy
 from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
 from coordinator.record.postgresql import address_of, engine_of, failure_of
 from coordinator.record.rows import BrokenSeal
@@ -245,9 +245,9 @@ class Database:
 
     def damaged(self, what: str, run: str = "*") -> Damaged:
         """The error of a damaged record, with what to do: names the newest copy of any run, or of `run`."""
-        return Damaged(
-            remedy(self._file, what, run) if self._file else f"database {self._engine.url} is damaged: {what}"
-        )
+        if self._file:
+            return damaged_database(self._file, what, run)
+        return Damaged(f"database {self._engine.url} is damaged: {what}")
 
     def lead_in(self, term: int) -> None:
         """From now on raise LeadershipLost, and write nothing, when another process has taken over from the leader of

@@ -117,9 +117,12 @@ class Mirror:
     def blob(self, digest: str) -> bytes:
         """A blob's content. Raises Damaged if it is not there, or does not have its digest."""
         content = self._using(lambda: self._get(blob_object(digest)))
-        if content is None or digest_of(content) != digest:
-            state = "is not there" if content is None else "is damaged: it does not have the digest that is its name"
-            raise Damaged(f"{self.place}/{blob_object(digest)} {state}")
+        if content is None:
+            raise Damaged(f"object {self.place}/{blob_object(digest)} is missing")
+        if digest_of(content) != digest:
+            raise Damaged(
+                f"object {self.place}/{blob_object(digest)} is damaged: it does not have the digest that is its name"
+            )
         return content
 
     def result(self, name: str) -> bytes | None:

@@ -148,8 +148,9 @@ def _remove_run(store: Store, folder: Path, run: _FoundRun) -> list[Removal]:
         try:
             run.mirror.remove(run.objects)
         except StorageFailed as error:
-            left = f"run {run.name!r} was removed, but not all of its mirror {run.mirror.place}"
-            raise StorageFailed(f"{left}: {error}") from error
+            raise StorageFailed(
+                f"run {run.name!r} was removed, but not all of its mirror {run.mirror.place}: {error}"
+            ) from error
     return run.removals
 
 

@@ -44,7 +44,7 @@ class _Files:
         try:
             return self._blobs.get(digest)
         except StorageFailed as error:
-            return self._elsewhere(error, lambda mirror: mirror.blob(digest))
+            return self._in_mirror(error, lambda mirror: mirror.blob(digest))
 
     def result(self, name: str) -> bytes | None:
         """A file that the run wrote at its end; None if it is nowhere. Raises StorageFailed."""
@@ -53,7 +53,7 @@ class _Files:
             return file.read_bytes()
         return self._mirror.result(name) if self._mirror else None
 
-    def _elsewhere(self, error: StorageFailed, read: "Callable[[Mirror], bytes]") -> bytes:
+    def _in_mirror(self, error: StorageFailed, read: "Callable[[Mirror], bytes]") -> bytes:
         if self._mirror is None:
             raise error
         try:

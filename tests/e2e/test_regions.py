@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.broker.process import claim_port
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord
 from fedvit.tensors import unpack
 from fleet.simulate import simulate
 from tests.support.forked import Forked
 from tests.support.once import made_once
-from tests.support.programs import CONFIG, DEVICES, Stage, toml, wait_for
+from tests.support.programs import CONFIG, DEVICES, Stage, program, toml, wait_for
 
 VALUES: dict[str, Any] = {
     "method": "fedavg",
@@ -46,14 +47,14 @@ class World:
         self.file.write_text(toml(VALUES))
 
     def centre(self, *, devices: int = 2) -> Forked:
-        return self._begin("centre", "coordinator.cli", "start", "--run", "run", "--devices", str(devices))
+        return self.begin("centre", "coordinator.cli", "start", "--run", "run", "--devices", str(devices))
 
     def region(self, name: str, *arguments: str, of: str = "centre", run: str = "run") -> Forked:
         """A region of the centre, or of another region."""
         centre = f"127.0.0.1:{self.stages[of].port}"
-        return self._begin(name, "fleet.cli", "region", "--centre", centre, "--id", name, "--run", run, *arguments)
+        return self.begin(name, "fleet.cli", "region", "--centre", centre, "--id", name, "--run", run, *arguments)
 
-    def _begin(self, name: str, module: str, *arguments: str) -> Forked:
+    def begin(self, name: str, module: str, *arguments: str) -> Forked:
         stage = self.stages[name]
         given = [*arguments, "--runs", str(stage.out), "--config", str(self.file), "--broker.port", str(stage.port)]
         return stage.keep(Forked(module, given, stage.log_path("coordinator"), stage.environment))
@@ -178,3 +179,88 @@ def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, singl
         tested_alone = store.results("single", 2, "evaluate")
     assert images_by_class(tested) == images_by_class(tested_alone)
     world.check_model(single / "single")
+
+
+def said(stage: Stage, module: str, *arguments: str) -> str:
+    """Standard output of a command that succeeds."""
+    done = subprocess.run(
+        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_region_with_a_certificate_of_its_centre(world: World) -> None:
+    """Its name, the broker and the federation are those of its certificate. When that is revoked, the region is left
+    out as a device is, and its operator reads why."""
+    centre, north = world.stages["centre"], world.stages["north"]
+    deployment, state = str(world.folder / "deployment"), str(world.folder / "state-of-north")
+    ports = [str(claim_port()) for _ in range(2)]
+    said(
+        centre, "coordinator.cli", "init", deployment, "--listen", "127.0.0.1", "--host", "localhost",
+        "--port", ports[0], "--enrolment-port", ports[1], "--federation", "fleet-7",
+    )  # fmt: skip
+    file = world.folder / "centre.toml"
+    file.write_text(toml(VALUES | {"devices": 1, "broker": {"deployment": deployment}}))
+    given = ["start", "--run", "run", "--config", str(file), "--runs", str(centre.out)]
+    centre.keep(Forked("coordinator.cli", given, centre.log_path("coordinator"), centre.environment))
+    wait_for(lambda: "broker: mosquitto" in centre.log("coordinator"), "the broker")
+    token = said(centre, "coordinator.cli", "enroll", "north", "--deployment", deployment, "--no-wait").split()[-1]
+    said(north, "edge_client.cli", "join", token, "--state", state)
+    region = world.begin("north", "fleet.cli", "region", "--state", state)
+    device = north.device("device-0")
+    wait_for(lambda: north.query("select 1 from results where round = 1 and kind = 'train'"), "the first round")
+    device.send_signal(signal.SIGSTOP)
+    wait_for(lambda: centre.query("select 1 from results where device = 'north'"), "the region's update")
+    said(centre, "coordinator.cli", "revoke", "north", "--deployment", deployment)
+    wait_for(lambda: "revoked or expired" in north.log("coordinator"), "the region to be cut off")
+    wait_for(lambda: centre.query("select 1 from refusals where device = 'north'"), "the region to be left out")
+    assert centre.query("select reason from refusals") == [("its certificate was revoked",)]
+    assert north.query("select id from runs") == [("north",)], "the name is that of its certificate"
+    region.terminate()
+    assert north.finish(region, "coordinator") == 130
+    device.send_signal(signal.SIGCONT)
+
+
+def test_region_of_a_service_takes_part_in_one_run_after_another(world: World) -> None:
+    """The second run waits for the region while it is in the first, and has a task for it before the region has noticed
+    that its run is over: that task waits for the region's next run."""
+    centre, north = world.stages["centre"], world.stages["north"]
+    given = ["serve", "--runs", str(centre.out), "--broker", "mosquitto", "--broker.port", str(centre.port)]
+    given += ["--side-by-side", "2"]
+    centre.keep(Forked("coordinator.cli", given, centre.log_path("service"), centre.environment))
+    values = {key: value for key, value in VALUES.items() if key != "broker"} | {"rounds": 1}
+    for run, more in {"first": {"devices": 2}, "second": {"devices": 1, "devices_where": "role=region"}}.items():
+        centre.submit(run, **values | more)
+    direct = centre.device("device-2")
+    device = north.device("device-0")
+    region = world.region("north", "--rounds", "1", run="first")
+    wait_for(lambda: north.query("select 1 from tasks"), "a task of the region's device")
+    device.send_signal(signal.SIGSTOP)
+    wait_for(lambda: centre.query("select 1 from results where device = 'device-2'"), "the update of the other device")
+    direct.send_signal(signal.SIGSTOP)  # the first run does not end before it goes on
+    device.send_signal(signal.SIGCONT)
+    wait_for(lambda: centre.query("select 1 from results where device = 'north' and kind = 'evaluate'"), "its answer")
+    region.send_signal(signal.SIGSTOP)
+    direct.send_signal(signal.SIGCONT)
+    wait_for(lambda: centre.query("select 1 from tasks where run = 'second'"), "a task of the second run")
+    region.send_signal(signal.SIGCONT)
+    assert north.finish(region, "coordinator") == 0, north.log("coordinator")
+    assert north.finish(device, "device-0") == 0
+    world.region("north", "--rounds", "1", run="second")
+    device = north.device("device-0")
+    wait_for(lambda: centre.query("select 1 from runs where id = 'second' and status = 'finished'"), "the second run")
+    assert north.finish(device, "device-0") == 0
+    assert centre.query("select run, device from results where kind = 'train' order by run, device") == [
+        ("first", "device-2"), ("first", "north"), ("second", "north")
+    ]  # fmt: skip
+    assert not centre.query("select 1 from refusals")
+
+
+def test_queued_run_of_a_service_is_no_region(world: World) -> None:
+    north = world.stages["north"]
+    north.submit("run", **{key: value for key, value in VALUES.items() if key != "broker"})
+    process = world.region("north")
+    assert north.finish(process, "coordinator") == 2
+    assert "run 'run' is not that of a region: choose another --run" in north.log("coordinator")
+    assert north.query("select status from runs") == [("queued",)]

@@ -27,7 +27,6 @@ from fedvit.errors import ConfigError
 from fedvit.known_names import HUB, LOCAL, OWN_OPTIONS, check_model, check_model_options, unknown_model
 from fedvit.known_names import LSTM as LSTM
 from fedvit.known_names import RESNET as RESNET
-from fedvit.known_names import RESNETS as RESNETS
 from fedvit.known_names import SMALL as SMALL
 from fedvit.known_names import TEXT as TEXT
 from fedvit.models.extra_head import ExtraHead
@@ -78,7 +77,7 @@ def build_vit(
         if name in OWN_OPTIONS:
             if pretrained:
                 raise ConfigError(f"model {name!r} has no pretrained weights, got pretrained = {pretrained!r}")
-            return _MADE_HERE.get(name, make_resnet)(name, classes, **options)
+            return maker(name)(name, classes, **options)
         model = _timm(name, classes, options, pretrained)
         if isinstance(pretrained, str):
             torch.manual_seed(seed)
@@ -133,12 +132,15 @@ def _small(
     return PatchViT(name, vit)
 
 
-_MADE_HERE: Mapping[str, Callable[..., PatchViT]] = {
-    SMALL: _small,
-    TEXT: make_text_transformer,
-    LSTM: make_text_lstm,
-    RESNET: make_small_resnet,
-}
+def maker(name: str) -> Callable[..., PatchViT]:
+    """What makes the models of OWN_OPTIONS, of their name, a number of classes, and options."""
+    small: Mapping[str, Callable[..., PatchViT]] = {
+        SMALL: _small,
+        TEXT: make_text_transformer,
+        LSTM: make_text_lstm,
+        RESNET: make_small_resnet,
+    }
+    return small.get(name, make_resnet)
 
 
 def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:

@@ -8,7 +8,7 @@ import ast
 import importlib.util
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -25,6 +25,25 @@ SMALL_OPTIONS = (
 TEXT = "transformer_small_text"
 """The model of text."""
 TEXT_OPTIONS = ("context", "width", "depth", "heads", "mlp_ratio", "head_width", "qkv_bias", "causal")
+LSTM = "lstm_small_text"
+"""The recurrent model of text."""
+LSTM_OPTIONS = ("context", "embedding", "width", "depth")
+RESNET = "resnet_small_images"
+"""The convolutional model that needs no timm name."""
+RESNET_OPTIONS = ("image_size", "width", "stages", "depth", "block", "groups")
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
+"""Those of timm's residual networks that are made here, with group norms."""
+RESNETS_OPTIONS = ("image_size", "stem", "groups")
+OWN_OPTIONS: Mapping[str, Sequence[str]] = {
+    SMALL: SMALL_OPTIONS,
+    TEXT: TEXT_OPTIONS,
+    LSTM: LSTM_OPTIONS,
+    RESNET: RESNET_OPTIONS,
+    **dict.fromkeys(RESNETS, RESNETS_OPTIONS),
+}
+"""Model that is made here, not by timm, and has no pretrained weights -> its options."""
+TEXTS = (TEXT, LSTM)
+"""The models of text."""
 TIMM_OPTIONS = ("image_size", "patch_size")
 HUB, LOCAL = "hf-hub:", "local-dir:"
 """How timm names models outside of its own list: on the hub of weights, and in a folder with their `config.json`."""
@@ -145,7 +164,7 @@ def check_model(name: str) -> None:
 
     Whether the hub of weights has a model is not asked here.
     """
-    if name in (SMALL, TEXT):
+    if name in OWN_OPTIONS:
         return
     if name.startswith(LOCAL):
         file = Path(name.removeprefix(LOCAL)) / "config.json"
@@ -158,7 +177,7 @@ def check_model(name: str) -> None:
         return
     plain = name.partition(".")[0].removeprefix("timm/")
     if not _is_in_timm(plain):
-        known = [SMALL, TEXT, *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE)]
+        known = [*OWN_OPTIONS, *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE)]
         raise unknown_model(name, known)
 
 
@@ -169,13 +188,14 @@ def _is_in_timm(name: str) -> bool:
 
 def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"unknown model {name!r}: neither {SMALL!r} nor {TEXT!r} nor a name that timm knows{did_you_mean(name, known)}"
+        f"unknown model {name!r}: none of {SMALL}, {RESNET}, {TEXT}, {LSTM}, and no name that timm knows"
+        f"{did_you_mean(name, known)}"
     )
 
 
 def check_model_options(model: str, given: Iterable[str]) -> None:
     """Raises ConfigError when one of the options `given` is not one of the model's."""
-    known = {SMALL: SMALL_OPTIONS, TEXT: TEXT_OPTIONS}.get(model, TIMM_OPTIONS)
+    known = OWN_OPTIONS.get(model, TIMM_OPTIONS)
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"model {model!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
 

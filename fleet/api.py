@@ -23,7 +23,7 @@ from edge_client.vault import Vault
 from fedvit.choices import known_are
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
-from fedvit.known_names import TEXT
+from fedvit.known_names import TEXTS
 from fedvit.tensors import Array, Tensors, mapped
 from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
@@ -177,7 +177,7 @@ def run(
                     dealt,
                     options=partition_options,
                     seed=checked.seed,
-                    size=checked.model_options.get("context" if checked.model == TEXT else "image_size"),
+                    size=checked.model_options.get("context" if checked.model in TEXTS else "image_size"),
                 )
         folders = device_folders(dealt, None)
     elif parts is None or partition is not None or partition_options is not None:

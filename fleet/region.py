@@ -42,7 +42,7 @@ from fedvit.files import make_private, private_files
 from fedvit.program import Program
 from fedvit.tensors import mapped, packed_pieces
 from fedvit.transport.mqtt import MqttTransport
-from fedvit.wire.messages import MAX_CLASS_COUNTS, Declined, Failed, Result
+from fedvit.wire.messages import MAX_CLASS_COUNTS, Declined, Failed, Result, RunEnded, Task
 from fedvit.wire.topics import Topics, check_name
 from profiles.probes.host import device_profile
 
@@ -53,6 +53,10 @@ log = logging.getLogger(__name__)
 
 LEAVE_S = 10.0
 """Longest wait for the last answer to be sent, before the region leaves its centre."""
+
+
+class AnotherRun(ConfigError):
+    """The centre gave the region a task of another run than the one that it takes part in."""
 
 
 class _Executor(TaskExecutor):
@@ -66,7 +70,7 @@ class _Executor(TaskExecutor):
         """Raises the error that the run gives as its answer, and Stopped when the centre does not wait any longer."""
         task = execution.task
         if others := [run for run in self._vault.runs() if run != task.run]:
-            raise ConfigError(
+            raise AnotherRun(
                 f"this region takes part in run {others[0]!r} of its centre, the task is of run {task.run!r}: begin "
                 "another run of the region, with another --run"
             )
@@ -140,6 +144,7 @@ class _Agent(Agent):
     executor_class = _Executor
     _executor: _Executor
     sent: CentralTask | None = None  # the newest whose answer was sent
+    final_status: str | None = None  # how the centre's run ended
 
     @property
     def offered(self) -> CentralTask | None:
@@ -147,10 +152,26 @@ class _Agent(Agent):
         return self._executor.offered
 
     @property
-    def final_status(self) -> str | None:
-        """How the centre's run ended; None while it may go on. May be called from any thread."""
-        ended = self._ended
-        return ended.status if ended and self.vault.is_over(ended.run) else None
+    def link_trouble(self) -> str:
+        """Why the centre's broker is not connected; empty while it is. May be called from any thread."""
+        return self._link_trouble
+
+    def _on_run_ended(self, ended: RunEnded) -> None:
+        super()._on_run_ended(ended)
+        if self.vault.is_over(ended.run):
+            self.final_status = ended.status
+
+    def _on_task(self, task: Task) -> None:
+        """A centre that is a service gives the region to its next run at once: that task waits for the region's next
+        run."""
+        if self.final_status is None:
+            super()._on_task(task)
+
+    def _fail(self, execution: TaskExecution, error: Exception) -> None:
+        """As of any device. Raises AnotherRun: each further task of that run would fail as well."""
+        super()._fail(execution, error)
+        if isinstance(error, AnotherRun):
+            raise error
 
     def _answer(self, answer: Result | Failed | Declined) -> None:
         """The region's devices may have become more: their numbers are announced before the result, which the centre
@@ -239,6 +260,9 @@ class CentreLink:
         if self._error:
             raise self._error
         return self._opened[0].final_status if self._opened else None
+
+    def trouble(self) -> str:
+        return self._opened[0].link_trouble if self._opened else ""
 
     def close(self) -> None:
         if not self._opened:

@@ -82,15 +82,15 @@ def graph_cost(content: bytes) -> GraphCost:
     """
     graph = onnx.load_from_string(content).graph
     tensors = _tensors(graph)
-    forward, fused = _forward(graph), _fused(graph)
-    places = _places(graph, tensors)
+    forward, fused, gradients = _forward(graph), _fused(graph), _gradients(graph)
+    places = _places(graph, tensors, gradients)
     nodes = []
     for node in graph.node:
         block, kind = places[node.output[0]]
         nodes.append(
             Node(
                 op=node.op_type,
-                product=_product(node, tensors),
+                product=_product(node, tensors, node.output[0] in gradients),
                 moved_bytes=0 if node.op_type in _VIEWS or node.output[0] in fused else _moved_bytes(node, tensors),
                 block=block,
                 kind=kind,
@@ -132,35 +132,61 @@ def _tensors(graph: onnx.GraphProto) -> dict[str, _Tensor]:
     return tensors
 
 
-_PRODUCTS = {"MatMul", "Gemm", "MatMulIntegerToFloat"}
+_PRODUCTS = {"MatMul", "Gemm", "MatMulIntegerToFloat", "Conv", "ConvTranspose"}
 _VIEWS = {"Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "ConstantOfShape"}
 """Operators that only change a shape."""
 
 
-def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> Product | None:
+def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor], gradient: bool) -> Product | None:
     if node.op_type not in _PRODUCTS:
         return None
-    if any(name not in tensors for name in (node.input[0], node.output[0])):
+    read = node.input[:2] if node.op_type.startswith("Conv") else node.input[:1]
+    if any(name not in tensors for name in (*read, node.output[0])):
         raise ValueError(f"{node.op_type} node {node.name!r} has an operand of unknown shape")
     left, out = tensors[node.input[0]].shape, tensors[node.output[0]].shape
-    turned = _is_gradient(node)
-    inner = left[0] if turned else left[-1]
+    if node.op_type.startswith("Conv"):
+        return _convolution(node, left, tensors[node.input[1]].shape, out, "gradient" if gradient else "weights")
+    inner = left[0] if gradient and node.op_type == "Gemm" else left[-1]
     right = tensors[node.input[1]].shape if node.input[1] in tensors else ()
     if node.op_type == "MatMulIntegerToFloat":
         kind: ProductKind = "integers"
     elif tensors[node.input[0]].item_bytes == 2:
         kind = "halves"
     else:
-        kind = "gradient" if turned else "attention" if len(right) > 2 else "weights"
+        kind = "gradient" if gradient else "attention" if len(right) > 2 else "weights"
     columns = out[-1] if out else 1
     if kind == "attention":
         return Product(kind, math.prod(out[:-2]), out[-2], inner, columns)
     return Product(kind, 1, math.prod(out) // max(1, columns), inner, columns)
 
 
-def _is_gradient(node: onnx.NodeProto) -> bool:
-    """Whether a product sums over samples, into a weight's gradient: its left operand is transposed."""
-    return node.op_type == "Gemm" and any(a.name == "transA" and a.i for a in node.attribute)
+def _convolution(node: onnx.NodeProto, read: Shape, weight: Shape, out: Shape, kind: ProductKind) -> Product:
+    """As the product that it is: the weight's places are rows, of the transposed one the values that enter."""
+    if node.op_type == "ConvTranspose":
+        return Product(kind, 1, math.prod(read) // weight[0], weight[0], math.prod(weight[1:]))
+    return Product(kind, 1, math.prod(out) // weight[0], math.prod(weight[1:]), weight[0])
+
+
+def _gradients(graph: onnx.GraphProto) -> set[str]:
+    """Products that sum over samples, into a weight's gradient.
+
+    Of matrices the left operand is transposed, or the products of all samples are added up; a convolution is dilated by
+    the stride of the one whose gradient it is, also by one of 1.
+    """
+    readers: dict[str, list[str]] = defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            readers[name].append(node.op_type)
+    found = set()
+    for node in graph.node:
+        flags = {attribute.name: attribute.i for attribute in node.attribute}
+        if (
+            (node.op_type == "Gemm" and flags.get("transA"))
+            or (node.op_type == "Conv" and "dilations" in flags)
+            or (node.op_type == "MatMul" and readers[node.output[0]] == ["ReduceSum"])
+        ):
+            found.add(node.output[0])
+    return found
 
 
 def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
@@ -209,12 +235,12 @@ def block_of(tensor: str) -> tuple[str, str]:
         part = found[2]
         return f"block {found[1]}", {"attn": "attention"}.get(part, part)
     first = re.sub(r"^[a-z]*/", "", tensor).split(".")[0]
-    if first in ("patch_embed", "pos_embed", "cls_token", "reg_token", "embedding"):
+    if first in ("patch_embed", "pos_embed", "cls_token", "reg_token", "token_embed", "stem", "norm_pre", "embedding"):
         return "embedding", "embedding"
     return ("head", "head") if "head" in first or first in ("norm", "fc_norm") else (first, first)
 
 
-def _places(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> dict[str, tuple[str, str]]:
+def _places(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor], gradients: set[str]) -> dict[str, tuple[str, str]]:
     """Node (by first output) -> (block, kind): of the largest tensor that it reads, or whose gradient it adds to, else
     of the nearest node before it that has one; an attention's products read only what its block's weights made.
 
@@ -238,8 +264,9 @@ def _places(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> dict[str,
         read = [name for name in reversed(node.input) if name in named]
         largest = max(read, key=lambda name: tensors[name].size_bytes if name in tensors else 0, default=None)
         own = None if largest is None else named[largest]
-        if own is None and _is_gradient(node):
-            own = _nearest_after(node, readers, named, tensors)
+        if own is None and node.output[0] in gradients:
+            [added] = readers[node.output[0]] if node.op_type == "MatMul" else [node]
+            own = _nearest_after(added, readers, named, tensors)
         if own is None:
             own = next((known[name] for name in node.input if name in known), ("embedding", "embedding"))
         for name in node.output:

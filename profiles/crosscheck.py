@@ -7,6 +7,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor, nn
 
+from fedvit.models.text import TextModel
 from fedvit.models.vit import PatchViT
 from profiles.prediction import ProgramCost
 from profiles.report.document import CrossCheck
@@ -29,16 +30,20 @@ def fvcore_check(vit: PatchViT, cost: ProgramCost) -> CrossCheck:
             super().__init__()
             self.vit = vit.vit
 
-        def forward(self, patches: Tensor) -> Tensor:
-            return vit.classify(vit.run_to_class(vit.embed(patches, None), 0))
+        def forward(self, read: Tensor) -> Tensor:
+            return vit.classify(vit.run_to_class(vit.embed(read, None), 0))
 
-    patches = torch.zeros(1, vit.patches, 3 * vit.patch_size**2)
+    read = (
+        torch.zeros(1, vit.context, dtype=torch.int64)
+        if isinstance(vit, TextModel)
+        else torch.zeros(1, vit.patches, 3 * vit.patch_size**2)
+    )
     logging.getLogger("fvcore.nn.jit_analysis").setLevel(logging.ERROR)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of torch.jit, which fvcore uses, also when it is imported
         from fvcore.nn import FlopCountAnalysis
 
-        counted = FlopCountAnalysis(Answer().eval(), patches)
+        counted = FlopCountAnalysis(Answer().eval(), read)
         counted.unsupported_ops_warnings(False).uncalled_modules_warnings(False).tracer_warnings("none")
         by_operator, unsupported = counted.by_operator(), counted.unsupported_ops()
     return CrossCheck(

@@ -37,7 +37,9 @@ def request_flags(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         click.option("--method", default="eftvit", help="Federated method."),
         click.option(
-            "--model", default="vit_small_images", help="Name of a timm Vision Transformer, or vit_small_images."
+            "--model",
+            default="vit_small_images",
+            help="Name of a timm Vision Transformer or ResNet, or of a small model.",
         ),
         click.option(
             "--option", "-o", "pairs", multiple=True, metavar="KEY=VALUE", help="Option of the method. Repeatable."

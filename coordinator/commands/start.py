@@ -175,8 +175,9 @@ def run_to_end(
                 ENDED,  # imports SQLAlchemy, for which the first line of a new run need not wait
             )
 
-            run, config = record.id, _resumed(record, values, where)
+            run = record.id
             check_kind(folder / run, is_region=region is not None)
+            config = _resumed(record, values, where)
             if record.status in ENDED and (record.status == "cancelled" or _has_no_more_rounds(config.run, record)):
                 if not resume_or_new:
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")

@@ -36,7 +36,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             extra={"flags": ["variant"], "metavar": "DEVICES:KEY=VALUE"},
         ),
     ] = field(default_factory=dict)
-    model: Annotated[str, Meta(description="Name of a timm Vision Transformer, or vit_small_images.")] = (
+    model: Annotated[str, Meta(description="Name of a timm Vision Transformer or ResNet, or of a small model.")] = (
         "vit_small_images"
     )
     model_options: Annotated[

@@ -5,14 +5,14 @@ import msgspec
 from coordinator.config import ImageConfig
 from fedvit.errors import ConfigError
 from fedvit.methods.base import Method
-from fedvit.models.text import TextTransformer
+from fedvit.models.text import TextModel
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Text
 
 UNCHANGED = ImageConfig()
 """Images without augmentation."""
 FULL_SPEED_ROWS = 192
-"""With this number of rows (samples x tokens) the products of a transformer reach nearly a processor's full speed."""
+"""With this number of rows (of a Transformer samples x tokens) products reach nearly a processor's full speed."""
 ACTIVATION_BYTES = 320 << 20
 """Memory for activations by default: more samples at a time are no faster."""
 
@@ -22,7 +22,7 @@ def method_batch(method: Method, vit: PatchViT, images: ImageConfig = UNCHANGED)
 
     Raises ConfigError for augmentation of images on a model of text.
     """
-    if isinstance(vit, TextTransformer):
+    if isinstance(vit, TextModel):
         if images != UNCHANGED:
             raise ConfigError(f"[images] changes pictures, and model {vit.name!r} reads text: leave the table out")
         text = Text(context=vit.context)
@@ -56,13 +56,8 @@ def suitable_run_size(vit: PatchViT, batch: Batch) -> int:
     The batch is divided into equal runs if possible, as the padding of a last run is wasted work.
     """
     tokens = batch.tokens + vit.prefix_tokens
-    sample_bytes = activation_bytes(vit, tokens)
-    wanted = min(batch.batch_size, max(-(-FULL_SPEED_ROWS // tokens), ACTIVATION_BYTES // sample_bytes))
+    sample_bytes = vit.activation_bytes(tokens)
+    full_speed = -(-FULL_SPEED_ROWS // vit.product_rows(tokens))
+    wanted = min(batch.batch_size, max(full_speed, ACTIVATION_BYTES // sample_bytes))
     equal = max(size for size in range(1, wanted + 1) if batch.batch_size % size == 0)
     return equal if 2 * equal > wanted else -(-batch.batch_size // -(-batch.batch_size // wanted))
-
-
-def activation_bytes(vit: PatchViT, tokens: int) -> int:
-    """Of one sample: what a pre-norm block keeps for its backward pass, 16 units of tokens x width and the attention
-    weights twice."""
-    return 4 * vit.depth * (16 * tokens * vit.width + 2 * vit.heads * tokens**2)

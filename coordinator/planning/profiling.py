@@ -112,6 +112,7 @@ def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = 
 def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
     """The cost of one variant's Program."""
     method = make_method(request.config.method, options).in_round(1, request.config.rounds)
+    method.check_fits(plan.vit)
     method.groups(plan.vit)  # says what does not fit the model
     named = ", ".join(f"{name} = {value}" for name, value in options.items())
     progress(f"pricing {named or request.config.method}")

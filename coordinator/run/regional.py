@@ -77,6 +77,10 @@ class Centre(Protocol):
         """How the centre's run ended, `finished` or `cancelled`; None before. Raises the error that ended the link."""
         ...
 
+    def trouble(self) -> str:
+        """Why there is no connection to the centre; empty while there is one."""
+        ...
+
     def close(self) -> None:
         """Leave, once a given answer has been sent."""
         ...
@@ -100,6 +104,7 @@ class RegionalCoordinator(Coordinator):
         self._least_results = least_results
         self._at_work: CentralTask | None = None
         self._reported = 0  # devices that have answered, as last reported to the centre
+        self._trouble = ""  # of the link to the centre, as last reported to the operator
 
     def serve(self) -> None:
         """As of any run. Raises ConfigError if the centre's run has another configuration, and PeerRefused if the
@@ -111,6 +116,9 @@ class RegionalCoordinator(Coordinator):
 
     def on_tick(self) -> None:
         super().on_tick()
+        if (trouble := self._centre.trouble()) != self._trouble:
+            self._trouble = trouble
+            self._operator_log(f"centre: {trouble}; trying again" if trouble else "centre: connected again")
         if task := self._at_work:
             self._centre.ended()  # raises the error that ended the link
             if task.outcome.cancelled():

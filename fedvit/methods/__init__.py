@@ -45,7 +45,6 @@ from fedvit.methods.prompts import PersonalPrompts
 from fedvit.methods.single_vpt import SingleVpt
 from fedvit.methods.vanilla_attention import VanillaAttention
 from fedvit.models import build_vit
-from fedvit.models.text import TextTransformer
 from fedvit.models.vit import PatchViT
 
 METHODS: dict[str, type[Method]] = {
@@ -137,13 +136,10 @@ def build_model(
     options: dict[str, Any] | None = None,
     pretrained: bool | str = False,
 ) -> PatchViT:
-    """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does."""
+    """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does, and for
+    a model that does not suit the method."""
     vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
-    if isinstance(vit, TextTransformer) and not method.reads_text:
-        raise ConfigError(
-            f"{type(method).__name__} with these options trains on images, and model {model!r} reads text;"
-            " text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is"
-        )
+    method.check_fits(vit)
     for patch in method.all_patches():
         patch.apply(vit, seed)
     return vit

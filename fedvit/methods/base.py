@@ -23,7 +23,8 @@ from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.dropout import Dropout
-from fedvit.models.vit import PatchViT
+from fedvit.models.extra_head import ExtraHead
+from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.precision import Compute, Precision
 from fedvit.program import Evaluate, Role, Train
 from fedvit.roles import Novel, ProductPrecision
@@ -31,6 +32,15 @@ from fedvit.tensors import Array, Tensors
 
 PREDICT = "predict"
 """The graph that answers; every method has one."""
+PART_NAMES: Mapping[ModelPart, str] = {
+    "attention": "self-attention",
+    "mlp": "MLPs",
+    "norms": "norms",
+    "positions": "positions",
+    "patches": "patches",
+    "blocks": "the blocks of a Transformer",
+}
+"""Of what a method may need of a model, as errors have them."""
 UPDATE = "update"
 """The graph of the optimizer, if a phase sums gradients before it updates."""
 
@@ -238,6 +248,29 @@ class Method(ABC):
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
     warmup_rounds: Annotated[int, Meta(ge=0)] = 0
     novel: Novel | None = None  # a run for devices that join after the training: what all share stands still
+
+    def needs(self) -> frozenset[ModelPart]:
+        """The parts of a model without which the method would be another one; not every model has them."""
+        needed: set[ModelPart] = {"patches"} if self.mask else set()
+        if any(not isinstance(patch, ExtraHead) for patch in self.all_patches()):
+            needed.add("blocks")
+        return frozenset(needed)
+
+    def check_fits(self, vit: PatchViT) -> None:
+        """Raises ConfigError for a model that lacks what the method needs, or reads text where the method cannot."""
+        missing = self.needs() - vit.has
+        name = type(self).__name__
+        if vit.reads_text and missing <= {"patches"} and (missing or not self.reads_text):
+            raise ConfigError(
+                f"{name} with these options trains on images, and model {vit.name!r} reads text;"
+                " text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is"
+            )
+        if missing:
+            raise ConfigError(
+                f"{name} with these options needs {PART_NAMES[min(missing)]}, and model {vit.name!r} is {vit.kind},"
+                " which has none: choose a Transformer, or a method that needs no special part, such as fedavg, fedper"
+                " or local"
+            )
 
     @property
     def reads_text(self) -> bool:

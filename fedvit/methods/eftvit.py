@@ -10,7 +10,7 @@ from fedvit.errors import ConfigError
 from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, run_model
 from fedvit.methods.calculus import Named
 from fedvit.methods.rules.feature_training import FeatureTraining, features_into
-from fedvit.models.vit import PatchViT
+from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.program import Collect, Role, Train, kept_patches
 
 
@@ -43,6 +43,9 @@ class EFTViT(Method):
     server_batch_size: Annotated[int, Meta(ge=1)] = 32
     server_data: Literal["store", "latest"] = "store"  # features of every device so far, or of this round's
     feature_store_bytes: Annotated[int, Meta(ge=1)] | None = None  # most that the store keeps; None: no limit
+
+    def needs(self) -> frozenset[ModelPart]:
+        return super().needs() | {"blocks"}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         if self.local_blocks >= vit.depth:

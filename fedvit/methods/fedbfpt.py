@@ -12,7 +12,7 @@ from fedvit.methods.base import GroupRule, StepInputs, cross_entropy, run_model
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import HEAD
-from fedvit.models.vit import PatchViT
+from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.program import Draw, Role, Train
 
 SAMPLED = "blocks"
@@ -45,6 +45,9 @@ class FedBFPT(FedAvg):
 
     def in_round(self, round_number: int, rounds: int) -> "FedBFPT":
         return replace(self, stage=stage_of(round_number, rounds))
+
+    def needs(self) -> frozenset[ModelPart]:
+        return super().needs() | {"blocks"}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         def role(trained: bool) -> Role:

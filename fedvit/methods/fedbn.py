@@ -6,7 +6,7 @@ from typing import ClassVar
 from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import NORMS, personal
-from fedvit.models.vit import PatchViT
+from fedvit.models.vit import ModelPart, PatchViT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,9 @@ class FedBN(FedAvg):
     """
 
     source: ClassVar[str] = "Li et al., arXiv:2102.07623"
+
+    def needs(self) -> frozenset[ModelPart]:
+        return super().needs() | {"norms"}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         return personal(*NORMS)

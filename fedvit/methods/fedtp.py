@@ -27,12 +27,18 @@ from fedvit.methods.rules.together import Together
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.model_patch import ModelPatch
-from fedvit.models.vit import PatchViT
+from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.program import Evaluate, Role, Train
 
 _MLP = ("blocks.*.mlp.fc1.*", "blocks.*.mlp.fc2.*")
 _NORM = ("blocks.*.norm1.*", "blocks.*.norm2.*")
 PARTS = {"attention": QKV, "mlp": _MLP, "norm": _NORM, "encoder": QKV + _MLP + _NORM}
+_NEEDS: dict[str, tuple[ModelPart, ...]] = {
+    "attention": ("attention",),
+    "mlp": ("mlp",),
+    "norm": ("norms",),
+    "encoder": ("attention", "mlp", "norms"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,9 @@ class FedTP(Method):
 
     def model_patches(self) -> tuple[ModelPatch, ...]:
         return (ExtraHead(name=PERSONAL_HEAD),) if self.head == "rod" else ()
+
+    def needs(self) -> frozenset[ModelPart]:
+        return super().needs() | {*_NEEDS[self.parts]}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         local = {"shared": (), "local": HEAD, "rod": (f"{PERSONAL_HEAD}.*",)}[self.head]

@@ -16,6 +16,7 @@ NORMS: Patterns = (
     "norm_pre.*",
     "fc_norm.*",
     "blocks.*.norm?.*",
+    "blocks.*.shortcut_norm.*",
     "blocks.*.attn.*norm.*",
     "blocks.*.mlp.norm.*",
 )

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import ATTENTION, HEAD, MLP, NORMS, PATCH_EMBED, POS_EMBED, Patterns, personal
-from fedvit.models.vit import PatchViT
+from fedvit.models.vit import ModelPart, PatchViT
 
 Part = Literal["patch_embed", "pos_embed", "norm", "attn", "mlp", "head"]
 
@@ -17,6 +17,13 @@ _PATTERNS: dict[Part, Patterns] = {
     "attn": ATTENTION,
     "mlp": MLP,
     "head": HEAD,
+}
+_NEEDS: dict[Part, ModelPart] = {  # a head has every model
+    "patch_embed": "patches",
+    "pos_embed": "positions",
+    "norm": "norms",
+    "attn": "attention",
+    "mlp": "mlp",
 }
 
 
@@ -32,6 +39,9 @@ class PersonalPart(FedAvg):
 
     part: Part = "attn"
     with_head: bool = False
+
+    def needs(self) -> frozenset[ModelPart]:
+        return super().needs() | {_NEEDS[part] for part in (self.part,) if part in _NEEDS}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         return personal(*_PATTERNS[self.part], *(HEAD if self.with_head else ()))

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import ATTENTION, HEAD, QKV, personal
-from fedvit.models.vit import PatchViT
+from fedvit.models.vit import ModelPart, PatchViT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,9 @@ class VanillaAttention(FedAvg):
     source: ClassVar[str] = "FedPerfix, arXiv:2308.09160; FedTP, arXiv:2211.01572"
 
     parts: Literal["attention", "qkv"] = "attention"  # what stays on the device
+
+    def needs(self) -> frozenset[ModelPart]:
+        return super().needs() | {"attention"}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         return personal(*ATTENTION, *HEAD) if self.parts == "attention" else personal(*QKV)

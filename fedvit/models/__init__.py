@@ -1,4 +1,5 @@
-"""Models by name: every plain ViT of timm, also from a folder or the hub, and small ones, of images and of text.
+"""Models by name: every plain ViT of timm, also from a folder or the hub, and small ones, of images and of text; and
+baselines that are no Transformers, residual networks and an LSTM.
 
 This package needs torch: modules that a device imports must not import it.
 """
@@ -7,7 +8,7 @@ from fedvit.models import light_timm as light_timm  # before anything else impor
 
 # isort: split
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,21 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fedvit.errors import ConfigError
-from fedvit.known_names import HUB, LOCAL, check_model, check_model_options, unknown_model
+from fedvit.known_names import HUB, LOCAL, OWN_OPTIONS, check_model, check_model_options, unknown_model
+from fedvit.known_names import LSTM as LSTM
+from fedvit.known_names import RESNET as RESNET
 from fedvit.known_names import SMALL as SMALL
 from fedvit.known_names import TEXT as TEXT
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
+from fedvit.models.lstm import make_text_lstm
 from fedvit.models.mlp_adapter import MlpAdapter
 from fedvit.models.model_patch import ModelPatch
 from fedvit.models.options import check_number, check_switch, check_whole
 from fedvit.models.prefix import FreePrefix
 from fedvit.models.prompts import Prompts
+from fedvit.models.resnet import make_resnet, make_small_resnet
 from fedvit.models.text import make_text_transformer
 from fedvit.models.vit import PatchViT
 
@@ -56,7 +61,7 @@ HUB_S = 5.0
 def build_vit(
     name: str, classes: int, *, seed: int, options: Options | None = None, pretrained: bool | str = False
 ) -> PatchViT:
-    """Make a ViT, or the model of text, whose random parts follow from `seed`.
+    """Make a ViT, or one of the other models, whose random parts follow from `seed`.
 
     `options` of a timm model are `image_size` and `patch_size`. `pretrained` is False, True (timm's own
     weights, from its cache or the network) or the path of a checkpoint file; then only the head is random, unless
@@ -69,12 +74,10 @@ def build_vit(
     check_model_options(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if name in (SMALL, TEXT):
+        if name in OWN_OPTIONS:
             if pretrained:
                 raise ConfigError(f"model {name!r} has no pretrained weights, got pretrained = {pretrained!r}")
-            if name == TEXT:
-                return make_text_transformer(name, classes, **options)
-            return PatchViT(name, _small(classes, **options))
+            return maker(name)(name, classes, **options)
         model = _timm(name, classes, options, pretrained)
         if isinstance(pretrained, str):
             torch.manual_seed(seed)
@@ -83,6 +86,7 @@ def build_vit(
 
 
 def _small(
+    name: str,
     classes: int,
     image_size: int = 32,
     patch_size: int = 4,
@@ -94,7 +98,7 @@ def _small(
     qkv_bias: bool = True,
     registers: int = 0,
     position_std: float | None = None,  # of positions and class token at first; None: as timm's begin, near zero
-) -> VisionTransformer:
+) -> PatchViT:
     whole = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
     for option, value in whole.items():
         check_whole("model", option, value)
@@ -125,14 +129,25 @@ def _small(
         for position in (vit.pos_embed, vit.cls_token):
             assert position is not None
             nn.init.normal_(position, std=position_std)
-    return vit
+    return PatchViT(name, vit)
+
+
+def maker(name: str) -> Callable[..., PatchViT]:
+    """What makes the models of OWN_OPTIONS, of their name, a number of classes, and options."""
+    small: Mapping[str, Callable[..., PatchViT]] = {
+        SMALL: _small,
+        TEXT: make_text_transformer,
+        LSTM: make_text_lstm,
+        RESNET: make_small_resnet,
+    }
+    return small.get(name, make_resnet)
 
 
 def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:
     if name.startswith((HUB, LOCAL)):
         check_model(name)
     elif not timm.is_model(name):  # also true with a tag, as in vit_base_patch16_224.augreg_in21k
-        raise unknown_model(name, [SMALL, *timm.list_models()])
+        raise unknown_model(name, [*OWN_OPTIONS, *timm.list_models()])
     arguments: dict[str, Any] = {"num_classes": classes}
     if "image_size" in options:
         arguments["img_size"] = options["image_size"]

@@ -1,4 +1,5 @@
-"""A small Transformer that predicts every next character of a text, with blocks like those of the Vision Transformers.
+"""Models that predict every next character of a text, and a small Transformer of this kind, whose blocks are like those
+of the Vision Transformers.
 
 Letters in names: B batch, T characters of context, D width, C classes (characters).
 """
@@ -16,7 +17,7 @@ from fedvit.models.attend import attend
 from fedvit.models.attention import OpenAttention
 from fedvit.models.options import check_switch, check_whole
 from fedvit.models.recompute import SampleSeeds
-from fedvit.models.vit import PatchViT, take_rows
+from fedvit.models.vit import ModelPart, PatchViT, take_rows
 
 BEFORE = -1e9
 """Added to an attention score that must have no weight: behind the softmax it is exactly 0."""
@@ -61,30 +62,41 @@ class _Characters(nn.Module):
         nn.init.normal_(self.token_embed.weight, std=0.02)
 
 
-class TextTransformer(PatchViT):
+class TextModel(PatchViT):
     """What methods use of a `PatchViT`, over characters: every stage keeps all positions, and so do the logits."""
 
-    def __init__(self, name: str, characters: _Characters) -> None:
+    reads_text = True
+    has = frozenset[ModelPart]()
+
+    def __init__(self, name: str, context: int, layers: nn.Module) -> None:
         nn.Module.__init__(self)
         self.name = name
-        # methods read tensors, blocks, norm and head, which both have
-        self.vit = cast(VisionTransformer, characters.eval())
+        self.context = context  # characters of a sample
+        # methods read tensors, blocks and head, and those that a Transformer has
+        self.vit = cast(VisionTransformer, layers.eval())
         self.seeds = SampleSeeds()
         self.recompute = False
 
-    @property
-    def context(self) -> int:
-        """Characters of a sample."""
-        return int(cast(Tensor, self.vit.pos_embed).shape[1])
-
     def embed(self, tokens_BT: Tensor, kept_BN: Tensor | None = None, seeds_B: Tensor | None = None) -> Tensor:
-        """(B, T, D) characters with their positions; the others are None, as nothing is masked and nothing dropped."""
-        table_CD = cast(_Characters, cast(nn.Module, self.vit)).token_embed.weight
-        return take_rows(table_CD, tokens_BT) + cast(Tensor, self.vit.pos_embed)
+        """(B, T, D) characters; the others are None, as nothing is masked and nothing dropped."""
+        table_CD = cast(nn.Embedding, cast(nn.Module, self.vit).token_embed).weight
+        return take_rows(table_CD, tokens_BT)
 
     def run_to_class(self, x_BTD: Tensor, first: int, last: int | None = None) -> Tensor:
         """(B, T, D): a prediction is made at every position."""
         return self.run_blocks(x_BTD, first, self.depth if last is None else last)
+
+    def features(self, x_BTD: Tensor, normed: bool = True) -> Tensor:
+        """(B, T, D)"""
+        return x_BTD
+
+
+class TextTransformer(TextModel):
+    has = frozenset[ModelPart]({"attention", "mlp", "norms", "positions", "blocks"})
+
+    def embed(self, tokens_BT: Tensor, kept_BN: Tensor | None = None, seeds_B: Tensor | None = None) -> Tensor:
+        """(B, T, D) characters with their positions."""
+        return super().embed(tokens_BT) + cast(Tensor, self.vit.pos_embed)
 
     def features(self, x_BTD: Tensor, normed: bool = True) -> Tensor:
         """(B, T, D)"""
@@ -116,4 +128,4 @@ def make_text_transformer(
     if width % heads:
         raise ConfigError(f"model option width = {width} is not a multiple of heads = {heads}")
     characters = _Characters(classes, context, width, depth, heads, mlp_ratio, head_width, qkv_bias, causal)
-    return TextTransformer(name, characters)
+    return TextTransformer(name, context, characters)

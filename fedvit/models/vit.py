@@ -4,9 +4,10 @@ Tokens are taken by `split`, whose gradient is a concatenation, never by indexin
 Tensors keep timm's names and shapes. Letters in names: B batch, N tokens, D width, P values of a patch.
 """
 
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -18,6 +19,9 @@ from fedvit.models.recompute import SampleSeeds, recomputed
 
 _POOLS = ("token", "avg", "map")
 """How a model makes one vector of its tokens: by the class token, their mean, or an attention with a learned query."""
+
+ModelPart = Literal["attention", "mlp", "norms", "positions", "patches", "blocks"]
+"""What a method may need of a model; "blocks": those of a Transformer, of which each has tokens of the same width."""
 
 
 class TokenHooks(nn.Module):
@@ -38,6 +42,10 @@ class TokenHooks(nn.Module):
 
 class PatchViT(nn.Module):
     """Stages of a plain ViT as functions of patches; `call` runs them with any values for its tensors."""
+
+    kind: ClassVar[str] = "a Transformer"
+    reads_text: ClassVar[bool] = False
+    has: ClassVar[frozenset[ModelPart]] = frozenset(typing.get_args(ModelPart))
 
     def __init__(self, name: str, vit: VisionTransformer) -> None:
         super().__init__()
@@ -137,6 +145,15 @@ class PatchViT(nn.Module):
 
     def _token_hooks(self) -> list[TokenHooks]:
         return [child for child in self.vit.children() if isinstance(child, TokenHooks)]
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Of one sample: what pre-norm blocks keep for their backward pass, 16 units of tokens x width, and twice the
+        attention weights."""
+        return 4 * self.depth * (16 * tokens * self.width + 2 * self.heads * tokens**2)
+
+    def product_rows(self, tokens: int) -> int:
+        """Rows that one sample of so many tokens brings to a product."""
+        return tokens
 
     # --- stages ---------------------------------------------------------------------------------------
 

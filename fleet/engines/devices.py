@@ -14,7 +14,6 @@ import psutil
 import torch
 
 from coordinator.config import RunConfig
-from coordinator.planning.batch import activation_bytes
 from coordinator.planning.planner import Plan
 from coordinator.record.references import snapshot
 from coordinator.record.tables import Reference
@@ -283,7 +282,7 @@ class Devices:
         numbers = sum(int(np.prod(spec.shape)) for spec in program.tensors.values())
         slots = max((len(phase.slots) for phase in program.train), default=0)
         tokens = batch.tokens + vit.prefix_tokens
-        device_bytes = 2 * batch.batch_size * activation_bytes(vit, tokens) + 4 * numbers * (4 + 2 * slots)
+        device_bytes = 2 * batch.batch_size * vit.activation_bytes(tokens) + 4 * numbers * (4 + 2 * slots)
         if self._accelerator.type == "cuda":
             free_bytes = torch.cuda.mem_get_info(self._accelerator)[0]
         else:

@@ -19,7 +19,6 @@ from fedvit.methods.base import Images, Method
 from fedvit.methods.calculus import Named
 from fedvit.methods.packed import as_sent, unpacked
 from fedvit.models.prompts import Prompts
-from fedvit.models.text import TextTransformer
 from fedvit.models.vit import PatchViT
 from fedvit.tensors import Array, Tensors
 from fleet.api import FinishedRun
@@ -87,14 +86,14 @@ def attention_pictures(
 ) -> list[AttentionPicture]:
     """The first test image of each device in `folders`, and what that device's own model attends to in it.
 
-    None for models of text, and for prompts that change from block to block, whose attention has no rollout. Methods
-    that tune a copy before a test are shown without the tuning.
+    None for models of text or without attention, and for prompts that change from block to block, whose attention has
+    no rollout. Methods that tune a copy before a test are shown without the tuning.
     """
     pictures, classes = [], run.summary.classes
     for folder in folders:
         own = {**run.tensors(), **run.tensors(folder.name)}
         method, vit, tensors = served(config, len(classes), seed, own)
-        if isinstance(vit, TextTransformer) or _changes_tokens(method):
+        if not {"attention", "patches"} <= vit.has or _changes_tokens(method):
             return []
         test = DeviceData.open(folder).relabelled(classes).test
         if not len(test):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT_MODEL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "context": 8}
+LSTM_MODEL: dict[str, Any] = {"embedding": 4, "width": 12, "depth": 2, "context": 8}
 
 
 def write_play(file: Path, roles: int = 2, words: int = 60) -> Path:

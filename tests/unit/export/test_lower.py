@@ -48,6 +48,8 @@ INPUTS: Inputs = {
     "n": torch.randint(-127, 128, (6, 4), generator=torch.Generator().manual_seed(0), dtype=torch.int8),
     "n/scale": numbers(6, seed=9).abs() / 127,
     "h": numbers(6, 4, seed=10).half(),
+    "x": numbers(2, 3, 5, 6, seed=11),
+    "k": numbers(4, 3, 3, 3, seed=12),
     "w": numbers(60, seed=8),  # weights of what a gradient is taken of
 }
 
@@ -220,6 +222,18 @@ OPERATORS: dict[str, Function] = {
         i["a"].t(), i["b"].t().log_softmax(0), 0, torch.float32
     ),
     "gelu backward": lambda i: aten.gelu_backward(i["a"].t(), i["b"].t()),
+    "convolution": lambda i: functional.conv2d(i["x"], i["k"], i["v"], stride=2, padding=1),
+    "convolution backward": lambda i: list(
+        aten.convolution_backward(
+            functional.conv2d(i["x"], i["k"], padding=1) * 2, i["x"], i["k"], [4], [1, 1], [1, 1], [1, 1], False,
+            [0, 0], 1, [True, True, True],
+        )
+    ),
+    "largest of neighbours": lambda i: functional.max_pool2d(i["x"], 3, stride=2, padding=1),
+    "largest of neighbours backward": lambda i: (lambda found: aten.max_pool2d_with_indices_backward(
+        found[0] + 1, i["x"], [3, 3], [2, 2], [1, 1], [1, 1], False, found[1]
+    ))(aten.max_pool2d_with_indices(i["x"], [3, 3], [2, 2], [1, 1])),
+    "threshold backward": lambda i: aten.threshold_backward(i["a"].t(), i["b"].t().relu(), 0),
     "layer norm backward": lambda i: list(
         aten.native_layer_norm_backward(
             i["t"], i["t"] * 2, [4], *aten.native_layer_norm(i["t"] * 2, [4], None, None, 1e-5)[1:], i["v"], i["v"],
@@ -315,6 +329,72 @@ def test_the_gradient_of_layer_norm(affine: str, over: int) -> None:
         return functional.layer_norm(value.permute(1, 0, 2) if over == 1 else value, shape, *of)
 
     check(gradient(norm, *named), {**draw, "w": INPUTS["w"]}, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [7, 8])
+@pytest.mark.parametrize(("side", "stride"), [(1, 1), (1, 2), (3, 1), (3, 2), (5, 3), (7, 2)])
+def test_the_gradient_of_a_convolution(side: int, stride: int, rows: int, bias: bool) -> None:
+    """By images, weight and bias; where the stride leaves out rows or columns at the end, and where it does not."""
+    inputs = {"x": numbers(2, 3, rows, 9), "k": numbers(4, 3, side, side, seed=1), "b": numbers(4, seed=2)}
+    given = ("x", "k", "b") if bias else ("x", "k")
+
+    def convolution(*of: Tensor) -> Tensor:
+        return functional.conv2d(*of, stride=stride, padding=side // 2)
+
+    inputs["w"] = numbers(convolution(*(inputs[name] for name in given)).numel(), seed=3)
+    found = kinds(check(gradient(convolution, *given), inputs, rtol=1e-4, atol=1e-4))
+    assert found["ConvTranspose"] == 1
+    assert (found["MatMul"], found["Conv"]) == ((1, 0) if side == 1 else (0, 1))
+
+
+def test_the_gradient_of_a_convolution_of_views() -> None:
+    """Of images whose colours lie last, as of a weight that is transposed."""
+    inputs = {"x": numbers(2, 6, 6, 3), "k": numbers(3, 4, 3, 3, seed=1), "w": numbers(2 * 4 * 36, seed=2)}
+    check(
+        gradient(lambda x, k: functional.conv2d(x.permute(0, 3, 1, 2), k.transpose(0, 1), padding=1), "x", "k"),
+        inputs, rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+
+
+def test_the_gradient_by_a_weight_alone_has_no_convolution_of_images() -> None:
+    def step(inputs: Mapping[str, Tensor]) -> Tensor:
+        return torch.func.grad(lambda k: (functional.conv2d(inputs["x"], k, padding=1) * 2).sum())(inputs["k"])
+
+    assert kinds(check(step, atol=1e-4))["ConvTranspose"] == 0
+
+
+@pytest.mark.parametrize(
+    ("convolution", "message"),
+    [
+        (lambda x, k: functional.conv2d(x, k[:, :1], groups=3), "over 2 axes with groups = 3"),
+        (lambda x, k: functional.conv2d(x, k, dilation=2), r"groups = 1, dilation = \[2, 2\]"),
+        (lambda x, k: functional.conv_transpose2d(x, k.transpose(0, 1)), "transposed = True has no ONNX form here"),
+        (lambda x, k: functional.conv1d(x[:, :, 0], k[..., 0]), "a convolution over 1 axes"),
+        (lambda x, k: functional.conv2d(x, k, stride=2), r"stride \[2, 2\] leaves out rows of an image"),
+    ],
+)
+def test_other_convolutions_are_refused(convolution: Callable[..., Tensor], message: str) -> None:
+    inputs = {"x": numbers(3, 3, 6, 6), "k": numbers(3, 3, 3, 3), "w": numbers(1000)}
+    with pytest.raises(Unsupported, match=message):
+        to_onnx(traced(gradient(convolution, "x", "k"), inputs))
+
+
+def test_the_gradient_of_the_largest_of_neighbours() -> None:
+    """A value that is the largest of several places gets the gradients of all of them."""
+    inputs = {"x": numbers(2, 3, 5, 6), "w": numbers(60)}
+    check(gradient(lambda x: functional.max_pool2d(x, 3, stride=2, padding=1), "x"), inputs)
+    one = torch.zeros(1, 1, 5, 5)
+    one[0, 0, 2, 2] = 1.0
+    pooled = gradient(lambda x: functional.max_pool2d(x, 3, stride=1), "x")
+    got = run(to_onnx(traced(pooled, {"x": one, "w": torch.ones(9)})), {"x": one, "w": torch.ones(9)})["y0"]
+    assert got[0, 0, 2, 2] == 9
+
+
+def test_the_gradient_of_relu() -> None:
+    """Nothing at zero, as in torch; of a view."""
+    x = torch.tensor([[-1.0, 0.0, 2.0], [0.5, -0.0, -3.0]])
+    check(gradient(lambda x: x.t().relu(), "x"), {"x": x, "w": numbers(6)})
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])

@@ -10,7 +10,7 @@ import timm
 
 from fedvit import known_names, models
 from fedvit.errors import ConfigError
-from fedvit.known_names import SMALL_OPTIONS, check_model, method_classes, method_options
+from fedvit.known_names import OWN_OPTIONS, check_model, method_classes, method_options
 from fedvit.methods import METHODS
 
 
@@ -23,8 +23,10 @@ def test_known_options_of_a_method_are_its_fields(method: str) -> None:
     assert set(method_options(method)) == {option.name for option in fields(METHODS[method])}
 
 
-def test_known_options_of_the_small_model_are_its_arguments() -> None:
-    assert list(SMALL_OPTIONS) == list(inspect.signature(models._small).parameters)[1:]
+@pytest.mark.parametrize("model", OWN_OPTIONS)
+def test_known_options_of_a_model_made_here_are_its_arguments(model: str) -> None:
+    """Behind the name and the classes."""
+    assert list(OWN_OPTIONS[model]) == list(inspect.signature(models.maker(model)).parameters)[2:]
 
 
 def test_known_models_are_all_that_timm_has() -> None:

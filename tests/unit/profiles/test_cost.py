@@ -117,12 +117,21 @@ def product(op: str, left: Any, right: Any, out: Any, **attributes: Any) -> byte
         (product("Gemm", [5, 3], [5, 7], [3, 7], transA=1), 3 * 5 * 7),
         (product("Gemm", [3, 5], [7, 5], [3, 7], transB=1), 3 * 5 * 7),
         (product("Gemm", [5, 3], [7, 5], [3, 7], transA=1, transB=1), 3 * 5 * 7),
+        (product("Conv", [2, 3, 8, 8], [5, 3, 3, 3], [2, 5, 6, 6]), 2 * 5 * 36 * 27),
+        (product("Conv", [3, 2, 8, 8], [5, 2, 6, 6], [3, 5, 3, 3], dilations=[1, 1]), 2 * 5 * 36 * 27),
+        (product("ConvTranspose", [2, 5, 6, 6], [5, 3, 3, 3], [2, 3, 8, 8]), 2 * 5 * 36 * 27),
         (product("Add", [3, 5], [3, 5], [3, 5]), 0),
     ],
 )
 def test_a_product(graph: bytes, macs: int) -> None:
-    """(3, 5) times (5, 7) takes 105 multiplications and additions: 210 FLOPs; elementwise work counts nothing."""
+    """(3, 5) times (5, 7) takes 105 multiplications and additions: 210 FLOPs; elementwise work counts nothing. A
+    convolution and its two gradients take the same."""
     assert graph_cost(graph).flops == 2 * macs
+
+
+def test_a_convolution_of_unknown_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="Conv node 'the product' has an operand of unknown shape"):
+        graph_cost(product("Conv", [2, 3, 8, 8], None, [2, 5, 6, 6]))
 
 
 def test_a_gradient_of_unknown_shape_is_refused() -> None:

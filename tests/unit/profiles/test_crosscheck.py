@@ -5,7 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedvit.methods import make_method
+from coordinator.planning.batch import method_batch
+from export.graphs import unverified_graphs
+from fedvit.methods import build_model, make_method
 from profiles.cost import graph_cost
 from profiles.crosscheck import fvcore_check
 from tests.support.reports import cost
@@ -23,3 +25,20 @@ def test_products_are_those_of_the_graph(name: str, graph_cache: Path) -> None:
     assert check.product_macs == check.ours_macs + 16 * made.vit.width**2
     assert check.macs > check.product_macs
     assert "softmax" in check.not_counted
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("transformer_small_text", {"context": 6, "width": 8, "heads": 2}),
+        ("lstm_small_text", {"context": 6, "width": 8}),
+        ("resnet_small_images", {"image_size": 8, "width": 4}),
+    ],
+)
+def test_models_of_other_kinds_are_counted(model: str, options: dict[str, int]) -> None:
+    method = make_method("fedavg")
+    vit = build_model(method, model, 5, seed=0, options=options)
+    batch = method_batch(method, vit)
+    flops = graph_cost(unverified_graphs(method, vit, batch)["predict"]).flops // batch.answer_size
+    check = fvcore_check(vit, msgspec.structs.replace(cost(0.75, 2), flops_evaluate=flops))
+    assert check.product_macs == check.ours_macs == flops // 2

@@ -430,7 +430,7 @@ def test_the_broker_must_be_a_table() -> None:
         ({"options": {"mask": 1.0}}, ["option mask = 1.0 of method 'eftvit'", "< 1.0"]),
         ({"options": {"local_blocks": 6}}, ["local_blocks = 6 leaves nothing to the server", "6 blocks"]),
         ({"model": "vit_tiny_patch16_223"}, ["unknown model 'vit_tiny_patch16_223'", "vit_tiny_patch16_224"]),
-        ({"model": "resnet18"}, ["'resnet18' is a ResNet, not a plain Vision Transformer"]),
+        ({"model": "resnet18d"}, ["'resnet18d' is a ResNet, not a plain Vision Transformer"]),
         ({"model_options": {"depht": 2}}, ["'vit_small_images' has no option 'depht'", "depth"]),
         ({"model_options": {"depth": 0}}, ["model option depth = 0", "at least 1"]),
         ({"model_options": {"patch_size": 5}}, ["image_size = 32 is not a multiple of patch_size = 5"]),

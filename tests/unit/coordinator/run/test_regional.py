@@ -228,6 +228,7 @@ def test_region_sends_an_update_that_its_centre_has_not_got_again(world: World) 
     world.centre.broker.stop()
     drawn(device, device.got(Task)[0])
     world.drive(lambda: any("is stored for the centre" in line for line in north.lines))
+    world.drive(lambda: any(line.startswith("centre: ") and "trying again" in line for line in north.lines))
     north.stop()
     world.centre.broker.start()
     world.join("north")
@@ -279,6 +280,27 @@ def test_region_ends_cancelled_when_the_run_of_its_centre_is_cancelled(world: Wo
     assert [type(outcome) for outcome in world.finish()] == [Cancelled] * 2
     assert north.store.run("r").reason == "the centre's run was cancelled"
     world.drive(lambda: all([cancel.round for cancel in device.got(Cancel)] == [1] for device in north.fakes))
+
+
+def test_region_ends_when_its_centre_begins_another_run(world: World) -> None:
+    """It would fail every task of that run. The centre has the reason."""
+    north = world.region("north", "a")
+    north.fakes[0].on_task = only_in(1)
+    north.start(rounds=2)
+    world.centre.start(rounds=2)
+    world.drive(lambda: north.fakes[0].tasks() == [1, 2])
+    world.centre.stop()
+    world.centre.store.create_run("other", {})
+    world.centre.start(run="other", rounds=2)
+    world.drive(lambda: north.outcome is not None)
+    assert isinstance(north.outcome, ConfigError)
+    reason = "this region takes part in run 'r' of its centre, the task is of run 'other': begin another run"
+    assert reason in str(north.outcome)
+
+    def told() -> bool:
+        return any(reason in refusal.reason for refusal in world.centre.store.refusals("other"))
+
+    world.drive(told)
 
 
 @pytest.mark.parametrize(

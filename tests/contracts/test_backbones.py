@@ -1,0 +1,154 @@
+"""Models that are no Transformers: with every method that can train them they keep the contract, others say why not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from coordinator.planning.batch import method_batch
+from export.graphs import export_graphs
+from export.verify import reference_step
+from fedvit.errors import ConfigError
+from fedvit.methods import METHODS, build_model, make_method
+from fedvit.methods.base import trained_names
+from fedvit.methods.calculus import TorchCalculus
+from fedvit.methods.step import example_inputs, steps_of, whole_step
+from fedvit.models import LSTM, RESNET
+from fedvit.program import Train
+from profiles.cost import flop_shares, graph_cost
+from tests.support.steps import Session, assert_names_of_the_contract, in_parts, whole
+from tests.support.tiny import Tiny
+
+BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lstm": (LSTM, {"context": 4, "embedding": 3, "width": 6, "depth": 2}),
+    "resnet": (RESNET, {"image_size": 8, "width": 4, "stages": 2, "groups": 2}),
+    "bottlenecks": (RESNET, {"image_size": 9, "width": 4, "stages": 2, "groups": 2, "block": "bottleneck"}),
+}
+CLASSES = 5
+OPTIONS = {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.003}
+PARTS: dict[str, dict[str, Any]] = {"personal_part": {"part": "head"}}
+"""Options with which a method needs no Transformer."""
+TRAINED = {
+    "lstm": {
+        "apfl", "fed_bias", "fed_head", "fedavg", "fedbabu", "fedper", "fedprox", "fedrep", "local", "per_fedavg",
+        "personal_part", "pfedhn", "pfedme",
+    },
+}  # fmt: skip
+TRAINED["resnet"] = TRAINED["lstm"] | {"fedbn", "fedrod", "knn_per"}
+CASES = [(backbone, name) for backbone, names in TRAINED.items() for name in sorted(names)]
+CASES += [("bottlenecks", "fedavg"), ("bottlenecks", "fedrod")]
+
+
+@pytest.fixture(scope="module")
+def tiny(graph_cache: Path) -> Callable[[str, str], Tiny]:
+    made: dict[tuple[str, str], Tiny] = {}
+
+    def make(backbone: str, name: str) -> Tiny:
+        if (backbone, name) not in made:
+            method = make_method(name, {**OPTIONS, **PARTS.get(name, {})})
+            model, options = BACKBONES[backbone]
+            vit = build_model(method, model, CLASSES, seed=0, options=options)
+            batch = method_batch(method, vit)
+            made[backbone, name] = Tiny(method, vit, batch, export_graphs(method, vit, batch, cache=graph_cache))
+        return made[backbone, name]
+
+    return make
+
+
+def phases(made: Tiny) -> list[Train]:
+    return [phase for phase in steps_of(made.method, made.vit).values() if isinstance(phase, Train)]
+
+
+@pytest.mark.parametrize(("backbone", "name"), CASES)
+def test_graphs_have_the_names_of_the_contract_and_no_operators_of_other_domains(
+    backbone: str, name: str, tiny: Any
+) -> None:
+    """They were verified against torch when they were exported. Any onnxruntime runs them, and nothing is a loop."""
+    made = tiny(backbone, name)
+    for graph, serves in steps_of(made.method, made.vit).items():
+        model = onnx.load_from_string(made.graphs[graph].content)
+        inputs, outputs = ({value.name for value in side} for side in (model.graph.input, model.graph.output))
+        if backbone == "lstm":  # the names of the contract are those of images
+            inputs = {name.replace("batch/tokens", "batch/patches") for name in inputs}
+        assert_names_of_the_contract(made.method, made.vit, serves, inputs, outputs)
+        assert {node.domain for node in model.graph.node} == {""}
+        assert not {"Loop", "Scan", "If", "LSTM"} & {node.op_type for node in model.graph.node}
+
+
+@pytest.mark.parametrize(("backbone", "name"), CASES)
+def test_a_step_in_parts_is_torchs_step(backbone: str, name: str, tiny: Any) -> None:
+    """Of the whole batch, with backward() and torch.optim; also the parts of a last batch that is not full."""
+    made = tiny(backbone, name)
+    for phase in phases(made):
+        inputs = example_inputs(made.method, made.vit, made.batch, whole(phase))
+        run = Session(made.graphs[phase.graph].content)
+        if phase.update:
+            names = trained_names(made.method, made.vit, phase)
+            update = Session(made.graphs[phase.update].content)
+            got = in_parts(phase, names, run, update, made.batch.run_size)(inputs)
+        else:
+            got = run(inputs)
+        want = whole_step(made.method, made.vit, phase, TorchCalculus)(inputs)
+        for key in trained_names(made.method, made.vit, phase):
+            assert_change(got, want, inputs, key)
+        torch.testing.assert_close(got["metric/loss"], want["metric/loss"], rtol=1e-4, atol=1e-6)
+
+
+def assert_change(got: Any, want: Any, inputs: dict[str, Tensor], key: str) -> None:
+    """Within 1e-3 of the tensor's largest change, and two last digits of the value."""
+    start, new = inputs[f"tensor/{key}"], want[f"new/tensor/{key}"]
+    largest = (new - start).abs().max()
+    assert largest > 0, f"{key} did not move"
+    assert (got[f"new/tensor/{key}"] - new).abs().max() <= 1e-3 * largest + 3e-7 * new.abs().max(), key
+
+
+@pytest.mark.parametrize("backbone", TRAINED)
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_say_what_the_model_lacks(backbone: str, name: str) -> None:
+    """The table above is complete."""
+    model, options = BACKBONES[backbone]
+    method = make_method(name, PARTS.get(name, {}))
+    if name in TRAINED[backbone]:
+        build_model(method, model, CLASSES, seed=0, options=options)
+        return
+    with pytest.raises(ConfigError, match=rf"{type(method).__name__} with these options .* model '{model}'"):
+        build_model(method, model, CLASSES, seed=0, options=options)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_flops_are_those_of_torchs_counter_and_belong_to_the_layers_that_need_them(backbone: str, tiny: Any) -> None:
+    """Backward costs twice what forward does, but of the stem, whose images need no gradient."""
+    made = tiny(backbone, "fedavg")
+    [phase] = phases(made)
+    with FlopCounterMode(display=False) as counter:
+        reference_step(made.method, made.vit, phase)(example_inputs(made.method, made.vit, made.batch, phase))
+    cost = graph_cost(made.graphs["train"].content)
+    assert cost.flops == counter.get_total_flops()
+    shares = {(block, kind): (forward, backward) for block, kind, forward, backward in flop_shares(cost)}
+    layers = {kind for _, kind in shares}
+    assert (
+        layers
+        == {
+            "lstm": {"embedding", "input_weight", "state_weight", "head"},
+            "resnet": {"embedding", "conv1", "conv2", "shortcut", "head"},
+            "bottlenecks": {"embedding", "conv1", "conv2", "conv3", "shortcut", "head"},
+        }[backbone]
+    )
+    for (block, _), (forward, backward) in shares.items():
+        if block != "embedding":
+            assert backward == 2 * forward
+        elif backbone != "lstm":  # the embedding of text is a table, whose gradient is a product
+            assert backward == forward
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_memory_of_activations_is_known_before_there_is_a_graph(backbone: str, tiny: Any) -> None:
+    """By formula, up to a factor of two, which decides how many samples a device takes at a time."""
+    made = tiny(backbone, "fedavg")
+    counted = graph_cost(made.graphs["train"].content).activation_bytes / made.batch.run_size
+    assert 0.5 < made.vit.activation_bytes(made.batch.tokens) / counted < 2

@@ -1,0 +1,168 @@
+"""Residual networks: that they are those of He et al. with group norms, and which methods train them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from coordinator.planning.batch import method_batch
+from coordinator.planning.checks import checked_config
+from fedvit.data.images import normalise, unfold
+from fedvit.errors import ConfigError
+from fedvit.known_names import RESNETS
+from fedvit.methods import build_model, make_method
+from fedvit.models import RESNET
+from fedvit.models.resnet import DEPTHS, GroupNorm, Residual, ResNet
+from fedvit.program import Role
+
+SMALL = {"image_size": 8, "width": 8, "stages": 2, "groups": 2}
+
+
+def model(name: str = RESNET, method: str = "fedavg", classes: int = 10, **options: Any) -> ResNet:
+    made = build_model(make_method(method), name, classes, seed=0, options=options)
+    assert isinstance(made, ResNet)
+    return made
+
+
+def logits(vit: ResNet, images_BCHW: Tensor) -> Tensor:
+    return vit.classify(vit.run_to_class(vit.embed(images_BCHW.flatten(1).unsqueeze(1)), 0))
+
+
+def test_a_device_hands_over_colours_rows_and_columns() -> None:
+    """The one patch of an image, unfolded on the device, is the image as a convolution reads it."""
+    vit = model(**SMALL)
+    batch = method_batch(make_method("fedavg"), vit)
+    assert (batch.patches, batch.patch_values, batch.tokens) == (1, 3 * 64, 1)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)
+    patches = torch.from_numpy(unfold(normalise(pixels, batch), batch.patch_size))
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1
+    torch.testing.assert_close(patches.reshape(2, 3, 8, 8), images, rtol=1e-5, atol=1e-5)
+
+
+def test_group_norm_is_torchs() -> None:
+    norm, x = GroupNorm(8, 4), torch.randn(3, 8, 5, 5, generator=torch.Generator().manual_seed(0))
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    torch.testing.assert_close(norm(x), functional.group_norm(x, 4, norm.weight, norm.bias))
+
+
+def in_ours(name: str, timms: str) -> str:
+    """Our name of a tensor of timm's ResNets."""
+    if timms.startswith("layer"):
+        stage, block, rest = timms.removeprefix("layer").split(".", 2)
+        number = sum(DEPTHS[name][: int(stage) - 1]) + int(block)
+        rest = rest.replace("downsample.0", "shortcut").replace("downsample.1", "shortcut_norm").replace("bn", "norm")
+        return f"blocks.{number}.{rest}"
+    return timms.replace("conv1", "stem").replace("bn1", "norm_pre").replace("fc", "head")
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_resnets_compute_what_timms_with_group_norms_compute(name: str) -> None:
+    vit = model(name, image_size=64, classes=5)
+    theirs = timm.create_model(name, num_classes=5, norm_layer="groupnorm").eval()
+    tensors, draw = vit.tensors(), torch.Generator().manual_seed(0)
+    named = {in_ours(name, timms): value for timms, value in theirs.named_parameters()}
+    assert named.keys() == tensors.keys()
+    with torch.no_grad():
+        for own, value in named.items():
+            value.copy_(tensors[own].add_(0.1 * tensors[own].std().nan_to_num(1) * numbers(draw, *value.shape)))
+            if "norm" in own:
+                value.copy_(tensors[own].add_(0.1 * numbers(draw, *value.shape)))
+        images = numbers(draw, 2, 3, 64, 64)
+        torch.testing.assert_close(logits(vit, images), theirs(images), rtol=1e-3, atol=1e-3)
+
+
+def numbers(draw: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=draw)
+
+
+def test_resnet_50_has_the_parameters_of_the_papers_table() -> None:
+    """FedPerfix, table 3: 24.37 in units of 2^20, with timm's 1000 classes."""
+    with torch.device("meta"):
+        vit = model("resnet50", classes=1000)
+    parameters = sum(value.numel() for value in vit.tensors().values())
+    assert parameters == 25_557_032
+    assert round(parameters / 2**20, 2) == 24.37
+
+
+def test_every_name_has_its_depths() -> None:
+    assert (*DEPTHS,) == RESNETS
+
+
+@pytest.mark.parametrize("block", ["basic", "bottleneck"])
+def test_block_begins_as_its_shortcut(block: Any) -> None:
+    x = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(0)).relu()
+    width = 8 if block == "basic" else 2
+    assert torch.equal(Residual(8, width, 1, block, 2)(x), x)
+
+
+@pytest.mark.parametrize(
+    ("options", "stem", "sides"),
+    [({"stem": "7x7"}, (7, 7), [16, 8, 4, 2]), ({"stem": "3x3"}, (3, 3), [64, 32, 16, 8])],
+)
+def test_stem_keeps_a_sixteenth_of_the_pixels_or_all(options: Any, stem: tuple[int, int], sides: list[int]) -> None:
+    vit = model("resnet18", image_size=64, **options)
+    assert tuple(vit.tensors()["stem.weight"].shape[2:]) == stem
+    x = vit.embed(torch.zeros(1, 1, 3 * 64 * 64))
+    found = []
+    for block in range(vit.depth):
+        x = vit.run_blocks(x, block, block + 1)
+        found.append(x.shape[2])
+    assert found[::2] == sides
+    assert vit.product_rows(1) == sides[0] ** 2
+
+
+def test_blocks_that_are_computed_again_have_the_same_gradient() -> None:
+    vit, images = model(**SMALL), numbers(torch.Generator().manual_seed(0), 2, 3, 8, 8)
+    grads = []
+    for recompute in (False, True):
+        vit.zero_grad()
+        with vit.recomputing(recompute):
+            logits(vit, images).square().sum().backward()
+        grads.append([parameter.grad for parameter in vit.vit.parameters()])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_fedbn_keeps_all_norms() -> None:
+    groups = make_method("fedbn").groups(model(method="fedbn", **SMALL))
+    role, names = groups["personal"]
+    assert role is Role.LOCAL
+    assert names == [name for name in model(**SMALL).tensors() if "norm" in name]
+    assert "blocks.1.shortcut_norm.weight" in names
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (RESNET, {"groups": 3}, "model option groups = 3 does not divide the 16 channels of the first stage"),
+        (RESNET, {"block": "wide"}, "model option block = 'wide' must be one of"),
+        (RESNET, {"stages": 0}, "model option stages = 0 must be a whole number"),
+        (RESNET, {"patch_size": 4}, "model 'resnet_small_images' has no option 'patch_size'"),
+        ("resnet18", {"stem": "5x5"}, "model option stem = '5x5' must be one of"),
+        ("resnet18", {"groups": 48}, "model option groups = 48 does not divide the 64 channels"),
+        ("resnet18", {"width": 16}, "model 'resnet18' has no option 'width'"),
+    ],
+)
+def test_model_refuses_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "fedtp"}, "FedTP with these options needs self-attention"),
+        ({"method": "fedperfix"}, "FedPerfix with these options needs the blocks of a Transformer"),
+        ({"method": "pfedpg"}, "PFedPG with these options needs the blocks of a Transformer"),
+        ({"method": "fedbfpt"}, "FedBFPT with these options needs the blocks of a Transformer"),
+        ({"method": "fedavg", "options": {"mask": 0.5}}, "FedAvg with these options needs patches"),
+        ({"method": "fedavg", "pretrained": True}, "model 'resnet50' has no pretrained weights"),
+    ],
+)
+def test_configuration_that_needs_a_transformer_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked_config({"model": "resnet50", "rounds": 1, **values}, "run.toml")

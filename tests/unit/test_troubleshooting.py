@@ -38,10 +38,17 @@ def collect() -> Iterator[Message]:
         for file in sorted((ROOT / package).rglob("*.py")):
             nodes = list(ast.walk(ast.parse(file.read_text())))
             functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+            own = {node.name for node in nodes if isinstance(node, ast.ClassDef) and is_error(node)}
             for node in nodes:
-                if isinstance(node, ast.Call) and node.args and called(node) in ERRORS:
+                if isinstance(node, ast.Call) and node.args and called(node) in ERRORS | own:
                     for text in own_words([template(node.args[0])]) or own_words(inner(node.args[0], functions)):
                         yield Message(text, f"{file.relative_to(ROOT)}:{node.lineno}")
+
+
+def is_error(node: ast.ClassDef) -> bool:
+    """Whether a class of the file is a kind of error, with the arguments of one."""
+    makes_text = any(isinstance(item, ast.FunctionDef) and item.name == "__init__" for item in node.body)
+    return any(ast.unparse(base).split(".")[-1] in ERRORS for base in node.bases) and not makes_text
 
 
 def called(node: ast.Call) -> str:

@@ -82,6 +82,22 @@ CASES: tuple[Case, ...] = (
         model_options={**_CIFAR_VIT, "qkv_bias": False},
     ),
     Case(name="fedavg-vitt", method="fedavg", options={**_SGD, "batch_size": 16}, model=_VIT_TI),
+    Case(
+        name="fedavg-resnet50",
+        method="fedavg",
+        options={**_SGD, "batch_size": 16},
+        model="resnet50",
+        torch="resnet",
+    ),
+    Case(
+        name="fedavg-lstm",
+        method="fedavg",
+        options={**_SGD, "batch_size": 16},
+        model="lstm_small_text",
+        model_options={"context": 80, "embedding": 8, "width": 256, "depth": 2},
+        classes=65,  # characters of Shakespeare's plays
+        torch="lstm",
+    ),
 )
 
 

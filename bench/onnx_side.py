@@ -42,9 +42,9 @@ def main() -> None:
         runtime.open(graph.digest, blobs.path(graph.digest))
     load_s = time.perf_counter() - began
     values = start_values(program, start["groups"], blobs)
-    images = noise_images(program, steps * program.batch.batch_size)
+    samples = noise_samples(program, steps * program.batch.batch_size)
     watch = Watch(lambda done, total, loss: None, lambda: False)
-    trained = runtime.train(program, values, images, Seeds(0, 1, "device-0"), 1.0, watch)
+    trained = runtime.train(program, values, samples, Seeds(0, 1, "device-0"), 1.0, watch)
 
     from profiles.probes.host import peak_rss_bytes
 
@@ -73,14 +73,16 @@ def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore"
     return values
 
 
-def noise_images(program: "Program", count: int) -> "Split":
-    """Decoded images of noise; `count` of them take the memory of one batch."""
+def noise_samples(program: "Program", count: int) -> "Split":
+    """Characters drawn at random, or decoded images of noise; `count` of these take the memory of one batch."""
     import numpy as np
 
-    from fedvit.data.folder import Files, Flags, Split
+    from fedvit.data.folder import Files, Flags, Split, TextSplit
     from fedvit.data.images import Indices, Pixels
 
     rng = np.random.default_rng(0)
+    if program.batch.text:
+        return TextSplit.of(rng.integers(len(program.classes), size=(count, program.batch.text.context + 1)), [])
     size, batch_size = program.batch.image_size, program.batch.batch_size
     pictures = rng.integers(256, size=(batch_size, size, size, 3), dtype=np.uint8)
 

@@ -42,11 +42,24 @@ def pfedpg(case: Case) -> nn.Module:
     return PromptedViT(_vit(case), case.options["tokens"])
 
 
+def resnet(case: Case) -> nn.Module:
+    """A ResNet with group norms, of which all trains."""
+    return timm.create_model(case.model, num_classes=case.classes, norm_layer="groupnorm")
+
+
+def lstm(case: Case) -> nn.Module:
+    """torch's LSTM, of which all trains."""
+    sizes = case.model_options
+    return Characters(case.classes, sizes["embedding"], sizes["width"], sizes["depth"])
+
+
 MODELS: dict[str, Callable[[Case], nn.Module]] = {
     "plain": plain,
     "eftvit": eftvit,
     "fedperfix": fedperfix,
     "pfedpg": pfedpg,
+    "resnet": resnet,
+    "lstm": lstm,
 }
 
 
@@ -83,6 +96,23 @@ class AdaptedAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k + added_k, v + added_v))
         out = functional.scaled_dot_product_attention(q, k, v)
         return cast(Tensor, self.proj(out.transpose(1, 2).flatten(2)))
+
+
+class Characters(nn.Module):
+    """An LSTM that predicts the next character at each position: (B, T) -> (B, classes, T)."""
+
+    def __init__(self, classes: int, embedding: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, embedding)
+        self.lstm = nn.LSTM(embedding, width, depth, batch_first=True)
+        for layer in range(depth):  # torch adds two biases, of which one is enough
+            getattr(self.lstm, f"bias_hh_l{layer}").data.zero_()
+            getattr(self.lstm, f"bias_hh_l{layer}").requires_grad_(False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(tokens))
+        return cast(Tensor, self.head(states)).transpose(1, 2)
 
 
 class PromptedViT(nn.Module):

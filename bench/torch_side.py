@@ -25,15 +25,19 @@ def main() -> None:
     model.train()
     optimizer = make_optimizer(case, model)
     loss_of = torch.nn.CrossEntropyLoss()
-    size = case.model_options.get("image_size", 224)
+    size, context = case.model_options.get("image_size", 224), case.model_options.get("context")
     times: list[float] = []
     for _ in range(steps):
-        images = torch.randn(case.batch_size, 3, size, size)
-        labels = torch.randint(case.classes, (case.batch_size,))
+        if context:
+            samples = torch.randint(case.classes, (case.batch_size, context))
+            labels = torch.randint(case.classes, (case.batch_size, context))
+        else:
+            samples = torch.randn(case.batch_size, 3, size, size)
+            labels = torch.randint(case.classes, (case.batch_size,))
         began = time.perf_counter()
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = loss_of(model(images), labels)
+            loss = loss_of(model(samples), labels)
         loss.backward()
         optimizer.step()
         loss.item()

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from bench.onnx_side import START, noise_images, start_values
+from bench.onnx_side import START, noise_samples, start_values
 from edge_client.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
 from fedvit.program import decode_program
@@ -18,7 +18,7 @@ def main() -> None:
     runtime = Runtime(1)
     for graph in program.graphs.values():
         runtime.open(graph.digest, blobs.path(graph.digest))
-    images = noise_images(program, steps * program.batch.batch_size)
+    images = noise_samples(program, steps * program.batch.batch_size)
     watch = Watch(lambda *step: None, lambda: False)
     trained = runtime.train(
         program, start_values(program, start["groups"], blobs), images, Seeds(0, 1, "device-0"), 1.0, watch

@@ -107,6 +107,30 @@ def assert_change(got: Any, want: Any, inputs: dict[str, Tensor], key: str) -> N
     assert (got[f"new/tensor/{key}"] - new).abs().max() <= 1e-3 * largest + 3e-7 * new.abs().max(), key
 
 
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedavg", {"recompute": True}),
+        ("fedavg", {"clip_norm": 0.1, "optimizer": "adamw"}),
+        ("fedavg", {"compute": "int8"}),
+        ("fed_head", {"frozen_precision": "int8"}),
+        ("fed_head", {"frozen_precision": "fp16"}),
+        ("fed_head", {"compute": "int8"}),
+        ("fedbabu", {"compute": "fp16"}),
+    ],
+)
+def test_forms_that_a_budget_may_choose_are_torchs(
+    backbone: str, name: str, options: dict[str, Any], graph_cache: Path
+) -> None:
+    """Exported, and verified; weights that are sent packed have the axes of convolutions, too."""
+    method = make_method(name, {**OPTIONS, **options})
+    model, sizes = BACKBONES[backbone]
+    vit = build_model(method, model, CLASSES, seed=0, options=sizes)
+    graphs = export_graphs(method, vit, method_batch(method, vit), cache=graph_cache)
+    assert graphs.keys() == {*steps_of(method, vit)}
+
+
 @pytest.mark.parametrize("backbone", TRAINED)
 @pytest.mark.parametrize("name", METHODS)
 def test_other_methods_say_what_the_model_lacks(backbone: str, name: str) -> None:

@@ -23,7 +23,10 @@ from fedvit.errors import ConfigError, FedvitError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Images
 from fedvit.models import SMALL
+from fedvit.models.vit import PatchViT
 from fedvit.program import Role
+from tests.support.counterparts import for_torchs_lstm, of_timms_resnet
+from tests.support.plays import LSTM_MODEL
 from tests.support.tiny import TINY_MODEL
 
 TRAINED = [role for role in Role if role.trained_on_device]
@@ -36,8 +39,12 @@ def known(case: Case) -> Case:
 
 
 def tiny(case: Case) -> Case:
-    """The same method on a model as small as they come: 16 patches, 3 blocks of width 32."""
+    """The same method on a model as small as they come, of Transformers 16 patches and 3 blocks of width 32."""
     smaller = {"batch_size": 2} | ({"bottleneck": 8} if "bottleneck" in case.options else {})
+    if case.torch == "resnet":
+        return replace(case, model="resnet18", model_options={"image_size": 32}).with_options(**smaller)
+    if case.torch == "lstm":
+        return replace(case, model_options=dict(LSTM_MODEL)).with_options(**smaller)
     sizes: dict[str, Any] = {**TINY_MODEL, "qkv_bias": case.model_options.get("qkv_bias", True)}
     return replace(known(case), model=SMALL, model_options=sizes).with_options(**smaller)
 
@@ -64,16 +71,21 @@ class TestCase:
         vit = build_model(method, small.model, small.classes, seed=0, options=small.model_options)
         model = MODELS[small.torch](small).eval()
         names = dict(vit.tensors())
+        if case.torch == "lstm":
+            assert_equal_answers(vit, model)
+            return
         with torch.no_grad():
             for name, value in model.named_parameters():
-                value.copy_(names.pop(ours_for(name, names)))
+                named = of_timms_resnet(small.model, name) if case.torch == "resnet" else ours_for(name, names)
+                value.copy_(names.pop(named))
         assert not names
         pictures = np.random.default_rng(0).standard_normal((2, 32, 32, 3), np.float32)
         patches = torch.from_numpy(unfold(pictures, vit.patch_size))
         with torch.no_grad():
             ours = method.forward(vit, method.tensors(vit), Images(patches, None)).logits
             theirs = model(torch.from_numpy(pictures).permute(0, 3, 1, 2))
-        torch.testing.assert_close(theirs, ours)
+        rounding = {"rtol": 1e-4, "atol": 1e-4} if case.torch == "resnet" else {}  # of sums over many pixels
+        torch.testing.assert_close(theirs, ours, **rounding)
 
     def test_the_torch_side_has_the_methods_optimizer(self, case: Case) -> None:
         method = make_method(case.method, known(case).options)
@@ -86,6 +98,19 @@ class TestCase:
 
     def test_a_case_travels_as_text(self, case: Case) -> None:
         assert decode_case(encode_case(case)) == case
+
+
+def assert_equal_answers(vit: PatchViT, model: Any) -> None:
+    """Of an LSTM, with the same weights on both sides."""
+    tensors, tokens = vit.tensors(), torch.randint(0, vit.classes, (2, 8))
+    with torch.no_grad():
+        model.embedding.weight.copy_(tensors["token_embed.weight"])
+        model.head.load_state_dict({name: tensors[f"head.{name}"] for name in ("weight", "bias")})
+        for layer in range(vit.depth):
+            for name, value in for_torchs_lstm(tensors, layer).items():
+                getattr(model.lstm, name).copy_(value)
+        ours = vit.classify(vit.run_to_class(vit.embed(tokens), 0))
+        torch.testing.assert_close(model(tokens).transpose(1, 2), ours)
 
 
 def ours_for(name: str, names: dict[str, torch.Tensor]) -> str:

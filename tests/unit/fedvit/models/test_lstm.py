@@ -13,6 +13,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.models import LSTM
 from fedvit.models.lstm import TextLstm
 from fedvit.program import Batch, Role, Text
+from tests.support.counterparts import for_torchs_lstm
 from tests.support.plays import LSTM_MODEL
 
 CLASSES = 7
@@ -33,20 +34,12 @@ def tokens(samples: int = 3) -> Tensor:
 
 
 def in_torch(vit: TextLstm) -> nn.LSTM:
-    """torch's LSTM of the same tensors: its gates stand in another order, and it adds two biases."""
-    units, layers = vit.width, nn.LSTM(4, vit.width, vit.depth, batch_first=True).double()
-    tensors = vit.tensors()
-
-    def ordered(name: str) -> Tensor:
-        enters, keeps, leaves, candidate = tensors[name].split(units)
-        return torch.cat([enters, keeps, candidate, leaves])
-
+    """torch's LSTM of the same tensors."""
+    layers = nn.LSTM(4, vit.width, vit.depth, batch_first=True).double()
     with torch.no_grad():
         for layer in range(vit.depth):
-            getattr(layers, f"weight_ih_l{layer}").copy_(ordered(f"blocks.{layer}.input_weight"))
-            getattr(layers, f"weight_hh_l{layer}").copy_(ordered(f"blocks.{layer}.state_weight"))
-            getattr(layers, f"bias_ih_l{layer}").copy_(ordered(f"blocks.{layer}.bias"))
-            getattr(layers, f"bias_hh_l{layer}").zero_()
+            for name, value in for_torchs_lstm(vit.tensors(), layer).items():
+                getattr(layers, name).copy_(value)
     return layers
 
 

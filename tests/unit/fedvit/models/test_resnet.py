@@ -18,6 +18,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.models import RESNET
 from fedvit.models.resnet import DEPTHS, GroupNorm, Residual, ResNet
 from fedvit.program import Role
+from tests.support.counterparts import of_timms_resnet
 
 SMALL = {"image_size": 8, "width": 8, "stages": 2, "groups": 2}
 
@@ -50,22 +51,12 @@ def test_group_norm_is_torchs() -> None:
     torch.testing.assert_close(norm(x), functional.group_norm(x, 4, norm.weight, norm.bias))
 
 
-def in_ours(name: str, timms: str) -> str:
-    """Our name of a tensor of timm's ResNets."""
-    if timms.startswith("layer"):
-        stage, block, rest = timms.removeprefix("layer").split(".", 2)
-        number = sum(DEPTHS[name][: int(stage) - 1]) + int(block)
-        rest = rest.replace("downsample.0", "shortcut").replace("downsample.1", "shortcut_norm").replace("bn", "norm")
-        return f"blocks.{number}.{rest}"
-    return timms.replace("conv1", "stem").replace("bn1", "norm_pre").replace("fc", "head")
-
-
 @pytest.mark.parametrize("name", RESNETS)
 def test_resnets_compute_what_timms_with_group_norms_compute(name: str) -> None:
     vit = model(name, image_size=64, classes=5)
     theirs = timm.create_model(name, num_classes=5, norm_layer="groupnorm").eval()
     tensors, draw = vit.tensors(), torch.Generator().manual_seed(0)
-    named = {in_ours(name, timms): value for timms, value in theirs.named_parameters()}
+    named = {of_timms_resnet(name, timms): value for timms, value in theirs.named_parameters()}
     assert named.keys() == tensors.keys()
     with torch.no_grad():
         for own, value in named.items():

@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-brokers test-stores lint check wheel mosquitto postgresql prometheus chromium nats rabbitmq azurite arm constraints clean
+.PHONY: install demo test test-brokers test-stores lint check wheel mosquitto postgresql prometheus chromium nats rabbitmq azurite arm kernels constraints clean
 
 install: $(VENV)/.installed
 
@@ -55,6 +55,10 @@ wheel: install
 	@cd build/wheel && ! ls env/lib/python*/site-packages | grep -E '^(torch|timm|onnx|sklearn|sqlalchemy)$$'
 	@du -sm build/wheel/env | awk '{print "the device installs as " $$1 " MB, without torch"}'
 	@rm -rf build/wheel
+
+# the optional operators for this machine's devices; CXX=aarch64-linux-gnu-g++ with `pip wheel` makes those of a board
+kernels: install
+	@$(UV) pip install --quiet --reinstall ./kernels
 
 # the tests run against a real mosquitto
 mosquitto:

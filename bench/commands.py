@@ -55,16 +55,22 @@ def measure(
     type=click.Choice(["fp32", "fp16", "int8"]),
     help="Products with weights. By default as the case has it.",
 )
+@click.option("--kernels", is_flag=True, help="Measure onnxruntime with the optional kernels, too.")
 @json_flag
 @out_flag
 def step_command(
-    names: tuple[str, ...], steps: int, rounds: int, compute: str | None, as_json: bool, out: Path | None
+    names: tuple[str, ...], steps: int, rounds: int, compute: str | None, kernels: bool, as_json: bool, out: Path | None
 ) -> None:
     """Compare a training step on onnxruntime with the same step in torch and timm."""
     from bench.step import run_step_bench, step_report
 
     cases = [case.with_options(compute=compute) if compute else case for case in choose(names)]
-    measure(lambda log: run_step_bench(cases, steps=steps, rounds=rounds, progress=log), step_report, as_json, out)
+    measure(
+        lambda log: run_step_bench(cases, steps=steps, rounds=rounds, kernels=kernels, progress=log),
+        step_report,
+        as_json,
+        out,
+    )
 
 
 @bench_command.command("graph")

@@ -20,7 +20,8 @@ START = "start.json"
 
 
 def main() -> None:
-    """Arguments: the prepared folder, steps, threads."""
+    """Arguments: the prepared folder, steps, threads, "kernels" or "plain"."""
+    own_kernels = sys.argv[4] == "kernels"
     folder, steps, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     began = time.perf_counter()
     import edge_client.agent
@@ -36,7 +37,7 @@ def main() -> None:
     start = json.loads((folder / START).read_text())
     blobs = BlobStore(folder)
     program = decode_program(blobs.get(start["program"]))
-    runtime = Runtime(threads)
+    runtime = Runtime(threads, own_kernels=own_kernels)
     began = time.perf_counter()
     for graph in program.graphs.values():
         runtime.open(graph.digest, blobs.path(graph.digest))

@@ -17,6 +17,8 @@ from rich.text import Text
 from bench.cases import Case, encode_case
 from bench.child import run_child
 from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, Machine, installed_bytes, this_machine
+from fedvit.errors import FedvitError
+from fedvit.kernels import EXTRA, library
 from profiles.probes.host import usable_cores
 
 PRODUCT_SIDE = 2048
@@ -56,6 +58,8 @@ class CaseResult(Struct, frozen=True, kw_only=True):
     torch: Side
     torch_bf16: Side
     ratio: Ratio
+    kernels: Side | None  # onnx with the optional kernels, if they were asked for
+    kernels_ratio: Ratio | None  # of these
 
 
 class ProductRates(Struct, frozen=True, kw_only=True):
@@ -81,21 +85,25 @@ def run_step_bench(
     *,
     steps: int = 5,
     rounds: int = 3,
+    kernels: bool = False,
     product_side: int = PRODUCT_SIDE,
     cache: Path | None = None,
     progress: Progress = lambda line: None,
 ) -> StepReport:
     """Measure all sides of every case in turn, `rounds` times, each in its own process on all cores.
 
-    All cases are prepared first, so that a faulty case fails before anything is measured. Raises FedvitError when one
-    cannot be prepared or run.
+    All cases are prepared first, so that a faulty case fails before anything is measured. With `kernels` there is one
+    side more, onnx with the optional kernels. Raises FedvitError when these are not installed, and when a case cannot
+    be prepared or run.
     """
+    if kernels and library() is None:
+        raise FedvitError(f"{EXTRA} is not installed, expected for --kernels: make kernels")
     machine = this_machine()
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:
         home = Path(made)
         for case in cases:
             prepare_case(case, home / case.name, cache, progress, product_side)
-        measured = [_measure(case, home / case.name, steps, rounds, product_side, progress) for case in cases]
+        measured = [_measure(case, home / case.name, steps, rounds, kernels, product_side, progress) for case in cases]
 
     def best(side: str, precision: str) -> float:
         return max(float(run["product_gflops"][precision]) for runs in measured for run in runs[side])
@@ -132,13 +140,17 @@ Runs = dict[str, list[dict[str, Any]]]
 """The JSON objects that the processes of "onnx", "torch" and "torch_bf16" printed."""
 
 
-def _measure(case: Case, folder: Path, steps: int, rounds: int, product_side: int, progress: Progress) -> Runs:
+def _measure(
+    case: Case, folder: Path, steps: int, rounds: int, kernels: bool, product_side: int, progress: Progress
+) -> Runs:
     threads = usable_cores()
     commands = {
-        "onnx": ("bench.onnx_side", str(folder), str(steps), str(threads)),
+        "onnx": ("bench.onnx_side", str(folder), str(steps), str(threads), "plain"),
         "torch": ("bench.torch_side", encode_case(case), "fp32", str(steps), str(threads), str(product_side)),
         "torch_bf16": ("bench.torch_side", encode_case(case), "bf16", str(steps), str(threads), str(product_side)),
     }
+    if kernels:
+        commands["onnx_kernels"] = ("bench.onnx_side", str(folder), str(steps), str(threads), "kernels")
     runs: Runs = {kind: [] for kind in commands}
     for number in range(rounds):
         for kind, (module, *arguments) in commands.items():
@@ -156,13 +168,7 @@ def _result(case: Case, runs: Runs, products: ProductRates, ours_bytes: int, tor
     onnx = _side(runs["onnx"], ours_bytes, gflop / products.onnx_gflops)
     torch = _side(runs["torch"], torch_bytes, gflop / products.torch_gflops)
     torch_bf16 = _side(runs["torch_bf16"], torch_bytes, gflop / products.torch_bf16_gflops)
-    ratio = Ratio(
-        step=onnx.step_s / torch.step_s,
-        step_bf16=onnx.step_s / torch_bf16.step_s,
-        peak_rss=onnx.peak_rss_bytes / torch.peak_rss_bytes,
-        imports=onnx.import_s / torch.import_s,
-        installed=onnx.installed_bytes / torch.installed_bytes,
-    )
+    kernels = _side(runs["onnx_kernels"], ours_bytes, gflop / products.onnx_gflops) if "onnx_kernels" in runs else None
     return CaseResult(
         name=case.name,
         compute=case.compute,
@@ -171,7 +177,19 @@ def _result(case: Case, runs: Runs, products: ProductRates, ours_bytes: int, tor
         onnx=onnx,
         torch=torch,
         torch_bf16=torch_bf16,
-        ratio=ratio,
+        ratio=_ratio(onnx, torch, torch_bf16),
+        kernels=kernels,
+        kernels_ratio=_ratio(kernels, torch, torch_bf16) if kernels else None,
+    )
+
+
+def _ratio(onnx: Side, torch: Side, torch_bf16: Side) -> Ratio:
+    return Ratio(
+        step=onnx.step_s / torch.step_s,
+        step_bf16=onnx.step_s / torch_bf16.step_s,
+        peak_rss=onnx.peak_rss_bytes / torch.peak_rss_bytes,
+        imports=onnx.import_s / torch.import_s,
+        installed=onnx.installed_bytes / torch.installed_bytes,
     )
 
 
@@ -212,12 +230,18 @@ def _table(results: Sequence[CaseResult]) -> Table:
         table.add_row(result.name, f"onnx {result.compute}", *_cells(result.onnx))
         table.add_row(Text(f"  {result.gflop:.0f} GFLOP", style="dim"), "torch", *_cells(result.torch))
         table.add_row("", "torch bf16", *_cells(result.torch_bf16))
-        ratio = result.ratio
-        shares = (ratio.step, None, None, ratio.peak_rss, ratio.imports, ratio.installed)
-        cells = ["" if share is None else f"{share:.3f}" for share in shares]
-        table.add_row("", "ratio", *(Text(cell, style="bold") for cell in cells))
-        table.add_row("", "to bf16", Text(f"{ratio.step_bf16:.3f}", style="bold"), end_section=True)
+        _add_ratio(table, "", result.ratio)
+        if result.kernels and result.kernels_ratio:
+            table.add_row("", "onnx kernels", *_cells(result.kernels))
+            _add_ratio(table, "of kernels", result.kernels_ratio)
     return table
+
+
+def _add_ratio(table: Table, of: str, ratio: Ratio) -> None:
+    shares = (ratio.step, None, None, ratio.peak_rss, ratio.imports, ratio.installed)
+    cells = ["" if share is None else f"{share:.3f}" for share in shares]
+    table.add_row(of, "ratio", *(Text(cell, style="bold") for cell in cells))
+    table.add_row(of, "to bf16", Text(f"{ratio.step_bf16:.3f}", style="bold"), end_section=True)
 
 
 def _cells(side: Side) -> tuple[str, ...]:

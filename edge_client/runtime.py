@@ -116,6 +116,7 @@ class Runtime:
 
     threads: int
     provider: str = CPU
+    own_kernels: bool = True  # where they are installed
     _graphs: dict[str, Graph] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -127,7 +128,7 @@ class Runtime:
 
     def _load(self, digest: str, path: Path) -> Graph:
         try:
-            return Graph(open_session(path, self.threads, self.provider))
+            return Graph(open_session(path, self.threads, self.provider, own_kernels=self.own_kernels))
         except Exception as error:  # onnxruntime's exceptions share no base of their own
             raise BadPayload(f"graph {digest} cannot be loaded: {error}") from error
 

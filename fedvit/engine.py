@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedvit import kernels
 from fedvit.onnx_file import check_self_contained
 
 if TYPE_CHECKING:  # imported with the first graph: an idle device saves its 25 MB
@@ -27,11 +28,14 @@ _IDENTITY = (
 one float32 each."""
 
 
-def open_session(path: Path, threads: int, provider: str = CPU, *, profile: Path | None = None) -> "InferenceSession":
+def open_session(
+    path: Path, threads: int, provider: str = CPU, *, profile: Path | None = None, own_kernels: bool = True
+) -> "InferenceSession":
     """A session of the graph in `path`; on the CPU, with a warning, if the execution provider is not available.
 
-    With `profile`, onnxruntime's profiler writes to a file of this prefix. Raises BadPayload for a file that would make
-    the engine read another file, and onnxruntime's exceptions.
+    On the CPU operators of the optional kernels are put in, if they are installed and `own_kernels`. With `profile`,
+    onnxruntime's profiler writes to a file of this prefix. Raises BadPayload for a file that would make the engine read
+    another file, and onnxruntime's exceptions.
     """
     check_self_contained(path)
     onnxruntime = _engine()
@@ -49,8 +53,9 @@ def open_session(path: Path, threads: int, provider: str = CPU, *, profile: Path
     if profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
+    graph = _with_kernels(path, options) if own_kernels and _providers(provider) == [CPU] else None
     session: InferenceSession = onnxruntime.InferenceSession(
-        str(path),
+        graph or str(path),
         options,
         providers=_providers(provider),
         # equal unpackings of a weight in the forward and in the backward pass, and what a block computes again, must
@@ -58,6 +63,27 @@ def open_session(path: Path, threads: int, provider: str = CPU, *, profile: Path
         disabled_optimizers=["CommonSubexpressionElimination"],
     )
     return session
+
+
+def _with_kernels(path: Path, options: Any) -> bytes | None:
+    """The graph with operators of the kernels, which are registered for the session; None if it has none of them."""
+    if (library := kernels.library()) is None:
+        return None
+    graph = kernels.rewritten(path.read_bytes())
+    if graph is None:
+        return None
+    try:
+        options.register_custom_ops_library(str(library))
+    except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
+        _warn_of_kernels(str(library), str(error))
+        return None
+    return graph
+
+
+@functools.cache
+def _warn_of_kernels(library: str, error: str) -> None:
+    """Once: a device opens several graphs."""
+    log.warning("the kernels cannot be loaded; training without them", extra={"path": library, "error": error})
 
 
 def load_engine() -> None:

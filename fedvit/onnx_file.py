@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedvit.errors import BadPayload
+from fedvit.kernels import DOMAIN, EXTRA
 from fedvit.protobuf import FIXED32, FIXED64, LENGTH, VARINT, fields
 
 
@@ -164,6 +165,11 @@ def _check(content: bytes | mmap.mmap, begin: int, end: int, what: str) -> set[i
             raise BadPayload(f"its metadata have {_SESSION_OPTIONS.decode()}, options for the engine")
     if what == "node" and (operator == _NAMES_A_FILE or (domain and not _is_ours(domain, operator))):
         called = f"{domain.decode(errors='replace')}.{operator.decode(errors='replace')}".lstrip(".")
+        if domain == DOMAIN.encode():
+            raise BadPayload(
+                f"it has an operator {called!r} of {EXTRA}, expected operators of ONNX: a device with {EXTRA} puts its "
+                "own in itself"
+            )
         raise BadPayload(f"it has an operator {called!r}, which no graph of ours has")
     return seen
 

@@ -359,6 +359,9 @@ OWN_PIPES = {"coordinator/compute/rank.py", "coordinator/compute/ranks.py"}
 KNOW_PICKLES = {"fleet/datasets/pickles.py", "bench/wire_side.py", *OWN_PIPES}
 """CIFAR comes as pickles; an unpickler that makes nothing but arrays reads them. The benchmark writes some."""
 
+LOADS_KERNELS = "fedvit/engine.py"
+"""The library of the optional package that the device's owner installed; graphs that ask for it are refused."""
+
 
 def offences(name: str, source: str) -> Iterator[str]:
     """Calls and imports that could run what came from outside."""
@@ -374,7 +377,7 @@ def offences(name: str, source: str) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if (node.value.id, node.attr) in FORBIDDEN_ATTRIBUTES - (LOADERS if name in OWN_PIPES else set()):
                 yield f"{where} uses {node.value.id}.{node.attr}"
-            if node.attr == "register_custom_ops_library":
+            if node.attr == "register_custom_ops_library" and name != LOADS_KERNELS:
                 yield f"{where} loads a library of operators"
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -385,9 +388,9 @@ def offences(name: str, source: str) -> Iterator[str]:
 def test_the_walk_finds_what_it_looks_for() -> None:
     source = (
         "import pickle\nfrom dill import x\neval('1')\nos.system('ls')\nrun('x', shell=True)\nf(a, allow_pickle=True)\n"
-        "pickle.loads(a)"
+        "pickle.loads(a)\noptions.register_custom_ops_library(a)"
     )
-    assert len(list(offences("x.py", source))) == 7
+    assert len(list(offences("x.py", source))) == 8
     assert list(offences("x.py", "# pickle, eval(\nmodel.eval()\nsession.exec(query)\nre.compile('x')")) == []
 
 

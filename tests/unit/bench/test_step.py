@@ -188,7 +188,7 @@ def test_compute_is_chosen_for_all_cases(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_process_that_fails_is_reported_with_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(FedvitError, match=r"made: onnx ended with code 1: FileNotFoundError: .*start\.json"):
-        run_child("bench.onnx_side", str(tmp_path), "1", "1", what="made: onnx")
+        run_child("bench.onnx_side", str(tmp_path), "1", "1", "plain", what="made: onnx")
 
 
 def test_an_unknown_case_is_refused_with_those_that_there_are() -> None:

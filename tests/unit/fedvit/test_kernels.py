@@ -1,0 +1,360 @@
+"""The optional kernels: they compute what the operators of ONNX in their place do, and a device trains without them."""
+
+import importlib.util
+import json
+import logging
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+from scipy.special import erf
+
+from bench.cases import Case
+from bench.graph_side import random_feeds
+from bench.onnx_side import START, noise_images, start_values
+from bench.prepare import prepare
+from edge_client.runtime import Runtime, Seeds, Watch
+from fedvit.blobs import BlobStore
+from fedvit.engine import CPU, open_session
+from fedvit.errors import BadPayload
+from fedvit.kernels import DOMAIN, library, rewritten
+from fedvit.models import SMALL
+from fedvit.onnx_file import check_self_contained
+from fedvit.program import Program, decode_program
+from tests.support.tiny import TINY_MODEL
+
+SOURCE = Path(__file__).parents[3] / "kernels"
+KINDS = ["", "plain_kernels", *(["avx2_kernels"] if platform.machine() == "x86_64" else [])]
+"""What the library chooses itself, and what it would on lesser processors of this kind."""
+NEAR = 2e-6
+"""Of a result's largest value: sums are in another order."""
+
+
+def compiling() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compile_kernels", SOURCE / "compile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The package, compiled for each of KINDS: a folder for the path of modules."""
+    made = {}
+    for kind in KINDS:
+        made[kind] = tmp_path_factory.mktemp(f"kernels-{kind}")
+        package = Path(shutil.copytree(SOURCE / "fedvit_kernels", made[kind] / "fedvit_kernels"))
+        compiling().compile_library(package / "libfedvit_kernels.so", kind)
+    return made
+
+
+@pytest.fixture
+def installed(packages: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As on a device with the extra."""
+    place = packages[""] / "fedvit_kernels" / "libfedvit_kernels.so"
+    monkeypatch.setattr("fedvit.kernels.library", lambda: place)
+    return place
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device without it, whatever this environment has."""
+    monkeypatch.setattr("fedvit.kernels.PACKAGE", "fedvit_kernels_that_nobody_has")
+    library.cache_clear()
+
+
+# --- operators by themselves --------------------------------------------------------------------------
+
+
+def run_operator(where: Path, kind: str, outputs: int, *arrays: Any, **attributes: float) -> list[Any]:
+    names = [f"x{number}" for number in range(len(arrays))]
+    made = [f"y{number}" for number in range(outputs)]
+    node = helper.make_node(kind, names, made, domain=DOMAIN, **attributes)
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape) for n, a in zip(names, arrays, strict=True)]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in made]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(helper.make_graph([node], "g", ends, results), opset_imports=opsets, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 2
+    options.register_custom_ops_library(str(where / "fedvit_kernels" / "libfedvit_kernels.so"))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[CPU])
+    found: list[Any] = session.run(None, dict(zip(names, arrays, strict=True)))
+    return found
+
+
+def drawn(seed: int, *shape: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def assert_near(found: Any, wanted: Any, near: float = NEAR) -> None:
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max(initial=0) <= near * max(1.0, np.abs(wanted).max(initial=0))
+
+
+def attention(qkv: Any, scale: float) -> tuple[Any, Any, Any, Any, Any]:
+    """In float64: output, weights (B, H, N, N), queries, keys and values (B, H, N, W)."""
+    q, k, v = np.moveaxis(qkv.astype(np.float64), 2, 0).transpose(0, 1, 3, 2, 4)
+    scores = scale * q @ k.swapaxes(-1, -2)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return (weights @ v).transpose(0, 2, 1, 3), weights, q, k, v
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    images=st.integers(1, 3),
+    tokens=st.integers(1, 80),
+    heads=st.integers(1, 4),
+    width=st.integers(1, 70),
+    size=st.sampled_from([0.1, 1.0, 10.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_attention_and_its_gradient_of_any_shape(
+    packages: dict[str, Path], kind: str, images: int, tokens: int, heads: int, width: int, size: float, seed: int
+) -> None:
+    """size 10: scores of hundreds, of which nearly all weights are 0."""
+    scale = width**-0.5
+    qkv, grad = size * drawn(seed, images, tokens, 3, heads, width), drawn(seed + 1, images, tokens, heads, width)
+    qkv = qkv.astype(np.float32)
+    wanted, weights, q, k, v = attention(qkv, scale)
+    near = 1e-5 * max(1.0, size**2)
+    assert_near(run_operator(packages[kind], "Attention", 1, qkv, scale=scale)[0], wanted, near)
+    left = grad.astype(np.float64).transpose(0, 2, 1, 3)
+    along = left @ v.swapaxes(-1, -2)
+    scores = weights * (along - (along * weights).sum(-1, keepdims=True))
+    parts = (scale * scores @ k, scale * scores.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ left)
+    right = np.stack([part.transpose(0, 2, 1, 3) for part in parts], axis=2)
+    assert_near(run_operator(packages[kind], "AttentionGrad", 1, qkv, grad, scale=scale)[0], right, near)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 15, 16, 33, 20_000])
+def test_gradient_of_gelu(packages: dict[str, Path], kind: str, count: int) -> None:
+    entered = np.linspace(-20, 20, count, dtype=np.float32).reshape(1, count)
+    grad = drawn(0, 1, count)
+    x = entered.astype(np.float64)
+    slope = (1 + erf(x / np.sqrt(2))) / 2 + x * np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+    [found] = run_operator(packages[kind], "GeluGrad", 1, grad, entered)
+    assert_near(found, grad * slope)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 20), min_size=1, max_size=2),
+    width=st.integers(1, 150),
+    seed=st.integers(0, 2**16),
+)
+def test_gradient_of_layer_norm_of_any_shape(
+    packages: dict[str, Path], kind: str, shape: list[int], width: int, seed: int
+) -> None:
+    entered, grad, gamma = drawn(seed, *shape, width), drawn(seed + 1, *shape, width), drawn(seed + 2, width)
+    mean = entered.mean(-1, keepdims=True)
+    spread = 1 / np.sqrt(entered.var(-1, keepdims=True) + np.float32(1e-3))
+    normal = (entered.astype(np.float64) - mean) * spread
+    scaled = grad.astype(np.float64) * gamma
+    along = (scaled * normal).mean(-1, keepdims=True)
+    wanted = (scaled - scaled.mean(-1, keepdims=True) - normal * along) * spread
+    rows = tuple(range(len(shape)))
+    found = run_operator(packages[kind], "LayerNormGrad", 3, grad, entered, mean, spread, gamma)
+    assert_near(found[0], wanted, 1e-5)
+    assert_near(found[1], (grad * normal).sum(rows), 1e-5)
+    assert_near(found[2], grad.astype(np.float64).sum(rows), 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> None:
+    """A device finds a diverged training by it."""
+    qkv = drawn(0, 1, 20, 3, 1, 16)
+    qkv[0, 3, 1, 0, 2] = np.nan
+    assert np.isnan(run_operator(packages[kind], "Attention", 1, qkv, scale=0.25)[0]).all()
+    entered = np.array([[np.nan] * 20], np.float32)
+    assert np.isnan(run_operator(packages[kind], "GeluGrad", 1, np.ones((1, 20), np.float32), entered)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "shapes", "said"),
+    [
+        ("Attention", 1, [(2, 5, 4, 2, 8)], r"expected \(images, tokens, 3, heads, width\)"),
+        ("AttentionGrad", 1, [(2, 5, 3, 2, 8), (2, 5, 2, 7)], r"a gradient of \(images, tokens, heads, width\)"),
+        ("GeluGrad", 1, [(2, 3), (3, 2)], "two tensors of one shape"),
+        ("LayerNormGrad", 3, [(2, 3), (2, 3), (2, 3), (2, 1), (3,)], "rows, their means and deviations"),
+    ],
+)
+def test_other_shapes_are_refused(
+    packages: dict[str, Path], kind: str, outputs: int, shapes: list[tuple[int, ...]], said: str
+) -> None:
+    scale = {"scale": 1.0} if kind.startswith("Attention") else {}
+    with pytest.raises(Exception, match=said):  # onnxruntime's own
+        run_operator(packages[""], kind, outputs, *(drawn(0, *shape) for shape in shapes), **scale)
+
+
+# --- graphs -------------------------------------------------------------------------------------------
+
+CASES = {
+    "fedtp": Case(
+        name="fedtp",
+        method="fedtp",
+        options={"epochs": 1, "optimizer": "sgd", "lr": 0.01, "batch_size": 2},
+        model=SMALL,
+        model_options={**TINY_MODEL, "qkv_bias": False},
+    ),
+    "fedavg": Case(
+        name="fedavg",
+        method="fedavg",
+        options={"epochs": 1, "optimizer": "adamw", "lr": 0.001, "batch_size": 2},
+        model=SMALL,
+        model_options=TINY_MODEL,
+    ),
+    "eftvit": Case(
+        name="eftvit",
+        method="eftvit",
+        options={"batch_size": 2, "epochs": 1, "local_blocks": 1, "mask": 0.5},
+        model=SMALL,
+        model_options=TINY_MODEL,
+    ),
+}
+REPLACED = {"Attention": 2, "AttentionGrad": 2, "GeluGrad": 3, "LayerNormGrad": 7}
+"""Of three blocks; the last one's attention has one query, and stays as it is."""
+
+
+class Prepared:
+    """A case's files, as on a device."""
+
+    def __init__(self, folder: Path) -> None:
+        start = json.loads((folder / START).read_text())
+        self.blobs = BlobStore(folder)
+        self.program: Program = decode_program(self.blobs.get(start["program"]))
+        self.values = start_values(self.program, start["groups"], self.blobs)
+
+    def graph(self, name: str) -> Path:
+        return self.blobs.path(self.program.graphs[name].digest)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, graph_cache: Path) -> dict[str, Prepared]:
+    folder = tmp_path_factory.mktemp("prepared")
+    for name, case in CASES.items():
+        prepare(case, folder / name, 64, graph_cache)
+    return {name: Prepared(folder / name) for name in CASES}
+
+
+def operators(model: bytes) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load_from_string(model).graph.node if node.domain == DOMAIN)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_with_kernels_computes_the_same(prepared: dict[str, Prepared], installed: Path, name: str) -> None:
+    of = prepared[name]
+    for graph in ("train", "predict"):
+        path = of.graph(graph)
+        plain = open_session(path, 2, own_kernels=False)
+        ours = open_session(path, 2)
+        feeds = random_feeds(plain, of.program, of.values)
+        for output, wanted, found in zip(
+            plain.get_outputs(), plain.run(None, feeds), ours.run(None, feeds), strict=True
+        ):
+            largest = np.abs(wanted).max(initial=1e-6)
+            assert np.abs(found - wanted).max(initial=0) <= 1e-4 * largest, output.name
+    made = rewritten(of.graph("train").read_bytes())
+    assert made is not None
+    assert operators(made) == REPLACED
+
+
+def test_a_round_with_kernels_trains_the_same(prepared: dict[str, Prepared], installed: Path) -> None:
+    of = prepared["fedavg"]
+    images = noise_images(of.program, 6)
+    trained = []
+    for own_kernels in (False, True):
+        runtime = Runtime(2, own_kernels=own_kernels)
+        for graph in of.program.graphs.values():
+            runtime.open(graph.digest, of.blobs.path(graph.digest))
+        watch = Watch(lambda done, total, loss: None, lambda: False)
+        trained.append(runtime.train(of.program, of.values, images, Seeds(0, 1, "device-0"), 1.0, watch))
+    plain, ours = trained
+    assert ours.loss == pytest.approx(plain.loss, rel=1e-4)
+    assert ours.tensors.keys() == plain.tensors.keys()
+    for name, wanted in plain.tensors.items():
+        # AdamW's first steps are of the rate's size, whatever the gradient's
+        assert np.abs(ours.tensors[name] - wanted).mean() <= 3e-5, name
+
+
+def test_what_something_else_reads_is_not_replaced(prepared: dict[str, Prepared]) -> None:
+    """The first block's weights of attention are an output, too."""
+    model = onnx.load(str(prepared["fedavg"].graph("train")))
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    model.graph.output.append(helper.make_tensor_value_info(softmax.output[0], TensorProto.FLOAT, None))
+    made = rewritten(model.SerializeToString())
+    assert made is not None
+    assert operators(made) == {**REPLACED, "Attention": 1, "AttentionGrad": 1}
+
+
+def test_other_numbers_are_not_replaced(prepared: dict[str, Prepared]) -> None:
+    """Another factor than the root of a half in GELU's gradient."""
+    model = onnx.load(str(prepared["fedavg"].graph("train")))
+    for constant in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(constant)
+        if array.size == 1 and np.isclose(array, np.sqrt(0.5)):
+            constant.CopyFrom(onnx.numpy_helper.from_array(array * np.float32(1.01), constant.name))
+    made = rewritten(model.SerializeToString())
+    assert made is not None
+    assert "GeluGrad" not in operators(made)
+
+
+def test_a_graph_without_such_nodes_stays_as_it_is(prepared: dict[str, Prepared]) -> None:
+    assert rewritten(prepared["fedavg"].graph("update").read_bytes()) is None
+
+
+@pytest.mark.usefixtures("missing")
+def test_a_device_without_the_library_opens_graphs_as_they_are(prepared: dict[str, Prepared]) -> None:
+    of = prepared["fedtp"]
+    assert library() is None
+    plain, ours = (open_session(of.graph("train"), 1, own_kernels=own) for own in (False, True))
+    feeds = random_feeds(plain, of.program, of.values)
+    for wanted, found in zip(plain.run(None, feeds), ours.run(None, feeds), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_library_that_cannot_be_loaded_is_left_out_with_a_warning(
+    prepared: dict[str, Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "libfedvit_kernels.so"
+    broken.write_text("of another processor")
+    monkeypatch.setattr("fedvit.kernels.library", lambda: broken)
+    with caplog.at_level(logging.WARNING):
+        open_session(prepared["fedtp"].graph("train"), 1)
+        open_session(prepared["fedtp"].graph("predict"), 1)
+    warned = [record for record in caplog.records if "kernels cannot be loaded" in record.message]
+    assert len(warned) == 1
+    assert warned[0].__dict__["path"] == str(broken)
+
+
+def test_a_graph_that_was_sent_may_not_have_them(
+    prepared: dict[str, Prepared], installed: Path, tmp_path: Path
+) -> None:
+    """Also where they are installed: what a device was sent is then the same everywhere."""
+    made = rewritten(prepared["fedtp"].graph("train").read_bytes())
+    assert made is not None
+    file = tmp_path / "graph.onnx"
+    file.write_bytes(made)
+    for source in (made, file):
+        with pytest.raises(
+            BadPayload, match=r"operator 'fedvit\.kernels\.\w+' of fedvit\[kernels\], expected operators"
+        ):
+            check_self_contained(source)
+    with pytest.raises(BadPayload, match=r"fedvit\[kernels\]"):
+        open_session(file, 1)

@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-brokers test-stores lint check wheel mosquitto postgresql prometheus chromium nats rabbitmq azurite arm kernels constraints clean
+.PHONY: install demo test test-brokers test-stores lint check wheel mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels constraints clean
 
 install: $(VENV)/.installed
 
@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	@$(BIN)/fleet demo
 
-test: install mosquitto postgresql prometheus chromium
+test: install mosquitto postgresql prometheus chromium compiler
 	@$(BIN)/python -m pytest -q -n $(WORKERS)
 
 # the contracts of transports and blobs, and whole runs, over brokers of other makers
@@ -80,6 +80,13 @@ prometheus:
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "installing prometheus"; apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus > /dev/null; \
 	  else echo "the tests need prometheus: sudo apt-get install prometheus (or brew install prometheus)" >&2; exit 1; fi; }
+
+# the optional kernels are compiled
+compiler:
+	@command -v g++ > /dev/null || { \
+	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "installing g++"; apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ > /dev/null; \
+	  else echo "the tests need g++: sudo apt-get install g++ (or brew install gcc)" >&2; exit 1; fi; }
 
 # and look at the reports in a browser
 chromium:

@@ -22,7 +22,7 @@ from scipy.special import erf
 
 from bench.cases import Case
 from bench.graph_side import random_feeds
-from bench.onnx_side import START, noise_images, start_values
+from bench.onnx_side import START, noise_samples, start_values
 from bench.prepare import prepare
 from edge_client.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
@@ -277,7 +277,7 @@ def test_a_graph_with_kernels_computes_the_same(prepared: dict[str, Prepared], i
 
 def test_a_round_with_kernels_trains_the_same(prepared: dict[str, Prepared], installed: Path) -> None:
     of = prepared["fedavg"]
-    images = noise_images(of.program, 6)
+    images = noise_samples(of.program, 6)
     trained = []
     for own_kernels in (False, True):
         runtime = Runtime(2, own_kernels=own_kernels)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -29,7 +29,7 @@ AnswerKey = tuple[str, int, TaskKind]
 class _Waiting:
     answer: Answer
     resend: Resend
-    not_known_in: int | None = field(default=None)  # the epoch in which the coordinator does not serve the task's run
+    not_known_in: int | None = None  # the epoch in which the coordinator does not serve the task's run
 
 
 class Answers:

@@ -364,7 +364,7 @@ def _attentions(nodes: _Nodes) -> Iterator[_Call]:
 
 
 def _behind(nodes: _Nodes, name: str, depth: int) -> list[_Node]:
-    """The nodes that follow from a tensor within so many steps."""
+    """The nodes that depend on a tensor, by a path of at most `depth` nodes."""
     reached: dict[_Node, None] = {}
     names = [name]
     for _ in range(depth):

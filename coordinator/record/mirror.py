@@ -16,9 +16,8 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
 from coordinator.config.blobs import BlobsConfig
-from coordinator.record.tables import RunRecord
 from fedvit.blobs import ALGORITHM, digest_of
-from fedvit.errors import ConfigError, Damaged, FedvitError, StorageFailed
+from fedvit.errors import Damaged, FedvitError, StorageFailed
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
@@ -159,12 +158,3 @@ def _remove_empty_folders(folder: Path) -> None:
     for path in [*sorted(below, reverse=True), folder]:
         with contextlib.suppress(OSError):  # it is not empty, or not there
             path.rmdir()
-
-
-def mirror_of(record: RunRecord) -> Mirror | None:
-    """The mirror that a run had when it was served last; None if it had none."""
-    try:
-        config = BlobsConfig(**record.config.get("blobs", {}))
-    except (ConfigError, TypeError):  # of another version
-        return None
-    return Mirror(config, record.id) if config.mirror else None

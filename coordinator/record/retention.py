@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
+from coordinator.config.blobs import BlobsConfig
 from coordinator.record.copies import COPIES
 from coordinator.record.store import Store
 from coordinator.record.tables import ENDED, RunRecord
@@ -89,12 +90,22 @@ def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:
 
 
 def run_mirror(record: RunRecord) -> "Mirror | None":
-    """The mirror of a run; None if it had none when it was served last."""
-    if not record.config.get("blobs", {}).get("mirror"):
+    """The mirror of a run; None if it had none when it was served last. Raises StorageFailed if this installation
+    cannot open it."""
+    settings = record.config.get("blobs", {})
+    if not settings.get("mirror"):
         return None
-    from coordinator.record.mirror import mirror_of  # imports obstore, which other runs do not need
+    try:
+        from coordinator.record.mirror import Mirror  # imports obstore, which other runs do not need
 
-    return mirror_of(record)
+        return Mirror(BlobsConfig(**settings), record.id)
+    except ModuleNotFoundError as error:
+        raise StorageFailed(
+            f"the mirror of run {record.id!r} needs the package {error.name!r}, which is not installed: "
+            "pip install 'fedvit[s3]'"
+        ) from error
+    except (ConfigError, TypeError) as error:  # a newer version wrote it
+        raise StorageFailed(f"the table [blobs] of run {record.id!r} cannot be read: {error}") from error
 
 
 def remove_runs(

@@ -78,7 +78,7 @@ class Centre(Protocol):
         ...
 
     def trouble(self) -> str:
-        """Why there is no connection to the centre; empty while there is one."""
+        """What keeps this region from its centre's broker; empty while it is connected."""
         ...
 
     def close(self) -> None:

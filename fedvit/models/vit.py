@@ -152,7 +152,7 @@ class PatchViT(nn.Module):
         return 4 * self.depth * (16 * tokens * self.width + 2 * self.heads * tokens**2)
 
     def product_rows(self, tokens: int) -> int:
-        """Rows that one sample of so many tokens brings to a product."""
+        """Rows of a matrix product for one sample of `tokens` tokens."""
         return tokens
 
     # --- stages ---------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def test_upload_continues_where_the_store_was_killed(
     monkeypatch.setattr(object_store, "RETRY_S", 0.1)
     device = fleet.device()
     event, written = held_up(monkeypatch, "coordinator", 5)
-    # so many pieces that some are not read yet when the store is killed, however fast it has been
+    # several pieces: some are still to be read when the store is killed, however fast it was
     content = fleet.send_up(device, size=100 * CHUNK_BYTES)
     with fleet.driven():
         wait_until(lambda: len(written) > 5)

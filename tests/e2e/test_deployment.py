@@ -2,20 +2,10 @@
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 
 from coordinator.broker.process import claim_port
-from tests.support.programs import ROUNDS, Stage, program, wait_for
-
-
-def said(stage: Stage, module: str, *arguments: str) -> str:
-    """Standard output of a command that succeeds."""
-    done = subprocess.run(
-        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.support.programs import ROUNDS, Stage, program, said, wait_for
 
 
 def test_join_train_and_revoke(stage: Stage) -> None:

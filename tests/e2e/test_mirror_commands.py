@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_gc_keeps_a_run_whose_mirror_cannot_be_used(world: World) -> None:
     assert world.listed() == []
 
 
-def test_run_with_a_mirror_of_a_newer_version_is_removed_without_it(world: World) -> None:
+def test_run_whose_mirror_a_newer_version_described_is_kept(world: World) -> None:
     """Its table [blobs] has a key that this version does not know."""
     with closing(sqlite3.connect(world.runs / "fedvit.db")) as database:
         [[text]] = database.execute("SELECT config FROM runs").fetchall()
@@ -151,5 +152,18 @@ def test_run_with_a_mirror_of_a_newer_version_is_removed_without_it(world: World
         database.execute("UPDATE runs SET config = ?, seal = NULL", [json.dumps(config)])
         database.commit()
     objects = world.server.objects()
-    assert world.run("rm", RUN).exit_code == 0
+    failure(world.run("rm", RUN), f"[blobs] of run {RUN!r} cannot be read", "future")
+    assert world.listed() == [RUN]
+    assert world.run("rm", RUN, "--keep-mirrors").exit_code == 0
     assert world.server.objects() == objects
+
+
+def test_run_with_a_mirror_is_kept_where_the_package_is_missing(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But what its folder has is exported without it."""
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "coordinator.record.mirror")
+    failure(world.run("rm", RUN), "needs the package 'obstore'", "fedvit[s3]")
+    assert world.listed() == [RUN]
+    assert world.export(tmp_path / "bundle").exit_code == 0

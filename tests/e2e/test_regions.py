@@ -18,7 +18,7 @@ from fedvit.tensors import unpack
 from fleet.simulate import simulate
 from tests.support.forked import Forked
 from tests.support.once import made_once
-from tests.support.programs import CONFIG, DEVICES, Stage, program, toml, wait_for
+from tests.support.programs import CONFIG, DEVICES, Stage, said, toml, wait_for
 
 VALUES: dict[str, Any] = {
     "method": "fedavg",
@@ -179,15 +179,6 @@ def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, singl
         tested_alone = store.results("single", 2, "evaluate")
     assert images_by_class(tested) == images_by_class(tested_alone)
     world.check_model(single / "single")
-
-
-def said(stage: Stage, module: str, *arguments: str) -> str:
-    """Standard output of a command that succeeds."""
-    done = subprocess.run(
-        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_region_with_a_certificate_of_its_centre(world: World) -> None:

@@ -238,3 +238,12 @@ class Stage:
 
 def toml(values: dict[str, Any]) -> str:
     return msgspec.toml.encode(values).decode()
+
+
+def said(stage: Stage, module: str, *arguments: str) -> str:
+    """Standard output of a command that succeeds."""
+    done = subprocess.run(
+        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

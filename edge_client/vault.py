@@ -208,8 +208,10 @@ class Vault:
             return [*self._repair_result(run, current), *(self._repair_residual(run, current) if tensors else ())]
         before = [folder for folder in _generations(home) if folder != current]
         if current is None:
-            if not before and not (home / _CURRENT).exists():
-                return []
+            if not (home / _CURRENT).exists():
+                before = [folder for folder in before if not _is_unfinished(folder)]
+                if not before:
+                    return []
             damaged = [home / _CURRENT]
         before.sort(key=lambda folder: (_generation(folder), _round(folder)))
         while before and (also := self._damaged(before[-1])):
@@ -473,6 +475,19 @@ def _round(folder: Path) -> int:
     with contextlib.suppress(IndexError, ValueError):
         return int(folder.name.split("-")[1])
     return 0
+
+
+def _is_unfinished(folder: Path) -> bool:
+    """Whether this is a run's first round, and the process ended before `CURRENT` named it.
+
+    If it did name it, and is lost, then no coordinator has acknowledged the round: it is trained again, from the values
+    it began with, to the same result.
+    """
+    try:
+        sums = read_sums(folder)
+    except BadPayload:
+        return False
+    return sums is None or (sums.generation == 1 and (folder / _PENDING).exists())
 
 
 def _current_folder(home: Path) -> Path | None:

@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a shell that runs the tests in its background lets them ignore Ctrl-C, and with them every program that they start
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+SIGNALS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 # what tests write is synced thousands of times, for which a disk takes milliseconds each; TMPDIR names another folder
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 2 << 30
 if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM_BYTES:
@@ -131,6 +132,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # the order of collection is kept
     return Groups(config, log)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> None:
+    """A command that an earlier test ran in this process has left its handlers of Ctrl-C and SIGTERM."""
+    for number, handler in SIGNALS.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.chaos.federation import Federation, Start
+from bench.chaos.federation import Federation, RunEnded, Start
 from bench.chaos.network import Network
 from bench.chaos.outcome import InjectedFault, Outcome, count_duplicates
 from bench.chaos.schedule import COORDINATOR, Fault
@@ -64,7 +64,12 @@ class ScenarioRun:
     def _inject(self, fault: Fault) -> InjectedFault:
         self._report(str(fault))
         self.watch.note(fault.target, SIGNS[fault.kind])
-        self.federation.inject(fault)
+        while True:
+            try:
+                self.federation.inject(fault)
+                break
+            except RunEnded:
+                self._until(self.federation.ready, PATIENCE_S)
         over_at_s, rounds = self.watch.now_s, self.watch.complete_rounds()
         try:
             # the current round may close without a device whose disk was full; the next one has all devices

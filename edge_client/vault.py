@@ -480,8 +480,8 @@ def _round(folder: Path) -> int:
 def _is_unfinished(folder: Path) -> bool:
     """Whether this is a run's first round, and the process ended before `CURRENT` named it.
 
-    If it did name it, and is lost, then no coordinator has acknowledged the round: it is trained again, from the values
-    it began with, to the same result.
+    If `CURRENT` did name it, and was lost, no acknowledgement of the round has arrived: then it is trained again, from
+    the values it began with, to the same result.
     """
     try:
         sums = read_sums(folder)

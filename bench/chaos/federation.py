@@ -29,8 +29,8 @@ COMMIT_S = 20.0
 """Longest wait for a device to write its vault; afterwards it is killed anyway."""
 
 
-class RunEnded(Exception):
-    """The run ended before a fault had its effect, for which a coordinator is needed."""
+class CoordinatorEnded(Exception):
+    """It ended with its run before a fault had its effect, for which a coordinator is needed."""
 
 
 class Process(Protocol):
@@ -154,7 +154,7 @@ class Federation:
     def inject(self, fault: Fault) -> None:
         """Inject a fault for as long as it lasts; afterwards every killed process has been started again.
 
-        Raises RunEnded when it is to be injected again, into the next run.
+        Raises CoordinatorEnded when it is to be injected again, into the next run.
         """
         self._apply[fault.kind](fault)
 
@@ -203,15 +203,17 @@ class Federation:
         self.links.mend(fault.target)
 
     def _twin(self, fault: Fault) -> None:
-        """Start a second process with a device's id, which must be refused. Raises FedvitError when it is not, RunEnded
-        when nobody is left to refuse it."""
+        """Start a second process with a device's id, which must be refused.
+
+        Raises FedvitError when it is not, CoordinatorEnded when nobody is left to refuse it.
+        """
         name = f"twin-{fault.number}"
         twin = self._device(name, fault.target, self.home / "state" / name)
         until = time.monotonic() + TWIN_REFUSED_S
         try:
             while "is online already" not in self.log(name).read_text():
                 if self.ended() == 0:
-                    raise RunEnded
+                    raise CoordinatorEnded
                 if twin.poll() is not None or time.monotonic() > until:
                     raise FedvitError(f"a second {fault.target} was not refused for its id; log: {self.log(name)}")
                 time.sleep(0.1)

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.chaos.federation import Federation, RunEnded, Start
+from bench.chaos.federation import CoordinatorEnded, Federation, Start
 from bench.chaos.network import Network
 from bench.chaos.outcome import InjectedFault, Outcome, count_duplicates
 from bench.chaos.schedule import COORDINATOR, Fault
@@ -68,7 +68,7 @@ class ScenarioRun:
             try:
                 self.federation.inject(fault)
                 break
-            except RunEnded:
+            except CoordinatorEnded:
                 self._until(self.federation.ready, PATIENCE_S)
         over_at_s, rounds = self.watch.now_s, self.watch.complete_rounds()
         try:

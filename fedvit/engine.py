@@ -69,11 +69,10 @@ def _with_kernels(path: Path, options: Any) -> bytes | None:
     """The graph with operators of the kernels, which are registered for the session; None if it has none of them."""
     if (library := kernels.library()) is None:
         return None
-    graph = kernels.rewritten(path.read_bytes())
-    if graph is None:
-        return None
     try:
-        options.register_custom_ops_library(str(library))
+        graph = kernels.rewritten(path.read_bytes(), bfloat16=kernels.multiplies_bfloat16(library))
+        if graph is not None:
+            options.register_custom_ops_library(str(library))
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
         _warn_of_kernels(str(library), str(error))
         return None

@@ -1,11 +1,12 @@
-"""Optional operators of our own, for what onnxruntime computes in many passes: attention, and gradients of attention,
-GELU and LayerNorm.
+"""Optional operators of our own, for what onnxruntime computes in many passes, or slowly: attention, LayerNorm, gradients
+of these and of GELU, sums of columns, rounding around products of integers, and gradients of weights in bfloat16.
 
 They are in a package of their own, `fedvit[kernels]`. Graphs that are sent never contain them: where the package is
 installed, a device replaces nodes of the graph that it was sent, just before it opens it. Nodes are replaced only
 if nothing else reads what is computed inside of them, and if all of their shapes and numbers are those of the pattern.
 """
 
+import ctypes
 import functools
 import importlib
 import math
@@ -22,8 +23,12 @@ EXTRA = "fedvit[kernels]"
 DOMAIN = "fedvit.kernels"
 
 _GRAPH, _OPSETS = 7, 8  # fields of a model
-_NODE, _INITIALIZER, _OUTPUT = 1, 5, 12  # of a graph
-_FLOAT, _INTEGER = 1, 7  # types of a tensor
+_NODE, _INITIALIZER, _INPUT, _OUTPUT, _BETWEEN = 1, 5, 11, 12, 13  # of a graph
+_FLOAT, _BYTES, _INTEGER = 1, (2, 3), 7  # types of a tensor
+_INTEGER_PRODUCT = "MatMulIntegerToFloat of com.microsoft"
+_REPEATED = "ConstantOfShape"
+_LEAST_SIDE = 32
+"""Of a weight whose gradient is worth other products than the engine's own."""
 
 Numbers = tuple[float, ...]
 
@@ -37,6 +42,12 @@ def library() -> Path | None:
         return None
     place: Path = package.LIBRARY
     return place
+
+
+@functools.cache
+def multiplies_bfloat16(path: Path) -> bool:
+    """Whether the library says that this processor has products of bfloat16. Raises OSError if it cannot be loaded."""
+    return bool(ctypes.CDLL(str(path)).fedvit_multiplies_bfloat16())
 
 
 # --- a graph's nodes ----------------------------------------------------------------------------------
@@ -59,14 +70,25 @@ class _Nodes:
     all: list[_Node]
     constants: dict[str, Numbers]
     kept: set[str]  # outputs of the graph
+    described: dict[str, bytes]  # type and shape of other tensors
     makers: dict[str, _Node] = field(default_factory=dict)
     readers: dict[str, list[_Node]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         for node in self.all:
             self.makers |= dict.fromkeys(node.outputs, node)
+            if node.kind == _REPEATED:
+                self.constants |= dict.fromkeys(node.outputs, node.attributes["value"])
             for name in node.inputs:
                 self.readers[name].append(node)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """What the graph says of a tensor that is no constant; None if it says nothing."""
+        content = self.described.get(name, b"")
+        for number in (2, 1, 2):  # type, of a tensor, shape
+            content = next((part.content for part in fields(content) if part.number == number), b"")
+        lengths = [part for axis in fields(content) for part in fields(axis.content) if part.number == 1]
+        return tuple(part.value for part in lengths) if content else None
 
 
 def _node(entry: Field, place: int) -> _Node:
@@ -86,17 +108,23 @@ def _node(entry: Field, place: int) -> _Node:
 
 
 def _attribute(content: bytes) -> tuple[str, Numbers]:
-    name, numbers = "", list[Field]()
+    name, numbers, tensor = "", list[Field](), None
     for part in fields(content):
         if part.number == 1:
             name = part.text
+        elif part.number == 2:
+            return name, struct.unpack("<f", part.content)
+        elif part.number == 5:
+            tensor = _constant(part.content)
         elif part.number in (3, 8):
             numbers.append(part)
-    return name, integers(numbers)
+    return name, tensor[1] if tensor else integers(numbers)
 
 
 def _constant(content: bytes) -> tuple[str, Numbers] | None:
-    """Name and numbers of a small tensor of floats or whole numbers, as export writes it."""
+    """Name and numbers of a small tensor of floats or whole numbers, as export writes it; of bytes that are all equal
+    one of them.
+    """
     kind, name, raw = 0, "", b""
     for part in fields(content):
         if part.number == 2:
@@ -105,6 +133,8 @@ def _constant(content: bytes) -> tuple[str, Numbers] | None:
             name = part.text
         elif part.number == 9:
             raw = part.content
+    if kind in _BYTES and len(set(raw)) == 1:
+        return name, (raw[0],)
     form = {_FLOAT: "f", _INTEGER: "q"}.get(kind)
     if form is None or len(raw) % struct.calcsize(form) or len(raw) > 64:
         return None
@@ -214,6 +244,14 @@ _ATTENTION_GRAD = _pattern("""
     dv4 = Reshape dv3 #bn1hw
     y = Concat dq4 dk4 dv4 axis:2
 """)
+_ROUND_ROWS = _pattern("""
+    hi = ReduceMax x #last keepdims:1
+    lo = ReduceMin x #last keepdims:1
+    d = Neg lo
+    m = Max hi d #tiny
+    s = Mul m #step
+    y = QuantizeLinear x s #zero axis:1
+""")
 
 
 @dataclass
@@ -286,15 +324,15 @@ class _Call:
     outputs: tuple[str, ...]
     replaced: frozenset[_Node]
     place: int  # of the node in whose place it stands
-    scale: float | None = None
+    number: tuple[str, float] | None = None  # an attribute
 
     def encoded(self) -> bytes:
         parts = [bytes_field(1, name) for name in self.inputs]
         parts += [bytes_field(2, name) for name in self.outputs]
         parts += [bytes_field(3, f"{self.kind}/{self.outputs[0]}"), bytes_field(4, self.kind)]
-        if self.scale is not None:  # name, number, type: a float
-            number = b"\x15" + struct.pack("<f", self.scale)
-            parts.append(bytes_field(5, bytes_field(1, "scale") + number + number_field(20, 1)))
+        if self.number:  # name, number, type: a float
+            name, number = self.number
+            parts.append(bytes_field(5, bytes_field(1, name) + b"\x15" + struct.pack("<f", number) + number_field(20, 1)))
         return b"".join((*parts, bytes_field(7, DOMAIN)))
 
 
@@ -348,7 +386,7 @@ def _attentions(nodes: _Nodes) -> Iterator[_Call]:
         match = _Match({}, set()).extended(nodes, _ATTENTION, node) if node.kind == "Transpose" else None
         if match is None or not _is_attention(nodes, match):
             continue
-        [scale] = nodes.constants[match.names["#scale"]]
+        scale = ("scale", nodes.constants[match.names["#scale"]][0])
         reads = (match.names["z"],)
         ends = (last for last in _behind(nodes, match.names["q"], depth=6) if last.kind == "Concat")
         found = [more for last in ends if (more := match.extended(nodes, _ATTENTION_GRAD, last))]
@@ -385,13 +423,82 @@ def _is_attention(nodes: _Nodes, match: _Match) -> bool:
     return match.has(nodes, **shapes)
 
 
+def _rounded_rows(nodes: _Nodes) -> Iterator[_Call]:
+    for node in nodes.all:
+        match = _Match({}, set()).extended(nodes, _ROUND_ROWS, node) if node.kind == "QuantizeLinear" else None
+        if match is None or not match.closed(nodes, "s", "y") or not match.has(nodes, last=[1], tiny=[1e-30]):
+            continue
+        rows, scales = match.names["x"], match.names["s"]
+        shape = nodes.shape(rows)
+        if shape is None or len(shape) != 2 or node.attributes.get("block_size") != (shape[1],):
+            continue
+        made = (node.outputs[0], scales)
+        if match.has(nodes, step=[1 / 64], zero=[0]):
+            yield _Call("RoundWeights", (rows,), made, frozenset(match.nodes), node.place)
+        elif match.has(nodes, step=[1 / 127], zero=[128]):
+            reads, gone = [rows], match.nodes
+            scaled = nodes.makers.get(rows)
+            if scaled and scaled.kind == "Mul" and gone.issuperset(nodes.readers[rows]) and rows not in nodes.kept:
+                given, factors = scaled.inputs
+                if nodes.shape(given) == shape and nodes.shape(factors) == (shape[1],):
+                    reads, gone = [given, factors], {*gone, scaled}
+            yield _Call("RoundRows", tuple(reads), made, frozenset(gone), node.place)
+
+
+def _scaled_rows(nodes: _Nodes) -> Iterator[_Call]:
+    for node in nodes.all:
+        if node.kind != "Mul" or not (product := nodes.makers.get(node.inputs[0])):
+            continue
+        shape, scales = nodes.shape(node.outputs[0]), node.inputs[1]
+        if product.kind != _INTEGER_PRODUCT or shape is None or nodes.shape(scales) != (shape[0], 1):
+            continue
+        reads, last, gone = [node.inputs[0], scales], node, {node}
+        after = nodes.readers[node.outputs[0]]
+        if len(after) == 1 and after[0].kind == "Add" and node.outputs[0] not in nodes.kept:
+            left, bias = after[0].inputs
+            if left == node.outputs[0] and nodes.shape(bias) == (shape[1],):
+                reads, last, gone = [*reads, bias], after[0], {node, after[0]}
+        yield _Call("ScaleRows", tuple(reads), tuple(last.outputs), frozenset(gone), last.place)
+
+
+def _norms(nodes: _Nodes) -> Iterator[_Call]:
+    for node in nodes.all:
+        if node.kind != "LayerNormalization" or node.attributes.get("axis") != (-1,) or len(node.inputs) != 3:
+            continue
+        shape = nodes.shape(node.inputs[0])
+        if not shape or any(nodes.shape(name) != shape[-1:] for name in node.inputs[1:]):
+            continue
+        made = (*node.outputs, *(f"{node.outputs[0]}/{moment}" for moment in ("mean", "spread")[len(node.outputs) - 1 :]))
+        number = ("epsilon", node.attributes.get("epsilon", (1e-5,))[0])
+        yield _Call("LayerNorm", tuple(node.inputs), made, frozenset([node]), node.place, number)
+
+
+def _column_sums(nodes: _Nodes) -> Iterator[_Call]:
+    for node in nodes.all:
+        if node.kind != "ReduceSum" or node.attributes != {"keepdims": (1,)}:
+            continue
+        rows, axes = node.inputs
+        if nodes.constants.get(axes) == (0,) and len(nodes.shape(rows) or ()) == 2:
+            yield _Call("ColumnSums", (rows,), tuple(node.outputs), frozenset([node]), node.place)
+
+
+def _weight_grads(nodes: _Nodes) -> Iterator[_Call]:
+    for node in nodes.all:
+        shape = nodes.shape(node.outputs[0]) if node.kind == "Gemm" and node.attributes == {"transA": (1,)} else None
+        if shape is None or min(shape) < _LEAST_SIDE or any(nodes.shape(sums) != shape for sums in node.inputs[2:]):
+            continue
+        made = (*node.outputs, f"{node.outputs[0]}/packed")
+        yield _Call("WeightGrad", tuple(node.inputs), made, frozenset([node]), node.place)
+
+
 # --- rewriting ----------------------------------------------------------------------------------------
 
 
-def rewritten(model: bytes) -> bytes | None:
+def rewritten(model: bytes, *, bfloat16: bool = False) -> bytes | None:
     """The graph with operators of the kernels where they can stand; None where they can nowhere.
 
-    `model` has passed fedvit.onnx_file.check_self_contained.
+    With `bfloat16` gradients of weights, too, if the graph has products of integers: others are computed as exactly as
+    before. `model` has passed fedvit.onnx_file.check_self_contained.
     """
     parts = list(fields(model))
     [graph] = [part for part in parts if part.number == _GRAPH]
@@ -400,14 +507,19 @@ def rewritten(model: bytes) -> bytes | None:
         [_node(entry, place) for place, entry in enumerate(e for e in entries if e.number == _NODE)],
         dict(found for entry in entries if entry.number == _INITIALIZER and (found := _constant(entry.content))),
         {_name(entry.content) for entry in entries if entry.number == _OUTPUT},
+        {_name(entry.content): entry.content for entry in entries if entry.number in (_INPUT, _OUTPUT, _BETWEEN)},
     )
-    calls = [*_gelu_grads(nodes), *_layer_norm_grads(nodes), *_attentions(nodes)]
+    calls = [*_gelu_grads(nodes), *_norms(nodes), *_layer_norm_grads(nodes), *_attentions(nodes), *_column_sums(nodes)]
+    if any(node.kind == _INTEGER_PRODUCT for node in nodes.all):
+        calls += [*_rounded_rows(nodes), *_scaled_rows(nodes), *(_weight_grads(nodes) if bfloat16 else ())]
     if not calls:
         return None
     gone = {node for call in calls for node in call.replaced}
+    read = {name for node in nodes.all if node not in gone for name in node.inputs} | nodes.kept
+    gone |= {node for node in nodes.all if node.kind == _REPEATED and not read & {*node.outputs}}
+    needed = {name for node in nodes.all if node not in gone for name in node.inputs}
     written = {node.place: node.encoded for node in nodes.all if node not in gone}
     written |= {call.place: call.encoded() for call in calls}
-    needed = {name for node in nodes.all if node not in gone for name in node.inputs}
     changed = [bytes_field(_NODE, written[place]) for place in sorted(written)]
     for entry in entries:
         unused = entry.number == _INITIALIZER and _tensor_name(entry.content) not in needed

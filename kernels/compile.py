@@ -23,16 +23,20 @@ _ALONE = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,
 
 
 def compile_library(target: Path, only: str = "") -> None:
-    """Write the library; with `only`, one that does not choose. Raises subprocess.CalledProcessError where the compiler
-    fails; it says why.
+    """Write the library; with `only`, one that does not choose: NAME, or NAME/PRODUCTS where the products of tiles are
+    others. Raises subprocess.CalledProcessError where the compiler fails; it says why.
     """
-    chosen = [f"-DONLY={only}"] if only else []
+    name, _, products = only.partition("/")
+    chosen = [f"-D{key}={value}" for key, value in (("ONLY", name), ("ONLY_PRODUCTS", products)) if value]
     kinds = [_PLAIN] if is_aarch64() else [_PLAIN, *_X86]
     with tempfile.TemporaryDirectory() as made:
         objects = [str(Path(made, f"{number}.o")) for number in range(len(kinds) + 1)]
+        if not is_aarch64():
+            objects.append(str(Path(made, "bfloat16.o")))
+            _call(*_FLAGS, *_WARNINGS, "-c", str(SOURCES / "bfloat16.cpp"), "-o", objects[-1])
         for kind, object_file in zip(kinds, objects, strict=False):
             _call(*_FLAGS, *_WARNINGS, *kind, "-c", str(SOURCES / "compute.cpp"), "-o", object_file)
-        _call(*_FLAGS, *_WARNINGS, *chosen, "-c", str(SOURCES / "library.cpp"), "-o", objects[-1])
+        _call(*_FLAGS, *_WARNINGS, *chosen, "-c", str(SOURCES / "library.cpp"), "-o", objects[len(kinds)])
         target.parent.mkdir(parents=True, exist_ok=True)
         _call(*_ALONE, *objects, "-o", str(target))
 

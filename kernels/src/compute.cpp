@@ -27,11 +27,18 @@ size_t padded(size_t count) { return (count + LANES - 1) / LANES * LANES; }
 
 V all(float number) { return number - V{}; }
 
+// The numbers of lanes, as a constant: the compiler puts a vector that is filled in a loop together number by number.
+#if LANES == 4
+constexpr I kLanes = {0, 1, 2, 3};
+#elif LANES == 8
+constexpr I kLanes = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+constexpr I kLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#endif
+
 // Lanes so far apart change places.
-V swapped(V value, int32_t distance) {
-  I order;
-  for (int32_t lane = 0; lane < LANES; ++lane) order[lane] = lane ^ distance;
-  return __builtin_shuffle(value, order);
+inline __attribute__((always_inline)) V swapped(V value, int32_t distance) {
+  return __builtin_shuffle(value, kLanes ^ distance);
 }
 
 float sum_of(V value) {
@@ -49,18 +56,19 @@ float largest_of(V value) {
   return value[0];
 }
 
-// e^x by 2^n e^r, |r| <= ln(2) / 2, and the Taylor series of e^r to the seventh term: within 2 last digits.
-// 0 below -87 (e^-87 = 1e-38), and above 88 it stays at e^88.
-inline __attribute__((always_inline)) V exponential(V x) {
-  const V low = all(-87.0f), high = all(88.0f), magic = all(12582912.0f);  // 1.5 x 2^23: adding it rounds
-  const V inside = x > high ? high : x;
-  const V whole = (inside * 1.44269504f + magic) - magic;
-  const V rest = (inside - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  constexpr float terms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-  V series = all(1.0f / 5040);
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x for x <= 0 by 2^n 2^r, |r| <= 1/2, and the Taylor series of 2^r to the seventh term: within 2 last digits.
+// 0 below -125.
+inline __attribute__((always_inline)) V power_of_2(V x) {
+  const V magic = all(12582912.0f + 127);  // 1.5 x 2^23: adding it rounds; the last bits are n and a float's offset of it
+  const V rounded = x + magic, rest = x - (rounded - magic);
+  constexpr float terms[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
+                             2.40226507e-1f, 6.93147181e-1f, 1.0f};
+  V series = all(1.52527338e-5f);
+#pragma GCC unroll 8
   for (float term : terms) series = series * rest + term;
-  const I power = (__builtin_convertvector(whole, I) + 127) << 23;
-  return x < low ? V{} : series * (V)power;
+  return x < all(-125.0f) ? V{} : series * (V)((I)rounded << 23);
 }
 
 // C (rows of the tile, V vectors) = or += A B; A is read number by number, with any strides.
@@ -133,45 +141,85 @@ void clear(float* from, float* end) {
   for (; from < end; ++from) *from = 0;
 }
 
-void copy(const float* from, size_t count, float* to) {
-  for (size_t place = 0; place < count; ++place) to[place] = from[place];
+void scaled(const float* from, size_t count, float factor, float* to) {
+  size_t place = 0;
+  for (; place + LANES <= count; place += LANES) store(to + place, load(from + place) * factor);
+  for (; place < count; ++place) to[place] = from[place] * factor;
 }
+
+void copy(const float* from, size_t count, float* to) { scaled(from, count, 1, to); }
 
 // (tokens, width) of one head, to rows of `row` floats whose ends are 0, each number times `factor`
 void rows_of(const float* from, size_t stride, size_t tokens, size_t width, float factor, float* to, size_t row) {
   for (size_t token = 0; token < tokens; ++token, from += stride, to += row) {
-    for (size_t place = 0; place < width; ++place) to[place] = from[place] * factor;
+    scaled(from, width, factor, to);
     clear(to + width, to + row);
+  }
+}
+
+// LANES vectors become their columns: places whose numbers differ in one bit are exchanged, bit by bit.
+void turn(V* rows) {
+#pragma GCC unroll 4
+  for (int32_t distance = LANES / 2; distance; distance /= 2) {
+    const I other = kLanes & distance, low = kLanes + (other ? LANES - distance : I{});
+    const I high = kLanes + (other ? LANES + I{} : distance + I{});
+#pragma GCC unroll 16
+    for (int32_t row = 0; row < LANES; ++row) {
+      if (row & distance) continue;
+      const V upper = rows[row], lower = rows[row + distance];
+      rows[row] = __builtin_shuffle(upper, lower, low);
+      rows[row + distance] = __builtin_shuffle(upper, lower, high);
+    }
   }
 }
 
 // (tokens, width) of one head, to `width` rows of `row` floats whose ends are 0
 void columns_of(const float* from, size_t stride, size_t tokens, size_t width, float* to, size_t row) {
-  for (size_t place = 0; place < width; ++place) {
-    for (size_t token = 0; token < tokens; ++token) to[place * row + token] = from[token * stride + place];
-    clear(to + place * row + tokens, to + (place + 1) * row);
+  const size_t wide = width / LANES * LANES;
+  for (size_t first = 0; first < tokens; first += LANES) {
+    const size_t count = tokens - first < LANES ? tokens - first : LANES;
+    for (size_t place = 0; place < wide; place += LANES) {
+      V block[LANES];
+#pragma GCC unroll 16
+      for (size_t token = 0; token < LANES; ++token)
+        block[token] = token < count ? load(from + (first + token) * stride + place) : V{};
+      turn(block);
+#pragma GCC unroll 16
+      for (size_t column = 0; column < LANES; ++column) store(to + (place + column) * row + first, block[column]);
+    }
+    for (size_t place = wide; place < width; ++place)
+      for (size_t token = 0; token < LANES; ++token)
+        to[place * row + first + token] = token < count ? from[(first + token) * stride + place] : 0;
   }
 }
 
-// rows of scores become weights; what lies behind the tokens becomes 0
-void softmax(float* scores, size_t rows, size_t tokens, size_t row) {
-  for (size_t number = 0; number < rows; ++number, scores += row) {
-    for (size_t place = tokens; place < row; ++place) scores[place] = -__builtin_inff();
-    V highest = load(scores);
-    for (size_t place = LANES; place < row; place += LANES) {
-      const V here = load(scores + place);
-      highest = here > highest ? here : highest;
+// Rows of scores become weights, each row's still to be multiplied by its share; what lies behind the tokens becomes 0.
+// Scores are logarithms to the base of 2. Loop by loop, since a row by itself is one long chain.
+void softmax(float* scores, size_t rows, size_t tokens, size_t row, float* shares) {
+  const size_t last = row - LANES;
+  const I behind = kLanes >= int32_t(tokens - last);
+  float most[kQueries];
+  for (size_t number = 0; number < rows; ++number) {
+    float* here = scores + number * row;
+    V highest = behind ? all(-__builtin_inff()) : load(here + last);
+    store(here + last, highest);
+    for (size_t place = 0; place < last; place += LANES) {
+      const V score = load(here + place);
+      highest = score > highest ? score : highest;
     }
-    const float most = largest_of(highest);
+    most[number] = largest_of(highest);
+  }
+  for (size_t number = 0; number < rows; ++number) {
+    float* here = scores + number * row;
     V sums = {};
     for (size_t place = 0; place < row; place += LANES) {
-      const V weight = exponential(load(scores + place) - most);
-      store(scores + place, weight);
+      const V weight = power_of_2(load(here + place) - most[number]);
+      store(here + place, weight);
       sums += weight;
     }
-    const float share = 1 / sum_of(sums);
-    for (size_t place = 0; place < row; place += LANES) store(scores + place, load(scores + place) * share);
+    shares[number] = sum_of(sums);
   }
+  for (size_t number = 0; number < rows; ++number) shares[number] = 1 / shares[number];
 }
 
 struct Head {
@@ -202,12 +250,13 @@ void attention(const Heads& of, float scale, const float* qkv, float* out, size_
   float* to = out + first_of(of, image, head, 1);
   for (size_t first = 0; first < tokens; first += kQueries) {
     const size_t rows = tokens - first < kQueries ? tokens - first : kQueries;
-    rows_of(from.q + first * from.stride, from.stride, rows, width, scale, queries, wide);
+    float shares[kQueries];
+    rows_of(from.q + first * from.stride, from.stride, rows, width, scale * kLog2E, queries, wide);
     product<false>(rows, width, across, queries, wide, 1, keys, across, weights, across);
-    softmax(weights, rows, tokens, across);
+    softmax(weights, rows, tokens, across, shares);
     product<false>(rows, tokens, wide, weights, across, 1, values, wide, made, wide);
     for (size_t row = 0; row < rows; ++row)
-      copy(made + row * wide, width, to + (first + row) * of.heads * width);
+      scaled(made + row * wide, width, shares[row], to + (first + row) * of.heads * width);
   }
 }
 
@@ -234,28 +283,33 @@ void attention_grad(const Heads& of, float scale, const float* qkv, const float*
   float* to = d_qkv + first_of(of, image, head, 3);
   for (size_t first = 0; first < tokens; first += kQueries) {
     const size_t rows = tokens - first < kQueries ? tokens - first : kQueries;
-    rows_of(from.q + first * from.stride, from.stride, rows, width, scale, queries, wide);
+    float shares[kQueries], sums[kQueries];
+    rows_of(from.q + first * from.stride, from.stride, rows, width, scale * kLog2E, queries, wide);
     rows_of(left + first * inner, inner, rows, width, 1, grads, wide);
     product<false>(rows, width, across, queries, wide, 1, turned_keys, across, weights, across);
-    softmax(weights, rows, tokens, across);
+    softmax(weights, rows, tokens, across, shares);
     product<false>(rows, width, across, grads, wide, 1, turned_values, across, d_scores, across);
-    product<true>(tokens, rows, wide, weights, 1, across, grads, wide, d_values, wide);
+    for (size_t row = 0; row < rows; ++row) {
+      const float *here = d_scores + row * across, *weight = weights + row * across;
+      V along = {};
+      for (size_t place = 0; place < across; place += LANES) along += load(here + place) * load(weight + place);
+      sums[row] = sum_of(along) * shares[row];
+    }
     for (size_t row = 0; row < rows; ++row) {
       float* here = d_scores + row * across;
-      const float* weight = weights + row * across;
-      V sums = {};
-      for (size_t place = 0; place < across; place += LANES) sums += load(here + place) * load(weight + place);
-      const float sum = sum_of(sums);
+      const float *weight = weights + row * across, share = shares[row];
       for (size_t place = 0; place < across; place += LANES)
-        store(here + place, (load(here + place) - sum) * load(weight + place));
+        store(here + place, (load(here + place) - sums[row]) * (load(weight + place) * share));
+      scaled(grads + row * wide, wide, share, grads + row * wide);
     }
+    product<true>(tokens, rows, wide, weights, 1, across, grads, wide, d_values, wide);
     product<true>(tokens, rows, wide, d_scores, 1, across, queries, wide, d_keys, wide);
     product<false>(rows, tokens, wide, d_scores, across, 1, keys, wide, made, wide);
     for (size_t row = 0; row < rows; ++row)
       copy(made + row * wide, width, to + (first + row) * from.stride);
   }
   for (size_t token = 0; token < tokens; ++token) {
-    copy(d_keys + token * wide, width, to + token * from.stride + inner);
+    scaled(d_keys + token * wide, width, 1 / kLog2E, to + token * from.stride + inner);
     copy(d_values + token * wide, width, to + token * from.stride + 2 * inner);
   }
 }
@@ -263,7 +317,7 @@ void attention_grad(const Heads& of, float scale, const float* qkv, const float*
 // Phi(x) + x phi(x), where Phi(-|x|) = phi(x) m(|x|) with Mills' ratio m.
 V gelu_slope(V x) {
   const V zero = {}, size = x < zero ? -x : x;
-  const V density = exponential(x * x * -0.5f) * 0.398942280f;
+  const V density = power_of_2(x * x * (-0.5f * kLog2E)) * 0.398942280f;
   const V t = 1.0f / (1.0f + size * kMillsScale);
   V ratio = all(kMills[0]);
   for (size_t term = 1; term < sizeof kMills / sizeof *kMills; ++term) ratio = ratio * t + kMills[term];
@@ -318,7 +372,173 @@ void layer_norm_grad(const float* grad, const float* entered, const float* mean,
   }
 }
 
+void layer_norm(const float* entered, const float* gamma, const float* beta, float epsilon, float* result, float* mean,
+                float* spread, size_t rows, size_t width) {
+  const size_t whole = width / LANES * LANES;
+  for (size_t row = 0; row < rows; ++row, entered += width, result += width) {
+    V sums = {}, squares = {};
+    float sum = 0, square = 0;
+    for (size_t place = 0; place < whole; place += LANES) sums += load(entered + place);
+    for (size_t place = whole; place < width; ++place) sum += entered[place];
+    const float middle = (sum + sum_of(sums)) / width;
+    for (size_t place = 0; place < whole; place += LANES) {
+      const V off = load(entered + place) - middle;
+      squares += off * off;
+    }
+    for (size_t place = whole; place < width; ++place) square += (entered[place] - middle) * (entered[place] - middle);
+    const float over = 1 / __builtin_sqrtf((square + sum_of(squares)) / width + epsilon);
+    for (size_t place = 0; place < whole; place += LANES)
+      store(result + place, (load(entered + place) - middle) * over * load(gamma + place) + load(beta + place));
+    for (size_t place = whole; place < width; ++place)
+      result[place] = (entered[place] - middle) * over * gamma[place] + beta[place];
+    mean[row] = middle;
+    spread[row] = over;
+  }
+}
+
+void column_sums(const float* entered, float* sums, size_t rows, size_t width) {
+  const size_t whole = width / LANES * LANES;
+  for (size_t row = 0; row < rows; ++row, entered += width) {
+    for (size_t place = 0; place < whole; place += LANES)
+      store(sums + place, load(sums + place) + load(entered + place));
+    for (size_t place = whole; place < width; ++place) sums[place] += entered[place];
+  }
+}
+
+// Adding it rounds a number of less than 2^22 to a whole one, to the even one of two: the last bits are the integer.
+constexpr float kRounding = 12582912.0f;  // 1.5 x 2^23
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+V magnitude(V x) { return x < V{} ? -x : x; }
+
+void round_rows(const float* entered, const float* factors, float most_steps, int zero, uint8_t* rounded,
+                float* scales, size_t rows, size_t width) {
+  const size_t whole = width / LANES * LANES;
+  auto number = [&](size_t place) { return factors ? entered[place] * factors[place] : entered[place]; };
+  auto numbers = [&](size_t place) {
+    return factors ? load(entered + place) * load(factors + place) : load(entered + place);
+  };
+  for (size_t row = 0; row < rows; ++row, entered += width, rounded += width) {
+    V highest = {}, odd = {};  // odd: 0, or NaN if there is a number that is not finite
+    for (size_t place = 0; place < whole; place += LANES) {
+      const V here = numbers(place), size = magnitude(here);
+      highest = size > highest ? size : highest;
+      odd += here * 0.0f;
+    }
+    float most = 1e-30f, not_finite = sum_of(odd);
+    if (largest_of(highest) > most) most = largest_of(highest);
+    for (size_t place = whole; place < width; ++place) {
+      const float here = number(place), size = here < 0 ? -here : here;
+      if (size > most) most = size;
+      not_finite += here * 0.0f;
+    }
+    const float scale = most * (1 / most_steps), steps = 1 / scale;
+    scales[row] = scale + not_finite;
+    for (size_t place = 0; place < whole; place += LANES) {
+      const I bits = (I)(numbers(place) * steps + kRounding);
+      *reinterpret_cast<Bytes*>(rounded + place) = __builtin_convertvector(bits + zero, Bytes);
+    }
+    for (size_t place = whole; place < width; ++place) {
+      const V one = all(number(place)) * steps + kRounding;
+      rounded[place] = uint8_t(((I)one)[0] + zero);
+    }
+  }
+}
+
+void scale_rows(const float* entered, const float* scales, const float* bias, float* result, size_t rows,
+                size_t width) {
+  const size_t whole = width / LANES * LANES;
+  for (size_t row = 0; row < rows; ++row, entered += width, result += width) {
+    const float scale = scales[row];
+    if (bias) {
+      for (size_t place = 0; place < whole; place += LANES)
+        store(result + place, load(entered + place) * scale + load(bias + place));
+      for (size_t place = whole; place < width; ++place) result[place] = entered[place] * scale + bias[place];
+    } else {
+      for (size_t place = 0; place < whole; place += LANES) store(result + place, load(entered + place) * scale);
+      for (size_t place = whole; place < width; ++place) result[place] = entered[place] * scale;
+    }
+  }
+}
+
+typedef I W __attribute__((aligned(4), may_alias));
+
+// The upper half of a float, rounded to the even one of two, in the upper half of a word. NaN stays NaN.
+I bfloat16(V number) {
+  const I bits = (I)number;
+  const I rounded = bits + (0x7fff + ((bits >> 16) & 1));
+  return (number == number ? rounded : bits | 0x400000) & (int32_t)0xffff0000;
+}
+
+// 16 floats of two rows as words
+void pairs(const float* upper, const float* lower, uint32_t* words) {
+  for (size_t place = 0; place < kTileColumns; place += LANES) {
+    const I low = bfloat16(load(upper + place));
+    *reinterpret_cast<W*>(words + place) = ((low >> 16) & 0xffff) | bfloat16(load(lower + place));
+  }
+}
+
+void turn_tile(uint32_t* tile) {
+  for (size_t row = 1; row < 16; ++row)
+    for (size_t column = 0; column < row; ++column) {
+      const uint32_t word = tile[row * 16 + column];
+      tile[row * 16 + column] = tile[column * 16 + row];
+      tile[column * 16 + row] = word;
+    }
+}
+
+// Up to 16 columns of two rows; a row that is not there is null.
+void pairs(const float* upper, const float* lower, size_t columns, uint32_t* words) {
+  float ends[2][kTileColumns] = {};
+  if (upper) copy(upper, columns, ends[0]);
+  if (lower) copy(lower, columns, ends[1]);
+  pairs(ends[0], ends[1], words);
+}
+
+void pack(const float* from, size_t rows, size_t columns, bool turned, uint32_t* tiles, size_t apart) {
+  for (size_t row = 0; row < kTileRows; row += 2) {
+    const float* upper = row < rows ? from + row * columns : nullptr;
+    const float* lower = row + 1 < rows ? from + (row + 1) * columns : nullptr;
+    uint32_t* words = tiles + row / 2 * kTileColumns;
+    size_t column = 0;
+    for (; lower && column + kTileColumns <= columns; column += kTileColumns, words += apart)
+      pairs(upper + column, lower + column, words);
+    for (; column < columns; column += kTileColumns, words += apart)
+      pairs(upper ? upper + column : nullptr, lower ? lower + column : nullptr,
+            columns - column < kTileColumns ? columns - column : kTileColumns, words);
+  }
+  for (size_t column = 0; turned && column < columns; column += kTileColumns, tiles += apart) turn_tile(tiles);
+}
+
+void tile_products(const uint32_t* const left[2], const uint32_t* const right[2], size_t tiles, float* sums) {
+  constexpr size_t kAcross = kTileColumns / LANES, kDown = LANES == 4 ? 2 : 4;
+  for (size_t quarter = 0; quarter < 4; ++quarter)
+    for (size_t first = 0; first < kTileColumns; first += kDown) {
+      V made[kDown][kAcross] = {};
+      const uint32_t* by = left[quarter / 2] + first * 16;
+      const uint32_t* of = right[quarter % 2];
+      for (size_t tile = 0; tile < tiles; ++tile, by += kTileWords, of += kTileWords)
+        for (size_t pair = 0; pair < 16; ++pair)
+#pragma GCC unroll 4
+          for (size_t across = 0; across < kAcross; ++across) {
+            const I words = *reinterpret_cast<const W*>(of + pair * 16 + across * LANES);
+            const V upper = (V)(words << 16), lower = (V)(words & (int32_t)0xffff0000);
+#pragma GCC unroll 4
+            for (size_t row = 0; row < kDown; ++row) {
+              const I word = (int32_t)by[row * 16 + pair] - I{};
+              made[row][across] += (V)(word << 16) * upper;
+              made[row][across] += (V)(word & (int32_t)0xffff0000) * lower;
+            }
+          }
+      float* to = sums + (quarter / 2 * 16 + first) * 32 + quarter % 2 * 16;
+      for (size_t row = 0; row < kDown; ++row)
+        for (size_t across = 0; across < kAcross; ++across) store(to + row * 32 + across * LANES, made[row][across]);
+    }
+}
+
 }  // namespace
 
 extern const Kernels NAME;
-const Kernels NAME = {attention, attention_grad, gelu_grad, layer_norm_grad};
+const Kernels NAME = {attention,  attention_grad, gelu_grad,   layer_norm_grad, round_rows,
+                      scale_rows, layer_norm,     column_sums, pack,            tile_products};

@@ -33,6 +33,7 @@ enum Place : size_t {
   kLengths = 62,
   kShapeOf = 65,
   kFloatAttribute = 85,
+  kInputs = 88,
   kInput = 90,
   kOutput = 91,
   kReleaseShape = 99,
@@ -40,7 +41,8 @@ enum Place : size_t {
 };
 
 constexpr int kInvalidArgument = 2;
-constexpr int kFloats = 1;  // type of a tensor's elements
+constexpr int kRequired = 0, kOptional = 1;  // inputs and outputs
+constexpr int kFloats = 1, kBytes = 2, kSignedBytes = 3;  // types of a tensor's elements
 
 // One operator, with all that version 17 of the interface knows. The engine asks it by these functions.
 struct Operator {

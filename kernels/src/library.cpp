@@ -4,23 +4,62 @@
 
 #include "compute.h"
 #include "engine.h"
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
 using namespace engine;
 
-const Kernels& kernels() {
+struct Choice {
+  Kernels kernels;
+  bool bfloat16;  // whether this processor multiplies it
+};
+
 #ifdef ONLY
-  return ONLY;
-#elif defined(__x86_64__)
-  static const Kernels* best = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") ? &avx512_kernels
-                               : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")       ? &avx2_kernels
-                                                                                                       : &plain_kernels;
-  return *best;
-#else
-  return plain_kernels;
+Choice choose() {
+  Kernels kernels = ONLY;
+#ifdef ONLY_PRODUCTS
+  kernels.tile_products = ONLY_PRODUCTS;
 #endif
+  return {kernels, false};
 }
+#elif defined(__x86_64__)
+enum Multiplies { kNone, kWithVectors, kWithTiles };
+
+Multiplies bfloat16_products() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return kNone;
+#ifdef __linux__
+  // A program asks the system once for the memory of AMX; the bits say whether the processor has it.
+  constexpr long kAskForState = 0x1023, kTileData = 18;
+  const bool has_tiles = d >> 24 & 1 && d >> 22 & 1;
+  if (has_tiles && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0) return kWithTiles;
+#endif
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1 ? kWithVectors : kNone;
+}
+
+Choice choose() {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return {plain_kernels, false};
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return {avx2_kernels, false};
+  const Multiplies how = bfloat16_products();
+  Kernels kernels = avx512_kernels;
+  if (how) kernels.tile_products = how == kWithTiles ? amx_tile_products : avx512_tile_products;
+  return {kernels, how != kNone};
+}
+#else
+Choice choose() { return {plain_kernels, false}; }
+#endif
+
+const Choice& chosen() {
+  static const Choice choice = choose();
+  return choice;
+}
+
+const Kernels& kernels() { return chosen().kernels; }
 
 template <class Function>
 Function function(Table table, Place place) {
@@ -36,7 +75,12 @@ class Run {
  public:
   Run(Table table, Context* context) : table_(table), context_(context) {}
 
+  // null, and no lengths, where an optional input is not there
   const float* input(size_t number, std::vector<int64_t>& lengths) {
+    lengths.clear();
+    size_t count = 0;
+    keep(function<Status* (*)(const Context*, size_t*)>(table_, kInputs)(context_, &count));
+    if (failed || number >= count) return nullptr;
     const Tensor* tensor = nullptr;
     keep(function<Status* (*)(const Context*, size_t, const Tensor**)>(table_, kInput)(context_, number, &tensor));
     Shape* shape = nullptr;
@@ -47,15 +91,16 @@ class Run {
     lengths.resize(axes);
     keep(function<Status* (*)(const Shape*, int64_t*, size_t)>(table_, kLengths)(shape, lengths.data(), axes));
     function<void (*)(Shape*)>(table_, kReleaseShape)(shape);
-    return data(const_cast<Tensor*>(tensor));
+    return data<float>(const_cast<Tensor*>(tensor));
   }
 
-  float* output(size_t number, const std::vector<int64_t>& lengths) {
+  template <class Number = float>
+  Number* output(size_t number, const std::vector<int64_t>& lengths) {
     if (failed) return nullptr;
     Tensor* tensor = nullptr;
     using Made = Status* (*)(Context*, size_t, const int64_t*, size_t, Tensor**);
     keep(function<Made>(table_, kOutput)(context_, number, lengths.data(), lengths.size(), &tensor));
-    return failed ? nullptr : data(tensor);
+    return failed ? nullptr : data<Number>(tensor);
   }
 
   // work(0), work(1), ... on the engine's threads
@@ -78,10 +123,11 @@ class Run {
     if (!failed) failed = status;
   }
 
-  float* data(Tensor* tensor) {
+  template <class Number>
+  Number* data(Tensor* tensor) {
     void* place = nullptr;
     keep(function<Status* (*)(Tensor*, void**)>(table_, kTensorData)(tensor, &place));
-    return static_cast<float*>(place);
+    return static_cast<Number*>(place);
   }
 
   Table table_;
@@ -92,7 +138,7 @@ using Lengths = std::vector<int64_t>;
 
 struct Kernel {
   Table table;
-  float scale;  // of attention
+  float number;  // of the one attribute, where there is one: attention's scale, or LayerNorm's epsilon
 };
 
 bool heads_of(const Lengths& qkv, Heads& heads) {
@@ -111,7 +157,7 @@ Status* attention(void* self, Context* context) {
   if (run.failed) return run.failed;
   float* out = run.output(0, {lengths[0], lengths[1], lengths[3], lengths[4]});
   run.each(heads.images * heads.heads, [&](size_t unit) {
-    kernels().attention(heads, kernel.scale, qkv, out, unit / heads.heads, unit % heads.heads);
+    kernels().attention(heads, kernel.number, qkv, out, unit / heads.heads, unit % heads.heads);
   });
   return run.failed;
 }
@@ -128,7 +174,7 @@ Status* attention_grad(void* self, Context* context) {
               "AttentionGrad: expected a gradient of (images, tokens, heads, width)");
   float* d_qkv = run.output(0, lengths);
   run.each(heads.images * heads.heads, [&](size_t unit) {
-    kernels().attention_grad(heads, kernel.scale, qkv, grad, d_qkv, unit / heads.heads, unit % heads.heads);
+    kernels().attention_grad(heads, kernel.number, qkv, grad, d_qkv, unit / heads.heads, unit % heads.heads);
   });
   return run.failed;
 }
@@ -150,6 +196,32 @@ Status* gelu_grad(void* self, Context* context) {
   return run.failed;
 }
 
+// pieces of this many rows, each about as much as a core's first cache holds
+size_t rows_at_once(size_t width) { return std::max<size_t>(1, (1 << 13) / std::max<size_t>(1, width)); }
+
+size_t rows_of(const Lengths& lengths) {
+  size_t rows = 1;
+  for (size_t axis = 0; axis + 1 < lengths.size(); ++axis) rows *= lengths[axis];
+  return rows;
+}
+
+// Pieces of rows for sums: they do not depend on the number of threads, so that sums do not either.
+struct Pieces {
+  size_t all, each, count;
+  explicit Pieces(size_t rows) : all(rows), each(std::max<size_t>(16, (rows + 31) / 32)) {
+    count = (rows + each - 1) / each;
+  }
+  size_t first(size_t number) const { return number * each; }
+  size_t rows(size_t number) const { return std::min(each, all - first(number)); }
+};
+
+// result (width): the sum of `count` rows that lie `apart` floats from each other
+void add_pieces(const float* sums, size_t count, size_t apart, size_t width, float* result) {
+  std::fill(result, result + width, 0.0f);
+  for (size_t number = 0; number < count; ++number, sums += apart)
+    for (size_t place = 0; place < width; ++place) result[place] += sums[place];
+}
+
 Status* layer_norm_grad(void* self, Context* context) {
   Run run(static_cast<Kernel*>(self)->table, context);
   Lengths lengths, left, means, spreads, inner;
@@ -167,75 +239,232 @@ Status* layer_norm_grad(void* self, Context* context) {
   float* d_gamma = run.output(1, inner);
   float* d_beta = run.output(2, inner);
   if (run.failed) return run.failed;
-  const size_t width = inner[0];
-  size_t rows = 1;
-  for (size_t axis = 0; axis + 1 < lengths.size(); ++axis) rows *= lengths[axis];
-  // pieces do not depend on the number of threads, so that sums do not either
-  const size_t piece = std::max<size_t>(16, (rows + 31) / 32), pieces = (rows + piece - 1) / piece;
-  std::vector<float> sums(pieces * 2 * width);
-  run.each(pieces, [&](size_t number) {
-    const size_t first = number * piece, from = first * width;
+  const size_t width = inner[0], rows = rows_of(lengths);
+  const Pieces pieces(rows);
+  std::vector<float> sums(pieces.count * 2 * width);
+  run.each(pieces.count, [&](size_t number) {
+    const size_t first = pieces.first(number), from = first * width;
     kernels().layer_norm_grad(grad + from, entered + from, mean + first, spread + first, gamma, d_entered + from,
-                              sums.data() + number * 2 * width, std::min(piece, rows - first), width);
+                              sums.data() + number * 2 * width, pieces.rows(number), width);
   });
-  for (size_t place = 0; place < width; ++place) {
-    d_gamma[place] = d_beta[place] = 0;
-    for (size_t number = 0; number < pieces; ++number) {
-      d_gamma[place] += sums[number * 2 * width + place];
-      d_beta[place] += sums[(number * 2 + 1) * width + place];
-    }
+  add_pieces(sums.data(), pieces.count, 2 * width, width, d_gamma);
+  add_pieces(sums.data() + width, pieces.count, 2 * width, width, d_beta);
+  return run.failed;
+}
+
+Status* column_sums(void* self, Context* context) {
+  Run run(static_cast<Kernel*>(self)->table, context);
+  Lengths lengths;
+  const float* entered = run.input(0, lengths);
+  run.require(lengths.size() == 2, "ColumnSums: expected rows");
+  if (run.failed) return run.failed;
+  float* result = run.output(0, {1, lengths[1]});
+  if (run.failed) return run.failed;
+  const size_t width = lengths[1];
+  const Pieces pieces(lengths[0]);
+  std::vector<float> sums(pieces.count * width);
+  run.each(pieces.count, [&](size_t number) {
+    kernels().column_sums(entered + pieces.first(number) * width, sums.data() + number * width, pieces.rows(number),
+                          width);
+  });
+  add_pieces(sums.data(), pieces.count, width, width, result);
+  return run.failed;
+}
+
+Status* layer_norm(void* self, Context* context) {
+  const Kernel& kernel = *static_cast<Kernel*>(self);
+  Run run(kernel.table, context);
+  Lengths lengths, factors, offsets;
+  const float* entered = run.input(0, lengths);
+  const float* gamma = run.input(1, factors);
+  const float* beta = run.input(2, offsets);
+  run.require(!lengths.empty() && factors == Lengths{lengths.back()} && offsets == factors,
+              "LayerNorm: expected rows, and a factor and an offset for each column");
+  if (run.failed) return run.failed;
+  Lengths moments = lengths;
+  moments.back() = 1;
+  float* result = run.output(0, lengths);
+  float* mean = run.output(1, moments);
+  float* spread = run.output(2, moments);
+  const size_t width = lengths.back(), rows = rows_of(lengths), piece = rows_at_once(width);
+  run.each((rows + piece - 1) / piece, [&](size_t number) {
+    const size_t first = number * piece, from = first * width;
+    kernels().layer_norm(entered + from, gamma, beta, kernel.number, result + from, mean + first, spread + first,
+                         std::min(piece, rows - first), width);
+  });
+  return run.failed;
+}
+
+Status* round_rows(Context* context, const Kernel& kernel, float steps, int zero) {
+  Run run(kernel.table, context);
+  Lengths lengths, across;
+  const float* entered = run.input(0, lengths);
+  const float* factors = run.input(1, across);
+  run.require(lengths.size() == 2 && (!factors || across == Lengths{lengths[1]}),
+              "RoundRows: expected rows, and at most a factor for each column");
+  if (run.failed) return run.failed;
+  uint8_t* rounded = run.output<uint8_t>(0, lengths);
+  float* scales = run.output(1, {lengths[0], 1});
+  const size_t rows = lengths[0], width = lengths[1], piece = rows_at_once(width);
+  run.each((rows + piece - 1) / piece, [&](size_t number) {
+    const size_t first = number * piece, from = first * width;
+    kernels().round_rows(entered + from, factors, steps, zero, rounded + from, scales + first,
+                         std::min(piece, rows - first), width);
+  });
+  return run.failed;
+}
+
+// of what is multiplied by weights: around 128, as unsigned bytes
+Status* round_rows(void* self, Context* context) { return round_rows(context, *static_cast<Kernel*>(self), 127, 128); }
+
+// of weights: coarser, as signed bytes
+Status* round_weights(void* self, Context* context) { return round_rows(context, *static_cast<Kernel*>(self), 64, 0); }
+
+Status* scale_rows(void* self, Context* context) {
+  Run run(static_cast<Kernel*>(self)->table, context);
+  Lengths lengths, down, across;
+  const float* entered = run.input(0, lengths);
+  const float* scales = run.input(1, down);
+  const float* bias = run.input(2, across);
+  run.require(lengths.size() == 2 && down == Lengths{lengths[0], 1} && (!bias || across == Lengths{lengths[1]}),
+              "ScaleRows: expected rows, a scale for each of them, and at most a bias for each column");
+  if (run.failed) return run.failed;
+  float* result = run.output(0, lengths);
+  const size_t rows = lengths[0], width = lengths[1], piece = rows_at_once(width);
+  run.each((rows + piece - 1) / piece, [&](size_t number) {
+    const size_t first = number * piece, from = first * width;
+    kernels().scale_rows(entered + from, scales + first, bias, result + from, std::min(piece, rows - first), width);
+  });
+  return run.failed;
+}
+
+// A matrix (rows, columns) as tiles: those of the first 16 columns from the top to the bottom, then the next.
+struct Tiles {
+  const float* from;
+  size_t rows, columns;
+  bool turned;
+  uint32_t* words = nullptr;
+
+  size_t down() const { return (rows + kTileRows - 1) / kTileRows; }
+  size_t across() const { return (columns + kTileColumns - 1) / kTileColumns; }
+  size_t size() const { return down() * across() * kTileWords; }
+
+  // all tiles of 32 rows
+  void pack(size_t number) const {
+    const size_t row = number * kTileRows;
+    kernels().pack(from + row * columns, std::min(kTileRows, rows - row), columns, turned, words + number * kTileWords,
+                   down() * kTileWords);
   }
+
+  // those of 16 columns; of the last ones where there are no more
+  const uint32_t* column(size_t number) const { return words + std::min(number, across() - 1) * down() * kTileWords; }
+};
+
+Status* weight_grad(void* self, Context* context) {
+  Run run(static_cast<Kernel*>(self)->table, context);
+  Lengths lengths, others, sums;
+  const float* left = run.input(0, lengths);
+  const float* right = run.input(1, others);
+  const float* before = run.input(2, sums);
+  run.require(lengths.size() == 2 && others.size() == 2 && lengths[0] == others[0] &&
+                  (!before || sums == Lengths{lengths[1], others[1]}),
+              "WeightGrad: expected two matrices with as many rows, and at most a sum of their columns' products");
+  if (run.failed) return run.failed;
+  float* result = run.output(0, {lengths[1], others[1]});
+  const size_t rows = lengths[0], height = lengths[1], width = others[1];
+  Tiles turned{left, rows, height, true}, tiles{right, rows, width, false};
+  // memory of the engine's: an output that nothing reads
+  float* words = run.output(1, {int64_t(turned.size() + tiles.size())});
+  if (run.failed || !height || !width) return run.failed;
+  turned.words = reinterpret_cast<uint32_t*>(words);
+  tiles.words = turned.words + turned.size();
+  run.each(2 * tiles.down(), [&](size_t number) { (number % 2 ? turned : tiles).pack(number / 2); });
+  constexpr size_t kSide = 32;  // of a piece of the result
+  const size_t across = (width + kSide - 1) / kSide, down = (height + kSide - 1) / kSide;
+  run.each(down * across, [&](size_t piece) {
+    // the smaller matrix stays in a core's second cache, the larger one passes by once
+    const size_t y = height < width ? piece % down : piece / across;
+    const size_t x = height < width ? piece / down : piece % across;
+    const uint32_t* lefts[] = {turned.column(2 * y), turned.column(2 * y + 1)};
+    const uint32_t* rights[] = {tiles.column(2 * x), tiles.column(2 * x + 1)};
+    alignas(64) float made[kSide * kSide];
+    const size_t columns = std::min(kSide, width - x * kSide), high = std::min(kSide, height - y * kSide);
+    for (size_t row = 0; row < high; ++row)  // is on its way while products are made
+      for (size_t column = 0; column < columns; column += 16) {
+        const size_t place = (y * kSide + row) * width + x * kSide + column;
+        if (before) __builtin_prefetch(before + place);
+        __builtin_prefetch(result + place, 1);
+      }
+    kernels().tile_products(lefts, rights, tiles.down(), made);
+    for (size_t row = 0; row < high; ++row) {
+      const size_t place = (y * kSide + row) * width + x * kSide;
+      for (size_t column = 0; column < columns; ++column)
+        result[place + column] = made[row * kSide + column] + (before ? before[place + column] : 0);
+    }
+  });
   return run.failed;
 }
 
 struct Described : Operator {
   const char* called;
   size_t reads, makes;
-  bool scaled;
+  Status* (*compute_now)(void*, Context*);
+  const char* attribute = nullptr;  // a number
+  bool last_is_optional = false;
+  int first_type = kFloats;  // of the outputs
 };
 
 const Described& described(const Operator* of) { return *static_cast<const Described*>(of); }
 
-Described describe(const char* called, size_t reads, size_t makes, bool scaled, Status* (*compute)(void*, Context*)) {
-  Described made{};
-  made.called = called;
-  made.reads = reads;
-  made.makes = makes;
-  made.scaled = scaled;
+// Fills in what the engine asks for.
+Described completed(Described made) {
   made.version = kVersion;
   made.name = [](const Operator* of) { return described(of).called; };
   made.provider = [](const Operator*) -> const char* { return nullptr; };  // the processor
   made.inputs = [](const Operator* of) { return described(of).reads; };
   made.outputs = [](const Operator* of) { return described(of).makes; };
-  made.input_type = made.output_type = [](const Operator*, size_t) { return kFloats; };
-  made.input_kind = made.output_kind = [](const Operator*, size_t) { return 0; };  // required
+  made.input_type = [](const Operator*, size_t) { return kFloats; };
+  made.output_type = [](const Operator* of, size_t number) { return number ? kFloats : described(of).first_type; };
+  made.input_kind = [](const Operator* of, size_t number) {
+    return described(of).last_is_optional && number + 1 == described(of).reads ? kOptional : kRequired;
+  };
+  made.output_kind = [](const Operator*, size_t) { return kRequired; };
   made.input_memory = [](const Operator*, size_t) { return 0; };
   made.least_inputs = made.least_outputs = [](const Operator*) { return 1; };
   made.equal_inputs = made.equal_outputs = [](const Operator*) { return 1; };
   made.first_version = [](const Operator*) { return 1; };
   made.last_version = [](const Operator*) { return 1; };
   made.create = [](const Operator* of, Table table, const KernelInfo* info, void** kernel) -> Status* {
-    float scale = 1;
+    float number = 0;
     using Read = Status* (*)(const KernelInfo*, const char*, float*);
-    if (described(of).scaled)
-      if (Status* failed = function<Read>(table, kFloatAttribute)(info, "scale", &scale)) return failed;
-    *kernel = new Kernel{table, scale};
+    if (const char* attribute = described(of).attribute)
+      if (Status* failed = function<Read>(table, kFloatAttribute)(info, attribute, &number)) return failed;
+    *kernel = new Kernel{table, number};
     return nullptr;
   };
-  made.compute = compute;
+  made.compute = made.compute_now;
   made.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   return made;
 }
 
 }  // namespace
 
+// Whether this processor has products of bfloat16, which are faster than those of floats.
+extern "C" __attribute__((visibility("default"))) int fedvit_multiplies_bfloat16() { return chosen().bfloat16; }
+
 extern "C" __attribute__((visibility("default"))) engine::Status* RegisterCustomOps(engine::SessionOptions* options,
                                                                                    const engine::Base* base) {
   static const Described operators[] = {
-      describe("Attention", 1, 1, true, attention),
-      describe("AttentionGrad", 2, 1, true, attention_grad),
-      describe("GeluGrad", 2, 1, false, gelu_grad),
-      describe("LayerNormGrad", 5, 3, false, layer_norm_grad),
+      completed({{}, "Attention", 1, 1, attention, "scale"}),
+      completed({{}, "AttentionGrad", 2, 1, attention_grad, "scale"}),
+      completed({{}, "GeluGrad", 2, 1, gelu_grad}),
+      completed({{}, "LayerNorm", 3, 3, layer_norm, "epsilon"}),
+      completed({{}, "LayerNormGrad", 5, 3, layer_norm_grad}),
+      completed({{}, "ColumnSums", 1, 1, column_sums}),
+      completed({{}, "RoundRows", 2, 2, round_rows, nullptr, true, kBytes}),
+      completed({{}, "RoundWeights", 1, 2, round_weights, nullptr, false, kSignedBytes}),
+      completed({{}, "ScaleRows", 3, 1, scale_rows, nullptr, true}),
+      completed({{}, "WeightGrad", 3, 2, weight_grad, nullptr, true}),
   };
   Table table = base->table(kVersion);
   if (!table) return refused(base->table(1), "the kernels of fedvit need onnxruntime 1.17 or later");

@@ -70,13 +70,12 @@ def _with_kernels(path: Path, options: Any) -> bytes | None:
     if (library := kernels.library()) is None:
         return None
     try:
-        graph = kernels.rewritten(path.read_bytes(), bfloat16=kernels.multiplies_bfloat16(library))
-        if graph is not None:
-            options.register_custom_ops_library(str(library))
+        bfloat16 = kernels.fast_bfloat16(library)
+        options.register_custom_ops_library(str(library))
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
         _warn_of_kernels(str(library), str(error))
         return None
-    return graph
+    return kernels.rewritten(path.read_bytes(), bfloat16=bfloat16)
 
 
 @functools.cache

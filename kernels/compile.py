@@ -23,20 +23,18 @@ _ALONE = ["-shared", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,
 
 
 def compile_library(target: Path, only: str = "") -> None:
-    """Write the library; with `only`, one that does not choose: NAME, or NAME/PRODUCTS where the products of tiles are
-    others. Raises subprocess.CalledProcessError where the compiler fails; it says why.
+    """Write the library; with `only`, one that does not choose. Raises subprocess.CalledProcessError where the compiler
+    fails; it says why.
     """
-    name, _, products = only.partition("/")
-    chosen = [f"-D{key}={value}" for key, value in (("ONLY", name), ("ONLY_PRODUCTS", products)) if value]
+    chosen = [f"-DONLY={only}"] if only else []
     kinds = [_PLAIN] if is_aarch64() else [_PLAIN, *_X86]
+    files = [("compute.cpp", kind) for kind in kinds] + [("library.cpp", chosen)]
+    if not is_aarch64():
+        files.append(("amx.cpp", []))
     with tempfile.TemporaryDirectory() as made:
-        objects = [str(Path(made, f"{number}.o")) for number in range(len(kinds) + 1)]
-        if not is_aarch64():
-            objects.append(str(Path(made, "bfloat16.o")))
-            _call(*_FLAGS, *_WARNINGS, "-c", str(SOURCES / "bfloat16.cpp"), "-o", objects[-1])
-        for kind, object_file in zip(kinds, objects, strict=False):
-            _call(*_FLAGS, *_WARNINGS, *kind, "-c", str(SOURCES / "compute.cpp"), "-o", object_file)
-        _call(*_FLAGS, *_WARNINGS, *chosen, "-c", str(SOURCES / "library.cpp"), "-o", objects[len(kinds)])
+        objects = [str(Path(made, f"{number}.o")) for number in range(len(files))]
+        for (source, flags), object_file in zip(files, objects, strict=True):
+            _call(*_FLAGS, *_WARNINGS, *flags, "-c", str(SOURCES / source), "-o", object_file)
         target.parent.mkdir(parents=True, exist_ok=True)
         _call(*_ALONE, *objects, "-o", str(target))
 

@@ -46,7 +46,5 @@ struct Kernels {
 extern const Kernels plain_kernels;
 #ifdef __x86_64__
 extern const Kernels avx2_kernels, avx512_kernels;
-// of processors that multiply bfloat16
-void avx512_tile_products(const uint32_t* const left[2], const uint32_t* const right[2], size_t tiles, float* sums);
 void amx_tile_products(const uint32_t* const left[2], const uint32_t* const right[2], size_t tiles, float* sums);
 #endif

@@ -16,39 +16,31 @@ using namespace engine;
 
 struct Choice {
   Kernels kernels;
-  bool bfloat16;  // whether this processor multiplies it
+  bool bfloat16;  // whether its products are faster here than those of floats
 };
 
 #ifdef ONLY
-Choice choose() {
-  Kernels kernels = ONLY;
-#ifdef ONLY_PRODUCTS
-  kernels.tile_products = ONLY_PRODUCTS;
-#endif
-  return {kernels, false};
-}
+Choice choose() { return {ONLY, false}; }
 #elif defined(__x86_64__)
-enum Multiplies { kNone, kWithVectors, kWithTiles };
-
-Multiplies bfloat16_products() {
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return kNone;
+bool has_amx() {
 #ifdef __linux__
-  // A program asks the system once for the memory of AMX; the bits say whether the processor has it.
-  constexpr long kAskForState = 0x1023, kTileData = 18;
-  const bool has_tiles = d >> 24 & 1 && d >> 22 & 1;
-  if (has_tiles && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0) return kWithTiles;
+  unsigned a, b, c, d;
+  constexpr unsigned kProducts = 1 << 22, kTiles = 1 << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kProducts) || !(d & kTiles)) return false;
+  // a program asks the system once for the memory of tiles
+  constexpr long kAsk = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+#else
+  return false;
 #endif
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1 ? kWithVectors : kNone;
 }
 
 Choice choose() {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return {plain_kernels, false};
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return {avx2_kernels, false};
-  const Multiplies how = bfloat16_products();
-  Kernels kernels = avx512_kernels;
-  if (how) kernels.tile_products = how == kWithTiles ? amx_tile_products : avx512_tile_products;
-  return {kernels, how != kNone};
+  Choice best = {avx512_kernels, has_amx()};
+  if (best.bfloat16) best.kernels.tile_products = amx_tile_products;
+  return best;
 }
 #else
 Choice choose() { return {plain_kernels, false}; }
@@ -449,8 +441,8 @@ Described completed(Described made) {
 
 }  // namespace
 
-// Whether this processor has products of bfloat16, which are faster than those of floats.
-extern "C" __attribute__((visibility("default"))) int fedvit_multiplies_bfloat16() { return chosen().bfloat16; }
+// Whether products of bfloat16 are faster on this processor than those of floats.
+extern "C" __attribute__((visibility("default"))) int fedvit_fast_bfloat16() { return chosen().bfloat16; }
 
 extern "C" __attribute__((visibility("default"))) engine::Status* RegisterCustomOps(engine::SessionOptions* options,
                                                                                    const engine::Base* base) {

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
@@ -79,12 +80,17 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- operators by themselves --------------------------------------------------------------------------
 
 
+FIRST_TYPES = {"RoundRows": TensorProto.UINT8, "RoundWeights": TensorProto.INT8}
+"""Of outputs that are not floats."""
+
+
 def run_operator(where: Path, kind: str, outputs: int, *arrays: Any, **attributes: float) -> list[Any]:
     names = [f"x{number}" for number in range(len(arrays))]
     made = [f"y{number}" for number in range(outputs)]
+    types = [FIRST_TYPES.get(kind, TensorProto.FLOAT), *[TensorProto.FLOAT] * outputs]
     node = helper.make_node(kind, names, made, domain=DOMAIN, **attributes)
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape) for n, a in zip(names, arrays, strict=True)]
-    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in made]
+    results = [helper.make_tensor_value_info(n, t, None) for n, t in zip(made, types, strict=False)]
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(helper.make_graph([node], "g", ends, results), opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
@@ -177,6 +183,97 @@ def test_gradient_of_layer_norm_of_any_shape(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 20), min_size=1, max_size=2),
+    width=st.integers(1, 150),
+    epsilon=st.sampled_from([1e-6, 1e-2]),
+    seed=st.integers(0, 2**16),
+)
+def test_layer_norm_of_any_shape(
+    packages: dict[str, Path], kind: str, shape: list[int], width: int, epsilon: float, seed: int
+) -> None:
+    entered, gamma, beta = 3 + drawn(seed, *shape, width), drawn(seed + 1, width), drawn(seed + 2, width)
+    exact = entered.astype(np.float64)
+    mean = exact.mean(-1, keepdims=True)
+    spread = 1 / np.sqrt(exact.var(-1, keepdims=True) + epsilon)
+    found = run_operator(packages[kind], "LayerNorm", 3, entered, gamma, beta, epsilon=epsilon)
+    # of one or few numbers a deviation may be so small that the mean's last bit is seen
+    near = 1e-5 + 1e-6 * spread.max()
+    assert_near(found[0], (exact - mean) * spread * gamma + beta, near)
+    assert_near(found[1], mean)
+    assert_near(found[2], spread, 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 700), width=st.integers(1, 70), seed=st.integers(0, 2**16))
+def test_sums_of_columns(packages: dict[str, Path], kind: str, rows: int, width: int, seed: int) -> None:
+    entered = drawn(seed, rows, width)
+    wanted = entered.astype(np.float64).sum(0, keepdims=True)
+    assert_near(run_operator(packages[kind], "ColumnSums", 1, entered)[0], wanted, 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("operator", "steps", "zero"), [("RoundRows", 127, 128), ("RoundWeights", 64, 0)])
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 60), width=st.integers(1, 150), factored=st.booleans(), seed=st.integers(0, 2**16))
+def test_rows_become_integers_of_their_own_scale(
+    packages: dict[str, Path],
+    kind: str,
+    operator: str,
+    steps: int,
+    zero: int,
+    rows: int,
+    width: int,
+    factored: bool,
+    seed: int,
+) -> None:
+    """Rows of gradients differ by orders of magnitude, and a row may be all zeros."""
+    entered = drawn(seed, rows, width) * 10.0 ** np.arange(-rows, 0)[:, None] * (np.arange(rows)[:, None] != 1)
+    entered = np.maximum(np.abs(entered), 1e-20).astype(np.float32) * np.sign(entered).astype(np.float32)
+    factors = [np.abs(drawn(seed + 1, width)) + 0.1] if factored and operator == "RoundRows" else []
+    rounded, scales = run_operator(packages[kind], operator, 2, entered, *factors)
+    exact = entered.astype(np.float64) * (factors[0] if factors else 1)
+    assert scales.shape == (rows, 1)
+    np.testing.assert_allclose(scales, np.maximum(np.abs(exact).max(1, keepdims=True), 1e-30) / steps, rtol=1e-5)
+    integers = rounded.astype(np.int64) - zero
+    assert np.abs(integers).max() <= steps
+    assert np.abs(integers - exact / scales).max() <= 0.5 + 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 16), (70, 333)])
+def test_rows_times_their_scales(packages: dict[str, Path], kind: str, bias: bool, rows: int, width: int) -> None:
+    entered, scales, added = drawn(0, rows, width), drawn(1, rows, 1), drawn(2, width)
+    [found] = run_operator(packages[kind], "ScaleRows", 1, entered, scales, *([added] if bias else []))
+    assert_near(found, entered.astype(np.float64) * scales + (added if bias else 0))
+
+
+def in_bfloat16(numbers: Any) -> Any:
+    return torch.from_numpy(numbers).bfloat16().double().numpy()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 100),
+    height=st.integers(1, 70),
+    width=st.integers(1, 70),
+    summed=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_gradient_of_a_weight_in_bfloat16(
+    packages: dict[str, Path], kind: str, rows: int, height: int, width: int, summed: bool, seed: int
+) -> None:
+    """Factors are rounded to bfloat16 as torch does it; sums are of floats, and begin with those that are given."""
+    left, right, before = drawn(seed, rows, height), drawn(seed + 1, rows, width), drawn(seed + 2, height, width)
+    found = run_operator(packages[kind], "WeightGrad", 2, left, right, *([before] if summed else []))[0]
+    assert_near(found, in_bfloat16(left).T @ in_bfloat16(right) + (before if summed else 0), 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> None:
     """A device finds a diverged training by it."""
     qkv = drawn(0, 1, 20, 3, 1, 16)
@@ -184,6 +281,16 @@ def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> 
     assert np.isnan(run_operator(packages[kind], "Attention", 1, qkv, scale=0.25)[0]).all()
     entered = np.array([[np.nan] * 20], np.float32)
     assert np.isnan(run_operator(packages[kind], "GeluGrad", 1, np.ones((1, 20), np.float32), entered)[0]).all()
+    ones = np.ones(20, np.float32)
+    assert np.isnan(run_operator(packages[kind], "LayerNorm", 3, entered, ones, ones, epsilon=1e-6)[0]).all()
+    assert np.isnan(run_operator(packages[kind], "ColumnSums", 1, entered)[0]).all()
+    assert np.isnan(run_operator(packages[kind], "WeightGrad", 2, entered, ones[None, :])[0]).all()
+    for odd in (np.nan, np.inf):  # wherever in its row, and in that row alone
+        for place in (0, 19):
+            rows = drawn(1, 2, 20)
+            rows[1, place] = odd
+            scales = run_operator(packages[kind], "RoundRows", 2, rows)[1]
+            assert np.isnan(scales).tolist() == [[False], [True]]
 
 
 @pytest.mark.parametrize(
@@ -193,12 +300,19 @@ def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> 
         ("AttentionGrad", 1, [(2, 5, 3, 2, 8), (2, 5, 2, 7)], r"a gradient of \(images, tokens, heads, width\)"),
         ("GeluGrad", 1, [(2, 3), (3, 2)], "two tensors of one shape"),
         ("LayerNormGrad", 3, [(2, 3), (2, 3), (2, 3), (2, 1), (3,)], "rows, their means and deviations"),
+        ("LayerNorm", 3, [(2, 3), (3,), (2,)], "a factor and an offset for each column"),
+        ("ColumnSums", 1, [(2, 3, 4)], "expected rows"),
+        ("RoundRows", 2, [(2, 3), (2,)], "at most a factor for each column"),
+        ("ScaleRows", 1, [(2, 3), (3, 1)], "a scale for each of them"),
+        ("ScaleRows", 1, [(2, 3), (2, 1), (2,)], "at most a bias for each column"),
+        ("WeightGrad", 2, [(4, 3), (5, 3)], "two matrices with as many rows"),
+        ("WeightGrad", 2, [(4, 3), (4, 5), (5, 3)], "at most a sum of their columns' products"),
     ],
 )
 def test_other_shapes_are_refused(
     packages: dict[str, Path], kind: str, outputs: int, shapes: list[tuple[int, ...]], said: str
 ) -> None:
-    scale = {"scale": 1.0} if kind.startswith("Attention") else {}
+    scale = {"scale": 1.0} if kind.startswith("Attention") else {"epsilon": 1e-6} if kind == "LayerNorm" else {}
     with pytest.raises(Exception, match=said):  # onnxruntime's own
         run_operator(packages[""], kind, outputs, *(drawn(0, *shape) for shape in shapes), **scale)
 
@@ -228,8 +342,18 @@ CASES = {
         model_options=TINY_MODEL,
     ),
 }
-REPLACED = {"Attention": 2, "AttentionGrad": 2, "GeluGrad": 3, "LayerNormGrad": 7}
+INTEGERS = Case(
+    name="integers",
+    method="fedavg",
+    options={"epochs": 1, "optimizer": "sgd", "lr": 0.01, "batch_size": 2, "compute": "int8"},
+    model=SMALL,
+    model_options={"image_size": 8, "patch_size": 4, "width": 128, "depth": 2, "heads": 4, "mlp_ratio": 2.0},
+)
+"""Narrower weights are multiplied as floats."""
+REPLACED = {"Attention": 2, "AttentionGrad": 2, "GeluGrad": 3, "LayerNorm": 7, "LayerNormGrad": 7}
 """Of three blocks; the last one's attention has one query, and stays as it is."""
+SUMS = {"fedtp": {"ColumnSums": 11}, "fedavg": {"ColumnSums": 15}, "eftvit": {"ColumnSums": 6}}
+"""For biases that are trained."""
 
 
 class Prepared:
@@ -248,9 +372,9 @@ class Prepared:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, graph_cache: Path) -> dict[str, Prepared]:
     folder = tmp_path_factory.mktemp("prepared")
-    for name, case in CASES.items():
-        prepare(case, folder / name, 64, graph_cache)
-    return {name: Prepared(folder / name) for name in CASES}
+    for case in (*CASES.values(), INTEGERS):
+        prepare(case, folder / case.name, 64, graph_cache)
+    return {case.name: Prepared(folder / case.name) for case in (*CASES.values(), INTEGERS)}
 
 
 def operators(model: bytes) -> Counter[str]:
@@ -272,7 +396,32 @@ def test_a_graph_with_kernels_computes_the_same(prepared: dict[str, Prepared], i
             assert np.abs(found - wanted).max(initial=0) <= 1e-4 * largest, output.name
     made = rewritten(of.graph("train").read_bytes())
     assert made is not None
-    assert operators(made) == REPLACED
+    assert operators(made) == REPLACED | SUMS[name]
+    assert rewritten(of.graph("train").read_bytes(), bfloat16=True) == made  # products of floats stay as exact
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_graph_of_integers_with_kernels_computes_nearly_the_same(
+    prepared: dict[str, Prepared], installed: Path, monkeypatch: pytest.MonkeyPatch, bfloat16: bool
+) -> None:
+    """Where a number lies in the middle of two integers, its last bit decides; bfloat16 has 8 bits."""
+    monkeypatch.setattr("fedvit.kernels.fast_bfloat16", lambda path: bfloat16)
+    of = prepared["integers"]
+    path = of.graph("train")
+    made = rewritten(path.read_bytes(), bfloat16=bfloat16)
+    assert made is not None
+    counted = operators(made)
+    assert counted["RoundRows"] == counted["ScaleRows"] == 14
+    assert counted["RoundWeights"] == 7
+    assert counted["WeightGrad"] == (10 if bfloat16 else 0)
+    reads = Counter((n.op_type, len(n.input)) for n in onnx.load_from_string(made).graph.node if n.domain == DOMAIN)
+    assert reads["RoundRows", 2] == 7  # backward with scales of the weight's columns
+    assert reads["ScaleRows", 3] == 7  # forward with the bias
+    assert not {"QuantizeLinear", "ReduceMax"} & {node.op_type for node in onnx.load_from_string(made).graph.node}
+    plain, ours = open_session(path, 2, own_kernels=False), open_session(path, 2)
+    feeds = random_feeds(plain, of.program, of.values)
+    for output, wanted, found in zip(plain.get_outputs(), plain.run(None, feeds), ours.run(None, feeds), strict=True):
+        assert np.linalg.norm(found - wanted) <= 0.02 * np.linalg.norm(wanted), output.name
 
 
 def test_a_round_with_kernels_trains_the_same(prepared: dict[str, Prepared], installed: Path) -> None:
@@ -300,7 +449,24 @@ def test_what_something_else_reads_is_not_replaced(prepared: dict[str, Prepared]
     model.graph.output.append(helper.make_tensor_value_info(softmax.output[0], TensorProto.FLOAT, None))
     made = rewritten(model.SerializeToString())
     assert made is not None
-    assert operators(made) == {**REPLACED, "Attention": 1, "AttentionGrad": 1}
+    assert operators(made) == {**REPLACED, **SUMS["fedavg"], "Attention": 1, "AttentionGrad": 1}
+
+
+def test_a_bias_of_rows_is_added_as_before(prepared: dict[str, Prepared]) -> None:
+    """Not one number for each column, but as many as the product has."""
+    model = onnx.load(str(prepared["integers"].graph("train")))
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in model.graph.value_info}
+    rows = next(node for node in model.graph.node if node.op_type == "Gelu").input[0]
+    added = next(node for node in model.graph.node if node.op_type == "Reshape" and rows in node.output).input[0]
+    addition = next(node for node in model.graph.node if added in node.output)
+    assert addition.op_type == "Add"
+    lengths = [dim.dim_value for dim in shapes[added]]
+    model.graph.input.append(helper.make_tensor_value_info("batch/more", TensorProto.FLOAT, lengths))
+    addition.input[1] = "batch/more"
+    made = rewritten(model.SerializeToString())
+    assert made is not None
+    assert sum(n.op_type == "ScaleRows" and len(n.input) == 3 for n in onnx.load_from_string(made).graph.node) == 6
+    assert any(node.op_type == "Add" and "batch/more" in node.input for node in onnx.load_from_string(made).graph.node)
 
 
 def test_other_numbers_are_not_replaced(prepared: dict[str, Prepared]) -> None:

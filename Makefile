@@ -117,7 +117,7 @@ azurite:
 	  npm install --prefix build/azurite --no-audit --no-fund --ignore-scripts --silent azurite@3.33.0; }
 
 # the device on emulated processors of a Raspberry Pi 4 and 5 (docs/devices.md); Debian alone has all that it needs
-arm: install mosquitto build/arm/.made
+arm: install mosquitto build/arm/.made build/arm/kernels/.made
 	@$(BIN)/python -m pytest -q -rP -n 2 tests/arm/checks.py
 
 build/arm/.made: tests/arm/root.sh tests/arm/instructions.c pyproject.toml constraints.txt $(VENV)/.installed
@@ -127,6 +127,16 @@ build/arm/.made: tests/arm/root.sh tests/arm/instructions.c pyproject.toml const
 	  else echo "make arm needs an emulator and a C compiler: sudo apt-get install qemu-user gcc libc6-dev" >&2; exit 1; fi; }
 	@echo "unpacking Python and the device's packages for aarch64 into build/arm (about 250 MB, once)"
 	@tests/arm/root.sh build/arm $(BIN)/uv
+	@touch $@
+
+# the optional kernels for these processors, in a folder of their own
+build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kernels/__init__.py $(wildcard kernels/src/*)
+	@command -v aarch64-linux-gnu-g++ > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ]; then echo "installing a compiler for aarch64"; \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends g++-aarch64-linux-gnu > /dev/null; \
+	  else echo "make arm needs a compiler for aarch64: sudo apt-get install g++-aarch64-linux-gnu" >&2; exit 1; fi; }
+	@mkdir -p build/arm/kernels && cp -r kernels/fedvit_kernels build/arm/kernels/
+	@CXX=aarch64-linux-gnu-g++ $(BIN)/python kernels/compile.py build/arm/kernels/fedvit_kernels/libfedvit_kernels.so
 	@touch $@
 
 # after an upgrade that passed `make check`

@@ -17,6 +17,7 @@ from edge_client.keys import check_identity, check_vault_key
 from edge_client.state import split_file, status_file
 from edge_client.status import Unusable, read_status
 from edge_client.vault import Vault
+from fedvit import kernels
 from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import DAMAGED
@@ -51,6 +52,13 @@ load_engine()
 trim_memory()  # runs a graph
 import onnxruntime
 print(onnxruntime.__version__)
+"""
+
+_KERNELS_CHILD = """
+import onnxruntime
+from fedvit.kernels import fast_bfloat16, library
+onnxruntime.SessionOptions().register_custom_ops_library(str(library()))
+print("bfloat16" if fast_bfloat16(library()) else "")
 """
 
 
@@ -92,6 +100,31 @@ def check_engine(context: DoctorContext) -> Iterator[Finding]:
         what = f"{engine} does not run: {_exit_reason(done.returncode, done.stderr)}"
         hint = "reinstall it: pip install --force-reinstall onnxruntime"
         yield Finding(check="engine", level="error", what=what, hint=hint)
+
+
+def check_kernels(context: DoctorContext) -> Iterator[Finding]:
+    """Load the optional kernels in a separate process, if they are installed."""
+    if kernels.library() is None:
+        what = f"{kernels.EXTRA} is not installed: steps take longer, and are the same otherwise"
+        yield Finding(check="kernels", level="ok", what=what)
+        return
+    command = [context.interpreter, "-c", _KERNELS_CHILD]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = describe_error(error)
+    else:
+        problem = _exit_reason(done.returncode, done.stderr) if done.returncode else ""
+    if problem:
+        yield Finding(
+            check="kernels",
+            level="warning",
+            what=f"{kernels.EXTRA} cannot be loaded, training goes on without it: {problem}",
+            hint="install the fedvit-kernels of this version of fedvit for this processor: pip wheel ./kernels",
+        )
+    else:
+        products = ", with products of bfloat16" if b"bfloat16" in done.stdout else ""
+        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads{products}")
 
 
 def check_memory(context: DoctorContext) -> Iterator[Finding]:
@@ -379,6 +412,7 @@ def _is_accepted(context: DoctorContext, client_id: str, topic: str, size_bytes:
 
 CHECKS: tuple[Callable[[DoctorContext], Iterator[Finding]], ...] = (
     check_engine,
+    check_kernels,
     check_memory,
     check_disk,
     check_clock,

@@ -70,6 +70,8 @@ RUN: dict[str, Any] = {
 CLASSES = tuple(map(str, range(10)))
 STEPS = (1, 5)
 """Two programs that differ by four training steps."""
+KERNELS = {"PYTHONPATH": str(ARM / "kernels")}
+"""The environment in which a program has the optional kernels."""
 ALIKE = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
 """The environment in which two programs run the same instructions before their steps."""
 
@@ -185,7 +187,10 @@ def test_graphs_pass_the_check_of_the_export(
 
 
 @pytest.mark.timeout(3600)
-def test_a_run_with_an_emulated_device(tmp_path: Path, parts: Path, cache: Path, graph_cache: Path) -> None:
+@pytest.mark.parametrize("environment", [{}, KERNELS], ids=["plain", "kernels"])
+def test_a_run_with_an_emulated_device(
+    environment: dict[str, str], tmp_path: Path, parts: Path, cache: Path, graph_cache: Path
+) -> None:
     """A Raspberry Pi 4 and an x86 device train over mosquitto. Beside a run of x86 devices alone, with the same images
     and seeds, the update of the Pi differs by rounding."""
     stage = Stage(tmp_path, parts, cache)
@@ -197,7 +202,10 @@ def test_a_run_with_an_emulated_device(tmp_path: Path, parts: Path, cache: Path,
         coordinator = stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))
         flags = ["--broker", f"127.0.0.1:{stage.port}", "--data", str(parts / "device-0")]
         flags += ["--state", str(tmp_path / "state"), "--id", "device-0", "--threads", "1", "--once"]
-        emulated_device = stage.start("device-0", [python("cortex-a72"), "-c", PROGRAM, *flags])
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setitem(stage.environment, name, value)
+            emulated_device = stage.start("device-0", [python("cortex-a72"), "-c", PROGRAM, *flags])
         device = stage.device("device-1")
         for name, process in (("coordinator", coordinator), ("device-0", emulated_device), ("device-1", device)):
             assert process.wait(1800) == 0, stage.log(name)
@@ -241,27 +249,55 @@ def test_doctor_and_profile(tmp_path: Path, parts: Path) -> None:
     print(f"{profile['host']['processor']}: {profile['speed_origin']}; {profile['not_measured']}")
 
 
-# --- instructions -------------------------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------------
+
+
+def prepare_steps(folder: Path, graph_cache: Path, compute: str) -> None:
+    options = {"epochs": 1, "batch_size": 8, "mask": 0.5, "local_blocks": 2, "compute": compute}
+    model = {**MODEL, "width": 128, "depth": 8, "heads": 8, "patch_size": 4, "mlp_ratio": 2.0}
+    case = Case(name="", method="eftvit", options=options, model=SMALL, model_options=model)
+    prepare(case, folder, 8, graph_cache)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize(("compute", "near"), [("fp32", 1e-4), ("int8", 0.1)])
+def test_steps_with_kernels_train_the_same(
+    processor: str, compute: str, near: float, tmp_path: Path, graph_cache: Path
+) -> None:
+    """By the change of all tensors; AdamW's steps are of the rate's size, however small a gradient is."""
+    prepare_steps(tmp_path, graph_cache, compute)
+    trained = []
+    for name, environment in (("plain", {}), ("kernels", KERNELS)):
+        file = tmp_path / f"{name}.npz"
+        done = json.loads(emulated(processor, "-m", "tests.arm.step_process", tmp_path, 2, file, **environment))
+        assert done["kernels"] == (name == "kernels")
+        with np.load(file) as tensors:
+            trained.append(np.concatenate([tensors[each].ravel() for each in sorted(tensors)]))
+    plain, ours = trained
+    apart = np.linalg.norm(ours - plain) / np.linalg.norm(plain)
+    print(f"{processor} {compute}: with kernels two steps end {apart:.1e} of their length apart")
+    assert 0 < apart < near
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("environment", [{}, KERNELS], ids=["plain", "kernels"])
 @pytest.mark.parametrize("compute", ["fp32", "fp16", "int8"])
-def test_instructions_of_a_step(processor: str, compute: str, tmp_path: Path, graph_cache: Path) -> None:
+def test_instructions_of_a_step(
+    processor: str, compute: str, environment: dict[str, str], tmp_path: Path, graph_cache: Path
+) -> None:
     """The figure of docs/measurements.md. Beside a processor's time it knows nothing of caches and of how many
     instructions it runs at once."""
-    options = {"epochs": 1, "batch_size": 8, "mask": 0.5, "local_blocks": 2, "compute": compute}
-    model = {**MODEL, "width": 128, "depth": 8, "heads": 8, "patch_size": 4, "mlp_ratio": 2.0}
-    case = Case(name="", method="eftvit", options=options, model=SMALL, model_options=model)
-    prepare(case, tmp_path, 8, graph_cache)
+    prepare_steps(tmp_path, graph_cache, compute)
     counts, flops = [], 0.0
     for steps in STEPS:
         plugin = f"{ARM / 'instructions.so'},out={tmp_path / 'count'}"
-        done = json.loads(
-            emulated(processor, "-m", "tests.arm.step_process", tmp_path, steps, QEMU_PLUGIN=plugin, **ALIKE)
-        )
+        given = {"QEMU_PLUGIN": plugin, **ALIKE, **environment}
+        done = json.loads(emulated(processor, "-m", "tests.arm.step_process", tmp_path, steps, **given))
         counts.append(int((tmp_path / "count").read_text()))
         flops = done["flops"] / done["steps"]
     one = (counts[1] - counts[0]) / (STEPS[1] - STEPS[0])
-    print(f"{processor} {compute}: {one / 1e6:,.0f} million instructions for {flops / 1e6:,.0f} MFLOP")
+    kernels = ", with kernels" if done["kernels"] else ""
+    print(f"{processor} {compute}{kernels}: {one / 1e6:,.0f} million instructions for {flops / 1e6:,.0f} MFLOP")
     assert 0 < one < counts[0] * 100

@@ -1,12 +1,18 @@
-"""Training steps of a case that `bench.prepare` wrote, as on a device: python -m tests.arm.step_process FOLDER STEPS"""
+"""Training steps of a case that `bench.prepare` wrote: python -m tests.arm.step_process FOLDER STEPS [FILE]
+
+As on a device. How far each tensor moved goes to FILE (npz).
+"""
 
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from bench.onnx_side import START, noise_samples, start_values
 from edge_client.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
+from fedvit.kernels import library
 from fedvit.program import decode_program
 
 
@@ -20,10 +26,11 @@ def main() -> None:
         runtime.open(graph.digest, blobs.path(graph.digest))
     images = noise_samples(program, steps * program.batch.batch_size)
     watch = Watch(lambda *step: None, lambda: False)
-    trained = runtime.train(
-        program, start_values(program, start["groups"], blobs), images, Seeds(0, 1, "device-0"), 1.0, watch
-    )
-    print(json.dumps({"steps": trained.steps, "flops": trained.flops}))
+    values = start_values(program, start["groups"], blobs)
+    trained = runtime.train(program, values, images, Seeds(0, 1, "device-0"), 1.0, watch)
+    for file in sys.argv[3:]:
+        np.savez(file, **{name: value - values[name] for name, value in trained.tensors.items()})
+    print(json.dumps({"steps": trained.steps, "flops": trained.flops, "kernels": library() is not None}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every check against the real thing: boards' file trees, folders, engines that die, and a mosquitto of each kind."""
 
+import os
 import shutil
 import socket
 import time
@@ -21,6 +22,7 @@ from edge_client.doctor import (
     check_engine,
     check_files,
     check_heat,
+    check_kernels,
     check_memory,
     check_state,
     lines,
@@ -40,6 +42,7 @@ from profiles.probes.broker import BrokerProbe
 from tests.support.boards import pi_4, pi_5, write_tree
 from tests.support.brokers import mosquitto, served
 from tests.support.damage import flip
+from tests.support.kernels import compiled, kernels_in
 
 NOBODY = Address.parse("127.0.0.1:1")
 
@@ -124,6 +127,39 @@ def test_an_engine_that_fails_otherwise(context: DoctorContext, tmp_path: Path, 
     [found] = check_engine(replace(context, interpreter=dying(tmp_path, script)))
     assert found.level == "error"
     assert words in found.what
+
+
+def test_kernels_that_are_not_installed(context: DoctorContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedvit.kernels.library", lambda: None)
+    [found] = check_kernels(context)
+    assert found.level == "ok"
+    assert found.what == "fedvit[kernels] is not installed: steps take longer, and are the same otherwise"
+
+
+def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device where this package is installed, in processes that it starts, too."""
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{Path(__file__).parents[3]}")
+    monkeypatch.setattr("fedvit.kernels.library", lambda: kernels_in(folder))
+
+
+def test_kernels_that_load(context: DoctorContext, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(compiled(shared), monkeypatch)
+    [found] = check_kernels(context)
+    assert found.level == "ok"
+    assert found.what in ("fedvit[kernels] loads", "fedvit[kernels] loads, with products of bfloat16")
+
+
+def test_kernels_that_do_not_load(
+    context: DoctorContext, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(compiled(shared), tmp_path / "kernels"))
+    kernels_in(folder).write_text("of another processor")
+    use_kernels(folder, monkeypatch)
+    [found] = check_kernels(context)
+    assert found.level == "warning"
+    assert "fedvit[kernels] cannot be loaded, training goes on without it" in found.what
+    assert found.hint is not None
+    assert "pip wheel ./kernels" in found.hint
 
 
 # --- the machine --------------------------------------------------------------------------------------
@@ -459,10 +495,10 @@ def test_a_coordinator_is_found_by_its_federation(context: DoctorContext, tmp_pa
 
 def test_all_checks_are_made_one_after_the_other(context: DoctorContext, digits: Path) -> None:
     found = [*run_checks(replace(context, data=digits))]
-    assert len(CHECKS) == 13
+    assert len(CHECKS) == 14
     assert [finding.check for finding in found] == [
-        "engine", "memory", "disk", "clock", "temperature", "throttling", "battery", "state", "files", "vault key",
-        "identity", "data", "broker",
+        "engine", "kernels", "memory", "disk", "clock", "temperature", "throttling", "battery", "state", "files",
+        "vault key", "identity", "data", "broker",
     ]  # fmt: skip
     assert worst(found) == "error"
     assert worst(found[:-1]) == "ok"

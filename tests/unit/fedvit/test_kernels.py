@@ -1,14 +1,11 @@
 """The optional kernels: they compute what the operators of ONNX in their place do, and a device trains without them."""
 
-import importlib.util
 import json
 import logging
 import platform
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,39 +30,25 @@ from fedvit.kernels import DOMAIN, library, rewritten
 from fedvit.models import SMALL
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import Program, decode_program
+from tests.support.kernels import compiled, kernels_in
 from tests.support.tiny import TINY_MODEL
 
-SOURCE = Path(__file__).parents[3] / "kernels"
 KINDS = ["", "plain_kernels", *(["avx2_kernels"] if platform.machine() == "x86_64" else [])]
 """What the library chooses itself, and what it would on lesser processors of this kind."""
 NEAR = 2e-6
 """Of a result's largest value: sums are in another order."""
 
 
-def compiling() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compile_kernels", SOURCE / "compile.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def packages(shared: Path) -> dict[str, Path]:
     """The package, compiled for each of KINDS: a folder for the path of modules."""
-    made = {}
-    for kind in KINDS:
-        made[kind] = tmp_path_factory.mktemp(f"kernels-{kind}")
-        package = Path(shutil.copytree(SOURCE / "fedvit_kernels", made[kind] / "fedvit_kernels"))
-        compiling().compile_library(package / "libfedvit_kernels.so", kind)
-    return made
+    return {kind: compiled(shared, kind) for kind in KINDS}
 
 
 @pytest.fixture
 def installed(packages: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """As on a device with the extra."""
-    place = packages[""] / "fedvit_kernels" / "libfedvit_kernels.so"
+    place = kernels_in(packages[""])
     monkeypatch.setattr("fedvit.kernels.library", lambda: place)
     return place
 
@@ -95,7 +78,7 @@ def run_operator(where: Path, kind: str, outputs: int, *arrays: Any, **attribute
     model = helper.make_model(helper.make_graph([node], "g", ends, results), opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 2
-    options.register_custom_ops_library(str(where / "fedvit_kernels" / "libfedvit_kernels.so"))
+    options.register_custom_ops_library(str(kernels_in(where)))
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[CPU])
     found: list[Any] = session.run(None, dict(zip(names, arrays, strict=True)))
     return found

@@ -252,8 +252,8 @@ def test_doctor_and_profile(tmp_path: Path, parts: Path) -> None:
 # --- steps --------------------------------------------------------------------------------------------
 
 
-def prepare_steps(folder: Path, graph_cache: Path, compute: str) -> None:
-    options = {"epochs": 1, "batch_size": 8, "mask": 0.5, "local_blocks": 2, "compute": compute}
+def prepare_steps(folder: Path, graph_cache: Path, compute: str, **options: str) -> None:
+    options = {"epochs": 1, "batch_size": 8, "mask": 0.5, "local_blocks": 2, "compute": compute, **options}
     model = {**MODEL, "width": 128, "depth": 8, "heads": 8, "patch_size": 4, "mlp_ratio": 2.0}
     case = Case(name="", method="eftvit", options=options, model=SMALL, model_options=model)
     prepare(case, folder, 8, graph_cache)
@@ -261,12 +261,12 @@ def prepare_steps(folder: Path, graph_cache: Path, compute: str) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize(("compute", "near"), [("fp32", 1e-4), ("int8", 0.1)])
+@pytest.mark.parametrize(("compute", "near"), [("fp32", 1e-4), ("int8", 0.05)])
 def test_steps_with_kernels_train_the_same(
     processor: str, compute: str, near: float, tmp_path: Path, graph_cache: Path
 ) -> None:
-    """By the change of all tensors; AdamW's steps are of the rate's size, however small a gradient is."""
-    prepare_steps(tmp_path, graph_cache, compute)
+    """By the change of all tensors, which the last bits of weights limit."""
+    prepare_steps(tmp_path, graph_cache, compute, optimizer="sgd")
     trained = []
     for name, environment in (("plain", {}), ("kernels", KERNELS)):
         file = tmp_path / f"{name}.npz"

@@ -1,11 +1,11 @@
-// Products of tiles in bfloat16 on processors with AMX.
+// Tiles in bfloat16 on processors with AMX: how they are made, and their products.
 #include <immintrin.h>
 
 #include "compute.h"
 
 namespace {
 
-struct Shape {  // of the eight tiles, as the processor reads it
+struct Shape {  // of all eight tiles, as the processor reads it
   uint8_t palette = 1, first_row = 0, none[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
@@ -14,7 +14,58 @@ struct Shape {  // of the eight tiles, as the processor reads it
   }
 };
 
+#define ROUNDS __attribute__((target("avx512f,avx512bw,avx512bf16")))
+
+ROUNDS inline __m512i lanes() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+
+// Two rows of up to 16 numbers as words; a row that is not there is null.
+ROUNDS inline __m512i words_of(const float* upper, const float* lower, __mmask16 columns) {
+  const __m512 none = _mm512_setzero_ps();
+  const __m512 first = upper ? _mm512_maskz_loadu_ps(columns, upper) : none;
+  const __m512 second = lower ? _mm512_maskz_loadu_ps(columns, lower) : none;
+  // of the 32 rounded numbers, those of the upper row first: 0 and 16, 1 and 17, ...
+  const __m512i order = _mm512_or_si512(lanes(), _mm512_slli_epi32(_mm512_add_epi32(lanes(), _mm512_set1_epi32(16)), 16));
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
+// 16 rows of 16 words become columns: places whose numbers differ in one bit are exchanged, bit by bit.
+ROUNDS inline void turn(uint32_t* tile) {
+  __m512i rows[16];
+#pragma GCC unroll 16
+  for (int row = 0; row < 16; ++row) rows[row] = _mm512_loadu_si512(tile + row * 16);
+#pragma GCC unroll 4
+  for (int distance = 8; distance; distance /= 2) {
+    const __mmask16 further = _mm512_test_epi32_mask(lanes(), _mm512_set1_epi32(distance));
+    const __m512i step = _mm512_set1_epi32(distance), all = _mm512_set1_epi32(16);
+    const __m512i low = _mm512_mask_add_epi32(lanes(), further, lanes(), _mm512_sub_epi32(all, step));
+    const __m512i high = _mm512_mask_add_epi32(_mm512_add_epi32(lanes(), step), further, lanes(), all);
+#pragma GCC unroll 16
+    for (int row = 0; row < 16; ++row) {
+      if (row & distance) continue;
+      const __m512i upper = rows[row], lower = rows[row + distance];
+      rows[row] = _mm512_permutex2var_epi32(upper, low, lower);
+      rows[row + distance] = _mm512_permutex2var_epi32(upper, high, lower);
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < 16; ++row) _mm512_storeu_si512(tile + row * 16, rows[row]);
+}
+
 }  // namespace
+
+ROUNDS void amx_pack(const float* from, size_t rows, size_t columns, bool turned, uint32_t* tiles, size_t apart) {
+  for (size_t row = 0; row < kTileRows; row += 2) {
+    const float* upper = row < rows ? from + row * columns : nullptr;
+    const float* lower = row + 1 < rows ? from + (row + 1) * columns : nullptr;
+    uint32_t* words = tiles + row / 2 * kTileColumns;
+    for (size_t column = 0; column < columns; column += kTileColumns, words += apart) {
+      const size_t left = columns - column;
+      const __mmask16 there = left < kTileColumns ? (1u << left) - 1 : 0xffff;
+      _mm512_storeu_si512(words, words_of(upper ? upper + column : nullptr, lower ? lower + column : nullptr, there));
+    }
+  }
+  for (size_t column = 0; turned && column < columns; column += kTileColumns, tiles += apart) turn(tiles);
+}
 
 __attribute__((target("amx-tile,amx-bf16"))) void amx_tile_products(const uint32_t* const left[2],
                                                                     const uint32_t* const right[2], size_t tiles,

@@ -46,5 +46,6 @@ struct Kernels {
 extern const Kernels plain_kernels;
 #ifdef __x86_64__
 extern const Kernels avx2_kernels, avx512_kernels;
+void amx_pack(const float* from, size_t rows, size_t columns, bool turned, uint32_t* tiles, size_t apart);
 void amx_tile_products(const uint32_t* const left[2], const uint32_t* const right[2], size_t tiles, float* sums);
 #endif

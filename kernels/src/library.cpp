@@ -25,8 +25,9 @@ Choice choose() { return {ONLY, false}; }
 bool has_amx() {
 #ifdef __linux__
   unsigned a, b, c, d;
-  constexpr unsigned kProducts = 1 << 22, kTiles = 1 << 24;
+  constexpr unsigned kProducts = 1 << 22, kTiles = 1 << 24, kRounds = 1 << 5;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kProducts) || !(d & kTiles)) return false;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kRounds)) return false;
   // a program asks the system once for the memory of tiles
   constexpr long kAsk = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
@@ -39,7 +40,7 @@ Choice choose() {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return {plain_kernels, false};
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return {avx2_kernels, false};
   Choice best = {avx512_kernels, has_amx()};
-  if (best.bfloat16) best.kernels.tile_products = amx_tile_products;
+  if (best.bfloat16) best.kernels.pack = amx_pack, best.kernels.tile_products = amx_tile_products;
   return best;
 }
 #else

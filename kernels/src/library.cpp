@@ -105,6 +105,15 @@ class Run {
     keep(function<Each>(table_, kParallelFor)(context_, one, count, 0, const_cast<Work*>(&work)));
   }
 
+  // work(first, count) for pieces of rows, each about as much as a core's first cache holds
+  template <class Work>
+  void rows(size_t count, size_t width, const Work& work) {
+    const size_t piece = std::max<size_t>(1, (1 << 13) / std::max<size_t>(1, width));
+    each((count + piece - 1) / piece, [&](size_t number) {
+      work(number * piece, std::min(piece, count - number * piece));
+    });
+  }
+
   void require(bool right, const char* expected) {
     if (!failed && !right) failed = refused(table_, expected);
   }
@@ -188,9 +197,6 @@ Status* gelu_grad(void* self, Context* context) {
   });
   return run.failed;
 }
-
-// pieces of this many rows, each about as much as a core's first cache holds
-size_t rows_at_once(size_t width) { return std::max<size_t>(1, (1 << 13) / std::max<size_t>(1, width)); }
 
 size_t rows_of(const Lengths& lengths) {
   size_t rows = 1;
@@ -279,11 +285,11 @@ Status* layer_norm(void* self, Context* context) {
   float* result = run.output(0, lengths);
   float* mean = run.output(1, moments);
   float* spread = run.output(2, moments);
-  const size_t width = lengths.back(), rows = rows_of(lengths), piece = rows_at_once(width);
-  run.each((rows + piece - 1) / piece, [&](size_t number) {
-    const size_t first = number * piece, from = first * width;
-    kernels().layer_norm(entered + from, gamma, beta, kernel.number, result + from, mean + first, spread + first,
-                         std::min(piece, rows - first), width);
+  const size_t width = lengths.back();
+  run.rows(rows_of(lengths), width, [&](size_t first, size_t count) {
+    const size_t from = first * width;
+    kernels().layer_norm(entered + from, gamma, beta, kernel.number, result + from, mean + first, spread + first, count,
+                         width);
   });
   return run.failed;
 }
@@ -298,11 +304,10 @@ Status* round_rows(Context* context, const Kernel& kernel, float steps, int zero
   if (run.failed) return run.failed;
   uint8_t* rounded = run.output<uint8_t>(0, lengths);
   float* scales = run.output(1, {lengths[0], 1});
-  const size_t rows = lengths[0], width = lengths[1], piece = rows_at_once(width);
-  run.each((rows + piece - 1) / piece, [&](size_t number) {
-    const size_t first = number * piece, from = first * width;
-    kernels().round_rows(entered + from, factors, steps, zero, rounded + from, scales + first,
-                         std::min(piece, rows - first), width);
+  const size_t width = lengths[1];
+  run.rows(lengths[0], width, [&](size_t first, size_t count) {
+    const size_t from = first * width;
+    kernels().round_rows(entered + from, factors, steps, zero, rounded + from, scales + first, count, width);
   });
   return run.failed;
 }
@@ -323,10 +328,10 @@ Status* scale_rows(void* self, Context* context) {
               "ScaleRows: expected rows, a scale for each of them, and at most a bias for each column");
   if (run.failed) return run.failed;
   float* result = run.output(0, lengths);
-  const size_t rows = lengths[0], width = lengths[1], piece = rows_at_once(width);
-  run.each((rows + piece - 1) / piece, [&](size_t number) {
-    const size_t first = number * piece, from = first * width;
-    kernels().scale_rows(entered + from, scales + first, bias, result + from, std::min(piece, rows - first), width);
+  const size_t width = lengths[1];
+  run.rows(lengths[0], width, [&](size_t first, size_t count) {
+    const size_t from = first * width;
+    kernels().scale_rows(entered + from, scales + first, bias, result + from, count, width);
   });
   return run.failed;
 }

@@ -56,9 +56,9 @@ print(onnxruntime.__version__)
 
 _KERNELS_CHILD = """
 import onnxruntime
-from fedvit.kernels import fast_bfloat16, library
+from fedvit.kernels import has_amx, library
 onnxruntime.SessionOptions().register_custom_ops_library(str(library()))
-print("bfloat16" if fast_bfloat16(library()) else "")
+print("AMX" if has_amx(library()) else "")
 """
 
 
@@ -123,8 +123,8 @@ def check_kernels(context: DoctorContext) -> Iterator[Finding]:
             hint="install the fedvit-kernels of this version of fedvit for this processor: pip wheel ./kernels",
         )
     else:
-        products = ", with products of bfloat16" if b"bfloat16" in done.stdout else ""
-        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads{products}")
+        amx = ", with AMX" if b"AMX" in done.stdout else ""
+        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads{amx}")
 
 
 def check_memory(context: DoctorContext) -> Iterator[Finding]:

@@ -70,12 +70,12 @@ def _with_kernels(path: Path, options: Any) -> bytes | None:
     if (library := kernels.library()) is None:
         return None
     try:
-        bfloat16 = kernels.fast_bfloat16(library)
+        amx = kernels.has_amx(library)
         options.register_custom_ops_library(str(library))
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
         _warn_of_kernels(str(library), str(error))
         return None
-    return kernels.rewritten(path.read_bytes(), bfloat16=bfloat16)
+    return kernels.rewritten(path.read_bytes(), amx=amx)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Optional operators of our own, for what onnxruntime computes in many passes, or slowly: attention, LayerNorm,
-gradients of these and of GELU, sums of columns, what rounds around products of integers, and gradients of weights in
-bfloat16.
+gradients of these and of GELU, sums of columns, what rounds around products of integers, and, with AMX, these products
+and gradients of weights in bfloat16.
 
 They are in a package of their own, `fedvit[kernels]`. Graphs that are sent never contain them: where the package is
 installed, a device replaces nodes of the graph that it was sent, just before it opens it. Nodes are replaced only
@@ -16,7 +16,7 @@ from fedvit.kernels.nodes import INITIALIZER, NODE, REPEATED, read_nodes, tensor
 from fedvit.kernels.replacements import DOMAIN, replacements
 from fedvit.protobuf import bytes_field, fields, number_field
 
-__all__ = ["DOMAIN", "EXTRA", "PACKAGE", "fast_bfloat16", "library", "rewritten"]
+__all__ = ["DOMAIN", "EXTRA", "PACKAGE", "has_amx", "library", "rewritten"]
 
 PACKAGE = "fedvit_kernels"
 EXTRA = "fedvit[kernels]"
@@ -36,30 +36,29 @@ def library() -> Path | None:
 
 
 @functools.cache
-def fast_bfloat16(path: Path) -> bool:
-    """Whether products of bfloat16 are faster on this processor than those of floats. Raises OSError if the library
-    cannot be loaded.
-    """
-    return bool(ctypes.CDLL(str(path)).fedvit_fast_bfloat16())
+def has_amx(path: Path) -> bool:
+    """Whether this processor has AMX and the system lets programs use it. Raises OSError where it cannot be loaded."""
+    return bool(ctypes.CDLL(str(path)).fedvit_has_amx())
 
 
-def rewritten(model: bytes, *, bfloat16: bool = False) -> bytes | None:
+def rewritten(model: bytes, *, amx: bool = False) -> bytes | None:
     """The graph with operators of the kernels where they can stand; None where they can nowhere.
 
-    With `bfloat16` gradients of weights, too, if the graph has products of integers: others are computed as exactly as
-    before. `model` has passed fedvit.onnx_file.check_self_contained.
+    With `amx` products of integers, too, and in graphs that have these, gradients of weights in bfloat16; graphs of
+    floats stay as exact as before. `model` has passed fedvit.onnx_file.check_self_contained.
     """
     parts = list(fields(model))
     [graph] = [part for part in parts if part.number == _GRAPH]
     entries = list(fields(graph.content))
     nodes = read_nodes(entries)
-    calls = replacements(nodes, bfloat16)
+    calls = replacements(nodes, amx)
     if not calls:
         return None
     gone = {node for call in calls for node in call.replaced}
-    read = {name for node in nodes.all if node not in gone for name in node.inputs} | nodes.kept
+    given = nodes.kept.union(*(call.inputs for call in calls))
+    read = {name for node in nodes.all if node not in gone for name in node.inputs} | given
     gone |= {node for node in nodes.all if node.kind == REPEATED and not read & {*node.outputs}}
-    needed = {name for node in nodes.all if node not in gone for name in node.inputs}
+    needed = {name for node in nodes.all if node not in gone for name in node.inputs} | given
     written = {node.place: node.encoded for node in nodes.all if node not in gone}
     written |= {call.place: call.encoded() for call in calls}
     changed = [bytes_field(NODE, written[place]) for place in sorted(written)]

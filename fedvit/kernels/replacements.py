@@ -12,6 +12,8 @@ from fedvit.protobuf import bytes_field, number_field
 DOMAIN = "fedvit.kernels"
 
 _INTEGER_PRODUCT = "MatMulIntegerToFloat of com.microsoft"
+_TILE_ROWS, _TILE_INNER, _TILE_COLUMNS = 32, 64, 32
+"""What products of integers with AMX are made of."""
 _LEAST_SIDE = 32
 """Of a weight whose gradient is worth other products than the engine's own."""
 
@@ -127,11 +129,11 @@ class Call:
         return b"".join((*parts, bytes_field(7, DOMAIN)))
 
 
-def replacements(nodes: Nodes, bfloat16: bool) -> list[Call]:
+def replacements(nodes: Nodes, amx: bool) -> list[Call]:
     """All that can stand for nodes of this graph."""
     calls = [*_gelu_grads(nodes), *_norms(nodes), *_layer_norm_grads(nodes), *_attentions(nodes), *_column_sums(nodes)]
     if any(node.kind == _INTEGER_PRODUCT for node in nodes.all):
-        calls += [*_rounded_rows(nodes), *_scaled_rows(nodes), *(_weight_grads(nodes) if bfloat16 else ())]
+        calls += [*_rounded_rows(nodes), *_scaled_rows(nodes, amx), *(_weight_grads(nodes) if amx else ())]
     return calls
 
 
@@ -244,7 +246,7 @@ def _rounded_rows(nodes: Nodes) -> Iterator[Call]:
             yield Call("RoundRows", tuple(reads), made, frozenset(gone), node.place)
 
 
-def _scaled_rows(nodes: Nodes) -> Iterator[Call]:
+def _scaled_rows(nodes: Nodes, amx: bool) -> Iterator[Call]:
     for node in nodes.all:
         if node.kind != "Mul" or not (product := nodes.makers.get(node.inputs[0])):
             continue
@@ -257,7 +259,38 @@ def _scaled_rows(nodes: Nodes) -> Iterator[Call]:
             left, bias = after[0].inputs
             if left == node.outputs[0] and nodes.shape(bias) == (shape[1],):
                 reads, last, gone = [*reads, bias], after[0], {node, after[0]}
-        yield Call("ScaleRows", tuple(reads), tuple(last.outputs), frozenset(gone), last.place)
+        yield (amx and _integer_product(nodes, product, reads, last, gone)) or Call(
+            "ScaleRows", tuple(reads), tuple(last.outputs), frozenset(gone), last.place
+        )
+
+
+def _integer_product(nodes: Nodes, product: Node, reads: list[str], last: Node, gone: set[Node]) -> Call | None:
+    """Of what is scaled there, by a weight as it lies; None where AMX's tiles do not divide it."""
+    rounded, weight, one, scales, zero = product.inputs[:5]
+    left, made = nodes.shape(rounded), nodes.shape(last.outputs[0])
+    if left is None or made is None or len(left) != 2 or len(made) != 2:
+        return None
+    if left[0] < _TILE_ROWS or left[1] % _TILE_INNER or made[1] % _TILE_COLUMNS:
+        return None
+    whole, *others = product.outputs
+    plain = not others and len(nodes.readers[whole]) == 1 and whole not in nodes.kept and not any(product.inputs[5:])
+    if not plain or nodes.constants.get(one) != (1,) or nodes.constants.get(zero) != (128,):
+        return None
+    turned = nodes.makers.get(weight)
+    if turned and turned.kind == "Transpose" and turned.attributes == {"perm": (1, 0)}:
+        weight = turned.inputs[0]
+        if nodes.readers[turned.outputs[0]] == [product] and turned.outputs[0] not in nodes.kept:
+            gone = {*gone, turned}
+    else:
+        turned = None
+    return Call(
+        "IntegerProduct",
+        (rounded, reads[1], weight, scales, *reads[2:]),
+        (*last.outputs, f"{last.outputs[0]}/packed"),
+        frozenset({*gone, product}),
+        last.place,
+        ("turned", float(turned is not None)),
+    )
 
 
 def _norms(nodes: Nodes) -> Iterator[Call]:

@@ -48,4 +48,20 @@ extern const Kernels plain_kernels;
 extern const Kernels avx2_kernels, avx512_kernels;
 void amx_pack(const float* from, size_t rows, size_t columns, bool turned, uint32_t* tiles, size_t apart);
 void amx_tile_products(const uint32_t* const left[2], const uint32_t* const right[2], size_t tiles, float* sums);
+
+// Products of integers with AMX. `inner` is a multiple of 64, `columns` of 32.
+struct Integers {
+  size_t rows, inner, columns;
+  const uint8_t* left;      // (rows, inner), around 128
+  const float* left_scale;  // (rows)
+  const float* scale;       // of the weight's columns
+  const float* bias;        // (columns), or null
+  float* result;            // (rows, columns)
+};
+// 32 columns of a weight, (inner, columns) or, turned, (columns, inner), as tiles; sums: 128 times those of its columns
+void amx_pack_weight(const int8_t* weight, size_t inner, size_t columns, bool turned, size_t first, uint32_t* tiles,
+                     int32_t* sums);
+// (left - 128) x weight, scaled: 32 rows, and as many columns as the tiles have
+void amx_integer_products(const Integers& of, const uint32_t* tiles, const int32_t* sums, size_t row, size_t first,
+                          size_t count);
 #endif

@@ -16,7 +16,7 @@ using namespace engine;
 
 struct Choice {
   Kernels kernels;
-  bool bfloat16;  // whether its products are faster here than those of floats
+  bool amx;
 };
 
 #ifdef ONLY
@@ -25,8 +25,8 @@ Choice choose() { return {ONLY, false}; }
 bool has_amx() {
 #ifdef __linux__
   unsigned a, b, c, d;
-  constexpr unsigned kProducts = 1 << 22, kTiles = 1 << 24, kRounds = 1 << 5;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kProducts) || !(d & kTiles)) return false;
+  constexpr unsigned kUsed = 1 << 22 | 1 << 24 | 1 << 25, kRounds = 1 << 5;  // bfloat16, tiles, integers; to bfloat16
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kUsed) != kUsed) return false;
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kRounds)) return false;
   // a program asks the system once for the memory of tiles
   constexpr long kAsk = 0x1023, kTileData = 18;
@@ -40,7 +40,7 @@ Choice choose() {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return {plain_kernels, false};
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return {avx2_kernels, false};
   Choice best = {avx512_kernels, has_amx()};
-  if (best.bfloat16) best.kernels.pack = amx_pack, best.kernels.tile_products = amx_tile_products;
+  if (best.amx) best.kernels.pack = amx_pack, best.kernels.tile_products = amx_tile_products;
   return best;
 }
 #else
@@ -69,7 +69,8 @@ class Run {
   Run(Table table, Context* context) : table_(table), context_(context) {}
 
   // null, and no lengths, where an optional input is not there
-  const float* input(size_t number, std::vector<int64_t>& lengths) {
+  template <class Number = float>
+  const Number* input(size_t number, std::vector<int64_t>& lengths) {
     lengths.clear();
     size_t count = 0;
     keep(function<Status* (*)(const Context*, size_t*)>(table_, kInputs)(context_, &count));
@@ -84,7 +85,7 @@ class Run {
     lengths.resize(axes);
     keep(function<Status* (*)(const Shape*, int64_t*, size_t)>(table_, kLengths)(shape, lengths.data(), axes));
     function<void (*)(Shape*)>(table_, kReleaseShape)(shape);
-    return data<float>(const_cast<Tensor*>(tensor));
+    return data<Number>(const_cast<Tensor*>(tensor));
   }
 
   template <class Number = float>
@@ -403,6 +404,50 @@ Status* weight_grad(void* self, Context* context) {
   return run.failed;
 }
 
+#ifdef __x86_64__
+Status* integer_product(void* self, Context* context) {
+  const Kernel& kernel = *static_cast<Kernel*>(self);
+  Run run(kernel.table, context);
+  Lengths lengths, down, others, across, offsets;
+  Integers of{};
+  of.left = run.input<uint8_t>(0, lengths);
+  of.left_scale = run.input(1, down);
+  const int8_t* weight = run.input<int8_t>(2, others);
+  of.scale = run.input(3, across);
+  of.bias = run.input(4, offsets);
+  const bool turned = kernel.number != 0;
+  run.require(chosen().amx, "IntegerProduct: this processor has no AMX");
+  run.require(lengths.size() == 2 && down == Lengths{lengths[0], 1} && others.size() == 2 &&
+                  others[turned] == lengths[1] && across == Lengths{others[!turned]} && (!of.bias || offsets == across),
+              "IntegerProduct: expected rows and their scales, and a weight, its scales and at most a bias");
+  run.require(run.failed || (lengths[0] >= 32 && lengths[1] % 64 == 0 && across[0] % 32 == 0),
+              "IntegerProduct: expected 32 rows or more, multiples of 64 numbers in each, and of 32 columns");
+  if (run.failed) return run.failed;
+  of.rows = lengths[0], of.inner = lengths[1], of.columns = across[0];
+  of.result = run.output(0, {lengths[0], across[0]});
+  // memory of the engine's: an output that nothing reads
+  const size_t words = of.inner / 4 * of.columns;
+  float* scratch = run.output(1, {int64_t(words + of.columns)});
+  if (run.failed) return run.failed;
+  uint32_t* tiles = reinterpret_cast<uint32_t*>(scratch);
+  int32_t* sums = reinterpret_cast<int32_t*>(scratch + words);
+  run.each(of.columns / 32, [&](size_t piece) {
+    amx_pack_weight(weight, of.inner, of.columns, turned, piece * 32, tiles + piece * 8 * of.inner, sums + piece * 32);
+  });
+  constexpr size_t kSpan = 256;  // columns at a time
+  const size_t high = (of.rows + 31) / 32, wide = (of.columns + kSpan - 1) / kSpan;
+  run.each(high * wide, [&](size_t piece) {
+    // the smaller matrix stays in a core's second cache, the larger one passes by once
+    const size_t y = of.rows < of.columns ? piece % high : piece / wide;
+    const size_t x = of.rows < of.columns ? piece / high : piece % wide;
+    // the last rows are the last 32: some are computed twice
+    amx_integer_products(of, tiles, sums, std::min(y * 32, of.rows - 32), x * kSpan,
+                         std::min(kSpan, of.columns - x * kSpan));
+  });
+  return run.failed;
+}
+#endif
+
 struct Described : Operator {
   const char* called;
   size_t reads, makes;
@@ -410,6 +455,7 @@ struct Described : Operator {
   const char* attribute = nullptr;  // a number
   bool last_is_optional = false;
   int first_type = kFloats;  // of the outputs
+  int input_types[5] = {kFloats, kFloats, kFloats, kFloats, kFloats};
 };
 
 const Described& described(const Operator* of) { return *static_cast<const Described*>(of); }
@@ -421,7 +467,7 @@ Described completed(Described made) {
   made.provider = [](const Operator*) -> const char* { return nullptr; };  // the processor
   made.inputs = [](const Operator* of) { return described(of).reads; };
   made.outputs = [](const Operator* of) { return described(of).makes; };
-  made.input_type = [](const Operator*, size_t) { return kFloats; };
+  made.input_type = [](const Operator* of, size_t number) { return described(of).input_types[number]; };
   made.output_type = [](const Operator* of, size_t number) { return number ? kFloats : described(of).first_type; };
   made.input_kind = [](const Operator* of, size_t number) {
     return described(of).last_is_optional && number + 1 == described(of).reads ? kOptional : kRequired;
@@ -447,8 +493,8 @@ Described completed(Described made) {
 
 }  // namespace
 
-// Whether products of bfloat16 are faster on this processor than those of floats.
-extern "C" __attribute__((visibility("default"))) int fedvit_fast_bfloat16() { return chosen().bfloat16; }
+// Whether this processor has AMX, and the system lets programs use it.
+extern "C" __attribute__((visibility("default"))) int fedvit_has_amx() { return chosen().amx; }
 
 extern "C" __attribute__((visibility("default"))) engine::Status* RegisterCustomOps(engine::SessionOptions* options,
                                                                                    const engine::Base* base) {
@@ -463,6 +509,10 @@ extern "C" __attribute__((visibility("default"))) engine::Status* RegisterCustom
       completed({{}, "RoundWeights", 1, 2, round_weights, nullptr, false, kSignedBytes}),
       completed({{}, "ScaleRows", 3, 1, scale_rows, nullptr, true}),
       completed({{}, "WeightGrad", 3, 2, weight_grad, nullptr, true}),
+#ifdef __x86_64__
+      completed({{}, "IntegerProduct", 5, 2, integer_product, "turned", true, kFloats,
+                 {kBytes, kFloats, kSignedBytes, kFloats, kFloats}}),
+#endif
   };
   Table table = base->table(kVersion);
   if (!table) return refused(base->table(1), "the kernels of fedvit need onnxruntime 1.17 or later");

@@ -146,7 +146,7 @@ def test_kernels_that_load(context: DoctorContext, shared: Path, monkeypatch: py
     use_kernels(compiled(shared), monkeypatch)
     [found] = check_kernels(context)
     assert found.level == "ok"
-    assert found.what in ("fedvit[kernels] loads", "fedvit[kernels] loads, with products of bfloat16")
+    assert found.what in ("fedvit[kernels] loads", "fedvit[kernels] loads, with AMX")
 
 
 def test_kernels_that_do_not_load(

@@ -286,7 +286,7 @@ def _integer_product(nodes: Nodes, product: Node, reads: list[str], last: Node, 
     return Call(
         "IntegerProduct",
         (rounded, reads[1], weight, scales, *reads[2:]),
-        (*last.outputs, f"{last.outputs[0]}/packed"),
+        tuple(last.outputs),
         frozenset({*gone, product}),
         last.place,
         ("turned", float(turned is not None)),
@@ -320,5 +320,4 @@ def _weight_grads(nodes: Nodes) -> Iterator[Call]:
         shape = nodes.shape(node.outputs[0]) if node.kind == "Gemm" and node.attributes == {"transA": (1,)} else None
         if shape is None or min(shape) < _LEAST_SIDE or any(nodes.shape(sums) != shape for sums in node.inputs[2:]):
             continue
-        made = (*node.outputs, f"{node.outputs[0]}/packed")
-        yield Call("WeightGrad", tuple(node.inputs), made, frozenset([node]), node.place)
+        yield Call("WeightGrad", tuple(node.inputs), tuple(node.outputs), frozenset([node]), node.place)

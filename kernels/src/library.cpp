@@ -1,5 +1,6 @@
 // Operators for onnxruntime: registers them, checks shapes, and divides the work among the engine's threads.
 #include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 #include "compute.h"
@@ -337,6 +338,24 @@ Status* scale_rows(void* self, Context* context) {
   return run.failed;
 }
 
+// Memory of the thread that runs the graph, for one node at a time: it grows to what the largest needs, some megabytes. The
+// engine would keep an output that nothing reads until the run ends, and new memory for each node is slower.
+uint32_t* scratch(size_t words) {
+  struct Memory {
+    uint32_t* place = nullptr;
+    size_t words = 0;
+    ~Memory() { free(place); }
+  };
+  thread_local Memory memory;
+  if (memory.words < words) {
+    free(memory.place);
+    memory.words = (words + 15) / 16 * 16;  // whole lines of the cache
+    memory.place = static_cast<uint32_t*>(aligned_alloc(64, memory.words * sizeof(uint32_t)));
+    if (!memory.place) abort();
+  }
+  return memory.place;
+}
+
 // A matrix (rows, columns) as tiles: those of the first 16 columns from the top to the bottom, then the next.
 struct Tiles {
   const float* from;
@@ -372,10 +391,8 @@ Status* weight_grad(void* self, Context* context) {
   float* result = run.output(0, {lengths[1], others[1]});
   const size_t rows = lengths[0], height = lengths[1], width = others[1];
   Tiles turned{left, rows, height, true}, tiles{right, rows, width, false};
-  // memory of the engine's: an output that nothing reads
-  float* words = run.output(1, {int64_t(turned.size() + tiles.size())});
   if (run.failed || !height || !width) return run.failed;
-  turned.words = reinterpret_cast<uint32_t*>(words);
+  turned.words = scratch(turned.size() + tiles.size());
   tiles.words = turned.words + turned.size();
   run.each(2 * tiles.down(), [&](size_t number) { (number % 2 ? turned : tiles).pack(number / 2); });
   constexpr size_t kSide = 32;  // of a piece of the result
@@ -425,12 +442,10 @@ Status* integer_product(void* self, Context* context) {
   if (run.failed) return run.failed;
   of.rows = lengths[0], of.inner = lengths[1], of.columns = across[0];
   of.result = run.output(0, {lengths[0], across[0]});
-  // memory of the engine's: an output that nothing reads
-  const size_t words = of.inner / 4 * of.columns;
-  float* scratch = run.output(1, {int64_t(words + of.columns)});
   if (run.failed) return run.failed;
-  uint32_t* tiles = reinterpret_cast<uint32_t*>(scratch);
-  int32_t* sums = reinterpret_cast<int32_t*>(scratch + words);
+  const size_t words = of.inner / 4 * of.columns;
+  uint32_t* tiles = scratch(words + of.columns);
+  int32_t* sums = reinterpret_cast<int32_t*>(tiles + words);
   run.each(of.columns / 32, [&](size_t piece) {
     amx_pack_weight(weight, of.inner, of.columns, turned, piece * 32, tiles + piece * 8 * of.inner, sums + piece * 32);
   });
@@ -508,9 +523,9 @@ extern "C" __attribute__((visibility("default"))) engine::Status* RegisterCustom
       completed({{}, "RoundRows", 2, 2, round_rows, nullptr, true, kBytes}),
       completed({{}, "RoundWeights", 1, 2, round_weights, nullptr, false, kSignedBytes}),
       completed({{}, "ScaleRows", 3, 1, scale_rows, nullptr, true}),
-      completed({{}, "WeightGrad", 3, 2, weight_grad, nullptr, true}),
+      completed({{}, "WeightGrad", 3, 1, weight_grad, nullptr, true}),
 #ifdef __x86_64__
-      completed({{}, "IntegerProduct", 5, 2, integer_product, "turned", true, kFloats,
+      completed({{}, "IntegerProduct", 5, 1, integer_product, "turned", true, kFloats,
                  {kBytes, kFloats, kSignedBytes, kFloats, kFloats}}),
 #endif
   };

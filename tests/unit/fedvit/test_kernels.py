@@ -255,7 +255,7 @@ def test_gradient_of_a_weight_in_bfloat16(
 ) -> None:
     """Factors are rounded to bfloat16 as torch does it; sums are of floats, and begin with those that are given."""
     left, right, before = drawn(seed, rows, height), drawn(seed + 1, rows, width), drawn(seed + 2, height, width)
-    found = run_operator(packages[kind], "WeightGrad", 2, left, right, *([before] if summed else []))[0]
+    found = run_operator(packages[kind], "WeightGrad", 1, left, right, *([before] if summed else []))[0]
     assert_near(found, in_bfloat16(left).T @ in_bfloat16(right) + (before if summed else 0), 1e-5)
 
 
@@ -281,11 +281,11 @@ def test_products_of_integers_with_amx(
     given = (rounded, scales, lies, own, *bias)
     if not has_amx(kernels_in(packages[""])):
         with pytest.raises(Exception, match="this processor has no AMX"):  # onnxruntime's own
-            run_operator(packages[""], "IntegerProduct", 2, *given, turned=float(turned))
+            run_operator(packages[""], "IntegerProduct", 1, *given, turned=float(turned))
         return
     whole = (rounded.astype(np.int64) - 128) @ weight.astype(np.int64)
     wanted = whole * own.astype(np.float64) * scales + (bias[0] if bias else 0)
-    assert_near(run_operator(packages[""], "IntegerProduct", 2, *given, turned=float(turned))[0], wanted)
+    assert_near(run_operator(packages[""], "IntegerProduct", 1, *given, turned=float(turned))[0], wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -299,7 +299,7 @@ def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> 
     ones = np.ones(20, np.float32)
     assert np.isnan(run_operator(packages[kind], "LayerNorm", 3, entered, ones, ones, epsilon=1e-6)[0]).all()
     assert np.isnan(run_operator(packages[kind], "ColumnSums", 1, entered)[0]).all()
-    assert np.isnan(run_operator(packages[kind], "WeightGrad", 2, entered, ones[None, :])[0]).all()
+    assert np.isnan(run_operator(packages[kind], "WeightGrad", 1, entered, ones[None, :])[0]).all()
     for odd in (np.nan, np.inf):  # wherever in its row, and in that row alone
         for place in (0, 19):
             rows = drawn(1, 2, 20)
@@ -320,8 +320,8 @@ def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> 
         ("RoundRows", 2, [(2, 3), (2,)], "at most a factor for each column"),
         ("ScaleRows", 1, [(2, 3), (3, 1)], "a scale for each of them"),
         ("ScaleRows", 1, [(2, 3), (2, 1), (2,)], "at most a bias for each column"),
-        ("WeightGrad", 2, [(4, 3), (5, 3)], "two matrices with as many rows"),
-        ("WeightGrad", 2, [(4, 3), (4, 5), (5, 3)], "at most a sum of their columns' products"),
+        ("WeightGrad", 1, [(4, 3), (5, 3)], "two matrices with as many rows"),
+        ("WeightGrad", 1, [(4, 3), (4, 5), (5, 3)], "at most a sum of their columns' products"),
     ],
 )
 def test_other_shapes_are_refused(

@@ -266,6 +266,8 @@ def _scaled_rows(nodes: Nodes, amx: bool) -> Iterator[Call]:
 
 def _integer_product(nodes: Nodes, product: Node, reads: list[str], last: Node, gone: set[Node]) -> Call | None:
     """Of what is scaled there, by a weight as it lies; None where AMX's tiles do not divide it."""
+    if len(product.inputs) < 5:
+        return None
     rounded, weight, one, scales, zero = product.inputs[:5]
     left, made = nodes.shape(rounded), nodes.shape(last.outputs[0])
     if left is None or made is None or len(left) != 2 or len(made) != 2:
@@ -308,7 +310,7 @@ def _norms(nodes: Nodes) -> Iterator[Call]:
 
 def _column_sums(nodes: Nodes) -> Iterator[Call]:
     for node in nodes.all:
-        if node.kind != "ReduceSum" or node.attributes != {"keepdims": (1,)}:
+        if node.kind != "ReduceSum" or node.attributes != {"keepdims": (1,)} or len(node.inputs) != 2:
             continue
         rows, axes = node.inputs
         if nodes.constants.get(axes) == (0,) and len(nodes.shape(rows) or ()) == 2:

@@ -502,6 +502,36 @@ def test_a_bias_of_rows_is_added_as_before(prepared: dict[str, Prepared]) -> Non
     assert any(node.op_type == "Add" and "batch/more" in node.input for node in onnx.load_from_string(made).graph.node)
 
 
+def test_operators_with_fewer_inputs_stay(installed: Path) -> None:
+    """As ONNX allows it, but export does not write it: a product without zero points, a sum of all axes."""
+    nodes = [
+        helper.make_node("MatMulIntegerToFloat", ["u", "w", "one", "own"], ["p"], domain="com.microsoft"),
+        helper.make_node("Mul", ["p", "s"], ["scaled"]),
+        helper.make_node("ReduceSum", ["scaled"], ["y"], keepdims=1),
+    ]
+    sizes = {"u": (TensorProto.UINT8, [64, 64]), "w": (TensorProto.INT8, [64, 32]), "s": (TensorProto.FLOAT, [64, 1])}
+    given = [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in sizes.items()]
+    scales = [onnx.numpy_helper.from_array(np.ones(n, np.float32), name) for name, n in (("one", ()), ("own", 32))]
+    between = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [64, 32]) for name in ("p", "scaled")]
+    result = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 1])]
+    graph = helper.make_graph(nodes, "g", given, result, scales, value_info=between)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    made = rewritten(helper.make_model(graph, opset_imports=opsets, ir_version=9).SerializeToString(), amx=True)
+    assert made is not None
+    assert operators(made) == {"ScaleRows": 1}
+    rng = np.random.default_rng(0)
+    feeds = {
+        "u": rng.integers(0, 256, (64, 64), np.uint8),
+        "w": rng.integers(-64, 65, (64, 32), np.int8),
+        "s": drawn(0, 64, 1),
+    }
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(installed))
+    [found] = onnxruntime.InferenceSession(made, options, providers=[CPU]).run(None, feeds)
+    wanted = ((feeds["u"].astype(float) @ feeds["w"].astype(float)) * feeds["s"]).sum()
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+
 def test_other_numbers_are_not_replaced(prepared: dict[str, Prepared]) -> None:
     """Another factor than the root of a half in GELU's gradient."""
     model = onnx.load(str(prepared["fedavg"].graph("train")))

@@ -479,6 +479,7 @@ void pairs(const float* upper, const float* lower, uint32_t* words) {
   }
 }
 
+// 16 rows of 16 words become columns.
 void turn_tile(uint32_t* tile) {
   for (size_t row = 1; row < 16; ++row)
     for (size_t column = 0; column < row; ++column) {

@@ -302,7 +302,7 @@ Status* round_rows(Context* context, const Kernel& kernel, float steps, int zero
   const float* entered = run.input(0, lengths);
   const float* factors = run.input(1, across);
   run.require(lengths.size() == 2 && (!factors || across == Lengths{lengths[1]}),
-              "RoundRows: expected rows, and at most a factor for each column");
+              "RoundRows, RoundWeights: expected rows, and at most a factor for each column");
   if (run.failed) return run.failed;
   uint8_t* rounded = run.output<uint8_t>(0, lengths);
   float* scales = run.output(1, {lengths[0], 1});
@@ -338,8 +338,8 @@ Status* scale_rows(void* self, Context* context) {
   return run.failed;
 }
 
-// Memory of the thread that runs the graph, for one node at a time: it grows to what the largest needs, some megabytes. The
-// engine would keep an output that nothing reads until the run ends, and new memory for each node is slower.
+// Memory of the thread that runs the graph, for one node at a time: it grows to what the largest needs, some megabytes.
+// The engine would keep an output that nothing reads until the run ends, and new memory for each node is slower.
 uint32_t* scratch(size_t words) {
   struct Memory {
     uint32_t* place = nullptr;

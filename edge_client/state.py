@@ -16,8 +16,21 @@ from fedvit.files import atomic_write
 from fedvit.wire.topics import check_name
 
 
+def home_folder() -> Path | None:
+    """Return the user's home folder; None for a user without one, as systemd's DynamicUser may have."""
+    try:
+        return Path.home()
+    except RuntimeError:  # neither HOME nor an entry among the users of the system
+        return None
+
+
 def state_base() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "fedvit"
+    """Return the folder of all states of this user. Raises ConfigError for a user without a home folder."""
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return Path(base) / "fedvit"
+    if home := home_folder():
+        return home / ".local" / "state" / "fedvit"
+    raise ConfigError("this user has no home folder for the device's state: --state names a folder")
 
 
 def identity_folder(state: Path | None) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from edge_client.endpoint import find_endpoint
-from edge_client.state import default_state, device_id, lock_state, split_file, status_file
+from edge_client.state import default_state, device_id, home_folder, lock_state, split_file, status_file
 from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
 from fedvit.logs import configure_logging
@@ -94,7 +94,8 @@ def serve(
         decoded_bytes=decoded_bytes_within(memory_budget),
     )
     images = growing.data
-    recent_log = RecentLog([Path.home(), data], images.classes) if sends_logs else None
+    home = home_folder()
+    recent_log = RecentLog([home, data] if home else [data], images.classes) if sends_logs else None
     if recent_log:
         logging.getLogger().addHandler(recent_log)
     make_private(folder / kept for kept in ("blobs", "vault"))

@@ -1,11 +1,16 @@
 """What deploy/ starts, killed and started again by the same line: the run goes on, where its devices expect it."""
 
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
 from coordinator.broker.process import claim_port
@@ -13,15 +18,21 @@ from tests.support.forked import Forked
 from tests.support.programs import CONFIG, Stage, program, toml, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+USER = 61947
+"""A user id without an entry among the users of the system."""
 TRAINED = ("device-0", "device-1")  # the second one trains for so long that a kill comes in the middle of a round
 
 
-def exec_start() -> list[str]:
-    unit = (DEPLOY / "systemd" / "fedvit-coordinator.service").read_text()
-    [line] = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
-    program_path, *arguments = shlex.split(line)
-    assert Path(program_path).name == "coordinator"
+def exec_start(unit: str = "fedvit-coordinator.service", name: str = "coordinator") -> list[str]:
+    program_path, *arguments = shlex.split(set_by(unit, "ExecStart"))
+    assert Path(program_path).name == name
     return arguments
+
+
+def set_by(unit: str, key: str) -> str:
+    """Return the value of a unit file's only line with this key."""
+    [value] = re.findall(rf"^{key}=(.*)$", (DEPLOY / "systemd" / unit).read_text(), re.MULTILINE)
+    return str(value)
 
 
 def composed() -> list[str]:
@@ -104,3 +115,53 @@ def test_container_resumes_its_run_with_its_broker(stage: Stage) -> None:
     check_outcome(stage, devices)
     coordinator.send_signal(signal.SIGTERM)
     assert stage.finish(coordinator, "coordinator") == 130
+
+
+def test_unit_of_a_device_needs_neither_a_home_nor_a_named_user(stage: Stage, public: Path) -> None:
+    """DynamicUser on a Debian without libnss-systemd: the device's user has no entry among the users, and no HOME."""
+    unit = "fedvit-edge.service"
+    coordinator = stage.coordinator("--devices", "1", "--rounds", "1")
+    state = public / set_by(unit, "StateDirectory")
+    state.mkdir(mode=0o700)
+    images = shutil.copytree(stage.parts / "device-0", public / "images")
+    settings = dict(line.split("=", 1) for line in lines_of("edge.env.example"))
+    settings |= {
+        "FEDVIT_BROKER": f"mqtt://127.0.0.1:{stage.port}",
+        "FEDVIT_DATA": str(images),
+        "STATE_DIRECTORY": str(state),
+    }
+    words = [re.sub(r"\$\{(\w+)\}", lambda name: settings[name[1]], word) for word in exec_start(unit, "edge-client")]
+    line = [str(state) if word == f"/var/lib/{state.name}" else word for word in words]
+    assert str(state) in line
+    assert set_by(unit, "DynamicUser") == "yes"
+    clean = ["env", "-i", *(f"{name}={value}" for name, value in settings.items())]
+    command = [*as_a_user_without_a_name(state), *clean, *program("edge_client.cli"), *line, "--once"]
+    assert stage.finish(stage.start("device", command), "device") == 0, stage.log("device")
+    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    assert stage.query("select device, kind from results order by kind") == [
+        (settings["FEDVIT_ID"], "evaluate"), (settings["FEDVIT_ID"], "train"),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user may enter, unlike those of pytest."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def lines_of(file: str) -> list[str]:
+    text = (DEPLOY / "systemd" / file).read_text()
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def as_a_user_without_a_name(state: Path) -> list[str]:
+    """Return a prefix that runs a command as such a user, who owns `state`; only root can become another user."""
+    if os.geteuid() != 0:
+        return []
+    os.chown(state, USER, USER)
+    # as in the unit no capability is left, but one: the tests' Python and folders may be readable by root alone
+    reads = "-all,+dac_read_search"
+    kept = [f"--{kind}-caps={reads}" for kind in ("inh", "ambient")]
+    return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", f"--bounding-set={reads}", *kept]

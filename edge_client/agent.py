@@ -205,6 +205,7 @@ class Agent:
         self._epoch: int | None = None
         self._term = 0  # the latest known, of a coordinator that leads others
         self._hello: Resend | None = None  # set while a hello waits for its answer
+        self._refusal: str | None = None  # reason of the newest answer, while the device may still be accepted
         self._refused_since: float | None = None
         self._other_version: tuple[PeerRefused, float] | None = None  # received since the last welcome, and when
         self._execution: TaskExecution | None = None
@@ -273,6 +274,8 @@ class Agent:
         """What the device does now, for people."""
         if not self._connected:
             return "no connection to the broker"
+        if self._refusal is not None:
+            return f"not accepted yet: {self._refusal}"
         if self._epoch is None:
             return "waiting for a coordinator"
         if self._execution is None:
@@ -317,12 +320,8 @@ class Agent:
                 self.exchange.reconnected()
                 if self.renewal:
                     self.renewal.connected(self.transport)
-            case Disconnected(reason=reason):
-                if reason != self._link_trouble:
-                    self.last_error = LastError(what=f"no connection to the broker: {reason}", at_s=time.time())
-                    log.warning("no connection to the broker; trying again", extra={"reason": reason})
-                self._link_trouble = reason
-                self._connected = False
+            case Disconnected():
+                self._on_disconnected(event)
             case Received(topic=topic, payload=payload):
                 self._on_received(topic, payload)
             case _Worked():
@@ -345,7 +344,7 @@ class Agent:
         if self.renewal:
             self.renewal.tick(self.transport)
         if self._hello and self._hello.due():
-            if self._hello.is_overdue() and not self._wait_logged:
+            if self._hello.is_overdue() and not self._wait_logged and self._refusal is None:
                 self._wait_logged = True
                 log.warning(
                     "no coordinator answers; retrying. 'edge-client doctor' looks for the cause",
@@ -354,6 +353,17 @@ class Agent:
             self._send_hello(self._hello)
         if self._hello is None:
             self._answers.send_due()
+
+    def _on_disconnected(self, event: Disconnected) -> None:
+        if event.reason != self._link_trouble:
+            if event.refused or self._ended is None:  # the broker of an ended run may end with it
+                what = f"no connection to the broker: {event.reason}"
+                self.last_error = LastError(what=what, at_s=time.time())
+            remedy = "" if self._connected else ". 'edge-client doctor' looks for the cause"
+            log.warning(f"no connection to the broker; trying again{remedy}", extra={"reason": event.reason})
+        self._link_trouble = event.reason
+        self._connected = False
+        self._refusal = None
 
     # --- messages -------------------------------------------------------------------------------------
 
@@ -433,6 +443,7 @@ class Agent:
         if self._is_outdated(state.epoch):
             return
         if not state.alive:
+            self._refusal = None
             log.info("the coordinator left; waiting for it")
         elif state.epoch != self._epoch:
             if self._task_run not in (None, state.run):  # the end of that run was not heard
@@ -515,7 +526,7 @@ class Agent:
         self._epoch = welcome.epoch
         self.transport.spread_return(max(RETURN_SPREAD_S, welcome.spread_s))
         self._hello = None
-        self._refused_since = None
+        self._refused_since = self._refusal = None
         self._other_version = None
         self._answers.send_all(welcome.epoch)
 
@@ -523,12 +534,12 @@ class Agent:
         self.last_error = LastError(what=f"not accepted: {refused.reason}", at_s=time.time())
         if refused.final:
             raise PeerRefused(f"the coordinator refused device {self.device!r}: {refused.reason}")
-        now = time.monotonic()
+        now, self._refusal = time.monotonic(), refused.reason
         if self._refused_since is None:
             self._refused_since = now
-            log.warning("not accepted yet; retrying", extra={"device": self.device, "reason": refused.reason})
         elif now - self._refused_since > SAME_ID_PATIENCE_S:
             raise PeerRefused(f"the coordinator refused device {self.device!r}: {refused.reason}")
+        log.warning("not accepted yet; retrying", extra={"device": self.device, "reason": refused.reason})
 
     def _on_extended(self, extended: Extended) -> None:
         execution = self._execution

@@ -64,9 +64,9 @@ class Membership:
             state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}", limits=limits))
             return
         if rival := state.presence.rival(device, hello):
-            where = rival.hello.profile.host
-            reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"
-            self._refuse(device, hello, reason, final=False)
+            if rival.news:
+                state.operator_log(rival.news)
+            self._refuse(device, hello, rival.reason, final=False)
             return
         if too_old := why_too_old(state.config.min_device_version, hello.software):
             self._refuse(device, hello, too_old, final=True)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, KeysView
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fedvit.wire.messages import DeviceState, Hello
 
@@ -45,10 +46,18 @@ class Device:
         return time.monotonic() < self.backoff_until
 
 
+class Rival(NamedTuple):
+    """A second process with the name of a device that is online."""
+
+    reason: str  # to refuse it
+    news: str  # a line for the operator, at the first refusal of this name; else empty
+
+
 class Presence:
     """All devices that were admitted since this process began."""
 
     def __init__(self) -> None:
+        self._with_rivals: set[str] = set()  # names that a second process claimed
         self._devices: dict[str, Device] = {}
         self._online: set[str] = set()
         self._classes: Counter[str] = Counter()  # how many devices that are online have each class
@@ -138,10 +147,17 @@ class Presence:
         since = time.monotonic() - grace_s
         return [name for name, device in self._devices.items() if device.left_at is not None and device.left_at > since]
 
-    def rival(self, name: str, hello: Hello) -> Device | None:
-        """The online device with the same name, if it is another process."""
+    def rival(self, name: str, hello: Hello) -> Rival | None:
+        """Return the reason to refuse a device while another process with its name is online; None if there is none."""
         known = self._devices.get(name)
-        return known if known and name in self._online and known.hello.instance != hello.instance else None
+        if known is None or name not in self._online or known.hello.instance == hello.instance:
+            return None
+        host, new = known.hello.profile.host, hello.profile.host
+        reason = f"a device with id {name!r} is online already (on {host}); choose another with --id"
+        news = f"a second device with id {name!r} (on {new!r}) was refused: the first one is online (on {host!r})"
+        is_known = name in self._with_rivals
+        self._with_rivals.add(name)
+        return Rival(reason, "" if is_known else news)
 
     def arrived(self, name: str, hello: Hello) -> None:
         known = self._devices.get(name)

@@ -333,9 +333,9 @@ class Router:
     def _on_hello(self, device: str, hello: Hello, event: Received) -> None:
         hello = msgspec.structs.replace(hello, labels=hello.labels | self._labels.get(device, {}))
         if rival := self._presence.rival(device, hello):
-            where = rival.hello.profile.host
-            reason = f"a device with id {device!r} is online already (on {where}); choose another with --id"
-            self._send(device, Refused(hello.instance, reason, final=False))
+            if rival.news:
+                self._operator_log(rival.news)
+            self._send(device, Refused(hello.instance, rival.reason, final=False))
             return
         if not self._presence.is_online(device):
             labels = "".join(f" {name}={value}" for name, value in sorted(hello.labels.items()))

@@ -169,19 +169,21 @@ def serve(
 
 
 def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
-    """The stored compute speed; with `measure` a missing one is measured now, which takes seconds."""
-    from edge_client.speed import find_speed, kept_speed
+    """Return the stored compute speed; with `measure` a missing one is measured now, which takes seconds."""
+    from edge_client.speed import find_speed, read_stored
     from profiles.probes.speed import measure_speed
 
-    if speed := kept_speed(state, threads):
+    known = read_stored(state, threads)
+    if known and known.speed:
         log.info("compute speed is known from an earlier start")
-    elif measure:
-        log.info("measuring the compute speed")
-        speed, origin = find_speed(state, threads, measure_speed)
-        log.info("compute speed", extra={"origin": origin})
+    elif known or measure:
+        if not known:
+            log.info("measuring the compute speed")
+        known = known or find_speed(state, threads, measure_speed)
+        log.info("compute speed", extra={"origin": known.origin})
     else:
         log.info("compute speed is not known: --profile or 'edge-client profile' measures it")
-    return speed
+    return known.speed if known else None
 
 
 def check_memory_budget(limit_bytes: int) -> None:

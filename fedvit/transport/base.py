@@ -25,6 +25,7 @@ class Disconnected(NamedTuple):
     """The link is down; the transport keeps trying to reconnect."""
 
     reason: str
+    refused: bool = False  # by the broker: it is there, and this client may not connect
 
 
 class Acknowledged(NamedTuple):

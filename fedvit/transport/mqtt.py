@@ -335,7 +335,7 @@ class MqttTransport(Transport, LoopMember):
             return None
         if link is not None and link.version == MQTTProtocolVersion.MQTTv5 and self._versions[0] != link.version:
             return 0.0  # try the older version at once
-        self.inbox.put(Disconnected(reason))
+        self.inbox.put(Disconnected(reason, refused=link is not None and link.refused))
         return self._backoff.wait_s(None if up_at is None else time.monotonic() - up_at)
 
     def _new_client(self, version: MQTTProtocolVersion) -> Client:

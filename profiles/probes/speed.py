@@ -50,13 +50,20 @@ LEAST_RUNS, MOST_RUNS, ENOUGH_S = 4, 24, 0.12
 """Of one operator; the median counts, as for a step."""
 
 
+class ProbeTooSlow(DeviceTrouble):
+    """The probe was given up after PATIENCE_S."""
+
+
 def measure_speed(threads: int) -> Speed:
-    """Measure with a number of threads. Raises DeviceTrouble, with a hint, if the engine does not work."""
+    """Measure with a number of threads.
+
+    Raises DeviceTrouble, with a hint, if the engine does not work, and ProbeTooSlow after PATIENCE_S.
+    """
     command = [sys.executable, "-m", "profiles.probes.speed", str(threads)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
-        raise DeviceTrouble(f"the speed probe was not done within {PATIENCE_S:.0f} s") from None
+        raise ProbeTooSlow(f"the speed probe was not done within {PATIENCE_S:.0f} s") from None
     if ended.returncode != 0:
         lines = ended.stderr.strip().splitlines()
         why = f"signal {-ended.returncode}" if ended.returncode < 0 else lines[-1] if lines else "no output"

@@ -30,6 +30,7 @@ from tests.support.programs import (
     Stage,
     open_to_others,
     program,
+    said,
     wait_for,
 )
 
@@ -126,7 +127,8 @@ def _command_line(path: Path) -> bytes:
 
 
 def test_second_device_with_the_same_id(stage: Stage) -> None:
-    """The first keeps its place; the second is told, in one line that names the id, and the run goes on."""
+    """The first keeps its place, and the run goes on. The second is told why whenever it asks, and nothing else; the
+    coordinator's console has it once."""
     stage.coordinator()
     stage.device("device-0")
     observer = stage.observer()
@@ -138,7 +140,9 @@ def test_second_device_with_the_same_id(stage: Stage) -> None:
             "--state", str(stage.folder / "state" / "twin"), "--id", "device-0", "--threads", "1", "--once",
         ],
     )  # fmt: skip
-    wait_for(lambda: "is online already" in stage.log("twin"), "the twin to be told")
+    wait_for(lambda: stage.log("twin").count("is online already") >= 3, "the twin to be told again")
+    assert "no coordinator answers" not in stage.log("twin")
+    assert stage.log("coordinator").count("a second device with id 'device-0'") == 1
     twin.send_signal(signal.SIGTERM)
     assert stage.finish(twin, "twin") == 0
     found = observer.find(Welcome, device="device-1")
@@ -146,6 +150,37 @@ def test_second_device_with_the_same_id(stage: Stage) -> None:
     stage.device("device-2")
     wait_for(found, "device-1 to be welcome")
     wait_for(lambda: stage.query("select 1 from results where device = 'device-0'"), "the first device-0 to train")
+
+
+def test_device_that_stays_after_its_run(stage: Stage) -> None:
+    """A wrong password is an error with a remedy. The broker of a run that has ended goes with it, which is none."""
+    stage.environment["FEDVIT_BROKER_PASSWORD"] = "right"
+    coordinator = stage.coordinator("--devices", "1", "--rounds", "1")
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    command = [*program("edge_client.cli"), "--data", str(stage.parts / "device-0"), "--threads", "1"]
+
+    def begin(name: str, password: str) -> tuple[list[str], subprocess.Popen[bytes]]:
+        state = ["--state", str(stage.folder / name)]
+        broker = f"mqtt://fedvit:{password}@127.0.0.1:{stage.port}"
+        return state, stage.start(name, [*command, *state, "--broker", broker])
+
+    def last_error(state: list[str]) -> str | None:
+        found = json.loads(said(stage, "edge_client.cli", "status", *state, "--json"))["doing"]["last_error"]
+        return found and str(found["what"])
+
+    stranger, process = begin("stranger", "wrong")
+    wait_for(lambda: "broker refused: not authorised" in stage.log("stranger"), "the stranger to be refused")
+    assert "'edge-client doctor' looks for the cause" in stage.log("stranger")
+    process.send_signal(signal.SIGTERM)
+    assert stage.finish(process, "stranger") == 0
+    assert last_error(stranger) == "no connection to the broker: broker refused: not authorised"
+    member, process = begin("member", "right")
+    assert stage.finish(coordinator, "coordinator") == 0
+    wait_for(lambda: "no connection to the broker" in stage.log("member"), "the device to lose the broker")
+    process.send_signal(signal.SIGTERM)
+    assert stage.finish(process, "member") == 0
+    assert "run ended" in stage.log("member")
+    assert last_error(member) is None
 
 
 def test_fleet_run_with_flags_alone(stage: Stage) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edge_client.speed import FILE, Conditions, find_speed, kept_speed
+from edge_client.commands.serve import speed_at_start
+from edge_client.speed import FILE, Conditions, find_speed, read_stored
 from fedvit.errors import LinkDown
 from fedvit.resources import Speed
+from profiles.probes import speed as probe
 from tests.support.speeds import some_speed
 
 
@@ -28,6 +30,11 @@ def never(threads: int) -> Speed:
 
 def failing(threads: int) -> Speed:
     raise LinkDown("the engine died")
+
+
+def kept_speed(state: Path, threads: int) -> Speed | None:
+    known = read_stored(state, threads)
+    return known.speed if known else None
 
 
 def test_it_is_measured_once_and_found_again(tmp_path: Path) -> None:
@@ -97,3 +104,18 @@ def test_a_bit_of_the_file_ends_nobody(tmp_path: Path) -> None:
         (tmp_path / FILE).write_bytes(flipped)
         again += kept_speed(tmp_path, 2) is None
     assert again > len(raw) / 3
+
+
+def test_probe_that_gave_up_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real probe, on a device that is too slow for it: the next start does not wait for it again."""
+    monkeypatch.setattr(probe, "PATIENCE_S", 0.01)
+    assert speed_at_start(tmp_path, 1, measure=True) is None
+    monkeypatch.setattr(probe, "measure_speed", never)
+    assert speed_at_start(tmp_path, 1, measure=True) is None
+    known = read_stored(tmp_path, 1)
+    assert known is not None
+    assert "was not done within" in known.origin
+    assert "edge-client profile --fresh" in known.origin
+    assert find_speed(tmp_path, 1, never) == known
+    assert find_speed(tmp_path, 1, Measure(), fresh=True).speed == some_speed(1, 1e9)
+    assert kept_speed(tmp_path, 1) == some_speed(1, 1e9)

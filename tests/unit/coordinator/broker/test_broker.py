@@ -127,7 +127,7 @@ def test_only_clients_with_the_password_are_admitted(start: Start, kind: str, li
     address = broker.address
     assert (address.user, address.password) == (FLEET_USER, secret)
     assert first_event(address) == Connected()
-    refused = Disconnected("broker refused: not authorised")
+    refused = Disconnected("broker refused: not authorised", refused=True)
     assert first_event(replace(address, password="guess")) == refused
     assert first_event(replace(address, password=None)) == refused
     assert first_event(replace(address, user="root")) == refused

@@ -30,15 +30,17 @@ def test_membership_admits_a_repeated_hello_without_another_line(parts: Parts) -
 
 
 def test_membership_refuses_a_second_process_of_a_name_while_the_first_is_online(parts: Parts) -> None:
-    """Not for good: the first may leave. The operator need not read of it."""
+    """Not for good: the first may leave. The operator reads of it once."""
     parts.arrive("pi")
     before = len(parts.lines)
-    parts.membership.on_hello("pi", hello("other"))
-    [refused] = parts.got("pi", Refused)
+    for _ in range(2):
+        parts.membership.on_hello("pi", hello("other", host="vm\n"))
+    refused, _ = parts.got("pi", Refused)
     assert (refused.instance, refused.final) == ("other", False)
     assert "online already (on desk); choose another with --id" in refused.reason
     assert parts.membership.take_arrivals() == []
-    assert len(parts.lines) == before
+    [line] = parts.lines[before:]
+    assert "second device with id 'pi' (on 'vm\\n')" in line
     parts.membership.on_state("pi", DeviceState("pi1", online=False))
     parts.membership.on_hello("pi", hello("other"))
     assert parts.membership.take_arrivals() == [Arrival("pi", was_away=True)]

@@ -65,7 +65,7 @@ def test_the_will_of_a_stranger_changes_nothing(presence: Presence) -> None:
 def test_a_second_process_with_a_name_that_is_taken_is_a_rival(presence: Presence) -> None:
     rival = presence.rival("a", hello("other", host="elsewhere"))
     assert rival is not None
-    assert rival.hello.profile.host == "desk"
+    assert "(on desk)" in rival.reason
     assert presence.rival("a", hello("a1")) is None, "the same process says hello again"
     assert presence.rival("c", hello("c1")) is None
     presence.state_changed("a", DeviceState("a1", online=False))

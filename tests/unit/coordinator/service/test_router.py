@@ -223,7 +223,9 @@ def test_router_refuses_a_second_device_of_the_same_name(hall: Hall) -> None:
     device = Device(hall, "pi-1")
     device.say(device.hello)
     twin = Device(hall, "pi-1", instance="i2")
-    twin.say(twin.hello)
+    for _ in range(2):
+        twin.say(twin.hello)
+    assert [line for line in hall.said if "second device with id 'pi-1'" in line] == hall.said[-1:]
     refused = twin.messages()[-1]
     assert isinstance(refused, Refused)
     assert not refused.final

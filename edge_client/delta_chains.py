@@ -1,6 +1,8 @@
 """Delta chains: a device rebuilds a blob from one that it has and small patches, instead of fetching it whole."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +11,7 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.tensors import Array, Tensors, mapped, packed_stream, release_pages
 from fedvit.updates import NONE, decode_one, make_codec
-from fedvit.wire.messages import DeltaStep, Manifest
+from fedvit.wire.messages import MAX_CHAIN_STEPS, DeltaStep, Manifest
 
 
 class DeltaChain(NamedTuple):
@@ -20,44 +22,65 @@ class DeltaChain(NamedTuple):
     steps: tuple[DeltaStep, ...]
 
 
+class _Best(NamedTuple):
+    """The chain with the fewest bytes that leads to one digest, by its last step."""
+
+    size_bytes: int
+    length: int
+    last: DeltaStep
+
+
 def delta_chains(
     wanted: Iterable[str],
     steps: tuple[DeltaStep, ...],
     manifests: Mapping[str, Manifest],
     has: Callable[[str], bool],
 ) -> list[DeltaChain]:
-    """The chain with the fewest bytes for each wanted blob that is not here; none where the whole blob is smaller."""
-    found = []
+    """Find the chain with the fewest bytes for each wanted blob that is not here; none if the whole blob is smaller.
+
+    Raises BadPayload for steps that lead in a circle, and for a chain of more than MAX_CHAIN_STEPS steps.
+    """
+    best = _find_best(steps, has)
+    chains = []
     for digest in wanted:
-        if digest in manifests and not has(digest):
-            base, chain = _cheapest(digest, steps, has)
-            if chain and sum(step.patch.size for step in chain) < manifests[digest].size:
-                found.append(DeltaChain(manifests[digest], base, chain))
-    return found
+        if digest in manifests and digest in best and best[digest].size_bytes < manifests[digest].size:
+            length = best[digest].length
+            if length > MAX_CHAIN_STEPS:
+                raise BadPayload(f"a delta chain to {digest} has {length} steps, at most {MAX_CHAIN_STEPS} are allowed")
+            chain, base = deque[DeltaStep](), digest
+            while base in best:
+                chain.appendleft(best[base].last)
+                base = chain[0].base
+            chains.append(DeltaChain(manifests[digest], base, tuple(chain)))
+    return chains
 
 
-def _cheapest(
-    target: str, steps: tuple[DeltaStep, ...], has: Callable[[str], bool]
-) -> tuple[str, tuple[DeltaStep, ...]]:
-    """(base, steps) with the fewest bytes that lead to the target; no steps if there is no chain."""
-    best: tuple[str, tuple[DeltaStep, ...]] = ("", ())
-    for number, step in enumerate(steps):
-        if step.target != target:
-            continue
-        base = step.base
-        before: tuple[DeltaStep, ...] = ()
-        if base and not has(base):  # each step is used once, so that cycles end
-            base, before = _cheapest(step.base, steps[:number] + steps[number + 1 :], has)
-            if not before:
+def _find_best(steps: tuple[DeltaStep, ...], has: Callable[[str], bool]) -> dict[str, _Best]:
+    """Find the cheapest chain to every digest that steps lead to and that is not here.
+
+    Bases come before their targets, so that each step is looked at once, whatever graph a coordinator sends.
+    """
+    leading: dict[str, list[DeltaStep]] = {}
+    for step in steps:
+        leading.setdefault(step.target, []).append(step)
+    bases = {target: {step.base for step in its if step.base} for target, its in leading.items()}
+    try:
+        order = tuple(TopologicalSorter(bases).static_order())
+    except CycleError as error:
+        circle = " -> ".join(reversed(error.args[1]))
+        raise BadPayload(f"the task's delta steps lead in a circle: {circle[:500]}") from None
+    here = {digest for digest in order if has(digest)}
+    best: dict[str, _Best] = {}
+    for digest in order:
+        for step in leading.get(digest, ()) if digest not in here else ():
+            before = best.get(step.base)
+            if step.base and step.base not in here and before is None:
                 continue
-        chain = (*before, step)
-        if not best[1] or _size(chain) < _size(best[1]):
-            best = (base, chain)
+            size_bytes, length = (before.size_bytes, before.length) if before else (0, 0)
+            chain = _Best(size_bytes + step.patch.size, length + 1, step)
+            if digest not in best or chain.size_bytes < best[digest].size_bytes:
+                best[digest] = chain
     return best
-
-
-def _size(chain: tuple[DeltaStep, ...]) -> int:
-    return sum(step.patch.size for step in chain)
 
 
 def make_blob(chain: DeltaChain, blobs: BlobStore) -> None:

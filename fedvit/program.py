@@ -36,7 +36,7 @@ old one afterwards. The same holds for slots and for summed gradients.
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -59,6 +59,12 @@ SEEDS = 1 << 31
 MAX_VALUES = 1 << 31
 """Numbers in one array that a device makes for a Program: batches, features, optimizer state. What a device can
 really hold is limited by its memory budget; larger values than this are invalid."""
+MAX_PROGRAM_BYTES = 4 << 20
+"""The largest Program: names of 1,000 tensors are 100 kB, a list of classes is 1 MB at most."""
+MAX_GROUPS = 256
+"""Groups of one Program. With both limits, work that looks at all tensors for each group takes less than a second."""
+MAX_TENSORS = 16_384
+MAX_PHASES = 64
 LABELS = "labels"
 """The tensor of an upload that names the class of every collected value."""
 
@@ -212,10 +218,14 @@ class Evaluate(Struct, frozen=True, tag="evaluate", kw_only=True):
     """
 
     graph: str
-    adapt: tuple[Train, ...] = ()
+    adapt: Annotated[tuple[Train, ...], Meta(max_length=MAX_PHASES)] = ()
     gather: Gather | None = None
     kept: tuple[str, ...] = ()  # groups tested as the device itself last trained them, not as the server has them
     kept_of_this_round: bool = False  # only where the device trained them in the round that is being evaluated
+
+
+class _Head(Struct, frozen=True):
+    v: int | str | None = None
 
 
 class Program(Struct, frozen=True, kw_only=True):
@@ -225,10 +235,10 @@ class Program(Struct, frozen=True, kw_only=True):
     method: str
     model: str
     classes: tuple[str, ...]
-    groups: dict[str, Group]
-    tensors: dict[str, TensorSpec]
-    graphs: dict[str, GraphSpec]
-    train: tuple[Train, ...]
+    groups: Annotated[dict[str, Group], Meta(max_length=MAX_GROUPS)]
+    tensors: Annotated[dict[str, TensorSpec], Meta(max_length=MAX_TENSORS)]
+    graphs: Annotated[dict[str, GraphSpec], Meta(max_length=MAX_PHASES)]
+    train: Annotated[tuple[Train, ...], Meta(max_length=MAX_PHASES)]
     evaluate: Evaluate
     batch: Batch
     clip_delta: float | None = None  # deltas are scaled down to this norm, all tensors together, before they are sent
@@ -296,13 +306,14 @@ def encode_program(program: Program) -> bytes:
 
 def decode_program(raw: bytes) -> Program:
     """Raises BadPayload when the bytes are no Program, of a version that this software does not know, or absurd."""
+    if len(raw) > MAX_PROGRAM_BYTES:
+        raise BadPayload(f"a program of {len(raw)} bytes exceeds the limit of {MAX_PROGRAM_BYTES} bytes")
     try:
-        head: Any = msgspec.msgpack.decode(raw)
-        version = head.get("v") if isinstance(head, dict) else None
+        version = msgspec.msgpack.decode(raw, type=_Head).v  # untyped, a few megabytes would become a gigabyte
         if version not in VERSIONS:
             known = ", ".join(map(str, VERSIONS))
             raise BadPayload(f"program version {version!r}, this software knows versions {known}")
-        program = msgspec.convert(head, Program)
+        program = msgspec.msgpack.decode(raw, type=Program)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
         raise BadPayload(f"not a program: {error}") from error
     if trouble := next(_nonsense(program), None):

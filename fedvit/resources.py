@@ -78,6 +78,8 @@ transposed, and the product is added to); many small ones side by side; of integ
 
 
 Length = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+MAX_RATES = 256
+"""Measured rates of one kind: a prediction looks at them for each node of a graph."""
 
 
 class ProductRate(Struct, frozen=True, array_like=True):
@@ -95,8 +97,11 @@ class Speed(Struct, frozen=True, kw_only=True):
     """The compute speed of a device with the threads that training uses: measured, or from the catalogue."""
 
     threads: Length
-    products: tuple[ProductRate, ...]  # at some sizes; others lie in between
-    bytes_per_s: dict[str, float]  # read and written by an operator, by ONNX name; "Add" stands for all others
+    # at some sizes; others lie in between
+    products: Annotated[tuple[ProductRate, ...], Meta(max_length=MAX_RATES)]
+    bytes_per_s: Annotated[
+        dict[str, float], Meta(max_length=MAX_RATES)
+    ]  # read and written by an operator, by ONNX name; "Add" stands for all others
     node_s: Measure  # that every operator takes, however small its tensors
 
     def __post_init__(self) -> None:

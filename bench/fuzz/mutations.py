@@ -1,5 +1,6 @@
 """Mutations of valid bytes into bytes that a broken or hostile peer could send. The same seed gives the same result."""
 
+import itertools
 import json
 import math
 import struct
@@ -9,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from fedvit.wire.messages import MAX_MESSAGE_BYTES
+from fedvit.wire.messages import MAX_MESSAGE_BYTES, Task
 from fedvit.wire.transfer import CHUNK_BYTES
 
 INTEGERS = (
@@ -95,6 +96,21 @@ class Mutator:
             number = struct.pack("<f", self.random.choice((math.nan, math.inf, -math.inf, 3e38)))
             return "numbers", raw[:at] + number + raw[at + 4 :]
         return self.damaged(raw, other)
+
+    def delta_steps(self, task: bytes) -> tuple[str, bytes]:
+        """Replace the recipes of a task by steps that a search could follow in too many ways, or too deep."""
+        value = msgspec.msgpack.decode(task[1:])
+        places = {name: place for place, name in enumerate(Task.__struct_fields__, 1)}
+        target, patch = next(iter(value[places["groups"]].values())), value[places["blobs"]][-1]
+        names = [target, *(f"blake3:{number:064x}" for number in range(self.random.choice((2, 12, 24, 200))))]
+        links = {
+            "circle": [(one, other) for one in names[:16] for other in names[:16] if one != other],
+            "ladder": [link for link in itertools.pairwise(names) for _ in range(2)],
+            "chain": list(itertools.pairwise(names)),
+        }
+        kind = self.random.choice(tuple(links))
+        value[places["recipes"]] = [[target, base, patch, "none"] for target, base in links[kind]]
+        return f"steps in a {kind}", task[:1] + msgspec.msgpack.encode(value)
 
     # --- structure ------------------------------------------------------------------------------------
 

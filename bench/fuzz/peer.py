@@ -16,6 +16,9 @@ from fedvit.wire.messages import BlobAck, BlobNack, decode
 HANG_S = 30.0
 """Longest time for a batch of messages, which should take milliseconds."""
 
+SLOW_S = 5.0
+"""Longest processor time of a message, or of a batch of messages: other processes of a busy machine do not count."""
+
 
 class Peer:
     """Sends raw bytes, to `topic` by default, and serves blobs as a correct peer would.

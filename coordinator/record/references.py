@@ -16,10 +16,7 @@ from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.updates import NONE, Codec, decode, make_codec
-
-MAX_LINKS = 32
-"""Most links in the delta chain of one group: a task describes each with about 250 bytes, so that 64 kB hold about 250
-for all groups together. A device that was away for more rounds gets the whole group."""
+from fedvit.wire.messages import MAX_CHAIN_STEPS
 
 
 def references(
@@ -60,7 +57,7 @@ def _coded(members: Tensors, before: Reference | None, down: Codec, whole: Codec
         return before
     links: list[Link] = []
     if before is not None and patch is not None and before.whole == whole.text:
-        links = [link for link in before.links if link.base]
+        links = _without_return([link for link in before.links if link.base], sent.digest)
         links.append(Link(sent.digest, before.digest, blobs.put(pack(patch)).digest))
     if snapshot is None:
         return Reference(sent.digest, whole.text, _smaller_than(sent.size, links, blobs))
@@ -69,10 +66,16 @@ def _coded(members: Tensors, before: Reference | None, down: Codec, whole: Codec
     return Reference(sent.digest, whole.text, tuple(links))
 
 
+def _without_return(links: list[Link], target: str) -> list[Link]:
+    """The links after the one that begins at `target`: values can return to earlier ones, a chain must not."""
+    starts = [number for number, link in enumerate(links) if link.base == target]
+    return links[starts[-1] + 1 :] if starts else links
+
+
 def _smaller_than(size: int, links: list[Link], blobs: BlobStore) -> tuple[Link, ...]:
-    """The newest links whose patches together are smaller than the whole value; at most MAX_LINKS."""
+    """The newest links whose patches together are smaller than the whole value; at most MAX_CHAIN_STEPS."""
     kept: list[Link] = []
-    for link in reversed(links[-MAX_LINKS:]):
+    for link in reversed(links[-MAX_CHAIN_STEPS:]):
         size -= blobs.manifest(link.patch).size
         if size <= 0:
             break

@@ -4,6 +4,7 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from fedvit.kernels.nodes import Node, Nodes
 from fedvit.kernels.patterns import Match, pattern
@@ -16,6 +17,9 @@ _TILE_ROWS, _TILE_INNER, _TILE_COLUMNS = 32, 64, 32
 """What products of integers with AMX are made of."""
 _LEAST_SIDE = 32
 """Of a weight whose gradient is worth other products than the engine's own."""
+
+_MOST_BEHIND = 256
+"""Nodes shortly behind one tensor: about 30 in graphs of fedvit, any number in a hostile one."""
 
 _GELU_GRAD = pattern("""
     t = Mul x #root
@@ -161,7 +165,7 @@ def _layer_norm_grads(nodes: Nodes) -> Iterator[Call]:
         shown = ["y"]
         for sums, of in ((_NORM_SUMS, "n"), (_BIAS_SUMS, "g")):
             ends = (last for reader in nodes.readers[names[of]] for last in _ends(nodes, reader))
-            found = (match.extended(nodes, sums, last) for last in ends)
+            found = (match.extended(nodes, sums, last) for last in islice(ends, _MOST_BEHIND))
             rows = [float(axis) for axis in range(int(axes[0]))]
             for more in found:
                 if more and more.has(nodes, rows=rows):
@@ -178,7 +182,7 @@ def _layer_norm_grads(nodes: Nodes) -> Iterator[Call]:
 
 
 def _ends(nodes: Nodes, reader: Node) -> list[Node]:
-    """A node that reads, and those that read what it makes."""
+    """Return a node that reads, and the nodes that read its outputs."""
     return [reader, *(after for name in reader.outputs for after in nodes.readers[name])]
 
 
@@ -203,12 +207,14 @@ def _attentions(nodes: Nodes) -> Iterator[Call]:
 
 
 def _behind(nodes: Nodes, name: str, depth: int) -> list[Node]:
-    """The nodes that depend on a tensor, by a path of at most `depth` nodes."""
+    """Find the nodes that depend on a tensor by a path of at most `depth` nodes; none if they are too many."""
     reached: dict[Node, None] = {}
     names = [name]
     for _ in range(depth):
-        after = [node for name in names for node in nodes.readers[name] if node not in reached]
-        reached |= dict.fromkeys(after)
+        after = dict.fromkeys(node for name in names for node in nodes.readers[name] if node not in reached)
+        reached |= after
+        if len(reached) > _MOST_BEHIND:
+            return []
         names = [name for node in after for name in node.outputs]
     return list(reached)
 

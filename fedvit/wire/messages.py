@@ -43,6 +43,11 @@ MAX_CHUNK_BYTES = 1 << 20
 """Our brokers refuse larger messages, and transfers count bytes with 32 bits."""
 MAX_BLOB_CHUNKS = 1 << 20
 """130 GB. A receiver keeps a byte for each chunk, so that a false claim costs 1 MB at most."""
+MAX_CHAIN_STEPS = 32
+"""Most steps of one delta chain. A task describes each with about 250 bytes, so that 64 kB hold about 250 for all
+groups together. A device that was away for more rounds gets the whole group."""
+MAX_DELTA_STEPS = 512
+"""Delta steps of one task, more than fit into a message with their digests."""
 
 _TERM_SHIFT = 32
 """Bits of an epoch below its term."""
@@ -249,7 +254,8 @@ class Task(Message, frozen=True, tag="task"):
     deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     lr_scale: Annotated[float, Meta(ge=0.0, le=1e38)] = 1.0  # the schedule's factor for this round
     inline: tuple[bytes, ...] = ()  # contents of small blobs of this round, which need not be fetched
-    recipes: tuple[DeltaStep, ...] = ()  # steps of delta chains to blobs among `groups`
+    # steps of delta chains to blobs among `groups`
+    recipes: Annotated[tuple[DeltaStep, ...], Meta(max_length=MAX_DELTA_STEPS)] = ()
     task: Name = ""  # identity of the work: equal for devices with equal work
     attempt: Count = 1  # how often this task was sent to this device, this time included
     progress_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 0.5  # least interval between Progress messages

@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from fedvit.blobs import digest_of
 from fedvit.program import Program
 from fedvit.tensors import Tensors, delta, pack
 from fedvit.updates import decode, make_codec
-from fedvit.wire.messages import Result
+from fedvit.wire.messages import DeltaStep, Result
 from tests.support.agents import World, trained_here, with_a_patch
 from tests.support.settings import Setting
 
@@ -88,3 +89,18 @@ def test_delta_chain_with_another_result_is_reported_and_not_used_again(world: W
     assert not device.blobs.has(delta_step.target)
     result = world.result(fedavg, round=3, **task)
     assert result.use.fetched_bytes == len(pack(new))
+
+
+def test_delta_steps_in_a_circle_end_the_task_and_not_the_device(world: World, fedavg: Setting) -> None:
+    """Every digest leads to every other one: 24! ways. The next task is done."""
+    world.device()
+    _, new, delta_step = with_a_patch(world, fedavg, honest=True)
+    names = [delta_step.target, *(digest_of(bytes([number])) for number in range(23))]
+    circle = tuple(
+        DeltaStep(target, base, delta_step.patch) for target, base in zip(names, (*names[1:], names[0]), strict=True)
+    )
+    woven = tuple(DeltaStep(one, other, delta_step.patch) for one in names[:12] for other in names[:12] if one != other)
+    for number, steps in enumerate((circle, woven), 1):
+        reason = world.failure(fedavg, round=number, kind="evaluate", group_values={"model": new}, recipes=steps)
+        assert "circle" in reason
+    assert isinstance(world.result(fedavg, round=3, kind="evaluate", group_values={"model": new}), Result)

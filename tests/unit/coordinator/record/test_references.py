@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from coordinator.config import UpdatesConfig
-from coordinator.record.references import MAX_LINKS, references, snapshot
+from coordinator.record.references import references, snapshot
 from coordinator.record.tables import Reference
 from edge_client.delta_chains import delta_chains, make_blob
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors, pack, unpack
-from fedvit.wire.messages import DeltaStep, Manifest, Task, encode
+from fedvit.wire.messages import MAX_CHAIN_STEPS, DeltaStep, Manifest, Task, encode
 
 WAYS = [
     UpdatesConfig(down="int8"),
@@ -102,12 +102,12 @@ def test_chain_of_tiny_patches_is_capped_so_that_a_task_can_name_it(tmp_path: Pa
     blobs = BlobStore(tmp_path)
     rng = np.random.default_rng(0)
     state = {"w": rng.normal(size=100_000).astype(np.float32)}
-    reference, rounds = Reference(blobs.put(pack(state)).digest), MAX_LINKS + 3
+    reference, rounds = Reference(blobs.put(pack(state)).digest), MAX_CHAIN_STEPS + 3
     for _ in range(rounds):
         state = {"w": state["w"] + rng.normal(0, 1e-3, 100_000).astype(np.float32)}
         found = references({"g": state}, {"g": reference}, UpdatesConfig(down="top_k:share=0.001"), blobs)
         reference = found["g"]
-    assert len(reference.links) == MAX_LINKS
+    assert len(reference.links) == MAX_CHAIN_STEPS
     assert reference.links[-1].target == reference.digest
     groups = {f"group-{number}": reference.digest for number in range(4)}
     named = [reference.digest, *(link.patch for link in reference.links)]
@@ -171,16 +171,17 @@ def test_delta_chain_with_another_result_is_refused_and_nothing_is_kept(tmp_path
     assert sorted(file for file in device.folder.glob("*/*")) == sorted(map(device.path, (first.digest, patch.digest)))
 
 
-def test_cheapest_delta_chain_is_used_and_circles_are_not_followed() -> None:
-    def patch(name: str, size: int) -> Manifest:
-        return Manifest(name, size, 1024)
+def described(name: str, size: int) -> Manifest:
+    return Manifest(name, size, 1024)
 
-    whole = {"c": patch("c", 100)}
+
+def test_cheapest_delta_chain_is_used() -> None:
+    whole = {"c": described("c", 100)}
     recipes = (
-        DeltaStep("c", "b", patch("bc", 30)),
-        DeltaStep("b", "a", patch("ab", 30)),
-        DeltaStep("b", "c", patch("cb", 1)),
-        DeltaStep("c", "", patch("snapshot", 50)),
+        DeltaStep("c", "b", described("bc", 30)),
+        DeltaStep("b", "a", described("ab", 30)),
+        DeltaStep("c", "a", described("ac", 70)),
+        DeltaStep("c", "", described("snapshot", 50)),
     )
 
     def base_and_patches(*here: str) -> list[tuple[str, list[str]]]:
@@ -194,5 +195,49 @@ def test_cheapest_delta_chain_is_used_and_circles_are_not_followed() -> None:
     recipes = recipes[:3]
     assert base_and_patches("a") == [("a", ["ab", "bc"])]
     assert base_and_patches() == []
-    recipes = (DeltaStep("c", "b", patch("bc", 100)),)
+    recipes = (DeltaStep("c", "b", described("bc", 100)),)
     assert base_and_patches("b") == [], "no cheaper than the whole"
+
+
+def test_delta_steps_in_a_circle_are_refused() -> None:
+    """Every digest leads to every other one: there are more ways than anybody can try."""
+    names = [f"n{number}" for number in range(16)]
+    steps = tuple(
+        DeltaStep(target, base, described("patch", 1)) for target in names for base in names if target != base
+    )
+    with pytest.raises(BadPayload, match="circle"):
+        delta_chains(["n0"], steps, {"n0": described("n0", 100)}, lambda digest: False)
+
+
+def test_a_ladder_of_delta_steps_is_climbed_once() -> None:
+    """Two ways for each of many steps: 2 ** 30 ways to the top."""
+    steps = tuple(
+        DeltaStep(f"n{number + 1}", f"n{number}", described(f"patch-{number}-{way}", 1 + way))
+        for number in range(30)
+        for way in range(2)
+    )
+    [chain] = delta_chains(["n30"], steps, {"n30": described("n30", 100)}, lambda digest: digest == "n0")
+    assert chain.base == "n0"
+    assert [step.patch.digest for step in chain.steps] == [f"patch-{number}-0" for number in range(30)]
+
+
+def test_a_delta_chain_that_is_too_long_is_refused() -> None:
+    steps = tuple(DeltaStep(f"n{number + 1}", f"n{number}", described("patch", 1)) for number in range(100))
+    with pytest.raises(BadPayload, match="100 steps"):
+        delta_chains(["n100"], steps, {"n100": described("n100", 1000)}, lambda digest: digest == "n0")
+
+
+def test_values_that_return_make_no_circle(tmp_path: Path) -> None:
+    """A device that has the first values already fetches nothing, and one in between goes back by one patch."""
+    updates, blobs = UpdatesConfig(down="fp16"), BlobStore(tmp_path)
+    there, back = ({"w": np.full((64, 64), value, np.float32)} for value in (1.0, 2.0))
+    reference = references({"g": there}, {}, updates, blobs)["g"]
+    first = reference.digest
+    for state in (back, there, back, there):
+        reference = references({"g": state}, {"g": reference}, updates, blobs)["g"]
+    assert reference.digest == first
+    steps, target = reference.delta_chain(blobs), blobs.manifest(first)
+    assert delta_chains([first], steps, {first: target}, lambda digest: digest == first) == []
+    between = steps[-1].base
+    [chain] = delta_chains([first], steps, {first: target}, lambda digest: digest == between)
+    assert len(chain.steps) == 1

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from coordinator.config import RunConfig
 from coordinator.record.backups import NOTED_SHARE, Accepted, Backups, Closed, Note
-from coordinator.record.copies import COPIES
+from coordinator.record.copies import notes_in
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, SavedState, TaskRecord
 from coordinator.run.round_line import round_line
@@ -84,8 +84,8 @@ def run_store_bench(
         began_cpu_s = time.process_time()
         times = [_timed(partial(one_round, store, number, names, backups=backups)) for number in following]
         cpu_s = time.process_time() - began_cpu_s
-        noted = sum(file.stat().st_size for file in (out / RUN / COPIES).glob("since-*.notes"))
-        copied = backups.file(rounds).stat().st_size
+        noted = sum(file.stat().st_size for file in notes_in(out / RUN))
+        copied = backups.copies()[-1].stat().st_size
         store.update_run(RUN, status="interrupted")
         store.close()
         progress("starting processes")
@@ -115,44 +115,51 @@ def run_store_bench(
         )
 
 
-def one_round(store: Store, number: int, names: list[str], batch: int = BATCH, backups: Backups | None = None) -> None:
-    """All calls of a coordinator to the record in one round, in its order, and its notes; `batch` results are stored in
-    one transaction."""
+def one_round(
+    store: Store,
+    number: int,
+    names: list[str],
+    batch: int = BATCH,
+    backups: Backups | None = None,
+    run: str = RUN,
+) -> None:
+    """Make all calls of a coordinator to the record in one round, in its order, and its notes; `batch` results are
+    stored in one transaction."""
     note: Callable[[Note], object] = backups.note if backups else lambda note: None
-    store.used_in(RUN, number)  # none is there yet, except after a restart
-    store.quarantines(RUN)
-    store.open_round(RUN, number, names, len(names))
+    store.used_in(run, number)  # none is there yet, except after a restart
+    store.quarantines(run)
+    store.open_round(run, number, names, len(names))
     groups = dict.fromkeys(("head", "model", "prefix"), f"blake3:{number:064x}")
-    store.add_tasks(RUN, [TaskRecord(number, name, "blake3:" + "5" * 64, groups, _expected(name)) for name in names])
-    store.answered(RUN, number, "train")
+    store.add_tasks(run, [TaskRecord(number, name, "blake3:" + "5" * 64, groups, _expected(name)) for name in names])
+    store.answered(run, number, "train")
     use = ResourceUse(train_s=12.5, step_s=0.25, steps=50, flops=10**12, peak_rss_bytes=2**28, received_bytes=10**6)
     manifest = Manifest(f"blake3:{number:064x}", 10**6, 2**16)
     for kind, metrics in (("train", {"loss": 1 / number}), ("evaluate", {"correct": 7.0, "loss": 0.5})):
         upload, kept = manifest if kind == "train" else None, list[ResultRecord]()
         for first in range(0, len(names), batch):
             some = names[first : first + batch]
-            results = [Result(RUN, number, kind, 10, metrics, use, upload) for _ in some]  # type: ignore[arg-type]
+            results = [Result(run, number, kind, 10, metrics, use, upload) for _ in some]  # type: ignore[arg-type]
             accepted: list[tuple[str, Result, int | None]] = [
                 (name, result, number) for name, result in zip(some, results, strict=True)
             ]
             note(Accepted(number, names if kind == "train" and not first else None, len(names), accepted))
             kept += store.add_results(accepted)
         if kind == "train":
-            store.used_in(RUN, number + 1)
-            store.counted(RUN, number)
-            store.add_refusal(RUN, number, names[0], "train", "no result: deadline")
+            store.used_in(run, number + 1)
+            store.counted(run, number)
+            store.add_refusal(run, number, names[0], "train", "no result: deadline")
             figures = {"cohort": float(len(names)), "accepted": float(len(names)), "devices_s": 1.5, "server_s": 0.5}
             saved = SavedState(groups, None, {})
-            asked = store.asked_in(RUN, number)
+            asked = store.asked_in(run, number)
             note(Closed(number, asked, saved, figures))
-            store.close_round(RUN, number, saved, figures, asked, results=kept)
-            store.uploads_since(RUN, number)
-            store.round(RUN, number)
-            store.quarantines(RUN)
-            store.used_in(RUN, number, "evaluate")
-            store.answered(RUN, number, "evaluate")
-    store.round_evaluated(RUN, number, kept)
-    round_line(store, RUN, number, number)
+            store.close_round(run, number, saved, figures, asked, results=kept)
+            store.uploads_since(run, number)
+            store.round(run, number)
+            store.quarantines(run)
+            store.used_in(run, number, "evaluate")
+            store.answered(run, number, "evaluate")
+    store.round_evaluated(run, number, kept)
+    round_line(store, run, number, number)
 
 
 def _expected(name: str) -> Expected:

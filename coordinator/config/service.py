@@ -16,6 +16,13 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     side_by_side: Annotated[
         int, Meta(ge=1, description="Most runs that are served at the same time; each device belongs to one of them.")
     ] = 1
+    gc_every_h: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Hours between clean-ups like those of `coordinator gc`, the first at the start; 0: none.",
+        ),
+    ] = 24.0
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")

@@ -1,7 +1,7 @@
-"""Backups of the record in each run's folder: copies, and notes of everything since the last copy.
+"""Backups of the record: copies of it, which all runs of a folder share, and each run's notes since the last copy.
 
 The record is one SQLite database of all runs in a folder. Results and states are noted in files of the run before they
-are written to the record: a restored copy, with its notes, has lost no result and no state. The cost of notes grows
+are written to the record: a restored copy, with the notes, has lost no result and no state. The cost of notes grows
 with the number of devices, that of a copy with the size of the record; so a copy is made when the notes since the last
 copy are no longer small beside it. Databases at another URL need backups of their own.
 """
@@ -17,7 +17,18 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from coordinator.record.copies import COPIES, is_whole
+from coordinator.record.copies import (
+    COPIES,
+    NOTES,
+    CopiedRun,
+    copies_in,
+    find_unneeded,
+    is_whole,
+    lock_copies,
+    notes_in,
+    number_in,
+    read_runs,
+)
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.blobs import digest_of
@@ -26,11 +37,9 @@ from fedvit.wire.messages import Result
 
 log = logging.getLogger(__name__)
 
-KEPT = 2
-"""Copies that are kept: the newest, and one more in case the newest is damaged."""
 NOTED_SHARE = 0.25
-"""The next copy is made when the notes since the last copy exceed this share of its size. So each noted byte causes at
-most four copied bytes, however large the record is, and notes take at most this share of the space of a copy."""
+"""A run makes the next copy when its notes since the last copy exceed this share of its size. So each noted byte causes
+at most four copied bytes, however large the record is."""
 SMALL_BYTES = 2**20
 """A smaller copy takes a few milliseconds: it is made whenever `every` allows."""
 FILE_BYTES = 2**23
@@ -68,12 +77,14 @@ _DECODER: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
 
 
 class Backups:
-    """The backups of one run. With `every` = 0, or with a database that is no file, nothing is kept."""
+    """The backups of one run, whose folder is in that of all runs. With `every` = 0, or with a database that is not a
+    file, nothing is kept."""
 
     def __init__(self, store: Store, run: str, folder: Path, every: int) -> None:
         self._store = store
         self._run = run
-        self._folder = folder / COPIES
+        self._home = folder
+        self._folder = folder.parent
         self._every = every if store.is_file else 0
         self._repairs = every > 0
         self._file: Path | None = None  # the current file of notes; None until the first note
@@ -81,65 +92,67 @@ class Backups:
     # --- copies ---------------------------------------------------------------------------------------
 
     def after_round(self, number: int, *, last: bool = False) -> None:
-        """A round has closed: copy the record if a copy is due. Raises StorageFailed, NoRoom, Damaged."""
+        """Copy the record if a copy is due now that a round has closed. Raises StorageFailed, NoRoom, Damaged."""
         if self._every and number % self._every == 0 and (last or self._is_due()):
             self._copy(number)
         elif self._file and self._file.stat().st_size > FILE_BYTES:
             self._file = self._notes_after(number)
 
     def _is_due(self) -> bool:
-        copies = self.rounds()
-        if not copies:
+        newest = next(reversed(self.copies()), None)
+        copied = self._in(newest) if newest else None
+        if newest is None or copied is None or not copied.closed:
             return True
-        size = self.file(copies[-1]).stat().st_size
-        noted = sum(file.stat().st_size for file in self._notes() if _round_of(file) >= copies[-1])
+        size = newest.stat().st_size
+        noted = sum(file.stat().st_size for file in notes_in(self._home) if number_in(file) >= copied.closed)
         return size < SMALL_BYTES or noted > NOTED_SHARE * size
 
     def _copy(self, number: int) -> None:
-        make_folder(self._folder)
-        for unfinished in self._folder.glob(f"{WRITING}*"):  # left by a killed process
-            unfinished.unlink(missing_ok=True)
-        temporary = self._folder / f"{WRITING}{secrets.token_hex(8)}"
+        folder = self._folder / COPIES
         try:
-            self._store.back_up(temporary)
-            sync_file(temporary)
-            os.replace(temporary, self.file(number))
-            sync_folder(self._folder)
-            self._file = self._notes_after(number)
-            for old in self.rounds()[:-KEPT]:
-                self.file(old).unlink(missing_ok=True)
-            for file in self._notes():
-                if _round_of(file) < self.rounds()[0]:
+            with lock_copies(self._folder):
+                temporary = folder / f"{WRITING}{secrets.token_hex(8)}"
+                try:
+                    self._store.back_up(temporary)
+                    sync_file(temporary)
+                    following = max(map(number_in, self.copies()), default=0) + 1
+                    os.replace(temporary, folder / f"copy-{following}.db")
+                    sync_folder(folder)
+                finally:
+                    for rest in folder.glob(f"{temporary.name}*"):
+                        with suppress(OSError):
+                            rest.unlink()
+                self._begin_notes(number)
+                for file in find_unneeded(self._folder):
                     file.unlink(missing_ok=True)
         except OSError as error:
-            raise storage_failed(f"cannot copy the record to {self._folder}", error) from error
-        finally:
-            for rest in self._folder.glob(f"{temporary.name}*"):
-                with suppress(OSError):
-                    rest.unlink()
+            raise storage_failed(f"cannot copy the record to {folder}", error) from error
 
-    def rounds(self) -> list[int]:
-        """Rounds after which the existing copies were made, ascending."""
-        return sorted(_round_of(file) for file in self._folder.glob("round-*.db"))
+    def copies(self) -> list[Path]:
+        """Return the existing copies, the oldest first."""
+        return copies_in(self._folder)
 
     def since(self, number: int) -> int:
-        """The oldest round whose state and uploads must be kept when round `number` has closed: a damaged state is
-        recomputed from the previous one. The notes have the older ones."""
+        """Return the oldest round whose state and uploads must be kept when round `number` has closed: a damaged state
+        is recomputed from the previous one. The notes have the older ones."""
         return number - 1 if self._repairs else number
 
     def check_record(self) -> None:
         """Raises Damaged if the record lacks a round that a copy has: SQLite cannot detect lost transactions."""
         closed = self._closed()
-        if any(is_whole(self.file(number)) for number in self.rounds() if number > closed):
-            raise self._store.damaged(f"it has {closed} closed rounds of run {self._run}, a copy has more", self._run)
+        for copy in self.copies():
+            copied = self._in(copy)
+            if copied and copied.closed > closed and is_whole(copy):
+                raise self._store.damaged(
+                    f"it has {closed} closed rounds of run {self._run}, a copy has more", self._run
+                )
+
+    def _in(self, copy: Path) -> CopiedRun | None:
+        return read_runs(copy).get(self._run)
 
     def _closed(self) -> int:
         newest = self._store.newest_closed(self._run)
         return newest.round if newest else 0
-
-    def file(self, number: int) -> Path:
-        """The file of the copy after a round."""
-        return self._folder / f"round-{number}.db"
 
     # --- notes ----------------------------------------------------------------------------------------
 
@@ -149,20 +162,20 @@ class Backups:
         if not self._every:
             return
         if self._file is None:
-            self._file = next(iter(self._notes()[-1:]), None) or self._notes_after(self._closed())
+            self._file = next(reversed(notes_in(self._home)), None) or self._notes_after(self._closed())
         try:
-            make_folder(self._folder)
+            make_folder(self._file.parent)
             is_new = not self._file.exists()
             _append(self._file, _line(note))
             if is_new:
-                sync_folder(self._folder)
+                sync_folder(self._file.parent)
         except OSError as error:
             raise storage_failed(f"cannot write {self._file}", error) from error
 
     def replay_notes(self, operator_log: Callable[[str], None], strike: Callable[[str, int, str], object]) -> None:
         """Add to the record what it lacks, if it is a restored copy. `strike` records a device's strike."""
-        closed, files = self._closed(), self._notes()
-        later = [_round_of(file) for file in files[1:]]
+        closed, files = self._closed(), notes_in(self._home)
+        later = [number_in(file) for file in files[1:]]
         # each file begins after a closed round, so that earlier files are older than that round
         for file in files[sum(number <= closed for number in later) :]:
             lacking: list[Note] = []
@@ -211,17 +224,16 @@ class Backups:
             atomic_write(file, whole)
         yield from (note for _, note in held)
 
-    def _notes(self) -> list[Path]:
-        """Files of notes, the oldest first."""
-        return sorted(self._folder.glob("since-*.notes"), key=_round_of)
+    def _begin_notes(self, number: int) -> None:
+        """Begin a file of notes after the close of a round, so that the former one is complete. Raises OSError."""
+        self._file = self._notes_after(number)
+        make_folder(self._file.parent)
+        self._file.touch()
+        sync_folder(self._file.parent)
 
     def _notes_after(self, number: int) -> Path:
-        """The file of the notes that follow the close of a round."""
-        return self._folder / f"since-{number}.notes"
-
-
-def _round_of(file: Path) -> int:
-    return int(file.stem.split("-")[1])
+        """Return the file of the notes that follow the close of a round."""
+        return self._home / NOTES / f"since-{number}.notes"
 
 
 def _line(note: Note) -> bytes:

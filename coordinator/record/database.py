@@ -243,8 +243,8 @@ class Database:
         except (ValueError, msgspec.MsgspecError) as error:
             raise self.damaged(f"a value cannot be read ({error})") from error
 
-    def damaged(self, what: str, run: str = "*") -> Damaged:
-        """The error of a damaged record, with what to do: names the newest copy of any run, or of `run`."""
+    def damaged(self, what: str, run: str | None = None) -> Damaged:
+        """Make the error of a damaged record, with what to do: names the newest copy, or the newest that has `run`."""
         if self._file:
             return damaged_database(self._file, what, run)
         return Damaged(f"database {self._engine.url} is damaged: {what}")
@@ -275,7 +275,7 @@ class Database:
 
     @property
     def is_file(self) -> bool:
-        """Whether the database is a file, of which there are copies in the folders of runs."""
+        """Whether the database is a file, of which there are copies in the folder of runs."""
         return self._file is not None
 
     def back_up(self, file: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 
 from coordinator.config.blobs import BlobsConfig
-from coordinator.record.copies import COPIES
+from coordinator.record.copies import COPIES, NOTES, find_unneeded, lock_copies
 from coordinator.record.store import Store
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
@@ -33,7 +33,7 @@ BLOBS = "blobs"
 class Removal(Struct, frozen=True, kw_only=True):
     """Something that was removed, or would be."""
 
-    what: str  # run, folder, blobs, file, details, mirror
+    what: str  # run, folder, blobs, file, details, mirror, copy
     run: str | None
     path: str | None  # None: a part of the record; of a mirror its URL
     bytes: int  # freed on the disk, or in the store; 0 for details, which free space when the record is compacted
@@ -206,8 +206,9 @@ def collect(
             report(_kept(name, error))
             continue
         yield from found.removals if dry_run else _remove_run(store, folder, found)
-    known = {record.id for record in records}
-    for directory in sorted(folder.iterdir()):
+    directories = sorted(folder.iterdir())
+    known = {record.id for record in store.runs()}  # read now: a run may have begun, and ended, since
+    for directory in directories:
         if (
             directory.name in known
             or not (directory / LOCK).is_file()
@@ -231,6 +232,20 @@ def collect(
                 yield from _blobs(store, record, directory, dry_run, keep_mirrors)
             except StorageFailed as error:
                 report(_kept(record.id, error))
+    yield from _copies(folder, dry_run)
+
+
+def _copies(folder: Path, dry_run: bool) -> Iterator[Removal]:
+    """Remove copies of the record and notes that newer copies replace."""
+    if not (folder / COPIES).is_dir():
+        return
+    try:
+        with lock_copies(folder):
+            for file, why in find_unneeded(folder).items():
+                removal = Removal(what="copy", run=None, path=str(file), bytes=file.stat().st_size, why=why)
+                yield _done(removal, file.unlink, dry_run)
+    except OSError as error:
+        raise storage_failed(f"cannot remove {folder / COPIES}", error) from error
 
 
 def _kept(run: str, error: StorageFailed) -> str:
@@ -265,7 +280,7 @@ def _details(
     newest = store.newest_closed(record.id)
     if newest is None or keep is None:
         return
-    since = newest.round - 1 if (directory / COPIES).is_dir() else newest.round
+    since = newest.round - 1 if (directory / NOTES).is_dir() else newest.round
     before = oldest_kept(newest.round, keep, since)
     if before is not None and before > max(1, record.thinned or 0):
         removal = Removal(

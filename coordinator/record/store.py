@@ -24,7 +24,7 @@ from coordinator.record.closing import (
     sum_up_training,
     this_round,
 )
-from coordinator.record.copies import newest_copy
+from coordinator.record.copies import has_lost
 from coordinator.record.database import Database
 from coordinator.record.leadership import check_term
 from coordinator.record.rows import (
@@ -130,7 +130,7 @@ class Store(Database):
     def __init__(self, url: str, *, check: bool = True, reads_only: bool = False) -> None:
         super().__init__(url, check=check, reads_only=reads_only)
         # SQLite does not notice a lost journal
-        if self._file and not self.runs() and newest_copy(self._file):
+        if self._file and not self.runs() and has_lost(self._file):
             raise self.damaged("it holds no run")
 
     # --- runs -----------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Store(Database):
             found = read_records(connection, RunRecord, RUNS, select(RUNS).where(RUNS.c.id == run))
             if (record := next(found, None)) is not None:
                 return record
-        if self._file and newest_copy(self._file, run):
+        if self._file and has_lost(self._file, run):
             raise self.damaged(f"it does not know run {run!r}", run)
         names = [record.id for record in self.runs()]
         near, newest = did_you_mean(run, names), ", ".join(names[:5]) or "none yet"

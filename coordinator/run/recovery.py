@@ -59,7 +59,7 @@ class Recovery:
 
     def copies(self) -> str:
         """Older records of the run, for the operator."""
-        files = [str(self._backups.file(number)) for number in self._backups.rounds()]
+        files = [str(copy) for copy in self._backups.copies()]
         return f", or put back an older record ({', '.join(files)}; docs/survival.md says how)" if files else ""
 
     # --- what devices ask for ---------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from coordinator.run.display import Display
 from coordinator.run.inbox import TICK_S as RUN_TICK_S
 from coordinator.run.inbox import Interrupted
 from coordinator.service.broker import BrokerEndpoint
+from coordinator.service.cleaning import Cleaner
 from coordinator.service.router import Router, RunTransport
 from coordinator.service.status import MemberStatus, write_service_status
 from fedvit.errors import ConfigError, FedvitError, LeadershipLost, NoRoom, StorageFailed
@@ -178,6 +179,7 @@ class RunService:
         self._router = Router(
             link, config.federation, has_ended=store.has_ended, operator_log=display.line, leadership=leadership
         )
+        self._cleaner = Cleaner(store, out, config.gc_every_h, display.line)
         self._running: dict[str, ServedRun] = {}
         self._stop = stop
         self._looked_at = -LOOK_EVERY_S
@@ -209,6 +211,7 @@ class RunService:
             while not all(run.is_over() for run in self._running.values()):
                 self._router.pump(TICK_S)
                 self.loop.turned()
+            self._cleaner.close()
             self._router.close()
 
     def _watch(self) -> None:
@@ -232,6 +235,7 @@ class RunService:
                     break
                 if record.id not in self._running:
                     self._begin(record)
+            self._cleaner.watch()  # after it has locked its runs
             self._trouble = ""
         except NoRoom as error:
             if str(error) != self._trouble:

@@ -51,7 +51,7 @@ def test_files_are_damaged_in_the_middle_of_a_run(stage: Stage, undisturbed: byt
         os.truncate(file, 6000)
     assert stage.finish(stage.coordinator(resume=True), "coordinator") == 10
     [line] = [line for line in stage.log("coordinator").splitlines() if line.startswith("coordinator: ")]
-    copy = stage.out / "run" / "backups" / "round-2.db"
+    copy = stage.out / "record.copies" / "copy-2.db"
     for step in (f"mv {database} {database}.damaged", f"rm -f {database}-wal {database}-shm", f"cp {copy} {database}"):
         assert step in line
     database.rename(f"{database}.damaged")

@@ -4,6 +4,7 @@ import signal
 import subprocess
 from typing import Any
 
+from coordinator.record.store import Store
 from fedvit.wire.messages import Hello, Task
 from tests.support.event_files import steps
 from tests.support.forked import Forked
@@ -131,3 +132,30 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     service.send_signal(signal.SIGINT)
     assert stage.finish(service, "service") == 130
     assert steps(stage.out / "kept", "loss/train") == [1, 2]
+
+
+def test_service_cleans_up_its_folder(stage: Stage) -> None:
+    """By the policy of the newest run; not with `--gc-every-h 0`."""
+    store = Store.in_folder(stage.out)
+    for name in ("old", "new"):
+        store.create_run(name, {"keep_runs": 1})
+        store.update_run(name, status="finished")
+        (stage.out / name / "blobs").mkdir(parents=True)
+    store.close()
+    stray = stage.out / "record.copies" / ".writing-half"
+    stray.parent.mkdir()
+    stray.write_bytes(bytes(1000))
+    idle = serve(stage, "--gc-every-h", "0")
+    wait_for((stage.out / "service.json").exists, "the service to have looked at its runs")
+    idle.send_signal(signal.SIGTERM)
+    assert stage.finish(idle, "service") == 130
+    assert stray.exists()
+    assert set(statuses(stage)) == {"old", "new"}
+    service = serve(stage)
+    wait_for(lambda: "gc: removed" in stage.log("service"), "the clean-up")
+    service.send_signal(signal.SIGTERM)
+    assert stage.finish(service, "service") == 130
+    assert not stray.exists()
+    assert set(statuses(stage)) == {"new"}
+    assert not (stage.out / "old").exists()
+    assert (stage.out / "new").exists()

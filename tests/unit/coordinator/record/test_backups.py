@@ -12,10 +12,12 @@ from bench.store import RUN, one_round
 from coordinator.config import RobustConfig
 from coordinator.record import backups as module
 from coordinator.record.backups import NOTED_SHARE, Backups, Struck
-from coordinator.record.copies import is_whole
+from coordinator.record.copies import is_whole, notes_in, number_in, read_runs
+from coordinator.record.retention import collect, remove_runs
 from coordinator.record.store import Store
 from coordinator.record.tables import DeviceRecord, ResultRecord
 from coordinator.run.quarantine import Quarantine
+from fedvit.errors import ConfigError, Damaged
 
 NAMES = ["a", "b", "c"]
 
@@ -50,7 +52,7 @@ class Record:
         self.store.close()
         for file in self.out.glob("fedvit.db*"):
             file.unlink()
-        shutil.copy(self.backups.file(copy), self.out / "fedvit.db")
+        shutil.copy(self.copy_after(copy), self.out / "fedvit.db")
         self.store = Store.in_folder(self.out)
         self._connect()
 
@@ -58,7 +60,14 @@ class Record:
         self.backups.replay_notes(self.lines.append, self.quarantine.strike)
 
     def notes(self) -> list[Path]:
-        return sorted((self.out / RUN / "backups").glob("since-*.notes"))
+        return notes_in(self.out / RUN)
+
+    def copied(self) -> list[int]:
+        """Rounds after which the existing copies were made."""
+        return [read_runs(copy)[RUN].closed for copy in self.backups.copies()]
+
+    def copy_after(self, number: int) -> Path:
+        return next(copy for copy in self.backups.copies() if read_runs(copy)[RUN].closed == number)
 
     def held(self) -> tuple[list[tuple[Any, ...]], list[DeviceRecord], list[ResultRecord]]:
         """What it says of rounds, but for the dates, of devices and of results."""
@@ -79,7 +88,7 @@ def record(tmp_path: Path) -> Iterator[Record]:
 def test_an_old_copy_and_its_notes_are_the_record(record: Record) -> None:
     """Also with notes in several files; and a copy of what was put back is made at once."""
     record.play(1, 2, 3, 4, 5)
-    assert record.backups.rounds() == [1], "five rounds are little beside the first copy"
+    assert record.copied() == [1], "five rounds are little beside the first copy"
     held = record.held()
     record.lose(1)
     assert record.store.closed_rounds(RUN) == [1]
@@ -88,8 +97,8 @@ def test_an_old_copy_and_its_notes_are_the_record(record: Record) -> None:
     assert not record.store.rounds(RUN)[-1].evaluated, "its results are there: the run goes on with its evaluation"
     record.store.round_evaluated(RUN, 5)
     assert record.held() == held
-    assert record.backups.rounds() == [1, 5]
-    assert is_whole(record.backups.file(5))
+    assert record.copied() == [1, 5]
+    assert is_whole(record.copy_after(5))
 
 
 def test_notes_of_many_rounds_are_in_files_of_which_only_the_newest_are_read(
@@ -104,23 +113,24 @@ def test_notes_of_many_rounds_are_in_files_of_which_only_the_newest_are_read(
     record.resume()
     assert record.lines == []
     assert record.held() == held
-    assert record.backups.rounds() == [1], "nothing was put back"
+    assert record.copied() == [1], "nothing was put back"
 
 
 def test_a_copy_is_made_when_the_notes_are_no_longer_small_beside_the_last(record: Record) -> None:
     made: list[int] = []
     for number in range(1, 120):
         record.play(number)
-        copies = record.backups.rounds()
+        copies = record.copied()
         made += [copy for copy in copies if copy not in made]
-        size = record.backups.file(copies[-1]).stat().st_size
-        noted = sum(file.stat().st_size for file in record.notes() if int(file.stem[6:]) >= copies[-1])
+        size = record.backups.copies()[-1].stat().st_size
+        noted = sum(file.stat().st_size for file in record.notes() if number_in(file) >= copies[-1])
         assert noted <= NOTED_SHARE * size
-        assert all(int(file.stem[6:]) >= copies[0] for file in record.notes()), "older notes are in every copy"
+        assert all(number_in(file) >= copies[0] for file in record.notes()), "older notes are in every copy"
     assert made[0] == 1, "the first round of a run is copied"
     assert 3 <= len(made) <= 20, made
+    one_round(record.store, 120, NAMES, backups=record.backups)
     record.backups.after_round(120, last=True)
-    assert record.backups.rounds()[-1] == 120
+    assert record.copied()[-1] == 120
 
 
 def test_a_damaged_note_of_a_closed_round_leaves_the_later_ones(record: Record) -> None:
@@ -181,3 +191,99 @@ def test_without_copies_there_are_no_notes(tmp_path: Path) -> None:
     backups.after_round(1, last=True)
     store.close()
     assert not (tmp_path / RUN).exists()
+
+
+# --- many runs in one folder ------------------------------------------------------------------------------
+
+
+def play_run(store: Store, out: Path, run: str, rounds: int = 2) -> None:
+    """A whole run: its rounds, its copies, its end."""
+    backups = Backups(store, run, out / run, 1)
+    store.create_run(run, {})
+    for number in range(1, rounds + 1):
+        one_round(store, number, NAMES, backups=backups, run=run)
+        backups.after_round(number, last=number == rounds)
+    store.update_run(run, status="finished")
+
+
+def beside_the_record(out: Path) -> int:
+    """Bytes of copies and notes."""
+    return sum(file.stat().st_size for file in out.rglob("*") if file.is_file() and file.parent != out)
+
+
+def test_copies_of_many_runs_grow_with_the_record_and_not_with_its_square(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # copies of real size
+    store, sizes = Store.in_folder(tmp_path), {}
+    for number in range(1, 101):
+        play_run(store, tmp_path, f"run-{number}")
+        if number in (50, 100):
+            record_bytes = (tmp_path / "fedvit.db").stat().st_size
+            sizes[number] = beside_the_record(tmp_path)
+            assert sizes[number] <= 3 * record_bytes
+    store.close()
+    assert sizes[100] <= 2.5 * sizes[50]
+    assert [file.name for file in sorted(tmp_path.glob("*/*.db"))] == ["copy-199.db", "copy-200.db"]
+
+
+def test_one_copy_restores_every_run_with_its_own_notes(record: Record) -> None:
+    """Two runs side by side: the copy that one makes in the middle of the other's notes loses nothing of either."""
+    record.store.create_run("other", {})
+    other = Backups(record.store, "other", record.out / "other", 1)
+    for number in (1, 2, 3):
+        record.play(number)
+        one_round(record.store, number, NAMES, backups=other, run="other")
+        other.after_round(number, last=number == 2)
+    held, others = record.held(), record.store.results("other")
+    newest = record.backups.copies()[-1]
+    assert {run: copied.closed for run, copied in read_runs(newest).items()} == {RUN: 2, "other": 2}
+    record.store.close()
+    shutil.copy(newest, record.out / "fedvit.db")
+    record.store = Store.in_folder(record.out)
+    record._connect()
+    record.resume()
+    Backups(record.store, "other", record.out / "other", 1).replay_notes(record.lines.append, record.quarantine.strike)
+    record.store.round_evaluated(RUN, 3)
+    assert (record.held(), record.store.results("other"), record.lines) == (held, others, [])
+
+
+def test_gc_removes_what_the_copies_replace_and_nothing_else(tmp_path: Path) -> None:
+    store = Store.in_folder(tmp_path)
+    for run in ("first", "second", "third"):
+        play_run(store, tmp_path, run)
+    copies = tmp_path / "record.copies"
+    kept = sorted(copies.iterdir())
+    for stray in ("copy-1.db", ".writing-half", ".writing-half-journal"):
+        shutil.copy(kept[0], copies / stray)
+    notes = tmp_path / "second" / "notes" / "since-0.notes"
+    notes.write_bytes(b"a process ended before it removed them")
+
+    def gone(*, dry_run: bool) -> set[str]:
+        removed = collect(store, tmp_path, keep_runs=None, keep_rounds=None, dry_run=dry_run)
+        return {Path(entry.path).name for entry in removed if entry.path}
+
+    expected = gone(dry_run=True)
+    assert notes.exists()
+    assert gone(dry_run=False) == expected >= {"copy-1.db"}
+    assert gone(dry_run=False) == set()
+    assert sorted(copies.iterdir()) == kept
+    store.close()
+
+
+def test_a_run_that_was_removed_is_not_lost(tmp_path: Path) -> None:
+    """Copies still have it: only a run whose folder is there, and that the record does not know, means damage."""
+    store = Store.in_folder(tmp_path)
+    play_run(store, tmp_path, "first")
+    remove_runs(store, tmp_path, ["first"])
+    store.close()
+    store = Store.in_folder(tmp_path)
+    with pytest.raises(ConfigError):
+        store.run("first")
+    play_run(store, tmp_path, "second")
+    store.remove_run("second")  # its rows only, as a lost journal does
+    with pytest.raises(Damaged):
+        store.run("second")
+    store.close()
+    with pytest.raises(Damaged):
+        Store.in_folder(tmp_path)

@@ -84,7 +84,8 @@ def test_run_of_version_0_1_0_is_resumed(stage: Stage, tmp_path: Path) -> None:
     stage.start(rounds=3)
     stage.drive(lambda: bool(stage.store.closed_rounds("r")))
     stage.stop()
-    shutil.rmtree(stage.out / "r" / "backups")
+    shutil.rmtree(stage.out / "record.copies")
+    shutil.rmtree(stage.out / "r" / "notes")
     new, old = stage.out / "fedvit.db", tmp_path / "old.db"
     engine = create_engine(f"sqlite:///{old}")
     with engine.begin() as connection:
@@ -136,13 +137,12 @@ def test_a_record_of_a_newer_version_is_refused(tmp_path: Path) -> None:
 
 def test_a_copy_of_an_older_version_can_be_put_back(tmp_path: Path) -> None:
     """The record is damaged, and the newest copy was made before the tables were changed."""
-    backups = tmp_path / "old" / "backups"
-    backups.mkdir(parents=True)
-    copy = written(backups / "round-2.db")
+    (tmp_path / "record.copies").mkdir()
+    copy = written(tmp_path / "record.copies" / "copy-2.db")
     assert is_whole(copy)
     (tmp_path / "fedvit.db").write_bytes(b"")
     assert newest_copy(tmp_path / "fedvit.db") == copy
-    with pytest.raises(Damaged, match=r"newest good copy is .*round-2\.db"):
+    with pytest.raises(Damaged, match=r"newest good copy is .*copy-2\.db"):
         Store.in_folder(tmp_path)
     shutil.copy(copy, tmp_path / "fedvit.db")
     store = Store.in_folder(tmp_path)

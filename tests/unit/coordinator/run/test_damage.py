@@ -231,7 +231,7 @@ def test_features_of_an_earlier_round_that_are_damaged_are_left_out_and_named(st
         database.execute("DELETE FROM results WHERE round = 2")
         database.execute("UPDATE rounds SET cohort = '[\"a\"]', needed = 1, seal = NULL WHERE round = 2")
     database.close()
-    for note in (scene.out / "r" / "backups").glob("since-1.notes"):
+    for note in (scene.out / "r" / "notes").glob("since-1.notes"):
         note.unlink()
     a.on_task = by_round
     scene.start(method="eftvit", resume=True, devices=2, rounds=2, evaluate_every=9)
@@ -351,7 +351,7 @@ def test_a_damaged_record_is_named_with_its_newest_good_copy(
     nobody is asked again for what was accepted since the copy was made."""
     scene = Scene(stage, method="eftvit").begin()
     stage.stop()
-    database, copy = stage.out / "fedvit.db", stage.out / "r" / "backups" / "round-1.db"
+    database, copy = stage.out / "fedvit.db", stage.out / "record.copies" / "copy-1.db"
     with closing(sqlite3.connect(database)) as opened:
         opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     if damage == "journal":  # all that was in it is gone, and what is left is a database as it was before
@@ -399,7 +399,7 @@ def test_a_record_that_is_damaged_under_a_running_coordinator_stops_it_or_nothin
         assert_equal(stage.model(), calm("fedavg"))
     else:
         assert isinstance(ended, Damaged)
-        assert f"cp {stage.out / 'r' / 'backups' / 'round-1.db'} {database}" in str(ended)
+        assert f"cp {stage.out / 'record.copies' / 'copy-1.db'} {database}" in str(ended)
     assert stage.coordinator is not None
     stage.store.close()
     stage.coordinator = None
@@ -412,21 +412,21 @@ def test_older_copy_of_the_record_continues_with_the_same_numbers(stage: Stage, 
     stage.start(**scene.settings)  # type: ignore[arg-type]
     stage.drive(lambda: scene.b.tasks() == [1, 2, 3] and stage.accepted(3) == ["a"])
     stage.stop()
-    backups = stage.out / "r" / "backups"
-    assert sorted(file.name for file in backups.glob("*.db")) == ["round-1.db", "round-2.db"]
+    copies = stage.out / "record.copies"
+    assert sorted(file.name for file in copies.glob("*.db")) == ["copy-1.db", "copy-2.db"]
     database = stage.out / "fedvit.db"
     os.truncate(database, 3000)
-    with closing(sqlite3.connect(backups / "round-2.db")) as copy, copy:
+    with closing(sqlite3.connect(copies / "copy-2.db")) as copy, copy:
         copy.execute("UPDATE rounds SET figures = replace(figures, '1', '2')")
-    with pytest.raises(Damaged, match=r"newest good copy is .*round-1\.db"):
+    with pytest.raises(Damaged, match=r"newest good copy is .*copy-1\.db"):
         Store.in_folder(stage.out)
-    put_back(stage.out, backups / "round-1.db")
+    put_back(stage.out, copies / "copy-1.db")
     scene.b.on_task = by_round
     scene.resume()
     assert stage.finish() == "finished"
     assert_equal(stage.model(), calm("eftvit"))
     assert scene.a.tasks() == [1, 2, 3]
-    assert is_whole(backups / "round-2.db"), "made again with its round"
+    assert all(map(is_whole, copies.glob("*.db"))), "newer copies replace the damaged one"
 
 
 def test_a_record_that_lost_a_round_is_not_gone_on_with(stage: Stage) -> None:
@@ -436,24 +436,24 @@ def test_a_record_that_lost_a_round_is_not_gone_on_with(stage: Stage) -> None:
     stage.start(**scene.settings)  # type: ignore[arg-type]
     stage.drive(lambda: scene.b.tasks() == [1, 2, 3])
     stage.stop()
-    backups = stage.out / "r" / "backups"
-    put_back(stage.out, backups / "round-1.db")
+    copies = stage.out / "record.copies"
+    put_back(stage.out, copies / "copy-1.db")
     scene.resume()
     ended = stage.finish()
     assert isinstance(ended, Damaged)
     assert "it has 1 closed rounds" in str(ended)
-    assert f"cp {backups / 'round-2.db'}" in str(ended)
+    assert f"cp {copies / 'copy-2.db'}" in str(ended)
 
 
 def test_a_damaged_note_of_results_has_them_asked_again(stage: Stage, calm: Callable[[str], Tensors]) -> None:
     """The record is lost, and so is what was accepted since its copy: a is asked again, which is said."""
     scene = Scene(stage).begin()
     stage.stop()
-    backups = stage.out / "r" / "backups"
-    note = backups / "since-1.notes"
+    copies = stage.out / "record.copies"
+    note = stage.out / "r" / "notes" / "since-1.notes"
     *others, last = note.read_bytes().splitlines(keepends=True)
     note.write_bytes(b"".join([*others, last[:50], bytes([last[50] ^ 0x20]), last[51:]]))
-    put_back(stage.out, backups / "round-1.db")
+    put_back(stage.out, copies / "copy-1.db")
     scene.resume()
     stage.drive(lambda: scene.b.tasks() == [1, 2, 2])
     assert_equal(scene.end(), calm("fedavg"))
@@ -470,13 +470,13 @@ def test_a_damaged_note_of_the_newest_state_has_its_round_closed_again(
     stage.start(**scene.settings)  # type: ignore[arg-type]
     stage.drive(lambda: scene.b.tasks() == [1, 2, 3] and stage.accepted(3) == ["a"])
     stage.stop()
-    backups = stage.out / "r" / "backups"
-    note = backups / "since-1.notes"
+    copies = stage.out / "record.copies"
+    note = stage.out / "r" / "notes" / "since-1.notes"
     lines = note.read_bytes().splitlines(keepends=True)
     assert b"figures" in a2b_base64(lines[-1])
     note.write_bytes(b"".join(lines[:-1]) + lines[-1][:60])
-    (backups / "round-2.db").unlink()
-    put_back(stage.out, backups / "round-1.db")
+    (copies / "copy-2.db").unlink()
+    put_back(stage.out, copies / "copy-1.db")
     scene.b.on_task = by_round
     scene.resume()
     assert stage.finish() == "finished"
@@ -550,8 +550,8 @@ def test_a_copy_of_the_record_is_one_of_the_last_two(stage: Stage) -> None:
     stage.fake("a", by_round)
     stage.start(rounds=5, backup_every=2)
     assert stage.finish() == "finished"
-    backups = stage.out / "r" / "backups"
-    assert sorted(file.name for file in backups.glob("*.db*")) == ["round-2.db", "round-4.db"]
-    assert all(map(is_whole, backups.glob("*.db")))
-    assert {file.name for file in backups.glob("since-*")} == {"since-2.notes", "since-4.notes"}
-    assert list(backups.glob(".*")) == []
+    copies = stage.out / "record.copies"
+    assert sorted(file.name for file in copies.glob("*.db*")) == ["copy-1.db", "copy-2.db"]
+    assert all(map(is_whole, copies.glob("*.db")))
+    assert {file.name for file in (stage.out / "r" / "notes").iterdir()} == {"since-2.notes", "since-4.notes"}
+    assert list(copies.glob(".*")) == []

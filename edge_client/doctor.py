@@ -80,7 +80,7 @@ def check_engine(context: DoctorContext) -> Iterator[Finding]:
         yield Finding(check="engine", level="error", what="onnxruntime is not installed", hint=hint)
         return
     engine = f"{name} {version}"
-    command = [context.interpreter, "-c", _ENGINE_CHILD]
+    command = [context.interpreter, "-P", "-c", _ENGINE_CHILD]
     try:
         done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -108,7 +108,7 @@ def check_kernels(context: DoctorContext) -> Iterator[Finding]:
         what = f"{kernels.EXTRA} is not installed: steps take longer, and are the same otherwise"
         yield Finding(check="kernels", level="ok", what=what)
         return
-    command = [context.interpreter, "-c", _KERNELS_CHILD]
+    command = [context.interpreter, "-P", "-c", _KERNELS_CHILD]
     try:
         done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

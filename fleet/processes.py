@@ -17,8 +17,11 @@ STOP_S = 20.0
 
 
 def program(module: str) -> list[str]:
-    """Command line of one of the programs under this Python, whether or not scripts are on the PATH."""
-    return [sys.executable, "-c", f"from {module} import main; main()"]
+    """Return the command line of a program under this Python, with or without scripts on the PATH.
+
+    `-P` keeps the current folder off the module path, as for an installed script: a user's `export.py` is not ours.
+    """
+    return [sys.executable, "-P", "-c", f"from {module} import main; main()"]
 
 
 def log_text(log: Path) -> str:

@@ -47,7 +47,7 @@ def start_broker(
     return Broker(
         "embedded amqtt",
         address,
-        [sys.executable, "-m", "coordinator.broker.embedded", "--listen", listen, "--port", str(address.port)],
+        [sys.executable, "-P", "-m", "coordinator.broker.embedded", "--listen", listen, "--port", str(address.port)],
         {**os.environ, PASSWORD_VARIABLE: password or ""},
         folder / "amqtt.log",
     )

@@ -123,7 +123,7 @@ class Child(Protocol):
 
 def spawn() -> Child:
     """Start a process. Ctrl-C in the terminal does not reach it: an interrupted run closes its pipe."""
-    command = [sys.executable, "-m", "coordinator.compute.worker"]
+    command = [sys.executable, "-P", "-m", "coordinator.compute.worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 def spawn() -> Child:
     """Start a process, which ends with this one."""
-    command = [sys.executable, "-m", "coordinator.compute.rank"]
+    command = [sys.executable, "-P", "-m", "coordinator.compute.rank"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 

@@ -59,7 +59,7 @@ def measure_speed(threads: int) -> Speed:
 
     Raises DeviceTrouble, with a hint, if the engine does not work, and ProbeTooSlow after PATIENCE_S.
     """
-    command = [sys.executable, "-m", "profiles.probes.speed", str(threads)]
+    command = [sys.executable, "-P", "-m", "profiles.probes.speed", str(threads)]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:

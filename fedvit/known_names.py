@@ -8,40 +8,16 @@ import ast
 import importlib.util
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import NamedTuple
 
 from fedvit.choices import did_you_mean, known_are
 from fedvit.errors import ConfigError
+from fedvit.model_options import LSTM, OWN_MODELS, RESNET, SMALL, TEXT, option_names
 
-SMALL = "vit_small_images"
-"""The model that needs no timm name."""
-SMALL_OPTIONS = (
-    "image_size", "patch_size", "width", "depth", "heads", "mlp_ratio", "head_width", "qkv_bias", "registers",
-    "position_std",
-)  # fmt: skip
-TEXT = "transformer_small_text"
-"""The model of text."""
-TEXT_OPTIONS = ("context", "width", "depth", "heads", "mlp_ratio", "head_width", "qkv_bias", "causal")
-LSTM = "lstm_small_text"
-"""The recurrent model of text."""
-LSTM_OPTIONS = ("context", "embedding", "width", "depth")
-RESNET = "resnet_small_images"
-"""The convolutional model that needs no timm name."""
-RESNET_OPTIONS = ("image_size", "width", "stages", "depth", "block", "groups")
-RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
-"""Those of timm's residual networks that are made here, with group norms."""
-RESNETS_OPTIONS = ("image_size", "stem", "groups")
-OWN_OPTIONS: Mapping[str, Sequence[str]] = {
-    SMALL: SMALL_OPTIONS,
-    TEXT: TEXT_OPTIONS,
-    LSTM: LSTM_OPTIONS,
-    RESNET: RESNET_OPTIONS,
-    **dict.fromkeys(RESNETS, RESNETS_OPTIONS),
-}
-"""Model that is made here, not by timm, and has no pretrained weights -> its options."""
 TEXTS = (TEXT, LSTM)
 """The models of text."""
 TIMM_OPTIONS = ("image_size", "patch_size")
@@ -56,10 +32,7 @@ _FOLDER = Path(__file__).parent / "methods"
 def check_names(
     method: str, options: Iterable[str] = (), model: str = SMALL, model_options: Iterable[str] = ()
 ) -> None:
-    """Raises ConfigError for an unknown method, model, or option.
-
-    Values are checked later, where torch is available.
-    """
+    """Raises ConfigError for an unknown method, model, or option."""
     check_method(method, {*method_classes(), *packaged_methods()})
     if packaged_method(method) is None and options:  # the options of a package's method are known once it is imported
         check_options(method, options, method_options(method))
@@ -126,30 +99,43 @@ def package_of(entry: EntryPoint) -> str:
 
 
 def method_options(method: str) -> tuple[str, ...]:
-    """The options of a method of fedvit itself: the fields of its class and of those that it is made from."""
-    return tuple(_fields(method_classes()[method]))
+    """Return the options of a method of fedvit itself: the fields of its class and of the classes that it extends."""
+    return tuple(option_annotations(method))
 
 
-def _fields(kind: str) -> list[str]:
-    if kind not in _classes():  # ABC, and other classes without options
-        return []
-    written = _classes()[kind]
-    found = [name for base in written.bases for name in _fields(ast.unparse(base))]
-    found += [
-        node.target.id
-        for node in written.body
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and not ast.unparse(node.annotation).startswith("ClassVar")
-    ]
-    return list(dict.fromkeys(found))
+class Annotation(NamedTuple):
+    type: ast.expr
+    file: Path  # in which it is written
 
 
 @cache
-def _classes() -> dict[str, ast.ClassDef]:
-    """Every class in the files of the methods."""
+def option_annotations(method: str) -> Mapping[str, Annotation]:
+    """Return the types of the options of a method of fedvit itself, as its source has them."""
+    return _annotations(method_classes()[method])
+
+
+def _annotations(kind: str) -> dict[str, Annotation]:
+    if kind not in _classes():  # ABC, and other classes without options
+        return {}
+    written, file = _classes()[kind]
+    found: dict[str, Annotation] = {}
+    for base in written.bases:
+        found |= _annotations(ast.unparse(base))
+    for node in written.body:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and not ast.unparse(node.annotation).startswith("ClassVar")
+        ):
+            found[node.target.id] = Annotation(node.annotation, file)
+    return found
+
+
+@cache
+def _classes() -> dict[str, tuple[ast.ClassDef, Path]]:
+    """Return every class in the files of the methods, and its file."""
     return {
-        node.name: node
+        node.name: (node, file)
         for file in sorted(_FOLDER.glob("*.py"))
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.ClassDef)
@@ -164,7 +150,7 @@ def check_model(name: str) -> None:
 
     Whether the hub of weights has a model is not asked here.
     """
-    if name in OWN_OPTIONS:
+    if name in OWN_MODELS:
         return
     if name.startswith(LOCAL):
         file = Path(name.removeprefix(LOCAL)) / "config.json"
@@ -177,13 +163,36 @@ def check_model(name: str) -> None:
         return
     plain = name.partition(".")[0].removeprefix("timm/")
     if not _is_in_timm(plain):
-        known = [*OWN_OPTIONS, *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE)]
+        known = [*OWN_MODELS, *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE)]
         raise unknown_model(name, known)
 
 
 @cache
 def _is_in_timm(name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", _timm_sources()) is not None
+
+
+@cache
+def timm_arguments(model: str) -> Mapping[str, int]:
+    """Return the whole numbers with which timm makes a plain ViT, such as `patch_size` and `depth`.
+
+    Empty for a model that timm makes in another way.
+    """
+    plain = re.escape(model.partition(".")[0].removeprefix("timm/"))
+    function = rf"^def {plain}\(.*?-> VisionTransformer:\n.*?(?=^\S|\Z)"
+    written = re.search(function, _timm_sources(), re.MULTILINE | re.DOTALL)
+    calls = [
+        node.value
+        for node in (ast.walk(ast.parse(written[0])) if written else ())
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    ]
+    return {
+        argument.arg: argument.value.value
+        for call in calls
+        if ast.unparse(call.func) == "dict"
+        for argument in call.keywords
+        if argument.arg and isinstance(argument.value, ast.Constant) and isinstance(argument.value.value, int)
+    }
 
 
 def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
@@ -195,7 +204,7 @@ def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
 
 def check_model_options(model: str, given: Iterable[str]) -> None:
     """Raises ConfigError when one of the options `given` is not one of the model's."""
-    known = OWN_OPTIONS.get(model, TIMM_OPTIONS)
+    known = option_names(model) if model in OWN_MODELS else TIMM_OPTIONS
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"model {model!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
 

@@ -5,16 +5,14 @@ packed tensor keeps its name; the name of its scales ends in SCALE.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import numpy as np
 
 from fedvit.program import TensorSpec
+from fedvit.roles import Compute as Compute
+from fedvit.roles import Precision as Precision
 from fedvit.tensors import Array, Tensors
 
-Precision = Literal["fp32", "fp16", "int8"]
-Compute = Literal["fp32", "fp16", "int8"]
-"""How a training step multiplies by weights: as float32, as float16, or as integers of 8 bits."""
 SCALE = "/scale"
 
 STEPS, STEPS_OF_FACTORS = 127, 64

@@ -5,6 +5,10 @@ from typing import Literal
 
 ProductPrecision = Literal["fp32", "tf32", "bf16"]
 """Of products on a server: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32 always."""
+Precision = Literal["fp32", "fp16", "int8"]
+"""Numbers in which weights that a device does not train are sent."""
+Compute = Literal["fp32", "fp16", "int8"]
+"""How a training step multiplies by weights: as float32, as float16, or as integers of 8 bits."""
 Novel = Literal["own", "generator"]
 """What learns for novel devices: their own tensors and their embeddings on the server, or also its generator."""
 NONE = "none"

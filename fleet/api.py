@@ -15,7 +15,7 @@ import numpy as np
 
 from coordinator.commands.flags import existing_store
 from coordinator.commands.start import usual_name
-from coordinator.config import RunConfig, check_names
+from coordinator.config import RunConfig, check_settings
 from coordinator.config.reading import convert_table
 from coordinator.record.summary import RoundSummary, RunSummary
 from coordinator.run.display import choose_display
@@ -197,7 +197,7 @@ def run(
 
 def _checked(values: dict[str, Any]) -> RunConfig:
     config = convert_table(values, RunConfig, WHERE)
-    check_names(config, WHERE)
+    check_settings(config, WHERE)
     from coordinator.planning.checks import check_run  # torch: seconds that a mistyped name need not wait
 
     check_run(config, WHERE)

@@ -48,10 +48,17 @@ def key_value(pair: str) -> tuple[str, Any]:
 
 
 def literal(text: str) -> Any:
-    """A number or true/false if the text is one, otherwise the text."""
+    """Return a number or true/false if the text is one, otherwise the text. "nan" and "inf" are numbers."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
+        return _number(text)
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
         return text
 
 

@@ -6,7 +6,8 @@ import msgspec
 from coordinator.commands.flags import key_value
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_model, check_model_options, check_names
+from fedvit.known_names import check_model, check_model_options
+from fedvit.known_values import check_model_values, check_settings
 
 
 @click.command(
@@ -35,9 +36,10 @@ def methods(
     """List all methods: what each trains and sends; or describe the method NAME."""
     options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
     for each in [name] if name else names:
-        check_names(each)
+        check_settings(each, options, model, model_options)
     check_model(model)
     check_model_options(model, model_options)
+    check_model_values(model, model_options)
     from rich.console import Console
 
     from coordinator.planning.catalogue import catalogue, page, table

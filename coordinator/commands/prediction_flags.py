@@ -8,7 +8,7 @@ import click
 from coordinator.commands.flags import key_value
 from coordinator.config import RunConfig, make_config
 from fedvit.command_line import amount
-from fedvit.known_names import check_names
+from fedvit.known_values import check_settings
 from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
 
@@ -82,7 +82,7 @@ def request_of(
             "model_options": dict(map(key_value, given["model_pairs"])),
             "rounds": 1,
         }
-        check_names(values["method"], values["options"], values["model"], values["model_options"])
+        check_settings(values["method"], values["options"], values["model"], values["model_options"])
         config = make_config(values, "flags").run
     for device in given["devices"]:
         in_mode(device)

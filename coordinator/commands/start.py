@@ -24,7 +24,7 @@ from coordinator.config import (
     StartConfig,
     check_blobs,
     check_kind,
-    check_names,
+    check_settings,
     make_config,
     read_toml,
     resumed_config,
@@ -145,7 +145,7 @@ def run_to_end(
             "--resume-or-new needs the name of the run by --run NAME, and cannot be combined with --resume"
         )
     given = make_config(values, where)  # reports errors before anything is opened
-    check_names(given.run, where)
+    check_settings(given.run, where)
     with ExitStack() as stack:
         if url is not None and not only_check:
             stack.callback(_remove_unused, folder)

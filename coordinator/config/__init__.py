@@ -11,7 +11,7 @@ from coordinator.config.images import ImageConfig
 from coordinator.config.labels import why_not_asked
 from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
-from coordinator.config.reading import StartConfig, check_names, make_config, read_toml
+from coordinator.config.reading import StartConfig, check_settings, make_config, read_toml
 from coordinator.config.regions import CENTRE, REGION, check_kind, is_region, why_no_regions
 from coordinator.config.renamed import check_new_names, with_new_names
 from coordinator.config.resuming import FREE_TABLES, resumed_config
@@ -41,8 +41,8 @@ __all__ = [
     "UpdatesConfig",
     "check_blobs",
     "check_kind",
-    "check_names",
     "check_new_names",
+    "check_settings",
     "is_region",
     "make_config",
     "make_service_config",

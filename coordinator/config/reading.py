@@ -10,7 +10,7 @@ from msgspec import Struct
 from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.renamed import check_new_names
 from coordinator.config.run import TABLES, RunConfig
-from fedvit import known_names
+from fedvit import known_values
 from fedvit.choices import did_you_mean, why_invalid
 from fedvit.errors import ConfigError
 
@@ -40,13 +40,16 @@ def make_config(values: dict[str, Any], where: str) -> StartConfig:
     return StartConfig(convert_table(values, RunConfig, where), broker)
 
 
-def check_names(config: RunConfig, where: str) -> None:
-    """Raises ConfigError, beginning with `where`, for an unknown method, model or option. Does not import torch."""
+def check_settings(config: RunConfig, where: str) -> None:
+    """Raises ConfigError, beginning with `where`, for an unknown method, model or option, or a value out of range.
+
+    Does not import torch.
+    """
     try:
-        known_names.check_names(config.method, config.options, config.model, config.model_options)
+        known_values.check_settings(config.method, config.options, config.model, config.model_options)
         for pattern, options in config.variants.items():
             try:
-                known_names.check_names(config.method, options)
+                known_values.check_settings(config.method, options, config.model, config.model_options)
             except ConfigError as error:
                 raise ConfigError(f"variants: {pattern!r}: {error}") from None
     except ConfigError as error:

@@ -7,10 +7,10 @@ import torch
 from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
 from coordinator.planning.batch import method_batch
 from fedvit.errors import ConfigError
-from fedvit.known_names import OWN_OPTIONS
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import ServerRule
 from fedvit.methods.novel import phases_of, server_rule_of
+from fedvit.model_options import OWN_MODELS
 from fedvit.program import Role
 
 
@@ -54,7 +54,7 @@ def check_region(config: RunConfig, where: str) -> None:
 def _check(config: RunConfig) -> None:
     """Checked before devices join: on torch's device "meta" a model needs no time and memory."""
     method = make_method(config.method, config.options)
-    pretrained = config.model in OWN_OPTIONS and config.pretrained  # it has none, and says so
+    pretrained = config.model in OWN_MODELS and config.pretrained  # it has none, and says so
     with torch.device("meta"):
         vit = build_model(
             method,

@@ -4,16 +4,15 @@ An installed package adds its own by entry points of the group "fedvit.methods" 
 """
 
 import inspect
-import math
 import typing
 from dataclasses import fields
 from typing import Any
 
 import msgspec
 
-from fedvit.choices import why_invalid
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_method, check_options, package_of, packaged_method, packaged_methods
+from fedvit.known_values import check_option
 from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.apfl import APFL
 from fedvit.methods.base import Method
@@ -114,13 +113,7 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
     check_options(name, options, [option.name for option in fields(kind)])
     hints = typing.get_type_hints(kind, include_extras=True)
     for option, value in options.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"option {option} = {value!r} of method {name!r} must be a finite number")
-        try:
-            msgspec.convert({option: value}, kind)
-        except msgspec.ValidationError as error:
-            reason = why_invalid(error, value, hints[option])
-            raise ConfigError(f"option {option} = {value!r} of method {name!r}: {reason}") from None
+        check_option(name, option, value, hints[option])
     method = msgspec.convert(options, kind)
     if method.momentum and method.optimizer != "sgd":
         raise ConfigError(f"option momentum = {method.momentum} is for sgd, the optimizer is {method.optimizer!r}")

@@ -6,9 +6,10 @@ returns, never in the method.
 """
 
 import math
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self
@@ -19,15 +20,15 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
+from fedvit.known_values import check_blocks
 from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.dropout import Dropout
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.vit import ModelPart, PatchViT
-from fedvit.precision import Compute, Precision
 from fedvit.program import Evaluate, Role, Train
-from fedvit.roles import Novel, ProductPrecision
+from fedvit.roles import Compute, Novel, Precision, ProductPrecision
 from fedvit.tensors import Array, Tensors
 
 PREDICT = "predict"
@@ -257,7 +258,8 @@ class Method(ABC):
         return frozenset(needed)
 
     def check_fits(self, vit: PatchViT) -> None:
-        """Raises ConfigError for a model that lacks what the method needs, or reads text where the method cannot."""
+        """Raises ConfigError for a model that lacks what the method needs, has too few blocks for an option, or reads
+        text where the method cannot."""
         missing = self.needs() - vit.has
         name = type(self).__name__
         if vit.reads_text and missing <= {"patches"} and (missing or not self.reads_text):
@@ -271,6 +273,9 @@ class Method(ABC):
                 " which has none: choose a Transformer, or a method that needs no special part, such as fedavg, fedper"
                 " or local"
             )
+        if "blocks" in vit.has:
+            options = {option.name: getattr(self, option.name) for option in fields(self)}
+            check_blocks(options, typing.get_type_hints(type(self), include_extras=True), vit.name, vit.depth)
 
     @property
     def reads_text(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.errors import ConfigError
+from fedvit.known_values import SPARED_BLOCKS
 from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, run_model
 from fedvit.methods.calculus import Named
 from fedvit.methods.rules.feature_training import FeatureTraining, features_into
@@ -35,7 +35,8 @@ class EFTViT(Method):
     schedule: Literal["constant", "cosine"] = "cosine"
     warmup_rounds: Annotated[int, Meta(ge=0)] = 5
 
-    local_blocks: Annotated[int, Meta(ge=1)] = 2  # blocks that the device trains (paper: M)
+    # blocks that the device trains (paper: M); at least one is left to the server
+    local_blocks: Annotated[int, Meta(ge=1, extra={SPARED_BLOCKS: 1})] = 2
     mask: Annotated[float, Meta(ge=0, lt=1)] = 0.75  # (paper: r)
     threshold: Annotated[float, Meta(gt=0)] = 1.0  # times the median: features uploaded per class
     server_epochs: Annotated[int, Meta(ge=1)] = 2  # passes over the features per round (paper: E_s)
@@ -48,11 +49,6 @@ class EFTViT(Method):
         return super().needs() | {"blocks"}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
-        if self.local_blocks >= vit.depth:
-            raise ConfigError(
-                f"option local_blocks = {self.local_blocks} leaves nothing to the server: "
-                f"{vit.name!r} has {vit.depth} blocks"
-            )
         # a group a block, so that devices of every split fetch the same blobs
         blocks = (
             GroupRule(f"block.{block}", Role.GLOBAL, (f"blocks.{block}.*",))

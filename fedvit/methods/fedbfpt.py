@@ -7,7 +7,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.errors import ConfigError
+from fedvit.known_values import SPARED_BLOCKS
 from fedvit.methods.base import GroupRule, StepInputs, cross_entropy, run_model
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.fedavg import FedAvg
@@ -39,7 +39,8 @@ class FedBFPT(FedAvg):
     lr: Annotated[float, Meta(gt=0)] = 5e-5
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
 
-    local_blocks: Annotated[int, Meta(ge=1)] | None = None  # depth of a device's model; None: half (theirs: 6 of 12)
+    # depth of a device's model; None: half (theirs: 6 of 12)
+    local_blocks: Annotated[int, Meta(ge=1, extra={SPARED_BLOCKS: 0})] | None = None
     with_norm: bool = False  # the final norm is part of the output layer
     stage: Annotated[int, Meta(ge=0)] = 0  # the block that is trained; every round sets it
 
@@ -87,8 +88,6 @@ class FedBFPT(FedAvg):
     def _sampled(self, vit: PatchViT) -> int:
         """How many blocks a device draws."""
         local = self.local_blocks or (vit.depth + 1) // 2
-        if local > vit.depth:
-            raise ConfigError(f"option local_blocks = {local}: {vit.name!r} has {vit.depth} blocks")
         block = self._block(vit)
         return max(0, local - block - 1) if block < vit.depth - 1 else 0
 

@@ -7,8 +7,7 @@ This package needs torch: modules that a device imports must not import it.
 from fedvit.models import light_timm as light_timm  # before anything else imports timm
 
 # isort: split
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,27 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fedvit.errors import ConfigError
-from fedvit.known_names import HUB, LOCAL, OWN_OPTIONS, check_model, check_model_options, unknown_model
-from fedvit.known_names import LSTM as LSTM
-from fedvit.known_names import RESNET as RESNET
-from fedvit.known_names import SMALL as SMALL
-from fedvit.known_names import TEXT as TEXT
+from fedvit.known_names import HUB, LOCAL, check_model, check_model_options, unknown_model
+from fedvit.known_values import check_model_values
+from fedvit.model_options import LSTM as LSTM
+from fedvit.model_options import (
+    OWN_MODELS,
+    ModelOptions,
+    ResnetOptions,
+    SmallResnetOptions,
+    SmallVitOptions,
+    TextLstmOptions,
+    TextTransformerOptions,
+)
+from fedvit.model_options import RESNET as RESNET
+from fedvit.model_options import SMALL as SMALL
+from fedvit.model_options import TEXT as TEXT
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
 from fedvit.models.lstm import make_text_lstm
 from fedvit.models.mlp_adapter import MlpAdapter
 from fedvit.models.model_patch import ModelPatch
-from fedvit.models.options import check_number, check_switch, check_whole
 from fedvit.models.prefix import FreePrefix
 from fedvit.models.prompts import Prompts
 from fedvit.models.resnet import make_resnet, make_small_resnet
@@ -72,12 +80,13 @@ def build_vit(
     set_fused_attn(False)
     options = dict(options or {})
     check_model_options(name, options)
+    check_model_values(name, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if name in OWN_OPTIONS:
+        if name in OWN_MODELS:
             if pretrained:
                 raise ConfigError(f"model {name!r} has no pretrained weights, got pretrained = {pretrained!r}")
-            return maker(name)(name, classes, **options)
+            return _make(name, classes, OWN_MODELS[name](**options))
         model = _timm(name, classes, options, pretrained)
         if isinstance(pretrained, str):
             torch.manual_seed(seed)
@@ -85,69 +94,46 @@ def build_vit(
         return PatchViT(name, model)
 
 
-def _small(
-    name: str,
-    classes: int,
-    image_size: int = 32,
-    patch_size: int = 4,
-    width: int = 64,
-    depth: int = 6,
-    heads: int = 4,
-    mlp_ratio: float = 2.0,
-    head_width: int | None = None,  # None: width / heads
-    qkv_bias: bool = True,
-    registers: int = 0,
-    position_std: float | None = None,  # of positions and class token at first; None: as timm's begin, near zero
-) -> PatchViT:
-    whole = {"image_size": image_size, "patch_size": patch_size, "width": width, "depth": depth, "heads": heads}
-    for option, value in whole.items():
-        check_whole("model", option, value)
-    number = isinstance(mlp_ratio, int | float) and not isinstance(mlp_ratio, bool)
-    if not (number and 1 <= width * mlp_ratio < math.inf):
-        raise ConfigError(f"model option mlp_ratio = {mlp_ratio!r} must be a number, at least 1 / width")
-    if head_width is not None:
-        check_whole("model", "head_width", head_width)
-    check_switch("model", "qkv_bias", qkv_bias)
-    check_whole("model", "registers", registers, least=0)
-    if image_size % patch_size:
-        raise ConfigError(f"model option image_size = {image_size} is not a multiple of patch_size = {patch_size}")
-    if width % heads:
-        raise ConfigError(f"model option width = {width} is not a multiple of heads = {heads}")
-    if position_std is not None:
-        check_number("model", "position_std", position_std)
-        if position_std < 0:
-            raise ConfigError(f"model option position_std = {position_std!r} must be >= 0")
+def _small(name: str, classes: int, options: SmallVitOptions) -> PatchViT:
     vit = VisionTransformer(
-        img_size=image_size, patch_size=patch_size, embed_dim=width, depth=depth, num_heads=heads,
-        mlp_ratio=mlp_ratio, num_classes=classes, qkv_bias=qkv_bias, reg_tokens=registers,
+        img_size=options.image_size, patch_size=options.patch_size, embed_dim=options.width, depth=options.depth,
+        num_heads=options.heads, mlp_ratio=options.mlp_ratio, num_classes=classes, qkv_bias=options.qkv_bias,
+        reg_tokens=options.registers,
     )  # fmt: skip
-    if head_width is not None:
+    if options.head_width is not None:
         for block in vit.blocks:
-            block.attn = Attention(width, heads, attn_head_dim=head_width, qkv_bias=qkv_bias)
+            block.attn = Attention(
+                options.width, options.heads, attn_head_dim=options.head_width, qkv_bias=options.qkv_bias
+            )
         vit.init_weights(needs_reset=False)
-    if position_std is not None:
+    if options.position_std is not None:
         for position in (vit.pos_embed, vit.cls_token):
             assert position is not None
-            nn.init.normal_(position, std=position_std)
+            nn.init.normal_(position, std=options.position_std)
     return PatchViT(name, vit)
 
 
-def maker(name: str) -> Callable[..., PatchViT]:
-    """What makes the models of OWN_OPTIONS, of their name, a number of classes, and options."""
-    small: Mapping[str, Callable[..., PatchViT]] = {
-        SMALL: _small,
-        TEXT: make_text_transformer,
-        LSTM: make_text_lstm,
-        RESNET: make_small_resnet,
-    }
-    return small.get(name, make_resnet)
+def _make(name: str, classes: int, options: ModelOptions) -> PatchViT:
+    """Make one of the models of OWN_MODELS."""
+    match options:
+        case SmallVitOptions():
+            return _small(name, classes, options)
+        case TextTransformerOptions():
+            return make_text_transformer(name, classes, options)
+        case TextLstmOptions():
+            return make_text_lstm(name, classes, options)
+        case SmallResnetOptions():
+            return make_small_resnet(name, classes, options)
+        case ResnetOptions():
+            return make_resnet(name, classes, options)
+    raise AssertionError(options)
 
 
 def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:
     if name.startswith((HUB, LOCAL)):
         check_model(name)
     elif not timm.is_model(name):  # also true with a tag, as in vit_base_patch16_224.augreg_in21k
-        raise unknown_model(name, [*OWN_OPTIONS, *timm.list_models()])
+        raise unknown_model(name, [*OWN_MODELS, *timm.list_models()])
     arguments: dict[str, Any] = {"num_classes": classes}
     if "image_size" in options:
         arguments["img_size"] = options["image_size"]

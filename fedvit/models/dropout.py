@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fedvit.model_options import check_number
 from fedvit.models.model_patch import plain_blocks
-from fedvit.models.options import check_number
 from fedvit.models.recompute import SampleSeeds
 from fedvit.models.vit import PatchViT, TokenHooks
 

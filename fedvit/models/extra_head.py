@@ -6,8 +6,8 @@ from typing import Literal
 from torch import nn
 
 from fedvit.errors import ConfigError
+from fedvit.model_options import check_choice
 from fedvit.models.model_patch import ModelPatch, seeded
-from fedvit.models.options import check_choice
 from fedvit.models.vit import PatchViT
 
 

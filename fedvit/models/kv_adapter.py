@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedvit.model_options import check_choice, check_number, check_whole
 from fedvit.models.attention import KeysValues, open_attentions
 from fedvit.models.model_patch import ModelPatch, seeded
-from fedvit.models.options import check_choice, check_number, check_whole
 from fedvit.models.vit import PatchViT
 
 

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fedvit.model_options import check_number, check_whole
 from fedvit.models.attention import attentions
 from fedvit.models.model_patch import ModelPatch, seeded
-from fedvit.models.options import check_number, check_whole
 from fedvit.models.vit import PatchViT
 
 

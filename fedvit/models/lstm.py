@@ -7,7 +7,7 @@ names: B batch, T characters of context, D width of what enters a layer, H units
 import torch
 from torch import Tensor, nn
 
-from fedvit.models.options import check_whole
+from fedvit.model_options import TextLstmOptions
 from fedvit.models.text import TextModel
 
 
@@ -70,14 +70,11 @@ class TextLstm(TextModel):
         return 1
 
 
-def make_text_lstm(
-    name: str, classes: int, context: int = 80, embedding: int = 8, width: int = 256, depth: int = 2
-) -> TextLstm:
-    """By default the model of LEAF and of federated averaging's paper. Raises ConfigError for options out of range.
+def make_text_lstm(name: str, classes: int, options: TextLstmOptions) -> TextLstm:
+    """Make the model that is, by default, that of LEAF and of federated averaging's paper.
 
     Source: McMahan et al., arXiv:1602.05629, section 3; Caldas et al., "LEAF", arXiv:1812.01097: an embedding of 8 and
     two layers of 256 units.
     """
-    for option, value in {"context": context, "embedding": embedding, "width": width, "depth": depth}.items():
-        check_whole("model", option, value)
-    return TextLstm(name, context, _Layers(classes, embedding, width, depth))
+    layers = _Layers(classes, options.embedding, options.width, options.depth)
+    return TextLstm(name, options.context, layers)

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fedvit.model_options import check_switch, check_whole
 from fedvit.models.model_patch import ModelPatch, plain_blocks, seeded
-from fedvit.models.options import check_switch, check_whole
 from fedvit.models.vit import PatchViT
 
 

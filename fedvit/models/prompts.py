@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
+from fedvit.model_options import check_choice, check_whole
 from fedvit.models.model_patch import ModelPatch, seeded
-from fedvit.models.options import check_choice, check_whole
 from fedvit.models.vit import PatchViT, TokenHooks
 
 

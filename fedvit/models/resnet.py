@@ -11,16 +11,13 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from fedvit.errors import ConfigError
-from fedvit.models.options import check_choice, check_whole
+from fedvit.model_options import RESNET_WIDTH, ResnetOptions, SmallResnetOptions
 from fedvit.models.recompute import SampleSeeds
 from fedvit.models.vit import ModelPart, PatchViT
 
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 """Blocks of each stage; He et al., table 1."""
 BOTTLENECKS = ("resnet50", "resnet101")
-WIDTH, GROUPS = 64, 32
-"""Of those: channels of the first stage; groups of a norm as in Wu and He."""
 EXPANSION = 4
 """How many times wider a bottleneck is outside than inside."""
 
@@ -173,46 +170,24 @@ class ResNet(PatchViT):
         return cast(_Layers, cast(nn.Module, self.vit))
 
 
-def make_small_resnet(
-    name: str,
-    classes: int,
-    image_size: int = 32,
-    width: int = 16,
-    stages: int = 3,
-    depth: int = 1,
-    block: Block = "basic",
-    groups: int = 4,
-) -> ResNet:
-    """`depth` blocks in each stage; each stage has half the rows and columns of that before it, and twice the channels.
+def make_small_resnet(name: str, classes: int, options: SmallResnetOptions) -> ResNet:
+    """Make a small network; each stage has half the rows and columns of that before it, and twice the channels.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, section 4.2, with group norms.
-    Raises ConfigError for options out of range.
     """
-    whole = {"image_size": image_size, "width": width, "stages": stages, "depth": depth, "groups": groups}
-    for option, value in whole.items():
-        check_whole("model", option, value)
-    check_choice("model", "block", block, ("basic", "bottleneck"))
-    _check_groups(width, groups)
-    return ResNet(name, image_size, _Layers(classes, (depth,) * stages, width, block, "3x3", groups))
+    stages = (options.depth,) * options.stages
+    layers = _Layers(classes, stages, options.width, cast(Block, options.block), "3x3", options.groups)
+    return ResNet(name, options.image_size, layers)
 
 
-def make_resnet(name: str, classes: int, image_size: int = 224, stem: Stem = "7x7", groups: int = GROUPS) -> ResNet:
-    """One of `DEPTHS`. For images of 32 pixels `stem` is "3x3", which keeps all of them; the other one a sixteenth.
+def make_resnet(name: str, classes: int, options: ResnetOptions) -> ResNet:
+    """Make one of `DEPTHS`. With stem "3x3", for images of 32 pixels, all pixels are kept; with "7x7" a sixteenth.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, table 1, with group norms.
-    Raises ConfigError for options out of range.
     """
-    check_whole("model", "image_size", image_size)
-    check_choice("model", "stem", stem, ("7x7", "3x3"))
-    check_whole("model", "groups", groups)
-    _check_groups(WIDTH, groups)
     block: Block = "bottleneck" if name in BOTTLENECKS else "basic"
-    return ResNet(name, image_size, _Layers(classes, DEPTHS[name], WIDTH, block, stem, groups))
-
-
-def _check_groups(width: int, groups: int) -> None:
-    if width % groups:
-        raise ConfigError(f"model option groups = {groups} does not divide the {width} channels of the first stage")
+    layers = _Layers(classes, DEPTHS[name], RESNET_WIDTH, block, cast(Stem, options.stem), options.groups)
+    return ResNet(name, options.image_size, layers)
 
 
 def _convolution(entering: int, leaving: int, side: int, stride: int = 1) -> nn.Conv2d:

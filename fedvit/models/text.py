@@ -4,7 +4,6 @@ of the Vision Transformers.
 Letters in names: B batch, T characters of context, D width, C classes (characters).
 """
 
-import math
 from typing import Any, cast
 
 import torch
@@ -12,10 +11,9 @@ from timm.layers.attention import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from fedvit.errors import ConfigError
+from fedvit.model_options import TextTransformerOptions
 from fedvit.models.attend import attend
 from fedvit.models.attention import OpenAttention
-from fedvit.models.options import check_switch, check_whole
 from fedvit.models.recompute import SampleSeeds
 from fedvit.models.vit import ModelPart, PatchViT, take_rows
 
@@ -103,29 +101,9 @@ class TextTransformer(TextModel):
         return cast(Tensor, self.vit.norm(x_BTD)) if normed else x_BTD
 
 
-def make_text_transformer(
-    name: str,
-    classes: int,
-    context: int = 80,
-    width: int = 128,
-    depth: int = 2,
-    heads: int = 8,
-    mlp_ratio: float = 2.0,
-    head_width: int | None = None,  # None: width / heads
-    qkv_bias: bool = False,
-    causal: bool = True,  # false: a position reads the characters behind it, too, among them its own answer
-) -> TextTransformer:
-    """Raises ConfigError for options out of range."""
-    for option, value in {"context": context, "width": width, "depth": depth, "heads": heads}.items():
-        check_whole("model", option, value)
-    number = isinstance(mlp_ratio, int | float) and not isinstance(mlp_ratio, bool)
-    if not (number and 1 <= width * mlp_ratio < math.inf):
-        raise ConfigError(f"model option mlp_ratio = {mlp_ratio!r} must be a number, at least 1 / width")
-    if head_width is not None:
-        check_whole("model", "head_width", head_width)
-    check_switch("model", "qkv_bias", qkv_bias)
-    check_switch("model", "causal", causal)
-    if width % heads:
-        raise ConfigError(f"model option width = {width} is not a multiple of heads = {heads}")
-    characters = _Characters(classes, context, width, depth, heads, mlp_ratio, head_width, qkv_bias, causal)
-    return TextTransformer(name, context, characters)
+def make_text_transformer(name: str, classes: int, options: TextTransformerOptions) -> TextTransformer:
+    characters = _Characters(
+        classes, options.context, options.width, options.depth, options.heads, options.mlp_ratio, options.head_width,
+        options.qkv_bias, options.causal,
+    )  # fmt: skip
+    return TextTransformer(name, options.context, characters)

@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import safetensors.torch
+import tomli_w
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
@@ -564,7 +566,7 @@ def test_check_of_a_run_that_is_resumed(out: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--model-option", "image_size=100", *TIMM[:4]), "image of 100 pixels is not a multiple of its patches of 16"),
+        (("--model-option", "image_size=100", *TIMM[:4]), "image_size = 100 is not a multiple of patch_size = 16"),
         (("--pretrained", "junk.pth", *TIMM), "('junk.pth') cannot be loaded"),
         (("--pretrained", "small.safetensors", *TIMM), "cannot be loaded"),
         (("--pretrained", "true", *TIMM), "(True) cannot be loaded"),
@@ -656,6 +658,65 @@ def test_reading_needs_no_permission_to_write(out: Path) -> None:
         for file in out.iterdir():
             file.chmod(0o644)
     assert sorted(out.iterdir()) == before
+
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from coordinator.cli import main; main()"
+LR, LOCAL_BLOCKS = "of method 'eftvit'", "option local_blocks = {} must be at most {}: model {!r} has {} blocks"
+WRONG_VALUES: list[tuple[str, str, dict[str, Any]]] = [
+    ("-o lr=-1", f"option lr = -1 {LR}: Expected `float` > 0.0", {"options": {"lr": -1}}),
+    ("-o lr=nan", f"option lr = nan {LR} must be a finite number", {"options": {"lr": math.nan}}),
+    ("-o lr=fast", f"option lr = 'fast' {LR}: Expected `float`, got `str`", {"options": {"lr": "fast"}}),
+    ("-o batch_size=0", f"option batch_size = 0 {LR}: Expected `int` >= 1", {"options": {"batch_size": 0}}),
+    ("-o batch_size=16.5", f"option batch_size = 16.5 {LR}: Expected `int`", {"options": {"batch_size": 16.5}}),
+    (
+        "-o local_blocks=2 --model-option depth=2",
+        LOCAL_BLOCKS.format(2, 1, "vit_small_images", 2),
+        {"options": {"local_blocks": 2}, "model_options": {"depth": 2}},
+    ),
+    (
+        "-o local_blocks=12 --model vit_tiny_patch16_224",
+        LOCAL_BLOCKS.format(12, 11, "vit_tiny_patch16_224", 12),
+        {"options": {"local_blocks": 12}, "model": "vit_tiny_patch16_224"},
+    ),
+    (
+        "--variant pi-*:local_blocks=6",
+        "variants: 'pi-*': " + LOCAL_BLOCKS.format(6, 5, "vit_small_images", 6),
+        {"variants": {"pi-*": {"local_blocks": 6}}},
+    ),
+    (
+        "--model vit_tiny_patch16_224 --model-option image_size=100",
+        "model option image_size = 100 is not a multiple of patch_size = 16",
+        {"model": "vit_tiny_patch16_224", "model_options": {"image_size": 100}},
+    ),
+    (
+        "--model-option image_size=101",
+        "model option image_size = 101 is not a multiple of patch_size = 4",
+        {"model_options": {"image_size": 101}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "complaint", "values"), WRONG_VALUES, ids=[flags for flags, *_ in WRONG_VALUES])
+def test_a_wrong_value_is_refused_without_torch(
+    flags: str, complaint: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(tomli_w.dumps(values))
+    for where, arguments in (("flags", flags.split()), (str(file), ["--config", str(file)])):
+        command = [sys.executable, "-c", WITHOUT_TORCH, "start", "--runs", str(tmp_path / "runs"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        assert f"{where}: {complaint}" in one_line(done, 2)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [["submit"], ["plan", "--device", "rpi5-8"], ["methods", "eftvit"]])
+def test_other_commands_refuse_a_wrong_value_without_torch(command: list[str], tmp_path: Path) -> None:
+    runs = ["--runs", str(tmp_path)] if command == ["submit"] else []
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *command, *runs, "-o", "lr=-1"],
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert "option lr = -1 of method" in one_line(done, 2)
 
 
 # --- metrics ------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Names that are known without torch, held against the tables that they are read from."""
 
-import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -8,9 +7,9 @@ from pathlib import Path
 import pytest
 import timm
 
-from fedvit import known_names, models
+from fedvit import known_names
 from fedvit.errors import ConfigError
-from fedvit.known_names import OWN_OPTIONS, check_model, method_classes, method_options
+from fedvit.known_names import check_model, method_classes, method_options
 from fedvit.methods import METHODS
 
 
@@ -21,12 +20,6 @@ def test_known_methods_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_known_options_of_a_method_are_its_fields(method: str) -> None:
     assert set(method_options(method)) == {option.name for option in fields(METHODS[method])}
-
-
-@pytest.mark.parametrize("model", OWN_OPTIONS)
-def test_known_options_of_a_model_made_here_are_its_arguments(model: str) -> None:
-    """Behind the name and the classes."""
-    assert list(OWN_OPTIONS[model]) == list(inspect.signature(models.maker(model)).parameters)[2:]
 
 
 def test_known_models_are_all_that_timm_has() -> None:

@@ -428,7 +428,7 @@ def test_the_broker_must_be_a_table() -> None:
         ({"method": "fedavg", "options": {"epochs": 0}}, ["option epochs = 0 of method 'fedavg'", ">= 1"]),
         ({"options": {"schedule": "linear"}}, ["option schedule = 'linear' of method 'eftvit'"]),
         ({"options": {"mask": 1.0}}, ["option mask = 1.0 of method 'eftvit'", "< 1.0"]),
-        ({"options": {"local_blocks": 6}}, ["local_blocks = 6 leaves nothing to the server", "6 blocks"]),
+        ({"options": {"local_blocks": 6}}, ["local_blocks = 6 must be at most 5", "6 blocks"]),
         ({"model": "vit_tiny_patch16_223"}, ["unknown model 'vit_tiny_patch16_223'", "vit_tiny_patch16_224"]),
         ({"model": "resnet18d"}, ["'resnet18d' is a ResNet, not a plain Vision Transformer"]),
         ({"model_options": {"depht": 2}}, ["'vit_small_images' has no option 'depht'", "depth"]),
@@ -451,7 +451,7 @@ def test_the_broker_must_be_a_table() -> None:
         ),
         (
             {"variants": {"jetson-*": {"local_blocks": 6}}},
-            ["variants: 'jetson-*': option local_blocks = 6 leaves nothing to the server", "6 blocks"],
+            ["variants: 'jetson-*': option local_blocks = 6 must be at most 5", "6 blocks"],
         ),
         (
             {"options": {"optimizer": "adamw"}, "variants": {"old-*": {"momentum": 0.9}}},

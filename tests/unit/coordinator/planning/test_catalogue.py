@@ -175,7 +175,7 @@ def test_an_option_that_not_all_methods_have() -> None:
 
 
 def test_a_model_that_a_method_cannot_have() -> None:
-    with pytest.raises(ConfigError, match="local_blocks = 6 leaves nothing to the server"):
+    with pytest.raises(ConfigError, match="local_blocks = 6 must be at most 5"):
         entries("eftvit", local_blocks=6)
 
 

@@ -121,9 +121,9 @@ def test_parameters_on_a_device(local_blocks: int, classes: int, parameters: int
 
 @pytest.mark.parametrize("local_blocks", [4, 5])
 def test_the_server_must_have_something_to_train(vit: PatchViT, local_blocks: int) -> None:
-    complaint = f"option local_blocks = {local_blocks} leaves nothing to the server: '{SMALL}' has 4 blocks"
+    complaint = f"option local_blocks = {local_blocks} must be at most 3: model '{SMALL}' has 4 blocks"
     with pytest.raises(ConfigError, match=complaint):
-        EFTViT(local_blocks=local_blocks).groups(vit)
+        EFTViT(local_blocks=local_blocks).check_fits(vit)
 
 
 def test_the_papers_warm_up_is_the_default() -> None:

@@ -13,8 +13,8 @@ from coordinator.planning.batch import method_batch
 from coordinator.planning.checks import checked_config
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import ConfigError
-from fedvit.known_names import RESNETS
 from fedvit.methods import build_model, make_method
+from fedvit.model_options import RESNETS
 from fedvit.models import RESNET
 from fedvit.models.resnet import DEPTHS, GroupNorm, Residual, ResNet
 from fedvit.program import Role

@@ -433,6 +433,7 @@ def _serve(
         display=display,
         compute=worker,
         watch=watch,
+        revoke=endpoint.revoke,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())

@@ -133,6 +133,10 @@ class Service:
                 self.revoked.put(device.name)
         self._revoking = []
 
+    def shut_out(self, device: str, reason: str) -> None:
+        """Revoke a device that harms others; `watch` then ends its connections."""
+        self._on_misuse(Misuse(device, reason, shut_out=True))
+
     def _on_misuse(self, misuse: Misuse) -> None:
         """Count misuse for `coordinator devices`; revoke devices that harm other clients."""
         name, what, shut_out = misuse

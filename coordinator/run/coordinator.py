@@ -41,6 +41,7 @@ from coordinator.run.round_line import round_line
 from coordinator.run.round_runner import RoundRunner
 from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector
+from coordinator.run.sender_limits import Flood
 from coordinator.run.state import RunState
 from coordinator.run.validation import MIN_FREE_BYTES, listed, same_but_for_case
 from fedvit.descriptors import USED_UP
@@ -105,7 +106,9 @@ class Coordinator:
         display: Display,
         compute: Compute,
         watch: Callable[[], None] = lambda: None,
+        revoke: Callable[[str, str], bool] = lambda device, reason: False,
     ) -> None:
+        """`revoke` withdraws the certificate of a device that floods the coordinator; False if it has none."""
         self.transport = transport
         self.display = display
         self.compute = compute
@@ -161,6 +164,7 @@ class Coordinator:
         self.mode = MODES[config.mode](self.runner)
         self._folder = folder
         self._watch = watch
+        self._revoke = revoke
         self._reporter = Reporter(folder)
         self._cancelled: str | None = None  # reason, once the run is to be cancelled
 
@@ -569,6 +573,8 @@ class Coordinator:
     def on_tick(self) -> None:
         for line in (*self.compute.take_warnings(), *(self.objects.take_lines() if self.objects else ())):
             self._operator_log(line)
+        for flood in self.inbox.limits.take_floods():
+            self._on_flood(flood)
         self.recovery.report_damage()
         self.exchange.tick()
         self.collector.commit()
@@ -636,6 +642,20 @@ class Coordinator:
         self.backups.note(Struck(device, number, reason))
         if self.quarantine.strike(device, number, reason):
             self.membership.on_quarantined(device)
+
+    def _on_flood(self, flood: Flood) -> None:
+        """A device sends more than any honest one: a strike, and after the last one it is shut out."""
+        device, reason, is_last = flood
+        self.state.refuse(device, "flood", reason)
+        self._strike(device, self.state.number, reason)
+        if not is_last:
+            self._operator_log(f"{device}: {reason}")
+        elif self._revoke(device, reason):
+            self._operator_log(f"{device}: {reason}; its certificate is revoked")
+        else:
+            self.inbox.limits.ban(device)
+            self._operator_log(f"{device}: {reason}; it is banned until this process ends")
+            self.expel(device, reason)
 
     def _give_up(self, overdue: Overdue) -> None:
         task, why, reason = overdue

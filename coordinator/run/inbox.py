@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
+from coordinator.run.sender_limits import SenderLimits
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Wake
 from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode, unread_hello
@@ -62,6 +63,8 @@ class Inbox:
         self._transport = transport
         self._topics = topics
         self._handler = handler
+        self.limits = SenderLimits(topics)
+        transport.admits = self.limits.admits
         self._stop = threading.Event()
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._background: threading.Thread | None = None
@@ -135,6 +138,7 @@ class Inbox:
                 news, self._link_trouble = reason if reason != self._link_trouble else "", reason
                 self._handler.on_link(up=False, trouble=news)
             case Received(topic=topic, payload=payload):
+                self.limits.handled(payload)
                 if topic == self._topics.coordinator_state:
                     self._on_coordinator(payload)
                 else:

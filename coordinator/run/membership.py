@@ -1,6 +1,7 @@
 """Devices that join and leave: they are admitted, asked to wait, or refused."""
 
 import logging
+import time
 from collections import Counter
 from functools import partial
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from fedvit.wire.messages import DeviceState, Hello, Manifest, Refused, Welcome,
 
 log = logging.getLogger(__name__)
 
-MAX_REPORTED_REFUSALS = 1000
-"""Refusals that one process prints; the record has all."""
+REPORT_EVERY_S = 60.0
+"""Interval between printed refusals of one device; the record has all."""
 MAX_CLASS_LISTS = 10
 """Class lists that one process fetches from one device: more would let the device fill the disk."""
 
@@ -31,6 +32,14 @@ class Arrival(NamedTuple):
     was_away: bool
 
 
+class _Reported(NamedTuple):
+    """A printed refusal of a device."""
+
+    at: float  # monotonic
+    reason: str
+    unprinted: int  # refusals with other reasons since then
+
+
 class Membership:
     """The devices of one run. `take_arrivals` returns the admitted ones."""
 
@@ -38,7 +47,7 @@ class Membership:
         self._state = state
         self._exchange = exchange
         self._quarantine = quarantine
-        self._reported: set[tuple[str, str]] = set()  # (device, reason) of printed refusals
+        self._reported: dict[str, _Reported] = {}  # by device: its refusal that was printed last
         self._arrivals: list[Arrival] = []
         self._versions: dict[str, str] = {}  # of devices since the last `take_versions`
         self._fetching: dict[str, Hello] = {}  # by device: its newest hello, whose class list is being fetched
@@ -177,11 +186,22 @@ class Membership:
 
     def _refuse(self, device: str, hello: Hello, reason: str, *, final: bool) -> None:
         self._state.refuse(device, "hello", reason)
-        if final and (device, reason) not in self._reported and len(self._reported) < MAX_REPORTED_REFUSALS:
-            self._reported.add((device, reason))
-            self._state.operator_log(f"{device} was refused: {reason}")
-            self._state.alert("device_refused", f"{device} was refused: {reason}", device)
+        if final:
+            self._report_refusal(device, reason)
         self._state.send(device, Refused(hello.instance, reason, final=final))
+
+    def _report_refusal(self, device: str, reason: str) -> None:
+        """Print a new reason, unless the device was refused for another one shortly before: then it is counted."""
+        now, last = time.monotonic(), self._reported.get(device)
+        if last and last.reason == reason:
+            return
+        if last and now - last.at < REPORT_EVERY_S:
+            self._reported[device] = last._replace(unprinted=last.unprinted + 1)
+            return
+        self._reported[device] = _Reported(now, reason, 0)
+        more = f" (and {last.unprinted} times before for other reasons)" if last and last.unprinted else ""
+        self._state.operator_log(f"{device} was refused: {reason}{more}")
+        self._state.alert("device_refused", f"{device} was refused: {reason}", device)
 
     def _banned(self, device: str) -> str | None:
         """The reason to send a device away: only the operator can end its quarantine."""

@@ -1,8 +1,8 @@
-"""Strikes and quarantine of devices that sent invalid results.
+"""Strikes and quarantine of devices that sent invalid results or floods.
 
-Only the content of a result can cause a strike: it was refused, or is far out of scale. A device that is late, offline,
-out of memory or over budget gets none. Everything is in the store, so that it survives a restart, and a release by the
-operator in another process takes effect at once.
+A result that is refused or far out of scale can cause a strike, and so can a flood of messages. A device that is late,
+offline, out of memory or over budget gets none. Everything is in the store, so that it survives a restart, and a
+release by the operator in another process takes effect at once.
 """
 
 import logging

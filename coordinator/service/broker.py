@@ -38,6 +38,10 @@ class BrokerEndpoint:
         """Devices that were revoked since the last call."""
         return iter(())
 
+    def revoke(self, device: str, reason: str) -> bool:
+        """Revoke a device that harms others; False without certificates."""
+        return False
+
     def as_record(self) -> dict[str, Any]:
         return dict(msgspec.to_builtins(self.recorded))
 
@@ -60,6 +64,10 @@ class _Deployed(BrokerEndpoint):
 
     def watch(self) -> None:
         self._service.watch()
+
+    def revoke(self, device: str, reason: str) -> bool:
+        self._service.shut_out(device, reason)
+        return True
 
     def revoked(self) -> Iterator[str]:
         queue: SimpleQueue[str] = self._service.revoked

@@ -18,6 +18,7 @@ from coordinator.config import why_not_asked
 from coordinator.record.leadership import Leadership
 from coordinator.run.lease import Lease
 from coordinator.run.presence import Presence, hello_spread_s
+from coordinator.run.sender_limits import SenderLimits
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Wake, Will, WillMaker
 from fedvit.wire.limits import BrokerLimits
@@ -164,6 +165,8 @@ class Router:
         self._presence = Presence()
         self._devices: dict[str, _DeviceEntry] = {}
         self._link_trouble = ""
+        self.limits = SenderLimits(self.topics)
+        link.admits = self.limits.admits
         self._labels: dict[str, dict[str, str]] = {}  # by device: those that the operator set
 
     def open(self) -> None:
@@ -229,6 +232,8 @@ class Router:
     # --- events -------------------------------------------------------------------------------------------
 
     def _on_event(self, event: object) -> None:
+        if isinstance(event, Received):
+            self.limits.handled(event.payload)
         match event:
             case Received(topic=self.topics.coordinator_state):
                 with suppress(BadPayload, PeerRefused):

@@ -64,7 +64,7 @@ class ServedRun:
         self._store = store
         self._folder = out / record.id
         self._display = display
-        self._revoked: SimpleQueue[str] = SimpleQueue()
+        self._expelled: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._stack = ExitStack()
         self._stack.callback(os.close, lock_run(self._folder, record.id, term))
         self._thread = threading.Thread(target=self._serve, name=f"run-{record.id}", daemon=True)
@@ -105,15 +105,15 @@ class ServedRun:
         if self.coordinator:
             self.coordinator.stop()
 
-    def expel(self, device: str) -> None:
+    def expel(self, device: str, reason: str) -> None:
         """Exclude a device from the run."""
-        self._revoked.put(device)
+        self._expelled.put((device, reason))
 
     def _watch(self) -> None:
         self.loop.turned()
         with suppress(Empty):
             while self.coordinator:
-                self.coordinator.expel(self._revoked.get_nowait(), "its certificate was revoked")
+                self.coordinator.expel(*self._expelled.get_nowait())
 
     def _serve(self) -> None:
         assert self.coordinator is not None
@@ -217,9 +217,22 @@ class RunService:
     def _watch(self) -> None:
         self._endpoint.watch()
         for device in self._endpoint.revoked():
-            run = self._running.get(self._router.expel(device) or "")
-            if run:
-                run.expel(device)
+            self._expel(device, "its certificate was revoked")
+        for device, reason, is_last in self._router.limits.take_floods():
+            log.warning("flood", extra={"device": device, "reason": reason})
+            if not is_last:
+                self._display.line(f"{device}: {reason}")
+            elif self._endpoint.revoke(device, reason):
+                self._display.line(f"{device}: {reason}; its certificate is revoked")
+            else:
+                self._router.limits.ban(device)
+                self._display.line(f"{device}: {reason}; it is banned until this process ends")
+                self._expel(device, reason)
+
+    def _expel(self, device: str, reason: str) -> None:
+        run = self._running.get(self._router.expel(device) or "")
+        if run:
+            run.expel(device, reason)
 
     def _look(self) -> None:
         """Handle submitted, cancelled and ended runs. On a full disk, or with too many open files, try again later."""

@@ -76,6 +76,8 @@ class Transport(ABC):
         self.connection = 0
         self.shared_epoch = 0
         self.announced_packet_bytes: int | None = None
+        self.admits: Callable[[str, bytes], bool] = lambda topic, payload: True
+        """Whether a message from this topic enters the inbox; called in the network's thread."""
 
     @property
     def limits(self) -> BrokerLimits:

@@ -171,4 +171,5 @@ class MemoryTransport(Transport):
 
     def deliver(self, topic: str, payload: bytes) -> None:
         self.received_bytes += len(payload)
-        self.inbox.put(Received(topic, payload))
+        if self.admits(topic, payload):
+            self.inbox.put(Received(topic, payload))

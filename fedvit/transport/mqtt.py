@@ -438,8 +438,10 @@ class MqttTransport(Transport, LoopMember):
         link = self._link
         if link is None or self.closed_at is not None:
             return
-        self._count_received(len(message.payload))
         received = Received(message.topic, bytes(message.payload))
+        self._count_received(len(received.payload))
+        if not self.admits(*received):
+            return
         if link.up:
             self.inbox.put(received)
         else:

@@ -420,6 +420,17 @@ def unread_hello(raw: bytes) -> str | None:
     return None
 
 
+def peek_tag(raw: bytes) -> bytes:
+    """Return the tag of an encoded message without decoding it; empty if it is not written as `encode` writes it.
+
+    >>> peek_tag(encode(BlobAck("blake3:00")))
+    b'done'
+    """
+    start = 4 if raw[1:2] == b"\xdc" else 2  # up to 15 fields, one byte says how many
+    head = raw[start : start + 1]
+    return raw[start + 1 : start + 1 + (head[0] & 0x1F)] if head and head[0] >> 5 == 0b101 else b""
+
+
 def inline_room(message: AnyMessage) -> int:
     """How many bytes of inline blobs fit into a message that has none yet."""
     return max(0, min(INLINE_BYTES, MAX_MESSAGE_BYTES - len(encode(message)) - _INLINE_HEADS_BYTES))

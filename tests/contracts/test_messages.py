@@ -58,6 +58,7 @@ from fedvit.wire.messages import (
     decode_class_list,
     encode,
     encode_class_list,
+    peek_tag,
     unread_hello,
 )
 
@@ -319,6 +320,12 @@ def continues(now: Any, kept: Any) -> bool:
     if isinstance(kept, dict):
         return isinstance(now, dict) and all(key in now and continues(now[key], kept[key]) for key in kept)
     return type(now) is type(kept) and bool(now == kept)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_tags_are_read_without_decoding(name: str) -> None:
+    raw = encode(EXAMPLES[name])
+    assert peek_tag(raw).decode() == msgspec.msgpack.decode(raw[1:])[0]
 
 
 # --- golden bytes -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.record.store import Store
-from coordinator.run import collector, scheduler
+from coordinator.run import collector, scheduler, sender_limits
 from coordinator.run.collector import ResultCollector
 from coordinator.run.device_profiles import DeviceProfiles
 from coordinator.run.inbox import Inbox
@@ -39,6 +39,27 @@ pytestmark = pytest.mark.usefixtures("known")
 
 def dies(device: Fake, task: Task) -> None:
     device.start_again()
+
+
+# --- a device that floods ----------------------------------------------------------------------------
+
+
+def test_a_device_without_a_certificate_that_floods_is_banned(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its round closes with the other's result, and nothing more of it is heard."""
+    monkeypatch.setattr(sender_limits, "STRIKE_EVERY_S", 0.0)
+    stage.fake("good")
+    mallory = stage.fake("mallory", silent)
+    stage.start(devices=2, rounds=2)
+    stage.drive(lambda: mallory.got(Task))
+    for _ in range(4 * sender_limits.STRIKE_MESSAGES):
+        mallory.transport.publish(mallory.topics.from_device("mallory"), bytes(1000))
+    assert stage.finish() == "finished"
+    assert (stage.accepted(1), stage.accepted(2)) == (["good"], ["good"])
+    assert any("mallory" in line and "banned" in line for line in stage.lines)
+    assert sum(refusal.startswith("flood: ") for refusal in stage.refusals("mallory")) == sender_limits.STRIKES
+    assert_moved_by(stage, first, 2.0)
 
 
 # --- devices that end at their tasks ------------------------------------------------------------------

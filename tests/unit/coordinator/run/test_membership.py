@@ -66,6 +66,20 @@ def test_membership_prints_a_final_refusal_once_and_records_each(parts: Parts) -
     assert sum("pi was refused" in line for line in parts.lines) == 1
 
 
+def test_membership_counts_refusals_with_many_reasons_instead_of_printing_them(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device could print any number of lines otherwise."""
+    for number in range(50):
+        parts.membership.on_hello("pi", hello("i1", classes=(f"class-{number}",)))
+    assert sum("pi was refused" in line for line in parts.lines) == 1
+    parts.membership.on_hello("other", hello("i2", classes=("class-1",)))
+    assert sum("other was refused" in line for line in parts.lines) == 1
+    monkeypatch.setattr(membership, "REPORT_EVERY_S", 0.0)
+    parts.membership.on_hello("pi", hello("i1", classes=("another",)))
+    assert "49 times before" in parts.lines[-1]
+
+
 def test_membership_sends_a_device_away_that_only_the_operator_can_release(make_parts: Callable[..., Parts]) -> None:
     """One in quarantine for some rounds stays, and reads why it is not asked."""
     for rounds, stays in ((None, False), (3, True)):

@@ -20,6 +20,7 @@ from coordinator.commands.flags import has_record, record_flag, runs_flag
 from coordinator.commands.metrics_page import show_metrics
 from coordinator.config import (
     FREE_TABLES,
+    BrokerConfig,
     RunConfig,
     StartConfig,
     check_blobs,
@@ -32,7 +33,7 @@ from coordinator.config import (
 )
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, LinkDown
 from fedvit.files import make_private, private_files
 from fedvit.quantities import counted
 from fedvit.systemd import Notifier
@@ -81,8 +82,8 @@ if typing.TYPE_CHECKING:
     "--check",
     "only_check",
     is_flag=True,
-    help="Only check the configuration: the model is built, its weights and the run of --start-from are read; no "
-    "device is waited for.",
+    help="Only check the configuration: the model is built, its weights and the run of --start-from are read, the "
+    "broker of --broker answers; no device is waited for.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @click.option("--metrics", "metrics_address", **monitoring.OPTION)
@@ -163,6 +164,7 @@ def run_to_end(
             check_start_from(store, given.run)
             stack.enter_context(display)
             display.line(f"run {run}: checking its configuration")
+            _check_broker(given.broker, display, only_check=only_check)
             worker, config, checked = _checked(values, where, folder, stack, is_region=region is not None)
             server = checked.accelerator
             for note in checked.notes:
@@ -183,6 +185,7 @@ def run_to_end(
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
                 display.line(f"run {run} is {record.status}: there is nothing to do")
                 return
+            _check_broker(config.broker, display, only_check=only_check)
         if only_check:
             click.echo(f"would resume run {run}: {_described(config.run)}")
             return
@@ -209,6 +212,21 @@ def run_to_end(
             store.update_run(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
         made.pop_all()
         _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, region)
+
+
+def _check_broker(settings: BrokerConfig, display: "Display", *, only_check: bool) -> None:
+    """Connect once to the broker of a run, if another program runs it.
+
+    If that fails, a run says so at once and tries again later; a check raises LinkDown.
+    """
+    from coordinator.service.broker import check_broker
+
+    try:
+        check_broker(settings)
+    except LinkDown as error:
+        if only_check:
+            raise
+        display.line(f"warning: {error}; trying again")
 
 
 def _checked(

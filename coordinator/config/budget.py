@@ -6,7 +6,7 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, Struct
 
 from fedvit.errors import ConfigError
-from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
+from fedvit.quantities import format_bytes, parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
 
 Amount = float | str
@@ -46,6 +46,21 @@ class BudgetConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             flops_per_round=_amount("flops_budget", self.flops_budget, parse_flops),
             round_deadline_s=_amount("round_deadline", self.round_deadline, parse_seconds),
             upload_bytes=_amount("upload_budget", self.upload_budget, parse_bytes),
+        )
+
+
+def check_memory_budget(budget: BudgetConfig) -> None:
+    """Raises ConfigError if a device's program and its engine alone take more memory than the budget."""
+    limit_bytes = budget.limits().memory_bytes
+    if limit_bytes is None:
+        return
+    from profiles.predict import BASE_RSS_BYTES, LOADED_BYTES  # numpy, which other runs do not need here
+
+    least_bytes = BASE_RSS_BYTES + LOADED_BYTES
+    if limit_bytes < least_bytes:
+        raise ConfigError(
+            f"[budget] memory_budget = {budget.memory_budget!r}: a device's program and its engine alone take about "
+            f"{format_bytes(least_bytes)} before any work; set it above that, plus what training takes"
         )
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.config.broker import BrokerConfig, with_listen_port
+from coordinator.config.budget import check_memory_budget
 from coordinator.config.renamed import check_new_names
 from coordinator.config.run import TABLES, RunConfig
 from fedvit import known_values
@@ -52,6 +53,7 @@ def check_settings(config: RunConfig, where: str) -> None:
                 known_values.check_settings(config.method, options, config.model, config.model_options)
             except ConfigError as error:
                 raise ConfigError(f"variants: {pattern!r}: {error}") from None
+        check_memory_budget(config.budget)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -1,6 +1,7 @@
 """The broker of a coordinator and its devices: our own, an existing one, or that of a deployment."""
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from coordinator.broker import Broker, start_broker
 from coordinator.config import BrokerConfig
 from coordinator.deployment.folder import Deployment
 from coordinator.deployment.service import Service, served
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, LinkDown
 from fedvit.transport.address import Address
+from profiles.probes.broker import BrokerProbe
 
 OWN = ("auto", "mosquitto", "embedded")
 """Brokers that we start ourselves."""
@@ -110,10 +112,33 @@ def broker_endpoint(
         finally:
             broker.stop()
     else:
-        address = Address.parse(settings.broker, ca_file=Path(settings.ca_file) if settings.ca_file else None)
+        address = _address_of(settings)
         operator_log(f"broker: {address.host}:{address.port}")
         operator_log(f"on each device: {_device_line(address.host, address, federation)}")
         yield BrokerEndpoint(address, recorded)
+
+
+def check_broker(settings: BrokerConfig) -> None:
+    """Connect once to a broker that another program runs.
+
+    Raises LinkDown, with the reason, if that fails, and ConfigError if its address or certificates cannot be used.
+    """
+    if settings.broker in OWN:
+        return
+    address = _address_of(settings)
+    try:
+        with BrokerProbe(address, f"coordinator-{secrets.token_hex(4)}", topic=""):
+            pass  # it connects
+    except LinkDown as error:
+        raise LinkDown(f"no connection to the broker: {error}") from None
+
+
+def _address_of(settings: BrokerConfig) -> Address:
+    """The address of a broker that another program runs."""
+    if settings.deployment is not None:
+        given = Address.parse(settings.broker)
+        return Deployment.open(Path(settings.deployment)).address_at(given.host, given.port)
+    return Address.parse(settings.broker, ca_file=Path(settings.ca_file) if settings.ca_file else None)
 
 
 def _device_line(listen: str, address: Address, federation: str) -> str:
@@ -152,10 +177,7 @@ def _deployed(settings: BrokerConfig, federation: str, operator_log: Callable[[s
         raise ConfigError("broker = 'embedded' cannot ask for certificates; a deployment needs mosquitto")
     if settings.password is not None or settings.ca_file is not None:
         raise ConfigError("password and ca_file cannot be used with a deployment: it has its own certificates")
-    external = None
-    if settings.broker not in ("auto", "mosquitto"):
-        given = Address.parse(settings.broker)
-        external = deployment.address_at(given.host, given.port)
+    external = None if settings.broker in OWN else _address_of(settings)
     with served(deployment, operator_log, broker=external) as service:
         yield service
 

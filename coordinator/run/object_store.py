@@ -401,7 +401,7 @@ class ObjectStore:
         try:
             answer = obstore.get(self._store, name)
             found = answer.meta["size"]
-            content = bytes(answer.bytes()) if found == size else None
+            content = _content(answer, size) if found == size else None
         except ABSENT:
             return None
         except Exception as error:  # noqa: BLE001
@@ -480,6 +480,16 @@ def _settle(future: "Future[Outcome]", job: Callable[[], Outcome]) -> None:
         future.set_result(job())
     except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
         future.set_exception(error)
+
+
+def _content(answer: "obstore.GetResult", size: int) -> bytes | None:
+    """Read an object of this size; None if it has more bytes than it announced."""
+    content = bytearray()
+    for piece in answer.stream():
+        content += piece
+        if len(content) > size:
+            return None
+    return bytes(content)
 
 
 def _of_piece(peer: str, digest: str, first: int) -> str:

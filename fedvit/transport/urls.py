@@ -91,8 +91,8 @@ def upload(url: str, content: memoryview, goes_on: Callable[[], bool]) -> None:
 
     # Azure asks for the kind of a blob, and other stores ignore it
     headers = {"Content-Length": str(len(content)), "x-ms-blob-type": "BlockBlob"}
-    with _answered(url, "PUT", headers, pieces()) as (_, response):
-        response.read()
+    with _answered(url, "PUT", headers, pieces()):
+        pass  # the status says all; the rest of the answer could be of any length
 
 
 @contextlib.contextmanager

@@ -87,6 +87,8 @@ class SmallVitOptions(ModelOptions):
     qkv_bias: bool = True
     registers: int = 0
     position_std: float | None = None  # of positions and class token at first; None: as timm's begin, near zero
+    first_values: str = "timm"  # of linear layers: "timm": normal with 0.02, biases 0; "torch": torch.nn.Linear's own
+    norm_eps: float = 1e-6  # of layer norms
 
     def __post_init__(self) -> None:
         self.check_wholes("image_size", "patch_size", "width", "depth", "heads")
@@ -101,6 +103,10 @@ class SmallVitOptions(ModelOptions):
             check_number("model", "position_std", self.position_std)
             if self.position_std < 0:
                 raise ConfigError(f"model option position_std = {self.position_std!r} must be >= 0")
+        check_choice("model", "first_values", self.first_values, ("timm", "torch"))
+        check_number("model", "norm_eps", self.norm_eps)
+        if self.norm_eps <= 0:
+            raise ConfigError(f"model option norm_eps = {self.norm_eps!r} must be > 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,9 +36,11 @@ class FedRoD(Method):
     Source: Chen and Chao, arXiv:2107.00778, with a linear personal head. Both losses are minimised in one
     step, which is the same as two steps, since neither reaches the other's tensors. The personal head reads the
     class token before the final norm, as in FedTP's code, where that norm belongs to the generic head; the paper's
-    heads read the same features: `personal_reads` "normed". The paper reports two accuracies, that of both heads
-    together on a device's own classes and that of the generic head: `evaluate_with` says which one is tested, and
-    does not change what is trained. The variant that makes the personal head from the class distribution is not here.
+    heads read the same features: `personal_reads` "normed". Both heads use the method's optimizer. In FedTP's code
+    the personal head has SGD of its own without momentum and weight decay, which is the same at momentum 0.
+    The paper reports two accuracies, that of both heads together on a device's own classes and that of the generic
+    head: `evaluate_with` says which one is tested, and does not change what is trained. The variant that makes the
+    personal head from the class distribution is not here.
     """
 
     source: ClassVar[str] = "Chen and Chao, arXiv:2107.00778"

@@ -49,10 +49,10 @@ class FedTP(Method):
     descends (equations 7 to 10 read literally would ascend). Embeddings of devices that were not asked stay
     (`all_embeddings` moves them as the released code's dense table does). The paper's model has no bias of queries,
     keys and values and heads of width 64: model options `qkv_bias = false`, `head_width = 64`; a bias that the
-    model has is shared. The paper's server descends with a rate of 0.01, which is the default; the released scripts
-    take 0.1 with momentum 0.9 and weight decay 1e-3. Differs from the released code by default: no dropout (there
-    `dropout` is 0.1); positions and the class token begin as timm's do, near zero; there they are standard normal:
-    model option `position_std = 1`.
+    model has is shared. The server descends with the paper's rate, 0.01; the released code has the same rate, with
+    momentum 0.9 and weight decay 1e-3. Released code has further values that are options here: `dropout` 0.1, and of
+    the model `position_std = 1` (positions and the class token begin standard normal), `first_values = "torch"` and
+    `norm_eps = 1e-5`. It also normalises images by CIFAR's mean and deviation, here 0.5 and 0.5.
     `head` and `knn_weight` are the paper's extensions by FedPer, FedRoD and kNN, `parts` its Table V. Its study of
     novel devices is `novel`: "own" trains their embeddings alone, "generator" the hypernetwork with them.
     """
@@ -69,7 +69,7 @@ class FedTP(Method):
     capacity: Annotated[int, Meta(ge=1)] = 1000  # training images that a device remembers to vote
     embedding_dim: Annotated[int, Meta(ge=1)] = 32  # released code: 128
     hidden: Annotated[int, Meta(ge=1)] = 150
-    server_lr: Annotated[float, Meta(gt=0)] = 0.01  # (paper: beta); released scripts: 0.1, with momentum
+    server_lr: Annotated[float, Meta(gt=0)] = 0.01  # paper: beta
     server_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # released code: 0.9
     server_weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # released code: 1e-3
     all_embeddings: bool = False

@@ -13,8 +13,8 @@ from fedvit.program import Role
 class Local(Method):
     """The baseline without federation, also called SingleSet-Full; all devices begin with the same model.
 
-    Source: FedPerfix, arXiv:2308.09160, and EFTViT, arXiv:2412.00334. As in FedPerfix and FedTP a device trains
-    only in rounds whose cohort it is in; with the whole fleet as cohort it trains in every round.
+    Source: FedPerfix, arXiv:2308.09160, and EFTViT, arXiv:2412.00334. As in FedPerfix a device trains only in rounds
+    whose cohort it is in. FedTP's released code trains all devices in every round: run option `cohort = 1.0`.
     """
 
     source: ClassVar[str] = "baseline of FedPerfix, arXiv:2308.09160"

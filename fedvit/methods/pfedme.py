@@ -25,7 +25,7 @@ class PFedMe(FedAvg):
     On a batch theta takes `inner_steps` steps, then w one: w <- w - lr lam (w - theta). theta stays on the device
     and answers there.
     Source: T Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020, arXiv:2006.08848,
-    algorithm 1. Values and the start of theta as in FedTP's code, whose optimizer also has a weight decay of 0.001.
+    algorithm 1. Values and the start of theta as in FedTP's code, which decays no weights.
     Differs from the paper: weights of the mean as in FedAvg. Both steps are the method's own, so there is no momentum
     and no other optimizer than sgd; `weight_decay` and `clip_norm` act on theta.
     """

@@ -9,6 +9,7 @@ from fedvit.models import light_timm as light_timm  # before anything else impor
 # isort: split
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from huggingface_hub import constants
 from timm.layers.attention import Attention
 from timm.layers.config import set_fused_attn
+from timm.layers.norm import LayerNorm
 from timm.models import is_model_in_modules, load_state_dict
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -98,7 +100,7 @@ def _small(name: str, classes: int, options: SmallVitOptions) -> PatchViT:
     vit = VisionTransformer(
         img_size=options.image_size, patch_size=options.patch_size, embed_dim=options.width, depth=options.depth,
         num_heads=options.heads, mlp_ratio=options.mlp_ratio, num_classes=classes, qkv_bias=options.qkv_bias,
-        reg_tokens=options.registers,
+        reg_tokens=options.registers, norm_layer=partial(LayerNorm, eps=options.norm_eps),
     )  # fmt: skip
     if options.head_width is not None:
         for block in vit.blocks:
@@ -106,6 +108,10 @@ def _small(name: str, classes: int, options: SmallVitOptions) -> PatchViT:
                 options.width, options.heads, attn_head_dim=options.head_width, qkv_bias=options.qkv_bias
             )
         vit.init_weights(needs_reset=False)
+    if options.first_values == "torch":
+        for layer in vit.modules():
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
     if options.position_std is not None:
         for position in (vit.pos_embed, vit.cls_token):
             assert position is not None

@@ -25,10 +25,11 @@ PLACE_BITS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """In training, a share of the values is set to 0 and the others are divided by what is left: behind the embedding
-    with its positions, and in every MLP behind the activation and behind the second layer.
+    """In training, set a share of the values to 0 and divide the others by the share that stays.
 
-    Source: Srivastava et al., JMLR 15 (2014). The places are those of FedTP's released model.
+    The places are those of FedTP's released model: behind the embedding with its positions, behind the output
+    projection of every attention, and in every MLP behind the activation and behind the second layer.
+    Source: Srivastava et al., JMLR 15 (2014).
     """
 
     rate: float = 0.1
@@ -37,13 +38,14 @@ class Dropout:
         check_number("Dropout", "rate", self.rate)
 
     def apply(self, vit: PatchViT, seed: int) -> None:
-        """As a model patch, which adds no tensors. Raises ConfigError for blocks that are not plain ones."""
+        """Replace timm's dropout modules. Raises ConfigError for blocks that are not plain ones."""
         blocks = plain_blocks(vit)
         vit.add("dropout", _Embedded(vit.seeds, self.rate))
         for number, block in enumerate(blocks):
-            mlp = cast(Any, block).mlp
-            mlp.drop1 = _Dropped(vit.seeds, self.rate, 2 * number + 1)
-            mlp.drop2 = _Dropped(vit.seeds, self.rate, 2 * number + 2)
+            attention, mlp = cast(Any, block).attn, cast(Any, block).mlp
+            attention.proj_drop = _Dropped(vit.seeds, self.rate, 3 * number + 1)
+            mlp.drop1 = _Dropped(vit.seeds, self.rate, 3 * number + 2)
+            mlp.drop2 = _Dropped(vit.seeds, self.rate, 3 * number + 3)
 
 
 def dropped(x_BND: Tensor, seeds_B: Tensor, rate: float, place: int) -> Tensor:
@@ -61,7 +63,7 @@ def dropped(x_BND: Tensor, seeds_B: Tensor, rate: float, place: int) -> Tensor:
 
 
 class _Dropped(nn.Module):
-    """Takes the place of timm's dropout in an MLP."""
+    """A module in the place of timm's dropout."""
 
     def __init__(self, seeds: SampleSeeds, rate: float, place: int) -> None:
         super().__init__()

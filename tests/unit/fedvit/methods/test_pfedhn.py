@@ -47,7 +47,7 @@ def test_the_papers_device_loop() -> None:
     (phase,) = method.phases(vit)
     assert (phase.steps, phase.epochs, phase.lr, method.clip_norm) == (50, 50, 0.005, 50.0)
     assert method.optimizer_rule() == MomentumSgd(momentum=0.9, weight_decay=5e-5)
-    (phase,) = (other := pair(steps=None, epochs=3))[0].phases(other[1])
+    (phase,) = (other := pair(steps=0, epochs=3))[0].phases(other[1])
     assert (phase.steps, phase.epochs) == (None, 3)
 
 

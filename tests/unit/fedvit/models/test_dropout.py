@@ -1,6 +1,7 @@
 """Dropout: what share it drops, that its masks are independent, and that nothing is dropped without numbers."""
 
 import itertools
+from typing import Literal
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from fedvit.models import SMALL, build_vit
 from fedvit.models.dropout import Dropout, dropped
+from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.vit import PatchViT
 from fedvit.program import SEEDS
 
@@ -92,16 +94,39 @@ def test_model_drops_only_where_it_gets_numbers() -> None:
     assert vit.seeds.now is None
 
 
-def test_model_drops_behind_the_embedding_and_twice_in_every_mlp() -> None:
+def test_model_drops_at_the_places_of_the_released_fedtp() -> None:
+    """One place behind the embedding and three in every block: attention's projection, and two in the MLP."""
     vit, patches = made()
     places = [module.place for module in vit.vit.modules() if type(module).__name__ == "_Dropped"]
-    assert sorted(places) == [0, 1, 2, 3, 4]
+    assert sorted(places) == [0, 1, 2, 3, 4, 5, 6]
+    block = vit.vit.blocks[0]
+    inner = torch.ones(3, 17, 64)
     with torch.no_grad():
         embedded = vit.embed(patches, None, seeds(3))
-        hidden = vit.vit.blocks[0].mlp.drop1(torch.ones(3, 17, 64))
+        projected = block.attn(torch.randn(3, 17, 32, generator=torch.Generator().manual_seed(1)))
+        hidden, left = block.mlp.drop1(inner), block.mlp.drop2(inner)
     vit.seeds.now = None
-    for values in (embedded, hidden):
+    for values in (embedded, projected, hidden, left):
         assert 0.4 < float((values == 0).double().mean()) < 0.6
+
+
+def test_class_token_alone_drops_the_same_values() -> None:
+    """The last block computes only the class token's row; its masks are those of the whole block."""
+    vit, patches = made()
+
+    def whole(vit: PatchViT) -> Tensor:
+        tokens_BND = vit.run_blocks(vit.embed(patches, None, seeds(3)), 0, vit.depth)
+        return vit.classify(tokens_BND)
+
+    torch.testing.assert_close(logits(vit, patches, seeds(3)), vit.call(vit.tensors(), whole))
+
+
+@pytest.mark.parametrize("mode", ["add", "concat"])
+def test_extended_attention_keeps_its_dropout(mode: Literal["add", "concat"]) -> None:
+    vit, _ = made()
+    KVAdapter(bottleneck=4, mode=mode).apply(vit, 0)
+    places = [module.place for module in vit.vit.modules() if type(module).__name__ == "_Dropped"]
+    assert sorted(places) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_recomputed_block_drops_the_same_values_again() -> None:

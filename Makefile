@@ -6,7 +6,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-brokers test-stores lint check wheel mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels constraints clean
+.PHONY: install demo test test-method test-brokers test-stores lint check wheel mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels constraints clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,11 @@ demo: install
 
 test: install mosquitto postgresql prometheus chromium compiler
 	@$(BIN)/python -m pytest -q -n $(WORKERS)
+
+# the contracts of one method, also of an installed package: make test-method METHOD=NAME
+test-method: install
+	@test -n "$(METHOD)" || { echo "name the method: make test-method METHOD=NAME" >&2; exit 2; }
+	@$(BIN)/python -m pytest -q -n $(WORKERS) tests/contracts/test_methods.py -k "$(METHOD)"
 
 # the contracts of transports and blobs, and whole runs, over brokers of other makers
 test-brokers: install mosquitto nats rabbitmq

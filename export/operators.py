@@ -127,8 +127,19 @@ def _power_of(graph: Graph, node: fx.Node, base: float, exponent: Value) -> Valu
 
 
 @_lowers(aten.remainder.Scalar)
-def _remainder(graph: Graph, node: fx.Node, value: Value, divisor: int) -> Value:
-    return graph.with_number("Mod", value, divisor)
+def _remainder(graph: Graph, node: fx.Node, value: Value, divisor: float) -> Value:
+    """Lower aten.remainder, whose result has the divisor's sign; ONNX has that for whole numbers alone."""
+    dtype = _dtype(node)
+    value = graph.cast(value, dtype)
+    if not dtype.is_floating_point:
+        return graph.with_number("Mod", value, divisor)
+    number = graph.repeated(divisor, (), dtype)
+    rest = graph.one("Mod", [graph.plain(value), number.name], value.shape, dtype, fmod=1)
+    has_other_sign = graph.binary(
+        "Less" if divisor > 0 else "Greater", rest, graph.repeated(0, (), dtype), value.shape, torch.bool
+    )
+    moved = graph.binary("Add", rest, number, value.shape, dtype)
+    return graph.one("Where", [has_other_sign.name, moved.name, rest.name], value.shape, dtype)
 
 
 @_lowers(aten.clamp.default)

@@ -104,6 +104,12 @@ def method_class(name: str) -> type[Method]:
     missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "source") else ["source"])
     if missing:
         raise ConfigError(f"{declared} is not complete: it must define {', '.join(missing)}")
+    if kind.one_gradient and kind.local_step is not Method.local_step:
+        # graphs with one gradient come from `objective` alone, so the two engines would train different things
+        raise ConfigError(
+            f"{declared} has a `local_step` of its own, which devices would not run: add `one_gradient = False` to the"
+            " class, or change `objective` instead"
+        )
     return kind
 
 

@@ -164,11 +164,26 @@ class Outcome(Struct, frozen=True, kw_only=True):
         single = all(len(other.seeds) == 1 for other in self.comparisons)
         return entry.std_over_devices if single else entry.std_over_seeds
 
-    def best(self, partition: str) -> set[str]:
-        """The methods with the highest accuracy, as printed; none where there is nothing to compare."""
-        entries = [entry for entry in self.comparisons if entry.partition == partition]
-        top = max((round(entry.accuracy, 3) for entry in entries), default=0.0)
-        return {entry.method for entry in entries if round(entry.accuracy, 3) == top} if len(entries) > 1 else set()
+    def leader(self, partition: str) -> str | None:
+        """Return the method that is shown to be ahead of all others, or None if there is no such method.
+
+        It is shown by intervals of paired differences that lie above zero. So a single seed shows nothing, and
+        neither does a partition on which a seed of any method has not ended.
+        """
+        cells = [cell for cell in self.cells if cell.partition == partition]
+        entries = sorted(
+            (entry for entry in self.comparisons if entry.partition == partition), key=lambda entry: -entry.accuracy
+        )
+        if len(entries) < 2 or any(cell.result is None and cell.failure is None for cell in cells):
+            return None
+        first, *others = (_finished(cells, entry.method, partition) for entry in entries)
+        if len(first) < len(self.seeds):
+            return None
+        for other in others:
+            interval = mean_interval(_paired(first, other))
+            if interval is None or interval.low <= 0:
+                return None
+        return entries[0].method
 
 
 def make_outcome(grid: Grid, ended: Iterable[FinishedCell]) -> Outcome:
@@ -251,7 +266,7 @@ def _differences(grid: Grid, cells: Sequence[CellOutcome]) -> list[Difference]:
                 continue
             other = _finished(cells, method, partition)
             seeds = [seed for seed in first if seed in other]
-            paired = [other[seed].accuracy.mean - first[seed].accuracy.mean for seed in seeds]
+            paired = _paired(other, first)
             if interval := mean_interval(paired):
                 found.append(
                     Difference(
@@ -264,6 +279,11 @@ def _differences(grid: Grid, cells: Sequence[CellOutcome]) -> list[Difference]:
                     )
                 )
     return found
+
+
+def _paired(one: dict[int, CellResult], other: dict[int, CellResult]) -> list[float]:
+    """Return the difference in accuracy on each seed that both have finished, in the order of `other`."""
+    return [one[seed].accuracy.mean - other[seed].accuracy.mean for seed in other if seed in one]
 
 
 def _gains(reference: str, cells: Sequence[CellOutcome]) -> list[Gain]:

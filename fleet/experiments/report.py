@@ -39,6 +39,7 @@ GAINS = (
     'of single devices over the same device with the same seed, all seeds together; "ahead" is the share of devices'
     " that gain"
 )
+LEADER = f"bold: ahead of every other method in its column, shown by {CONFIDENCE:.0%} intervals of paired differences"
 GAIN_COLUMNS = ("mean", "lowest", "median", "highest", "ahead")
 GENERIC = (
     "accuracy of the server's one model on images that no device has, mean over seeds and its"
@@ -57,12 +58,12 @@ VALIDATION = (
 
 def terminal_report(outcome: Outcome) -> Group:
     """Accuracies and costs."""
-    accuracy = _table(f"{outcome.experiment}: accuracy, best in bold", ("method", *outcome.partitions))
+    accuracy = _table(f"{outcome.experiment}: accuracy", ("method", *outcome.partitions))
     for method in outcome.methods:
         cells = [
             Text(
                 _accuracy(outcome, method, partition, before_interval="\n"),
-                style="bold" if method in outcome.best(partition) else "",
+                style="bold" if method == outcome.leader(partition) else "",
             )
             for partition in outcome.partitions
         ]
@@ -70,7 +71,7 @@ def terminal_report(outcome: Outcome) -> Group:
     costs = _table("costs", COST_HEADINGS)
     for row in cost_rows(outcome):
         costs.add_row(*map(Text, row))
-    parts: list[RenderableType] = [accuracy, Text(outcome.spread, style="dim")]
+    parts: list[RenderableType] = [accuracy, *(Text(note, style="dim") for note in (outcome.spread, LEADER))]
     parts += [Text(line, style="dim") for line in protocol_lines(outcome)]
     parts += [Text(line, style="dim") for line in spent(outcome)]
     if outcome.differences:
@@ -112,9 +113,9 @@ def markdown_report(outcome: Outcome) -> str:
         cells = []
         for partition in outcome.partitions:
             text = _accuracy(outcome, method, partition)
-            cells.append(f"**{text}**" if method in outcome.best(partition) else text)
+            cells.append(f"**{text}**" if method == outcome.leader(partition) else text)
         rows.append((method, *cells))
-    notes = [outcome.spread, *protocol_lines(outcome)]
+    notes = [outcome.spread, LEADER, *protocol_lines(outcome)]
     notes += [*spent(outcome), unfinished(outcome)]
     parts = [
         _markdown_table(("method", *outcome.partitions), rows),
@@ -153,12 +154,13 @@ def html_report(outcome: Outcome) -> str:
             (
                 method,
                 [
-                    (_accuracy(outcome, method, partition), method in outcome.best(partition))
+                    (_accuracy(outcome, method, partition), method == outcome.leader(partition))
                     for partition in outcome.partitions
                 ],
             )
             for method in outcome.methods
         ],
+        leader=LEADER,
         cost_table=Grid(COST_HEADINGS, cost_rows(outcome), names=2),
         costs=COST_UNITS,
         difference_title=difference_title(outcome),

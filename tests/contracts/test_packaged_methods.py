@@ -12,7 +12,7 @@ from coordinator.cli import cli
 from fedvit import known_names
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, make_method, method_class, method_names
-from tests.support.packages import NORMS, install
+from tests.support.packages import NORMS, STILL, install
 
 BROKEN = {
     "fedavg": "method 'fedavg' is in more than one package: fedvit, acme-norms; uninstall all but one, or rename",
@@ -23,6 +23,7 @@ BROKEN = {
     "function": "method 'function' of package acme-norms: os.path:join is no method: expected a class derived from",
     "other_class": "method 'other_class' of package acme-norms: pathlib:Path is no method: expected a class derived",
     "half": "method 'half' of package acme-norms: fedvit.methods.base:Method is not complete: it must define rules, ",
+    "still": "method 'still' of package acme-norms: acme_still:Still has a `local_step` of its own, which ",
 }
 """Methods that cannot be used, and how each error begins."""
 
@@ -39,14 +40,15 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "function": "os.path:join",
         "other_class": "pathlib:Path",
         "half": "fedvit.methods.base:Method",
+        "still": "acme_still:Still",
     }
-    install(tmp_path / "site", "acme-norms", declared, acme_norms=NORMS, acme_raising="1 / 0")
+    install(tmp_path / "site", "acme-norms", declared, acme_norms=NORMS, acme_raising="1 / 0", acme_still=STILL)
     install(tmp_path / "site", "zeta-norms", {"twice": "zeta_norms:Norms"}, zeta_norms=NORMS)
     monkeypatch.syspath_prepend(tmp_path / "site")
     known_names.packaged_methods.cache_clear()
     yield
     known_names.packaged_methods.cache_clear()
-    for module in ("acme_norms", "zeta_norms"):
+    for module in ("acme_norms", "zeta_norms", "acme_still"):
         sys.modules.pop(module, None)
 
 

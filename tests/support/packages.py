@@ -26,6 +26,21 @@ class Norms(FedAvg):
 """
 """Source of a module with one method."""
 
+STILL = f"""{NORMS}
+
+from fedvit.methods.base import StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Still(Norms):
+    \"\"\"A step of its own, which moves nothing.\"\"\"
+
+    def local_step(self, calculus, vit, phase, updated, fixed, inputs):
+        loss, collected = self.objective(vit, phase, {{**fixed, **updated}}, inputs)
+        return StepResult(loss, dict(updated), collected)
+"""
+"""Source of a module with a method whose graphs would not be its step."""
+
 
 def install(folder: Path, package: str, methods: Mapping[str, str], **modules: str) -> None:
     """Put a package into `folder`: `methods` are its entry points, `modules` their sources by name."""

@@ -396,11 +396,11 @@ class TestOutcome:
         assert entry.seeds == [0, 1]
         assert entry.accuracy == pytest.approx(0.3)
         assert entry.std_over_seeds == pytest.approx(0.02**0.5)
-        assert outcome.best("even") == {"eftvit"}
-        assert outcome.best("skewed") == set()
+        assert outcome.leader("even") is None  # a seed of the best one is not finished
+        assert outcome.leader("skewed") is None
         table = markdown_report(outcome)
         assert "| fedavg | - | 0.300 ± 0.141 [-0.971, 1.571] |" in table
-        assert "| eftvit | - | **0.500 (1 of 2 seeds)** |" in table
+        assert "| eftvit | - | 0.500 (1 of 2 seeds) |" in table
         assert "without, a single seed is finished" in table
         assert outcome.differences == []  # one seed of both
         assert "5 of 8 cells are not finished" in table
@@ -410,7 +410,24 @@ class TestOutcome:
         assert outcome.spread.startswith(
             "± is the sample standard deviation over 2 seeds of the mean over devices, [ ]"
         )
-        assert outcome.best("even") == {"fedavg", "eftvit"}  # equal as printed
+        assert outcome.leader("even") is None  # all are equal
+
+    @pytest.mark.parametrize(
+        ("eftvit", "leader"),
+        [
+            ((0.5, 0.701), "eftvit"),  # 0.300 and 0.301 above the same seeds of FedAvg: [0.294, 0.307]
+            ((0.202, 0.4005), None),  # 0.002 and 0.0005 above: [-0.009, 0.011]
+            ((0.4, 0.41), None),  # above in both seeds, but the interval reaches below zero
+        ],
+    )
+    def test_bold_is_what_is_shown_to_be_ahead(
+        self, grid: Grid, eftvit: tuple[float, float], leader: str | None
+    ) -> None:
+        known = {"fedavg/even/seed-0": 0.2, "fedavg/even/seed-1": 0.4}
+        known |= {f"eftvit/even/seed-{seed}": value for seed, value in enumerate(eftvit)}
+        outcome = self.outcome(grid, known)
+        assert outcome.leader("even") == leader
+        assert ("| **" in markdown_report(outcome)) == (leader is not None)
 
     def test_a_terminal_of_80_columns(self, grid: Grid) -> None:
         outcome = self.outcome(grid, {cell.path: 0.25 for cell in grid.cells})

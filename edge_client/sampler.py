@@ -22,13 +22,12 @@ class Sampler(Protocol):
 
 
 class MedianSampler:
-    """EFTViT's median-balanced choice, drawn before training, so that only uploaded features are stored.
-
-    It takes about the same number per class, so that counts reveal little.
+    """EFTViT's choice by the median, drawn before training, so that only uploaded features are stored.
 
     With n_c images of class c and med their median over the classes that are present: a class with fewer
-    than med gives features of all epochs, any other those of the last epoch; of more than med candidates,
-    med are drawn without replacement. So med features per class, or E * n_c where that is fewer.
+    than med gives features of all E epochs, any other those of the last epoch; of more than med candidates,
+    med are drawn without replacement. So med features per class, or E * n_c where that is fewer: such a
+    class tells its number of images. Source: EFTViT, arXiv:2412.00334.
     """
 
     def __init__(self, labels: Array, epochs: int, threshold: float, rng: np.random.Generator) -> None:
@@ -36,15 +35,22 @@ class MedianSampler:
         self._picks: list[dict[int, None]] = [{} for _ in range(epochs)]
         present, counts = np.unique(labels, return_counts=True)
         self.limit = max(1, int(np.floor(np.median(counts)) * threshold)) if len(counts) else 0
+        pools = []
         for label, count in zip(present, counts, strict=True):
             rows = np.flatnonzero(labels == label)
             first = 0 if count < self.limit else epochs - 1
-            pool = [(epoch, int(row)) for epoch in range(first, epochs) for row in rows]
-            if len(pool) > self.limit:
-                pool = [pool[index] for index in rng.choice(len(pool), self.limit, replace=False)]
+            pools.append([(epoch, int(row)) for epoch in range(first, epochs) for row in rows])
+        most = self._most([len(pool) for pool in pools])
+        for pool in pools:
+            if len(pool) > most:
+                pool = [pool[index] for index in rng.choice(len(pool), most, replace=False)]
             for epoch, row in pool:
                 self._picks[epoch][row] = None
         self._kept: list[tuple[Any, int]] = []
+
+    def _most(self, candidates: list[int]) -> int:
+        """Return the largest number of features of one class, given each present class's number of candidates."""
+        return self.limit
 
     def positions(self, epoch: int, rows: Array, readable: Array) -> list[int]:
         return [position for position, row in enumerate(rows) if int(row) in self._picks[epoch] and readable[position]]
@@ -58,7 +64,24 @@ class MedianSampler:
         return values, np.array([label for _, label in self._kept], np.int64)
 
 
-SAMPLERS = {"median": MedianSampler}
+class BalancedSampler(MedianSampler):
+    """Equally many features of each class: as many as the median sampler takes of the class with the fewest.
+
+    Images that cannot be read lower that number for all classes. Not in the paper.
+    """
+
+    def _most(self, candidates: list[int]) -> int:
+        return min([self.limit, *candidates])
+
+    def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        values, labels = super().collected(shape)
+        _, counts = np.unique(labels, return_counts=True)
+        fewest = int(counts.min()) if len(counts) else 0
+        chosen = sorted(row for label in set(labels.tolist()) for row in np.flatnonzero(labels == label)[:fewest])
+        return values[chosen], labels[chosen]
+
+
+SAMPLERS: dict[str, type[MedianSampler]] = {"median": MedianSampler, "balanced": BalancedSampler}
 
 
 def make_sampler(collect: Collect, labels: Array, epochs: int, rng: np.random.Generator) -> Sampler:

@@ -137,7 +137,8 @@ class TaskExecutor:
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self._use(execution, guarded, evaluated.flops)
             result = self._result(task, evaluated.samples, {"correct": evaluated.correct}, use)
-            if not self._counts_classes or len(evaluated.by_class) > MAX_CLASS_COUNTS:
+            counts_classes = self._counts_classes and program.evaluate.counts_classes
+            if not counts_classes or len(evaluated.by_class) > MAX_CLASS_COUNTS:
                 return result
             return msgspec.structs.replace(result, by_class=evaluated.by_class)
         trained = self._runtime.train(program, values, data.train, seeds, task.lr_scale, watch)

@@ -166,7 +166,7 @@ class Collect(Struct, frozen=True):
     clip: Norm | None = None  # each sample's value is scaled down to this norm before it is sent
     noise: Rate = 0.0  # with `clip`: std of the Gaussian noise that is added then, times `clip`
     rehearsal: bool = False  # deterministic noise from the run's seed: for experiments, without privacy
-    sampler: Literal["median"] = "median"  # of edge_client.sampler
+    sampler: Literal["median", "balanced"] = "median"  # of edge_client.sampler
 
 
 class Draw(Struct, frozen=True, kw_only=True):
@@ -222,6 +222,7 @@ class Evaluate(Struct, frozen=True, tag="evaluate", kw_only=True):
     gather: Gather | None = None
     kept: tuple[str, ...] = ()  # groups tested as the device itself last trained them, not as the server has them
     kept_of_this_round: bool = False  # only where the device trained them in the round that is being evaluated
+    counts_classes: bool = True  # answers are also counted by class, which tells the device's class distribution
 
 
 class _Head(Struct, frozen=True):

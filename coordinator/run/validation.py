@@ -97,6 +97,8 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
     if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
         raise BadPayload(f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
     if result.by_class:
+        if not program.evaluate.counts_classes:
+            raise BadPayload("it has counts by class, which this program keeps on devices")
         _check_class_counts(result, len(program.classes))
     wanted = bool(program.expected_upload()) and result.kind == "train"
     if not wanted:

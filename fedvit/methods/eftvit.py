@@ -7,11 +7,11 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.known_values import SPARED_BLOCKS
-from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, run_model
+from fedvit.methods.base import PREDICT, Forward, GroupRule, Images, Method, ServerRule, run_model
 from fedvit.methods.calculus import Named
 from fedvit.methods.rules.feature_training import FeatureTraining, features_into
 from fedvit.models.vit import ModelPart, PatchViT
-from fedvit.program import Collect, Role, Train, kept_patches
+from fedvit.program import Collect, Evaluate, Role, Train, kept_patches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,14 @@ class EFTViT(Method):
     Source: "EFTViT: Efficient Federated Training of Vision Transformers with Masked Images on
     Resource-Constrained Clients", arXiv:2412.00334. Chosen where the paper is silent: learning rate,
     the median over the classes that a device has, evaluation with the newest global module and head.
-    Where the paper contradicts itself (sections 3.5 and 3.6), `server_data` selects. Devices may have
+    Where the paper contradicts itself (sections 3.5 and 3.6), `server_data` selects. The paper's sampling by the median
+    is to upload equally many features of each class. It does not where a class has too few images; `sampler`
+    "balanced" does. The server also learns how many images a device has, and the names of its classes. Devices may have
     different splits and mask ratios (the run's `variants`), which the paper only tests one at a time.
     """
 
     source: ClassVar[str] = "EFTViT, arXiv:2412.00334"
-    loop_options: ClassVar[tuple[str, ...]] = ("epochs", "threshold")
+    loop_options: ClassVar[tuple[str, ...]] = ("epochs", "threshold", "sampler")
 
     epochs: Annotated[int, Meta(ge=1)] = 5
     optimizer: Literal["sgd", "adamw"] = "adamw"
@@ -39,6 +41,7 @@ class EFTViT(Method):
     local_blocks: Annotated[int, Meta(ge=1, extra={SPARED_BLOCKS: 1})] = 2
     mask: Annotated[float, Meta(ge=0, lt=1)] = 0.75  # (paper: r)
     threshold: Annotated[float, Meta(gt=0)] = 1.0  # times the median: features uploaded per class
+    sampler: Literal["median", "balanced"] = "median"  # balanced: exactly as many of each class; median: the paper's
     server_epochs: Annotated[int, Meta(ge=1)] = 2  # passes over the features per round (paper: E_s)
     server_lr: Annotated[float, Meta(gt=0)] | None = None  # None: the devices' lr
     server_batch_size: Annotated[int, Meta(ge=1)] = 32
@@ -71,8 +74,12 @@ class EFTViT(Method):
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         tokens = vit.prefix_tokens + kept_patches(vit.patches, self.mask)
-        features = Collect(features_into(self.local_blocks), (tokens, vit.width), self.threshold, sampler="median")
+        features = Collect(features_into(self.local_blocks), (tokens, vit.width), self.threshold, sampler=self.sampler)
         return (self.phase(("local", "head"), collect=features),)
+
+    def evaluate(self, vit: PatchViT) -> Evaluate:
+        # the paper keeps the class distribution on the device, which counts of test images by class would tell
+        return Evaluate(graph=PREDICT, counts_classes=False)
 
     def server_rule(self, vit: PatchViT) -> ServerRule:
         return FeatureTraining(

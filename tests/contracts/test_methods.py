@@ -1,5 +1,5 @@
-"""What every federated method must keep: the table `METHODS` is walked, and the options below that
-change what is computed or what travels."""
+"""The contract of every federated method: of fedvit and of installed packages, with the options below that change
+what is computed or what travels. One method alone: `make test-method METHOD=NAME`."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ from coordinator.run.display import Display
 from edge_client.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.methods import METHODS, build_model, make_method
+from fedvit.methods import METHODS, build_model, make_method, method_class, method_names
 from fedvit.methods.base import PREDICT, Method, trained_names
 from fedvit.methods.calculus import TorchCalculus
 from fedvit.methods.optimizers import AdamW
@@ -84,6 +84,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "fedperfix": [{"mode": "concat"}],
     "fedtp": [{"parts": "encoder"}, {"head": "rod", "knn_weight": 0.6, "capacity": 20}],
     "per_fedavg": [{"order": "hessian_free"}],
+    "eftvit": [{"local_blocks": 1, "sampler": "balanced"}],
     "pfedhn": [{"personal_head": True}],
     "pfedpg": [{"evaluate_with": "base"}],
 }
@@ -106,7 +107,7 @@ class Case(NamedTuple):
 
 
 def _cases() -> list[Case]:
-    cases = [Case(name, name, SMALLEST.get(name, {})) for name in METHODS]
+    cases = [Case(name, name, SMALLEST.get(name, {})) for name in method_names()]
     for name, more in MORE.items():
         for options in more:
             label = "-".join(f"{key}={value}" for key, value in options.items())
@@ -130,7 +131,7 @@ DROPPING = [
     Case("per-fedavg-dropout", "per_fedavg", {"dropout": 0.3}),
 ]
 """Steps that draw masks from a number for each sample."""
-each_method = pytest.mark.parametrize("name", METHODS)
+each_method = pytest.mark.parametrize("name", method_names())
 each_case = pytest.mark.parametrize("case", CASES, ids=repr)
 
 
@@ -163,9 +164,10 @@ def test_every_file_has_a_line_in_the_table() -> None:
 
 @each_method
 def test_a_method_says_where_it_comes_from(name: str) -> None:
-    assert METHODS[name].source
-    assert METHODS[name].__doc__
-    assert "Source" in METHODS[name].__doc__
+    method = method_class(name)
+    assert method.source
+    assert method.__doc__
+    assert "Source" in method.__doc__
 
 
 # --- phases -------------------------------------------------------------------------------------------
@@ -456,6 +458,17 @@ def test_a_run_asks_everybody_and_hears_everybody(case: Case, recorded: Record) 
     }
     assert not run.summary.refusals
     assert run.summary.protocol
+
+
+@each_case
+def test_counts_by_class_leave_a_device_where_the_program_asks_for_them(case: Case, recorded: Record) -> None:
+    run = recorded(case)
+    for (device, number, kind), result in run.results.items():
+        if kind == "evaluate":
+            [task] = [one for name, one in run.tasks if (name, one.round, one.kind) == (device, number, kind)]
+            asked = run.program(task).evaluate.counts_classes
+            assert asked == (case.name != "eftvit")
+            assert bool(result.by_class) == asked
 
 
 @pytest.mark.parametrize("case", [*CASES, *DROPPING[:2]], ids=repr)

@@ -109,6 +109,7 @@ class FeatureTraining(ServerRule):
         figures = {
             "server_loss": float(loss_sum) / items,
             "server_features": float(items),
+            "unequal_uploads": float(sum(_is_unequal(shelves[device]) for device in fresh)),
             "stored_devices": float(len(kept)),
             "stored_bytes": float(sum(shelves[device].stored_bytes for device in kept)),
             "dropped_devices": float(len(dropped)),
@@ -187,6 +188,12 @@ def _first_block(names: list[str]) -> int:
     9
     """
     return min((int(name.split(".")[1]) for name in names if name.startswith("blocks.")), default=0)
+
+
+def _is_unequal(shelf: TensorReader) -> bool:
+    """Return True if an upload has more features of one of its classes than of another."""
+    _, counts = np.unique(shelf[LABELS], return_counts=True)
+    return len(set(counts.tolist())) > 1
 
 
 def _by_shape(shelves: list[TensorReader]) -> list[_Bucket]:

@@ -369,6 +369,16 @@ def test_evaluation_has_no_counts_by_class_where_the_owner_wants_none(world: Wor
     assert world.result(fedavg, kind="evaluate").by_class == ()
 
 
+def test_evaluation_has_no_counts_by_class_where_the_program_keeps_them(world: World, fedavg: Setting) -> None:
+    """EFTViT's promise: the class distribution stays on the device, whatever its owner allows."""
+    world.device(counts_classes=True)
+    evaluate = msgspec.structs.replace(fedavg.program.evaluate, counts_classes=False)
+    program = msgspec.structs.replace(fedavg.program, evaluate=evaluate)
+    result = world.result(fedavg, kind="evaluate", program=program)
+    assert result.by_class == ()
+    assert result.samples == 12
+
+
 def test_local_tensors_stay_in_the_vault_and_are_the_next_rounds_start(
     world: World, fedavg: Setting, digits: Path
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client.sampler import SAMPLERS, MedianSampler, make_sampler
+from edge_client.sampler import SAMPLERS, BalancedSampler, MedianSampler, make_sampler
 from fedvit.program import Collect
 
 
@@ -19,6 +19,7 @@ def collect(
     threshold: float = 1.0,
     unreadable: frozenset[int] = frozenset(),
     seed: int = 0,
+    kind: type[MedianSampler] = MedianSampler,
 ) -> list[tuple[int, int, int]]:
     """(label, epoch, row) of everything that is kept: a sample's value tells its epoch and its row.
 
@@ -26,7 +27,7 @@ def collect(
     """
     labels = np.repeat(np.arange(len(counts)), counts)
     draw = np.random.default_rng(seed)
-    sampler = MedianSampler(labels, epochs, threshold, draw)
+    sampler = kind(labels, epochs, threshold, draw)
     for epoch in range(epochs):
         order = draw.permutation(len(labels))
         for first in range(0, len(order), 3):
@@ -153,3 +154,36 @@ def test_counts_for_any_device(counts: list[int], epochs: int, threshold: float,
     labels = np.repeat(np.arange(len(counts)), counts)
     assert all(labels[row] == label for label, _, row in kept)
     assert all(epoch == epochs - 1 for label, epoch, _ in kept if counts[label] >= limit)
+
+
+# --- balanced -----------------------------------------------------------------------------------------
+
+
+def test_balanced_takes_what_the_smallest_class_can_give() -> None:
+    """n_c = 1, 4, 10, 10, 30 and E = 5: the median sampler takes 5 of the first class and 10 of the others."""
+    assert per_class(collect([1, 4, 10, 10, 30], epochs=5, kind=BalancedSampler), 5) == [5] * 5
+
+
+@given(
+    counts=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    epochs=st.integers(1, 4),
+    threshold=st.sampled_from([0.5, 1.0, 3.0]),
+    unreadable=st.frozensets(st.integers(0, 40), max_size=8),
+    seed=st.integers(0, 1000),
+)
+def test_balanced_counts_are_equal_whatever_a_device_has(
+    counts: list[int], epochs: int, threshold: float, unreadable: frozenset[int], seed: int
+) -> None:
+    """Classes of which no image can be read count as absent."""
+    kept = collect(
+        counts, epochs, threshold=threshold, unreadable=unreadable, seed=seed, kind=BalancedSampler
+    )  # fmt: skip
+    sent = {count for count in per_class(kept, len(counts)) if count}
+    assert len(sent) <= 1
+    assert set(kept) <= {(label, epoch, row) for label, epoch, row in kept if row not in unreadable}
+    assert len(set(kept)) == len(kept)
+
+
+def test_median_sends_unequal_counts_where_a_class_is_small() -> None:
+    """The paper says that equally many are sent; five features of one image tell that it is one image."""
+    assert len(set(per_class(collect([1, 4, 10, 10, 30], epochs=5), 5))) == 2

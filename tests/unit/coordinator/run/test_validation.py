@@ -207,6 +207,14 @@ def test_counts_by_class_belong_to_an_evaluation() -> None:
         check_result(result(by_class=(ClassCount(0, 2, 3),)), AVERAGED, hello())
 
 
+def test_counts_by_class_that_a_program_keeps_on_devices_are_refused() -> None:
+    evaluate = msgspec.structs.replace(AVERAGED.evaluate, counts_classes=False)
+    kept = msgspec.structs.replace(AVERAGED, evaluate=evaluate)
+    check_result(evaluated(), kept, hello())
+    with pytest.raises(BadPayload, match="counts by class"):
+        check_result(evaluated(by_class=(ClassCount(0, 2, 3), ClassCount(2, 2, 2))), kept, hello())
+
+
 def test_unexpected_upload_is_refused() -> None:
     """Everything is local: a device that trains for itself alone has nothing to send."""
     alone = msgspec.structs.replace(AVERAGED, groups=dict.fromkeys(("body", "head", "base"), Group(Role.LOCAL, DIGEST)))

@@ -201,6 +201,19 @@ def test_the_same_seed_and_round_give_the_same_bits(vit: PatchViT) -> None:
     assert outcome(vit, number=3, seed=5) != first
 
 
+def test_uploads_that_tell_a_class_distribution_are_counted(vit: PatchViT) -> None:
+    """2 and 2 features of two classes are equal, 3 and 1 are not; another round's upload is not counted again."""
+    shelf = Shelf()
+    equal = {**features(1, 4), "labels": np.array([0, 2, 2, 0])}
+    unequal = {**features(2, 4), "labels": np.array([1, 1, 3, 1])}
+    state, figures = RULE.close(
+        server_state(vit), [shelf.upload("a", equal), shelf.upload("b", unequal)], shelf.context(vit)
+    )
+    assert figures["unequal_uploads"] == 1
+    _, figures = RULE.close(state, [shelf.upload("c", equal)], shelf.context(vit, 2))
+    assert figures["unequal_uploads"] == 0
+
+
 # --- the store ----------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedvit.data.images import select, unfold
 from fedvit.errors import ConfigError
@@ -653,3 +653,18 @@ def test_bad_options_of_a_timm_model(options: dict[str, Any], complaint: str) ->
 def test_the_small_model_has_no_pretrained_weights(pretrained: bool | str) -> None:
     with pytest.raises(ConfigError, match=f"'{SMALL}' has no pretrained weights, got pretrained = {pretrained!r}"):
         build_vit(SMALL, 10, seed=0, pretrained=pretrained)
+
+
+def test_first_values_of_torch_and_the_epsilon_of_norms() -> None:
+    """FedTP's released model: all linear layers begin as torch's do, within 1 / sqrt(inputs); norms have 1e-5."""
+    released = {"first_values": "torch", "norm_eps": 1e-5}
+    plain, other = (build_vit(SMALL, 10, seed=1, options=TINY | more) for more in ({}, released))
+    changed = {name for name, value in plain.tensors().items() if not torch.equal(value, other.tensors()[name])}
+    linear = [(name, layer) for name, layer in other.vit.named_modules() if isinstance(layer, nn.Linear)]
+    assert {f"{name}.weight" for name, _ in linear} <= changed
+    for name, layer in linear:
+        bound = layer.in_features**-0.5
+        assert float(layer.weight.abs().max()) <= bound, name
+        assert float(layer.weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.15), name
+    assert {layer.eps for layer in other.vit.modules() if isinstance(layer, nn.LayerNorm)} == {1e-5}
+    assert {layer.eps for layer in plain.vit.modules() if isinstance(layer, nn.LayerNorm)} == {1e-6}

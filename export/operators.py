@@ -138,8 +138,8 @@ def _remainder(graph: Graph, node: fx.Node, value: Value, divisor: float) -> Val
     has_other_sign = graph.binary(
         "Less" if divisor > 0 else "Greater", rest, graph.repeated(0, (), dtype), value.shape, torch.bool
     )
-    moved = graph.binary("Add", rest, number, value.shape, dtype)
-    return graph.one("Where", [has_other_sign.name, moved.name, rest.name], value.shape, dtype)
+    updated = graph.binary("Add", rest, number, value.shape, dtype)
+    return graph.one("Where", [has_other_sign.name, updated.name, rest.name], value.shape, dtype)
 
 
 @_lowers(aten.clamp.default)

@@ -1,8 +1,9 @@
 """Finds damaged files on a device: memory cards flip bits without reporting an error.
 
 A file counts as undamaged while its size, modification time and inode are those at which this process verified it.
-A flipped bit changes none of them: so each start verifies every file before its first use, and `scrub` verifies all
-files again in idle time. See docs/decisions/0020-damaged-files-are-fetched-anew.md.
+A flipped bit changes none of them: so every file is verified before its first use in a process and in a run, again when
+that was an hour ago, and `scrub` verifies all files each hour in idle time. See
+docs/decisions/0020-damaged-files-are-fetched-anew.md.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -23,8 +25,12 @@ log = logging.getLogger(__name__)
 SCRUB_PIECE_BYTES = 1 << 20
 SCRUB_EVERY_S = 0.1
 """Interval between pieces: 10 MB/s at most, a quarter of the rate of a slow memory card."""
-SCRUB_AGAIN_S = 24 * 3600.0
+SCRUB_AGAIN_S = 3600.0
 """From the end of one pass over all files to the beginning of the next."""
+VALID_S = 3600.0
+"""For how long a file counts as verified: a device that always has a task is never idle."""
+KEPT_RUNS = 32
+"""Runs that are remembered: the devices of a host may take part in several."""
 KEPT_REPORTS = 8
 """Findings that are stored for the next result at most; the log has all of them."""
 
@@ -44,13 +50,22 @@ class Integrity:
     """
 
     def __init__(self, blobs: BlobStore, others: Callable[[], Iterable[tuple[Path, str]]] = tuple) -> None:
-        self.verified = Verified()
+        self.verified = Verified(VALID_S)
         self._blobs = blobs
         self._others = others
         self._found: list[str] = []
         self._lock = threading.Lock()  # tasks report in their threads
+        self._begun: deque[str] = deque(maxlen=KEPT_RUNS)  # runs whose first task has verified its blobs
         self._pass: Iterator[None] | None = None
         self._due = 0.0  # on the monotonic clock
+
+    def begin(self, run: str) -> None:
+        """Verify all files anew from the first task of a run on."""
+        with self._lock:
+            if run in self._begun:
+                return
+            self._begun.append(run)
+        self.verified.keep_only(())
 
     def check(self, digests: Iterable[str], *, afresh: bool = False) -> None:
         """Verify those of some blobs that are here; `afresh`: also if they were verified before.

@@ -179,13 +179,16 @@ class TaskExecutor:
         )
 
     def _check(self, execution: TaskExecution, program: Program) -> None:
-        """Verify blobs by their digests and the vault by its checksums. Like fetching, this is no part of the measured
-        work."""
+        """Verify blobs by their digests, all of them anew in the first task of a run, and the vault by its checksums.
+
+        Like fetching, this is not part of the measured work.
+        """
         for repair in self._vault.repair(execution.task.run):
             self._integrity.report(repair.message)
         making = [chain for chain in execution.delta_chains if not self._blobs.has(chain.target.digest)]
         initial = [group.initial for group in program.groups.values() if group.initial]
         graphs = [graph.digest for graph in program.graphs.values()]
+        self._integrity.begin(execution.task.run)
         self._integrity.check([*graphs, *execution.task.groups.values(), *initial, *_needed(making)])
 
     def _make_blobs(self, execution: TaskExecution) -> None:

@@ -6,6 +6,7 @@ with a final name is complete: bytes are verified, synced and renamed into place
 
 import contextlib
 import errno
+import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -72,21 +73,25 @@ class _Stamp(NamedTuple):
 class Verified:
     """Which files this process found whole. Safe from any thread.
 
-    A file counts as whole while its size, modification time and inode are those at which it was read.
+    A file counts as whole while its size, modification time and inode are those at which it was read, for `valid_s` at
+    most: a flipped bit changes none of them.
     """
 
-    def __init__(self) -> None:
-        self._stamps: dict[Path, _Stamp] = {}
+    def __init__(self, valid_s: float = math.inf) -> None:
+        self._valid_s = valid_s
+        self._stamps: dict[Path, tuple[_Stamp, float]] = {}  # with the time of reading, on the monotonic clock
 
     def is_whole(self, path: Path, digest: str) -> bool:
-        """As the function `is_whole`; the file is not read again if it was found whole and looks the same."""
+        """Do the same as the function `is_whole`, without reading a file again that looks the same."""
         stamp = _stamp(path, digest)
-        if stamp is not None and self._stamps.get(path) == stamp:
+        now = time.monotonic()
+        known, read_at = self._stamps.get(path, (None, now))
+        if stamp is not None and known == stamp and now - read_at < self._valid_s:
             return True
         self.forget(path)
         whole = is_whole(path, digest)
         if whole and stamp is not None:
-            self._stamps[path] = stamp
+            self._stamps[path] = stamp, now
         return whole
 
     def forget(self, path: Path) -> None:

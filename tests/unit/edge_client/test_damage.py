@@ -141,6 +141,26 @@ def test_what_is_damaged_while_the_device_runs_is_found_in_idle_time(
     assert is_whole(device.blobs.path(f"blake3:{graph.name}"), f"blake3:{graph.name}")
 
 
+@pytest.mark.parametrize("next_run", ["run", "another"])
+def test_what_is_damaged_while_the_device_runs_is_found_by_a_task(
+    worlds: Callable[[], World], fedavg: Setting, monkeypatch: pytest.MonkeyPatch, next_run: str
+) -> None:
+    """The next task of the same run, when the file was read an hour ago, or the first task of another run."""
+    if next_run == "run":
+        monkeypatch.setattr(integrity_module, "VALID_S", 0.0)
+    monkeypatch.setattr(integrity_module, "SCRUB_EVERY_S", 1e9)
+    world = worlds()
+    device = world.device()
+    world.server.acknowledge(world.result(fedavg))
+    graph = device.blobs.path(fedavg.program.graphs["train"].digest)
+    before = graph.stat()
+    flip(graph)
+    assert (graph.stat().st_mtime_ns, graph.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    told = world.result(fedavg, round=2, run=next_run)
+    assert [str(graph) in what for what in told.damaged] == [True]
+    assert is_whole(graph, f"blake3:{graph.name}")
+
+
 def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: Setting) -> None:
     """The target is fetched whole instead, within the same task; recipes are followed again afterwards."""
     world = worlds()

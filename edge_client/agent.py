@@ -311,7 +311,7 @@ class Agent:
     def on_event(self, event: object) -> None:
         """Handle one event of the inbox. Raises PeerRefused when the coordinator refuses for good."""
         match event:
-            case Connected():
+            case Connected(certificate=certificate):
                 self._connected = True
                 self._wait_logged = False
                 self._link_trouble = ""
@@ -319,7 +319,7 @@ class Agent:
                 self._send_hello()
                 self.exchange.reconnected()
                 if self.renewal:
-                    self.renewal.connected(self.transport)
+                    self.renewal.connected(self.transport, certificate)
             case Disconnected():
                 self._on_disconnected(event)
             case Received(topic=topic, payload=payload):

@@ -1,6 +1,9 @@
 """The identity of a device in a deployment: its private key, its certificate, and the broker's address.
 
 The key was made here and never leaves the device. Only `join` needs the library cryptography, this module does not.
+
+A renewed certificate lies beside the current one, which stays until the broker has accepted its successor. Each change
+is one rename, so that a device that is killed at any moment has a certificate that the broker has accepted.
 """
 
 import hashlib
@@ -22,6 +25,7 @@ from fedvit.wire.topics import Topics, check_name
 
 log = logging.getLogger(__name__)
 
+NEXT_CERTIFICATE = "next-certificate.pem"
 REQUEST_INTERVAL_S = 3600.0
 """Interval between requests."""
 
@@ -57,6 +61,11 @@ class Identity:
         return self.folder / "certificate.pem"
 
     @property
+    def next_certificate(self) -> Path:
+        """The newest certificate; it exists until the broker has accepted it, and is for the same key."""
+        return self.folder / NEXT_CERTIFICATE
+
+    @property
     def authority(self) -> Path:
         return self.folder / "authority.pem"
 
@@ -79,19 +88,24 @@ class Identity:
             ca_file=self.authority,
             cert_file=self.certificate,
             key_file=self.key,
+            next_cert_file=self.next_certificate,
         )
 
-    def replace_certificate(self, der: bytes) -> None:
-        """Use the new certificate from the next connection on. Raises BadPayload when it is for another key."""
-        trial = self.folder / "next-certificate.pem"
+    def keep_next_certificate(self, der: bytes) -> None:
+        """Try this certificate from the next connection on. Raises BadPayload when it is for another key."""
+        trial = self.folder / "trial-certificate.pem"
         try:
             atomic_write(trial, ssl.DER_cert_to_PEM_cert(der).encode(), private=True)
             tls_context(Address("", 1, tls=True, ca_file=self.authority, cert_file=trial, key_file=self.key))
-            trial.replace(self.certificate)
+            trial.replace(self.next_certificate)
         except ConfigError as error:
             raise BadPayload(f"the new certificate cannot be used: {error}") from error
         finally:
             trial.unlink(missing_ok=True)
+
+    def use_next_certificate(self) -> None:
+        """Drop the former certificate: the broker has accepted its successor."""
+        self.next_certificate.replace(self.certificate)
 
 
 def host_and_port(broker: str) -> tuple[str, int | None]:
@@ -110,7 +124,16 @@ class Renewal:
         self._questions = topics.renewal(device)
         self._asked_at: float | None = None
 
-    def connected(self, transport: Transport) -> None:
+    def connected(self, transport: Transport, certificate: Path | None) -> None:
+        """Called after each connection, with the certificate that the broker accepted."""
+        try:
+            if certificate == self._identity.next_certificate and certificate.is_file():
+                self._identity.use_next_certificate()
+                log.info("the broker accepted the new certificate")
+            elif self._identity.next_certificate.is_file():
+                log.warning("the broker does not accept the new certificate yet; the former one stays in use")
+        except OSError as error:
+            log.warning("the former certificate cannot be replaced", extra={"reason": str(error)})
         self._asked_at = None
         self.tick(transport)
 
@@ -130,7 +153,7 @@ class Renewal:
             message = decode_enrolment(raw)
             if not isinstance(message, Renewed):
                 raise BadPayload(f"a {type(message).__name__} is no certificate")
-            self._identity.replace_certificate(message.certificate)
+            self._identity.keep_next_certificate(message.certificate)
         except (FedvitError, OSError) as error:
             log.warning("certificate not renewed", extra={"reason": str(error)})
         else:

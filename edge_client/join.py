@@ -22,7 +22,7 @@ import msgspec
 from paho.mqtt.client import MQTT_ERR_SUCCESS, Client, MQTTv311
 from paho.mqtt.enums import CallbackAPIVersion
 
-from edge_client.identity import Identity, Membership
+from edge_client.identity import NEXT_CERTIFICATE, Identity, Membership
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.transport.address import Address, describe_error
@@ -117,7 +117,8 @@ def _request(folder: Path, token: Token) -> bytes:
 
 def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membership) -> None:
     """Write the identity; the membership comes last, as it marks the identity as complete."""
-    (folder / "membership.json").unlink(missing_ok=True)
+    for former in ("membership.json", NEXT_CERTIFICATE):
+        (folder / former).unlink(missing_ok=True)
     made = {
         name: folder / f"joining-{token.id}.{kind}" for name, kind in (("key.pem", "key"), ("request.der", "request"))
     }

@@ -1,7 +1,8 @@
 """The deployment's own certificate authority: it decides which devices may use the broker, and under which names.
 
-Keys are P-256. Clocks need only agree to within two days: a device's certificate is back-dated by two days, and the
-server's certificates are valid for the whole lifetime of the authority.
+Keys are P-256. All certificates begin with the authority, whatever the server's clock says: one that was issued while
+the clock was ahead would otherwise be refused after its correction. Only the end of a device's certificate follows the
+clock.
 """
 
 import datetime as dt
@@ -26,8 +27,8 @@ from fedvit.errors import BadPayload, ConfigError
 DAY_S = 86_400.0
 AUTHORITY_DAYS = 3650
 DEVICE_DAYS = 90
-BACK_DATED_DAYS = 2
-"""Largest difference between a device's clock and the server's at which a new certificate is already valid."""
+AUTHORITY_MARGIN_DAYS = 2
+"""An authority begins this long before it is made, so that it is valid for clocks that are a little behind."""
 MAX_REQUEST_BYTES = 4096
 
 _USAGES = (
@@ -55,7 +56,7 @@ class Authority:
     def create(cls, name: str, now_s: float) -> "Authority":
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(name)
-        begin, end = now_s - BACK_DATED_DAYS * DAY_S, now_s + AUTHORITY_DAYS * DAY_S
+        begin, end = now_s - AUTHORITY_MARGIN_DAYS * DAY_S, now_s + AUTHORITY_DAYS * DAY_S
         certificate = (
             _builder(subject, subject, key.public_key(), key.public_key(), begin, end)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -85,6 +86,11 @@ class Authority:
         return self.certificate.public_bytes(Encoding.DER)
 
     @property
+    def begin_s(self) -> float:
+        """Beginning of the authority, and of all certificates that it issues."""
+        return self.certificate.not_valid_before_utc.timestamp()
+
+    @property
     def key_pem(self) -> bytes:
         return _key_pem(self._key)
 
@@ -103,12 +109,11 @@ class Authority:
     def device(self, device: str, request: bytes, now_s: float, days: float = DEVICE_DAYS) -> x509.Certificate:
         """A device's certificate for the key in its request; nothing else of the request is used.
 
-        Raises BadPayload if the request is invalid, not signed by its key, or its key is not P-256.
+        It ends `days` after `now_s`, which must not be before the authority. Raises BadPayload if the request is
+        invalid, not signed by its key, or its key is not P-256.
         """
-        begin, end = now_s - BACK_DATED_DAYS * DAY_S, now_s + days * DAY_S
-        builder = _builder(
-            _name(device), self.certificate.subject, public_key_of(request), self._key.public_key(), begin, end
-        )
+        key, end = public_key_of(request), now_s + days * DAY_S
+        builder = _builder(_name(device), self.certificate.subject, key, self._key.public_key(), self.begin_s, end)
         return self._signed(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def revocations(self, serials: Iterable[int], number: int, now_s: float) -> bytes:
@@ -133,14 +138,9 @@ class Authority:
         return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
 
     def _for_authority_lifetime(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        begin, end = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc
+        end_s = self.certificate.not_valid_after_utc.timestamp()
         return _builder(
-            subject,
-            self.certificate.subject,
-            key.public_key(),
-            self._key.public_key(),
-            begin.timestamp(),
-            end.timestamp(),
+            subject, self.certificate.subject, key.public_key(), self._key.public_key(), self.begin_s, end_s
         )
 
     def _issued(

@@ -14,7 +14,8 @@ from fedvit.errors import ConfigError
 class Address:
     """The address of a broker, with credentials. `ca_file` replaces the system's certificates.
 
-    `cert_file` and `key_file` are this side's own certificate, for a broker that requires one.
+    `cert_file` and `key_file` are this side's own certificate, for a broker that requires one. `next_cert_file` is its
+    successor for the same key: if that file exists, it is tried first.
     """
 
     host: str
@@ -25,6 +26,7 @@ class Address:
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
+    next_cert_file: Path | None = None
 
     @classmethod
     def parse(cls, text: str, ca_file: Path | None = None) -> "Address":

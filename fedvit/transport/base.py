@@ -6,6 +6,7 @@ there as an event. So no state of a program needs a lock.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,9 @@ class Received(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """The link is up; subscriptions are in place again."""
+    """The link is up; subscriptions are in place again. `certificate` is this side's own, as the broker accepted it."""
+
+    certificate: Path | None = None
 
 
 class Disconnected(NamedTuple):

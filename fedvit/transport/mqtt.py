@@ -12,15 +12,21 @@ Problems of paho that are solved here:
 - Reconnecting has no jitter, a failed attempt no reason. The first is in `backoff`, the second in `mqtt_loop`.
 - A message over the broker's limit is sent again for ever. The size is checked before publishing.
 - TCP_NODELAY is never set; with the broker's delayed acknowledgement that costs 40 ms per message.
+
+A renewed certificate may be one that the broker refuses, for example because the clock was wrong when it was issued. So
+its predecessor is tried after it, until the broker has accepted it.
 """
 
 import functools
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -186,13 +192,15 @@ class MqttTransport(Transport, LoopMember):
         self._most_packet_bytes = max_packet_bytes
         self._max_packet_bytes = max_packet_bytes  # or what the broker said, if that is less
         self._versions = deque(versions)  # the first is tried next
+        self._certificate = address.cert_file  # of the current connection or attempt
+        self._tries_next_certificate = True
         if address.tls:
             tls_context(address)  # says now what is wrong with its files
         self._will: Will | WillMaker | None = None
         self._bulk = BulkLink(
             address,
             f"{client_id}.b",
-            lambda: tls_context(address) if address.tls else None,
+            lambda: self._tls_context() if address.tls else None,
             largest_packet=max_packet_bytes,
             woken=lambda: inbox.put(Wake()),
             received=self._count_received,
@@ -301,6 +309,9 @@ class MqttTransport(Transport, LoopMember):
 
     def begin(self) -> Client:
         version = self._versions[0]
+        self._certificate = self.address.cert_file
+        if self._tries_next_certificate and _is_file(self.address.next_cert_file):
+            self._certificate = self.address.next_cert_file
         self.client = self._new_client(version)
         self._link = Link(self.client, version, self._pace, self._limits.max_inflight)
         return self.client
@@ -325,6 +336,7 @@ class MqttTransport(Transport, LoopMember):
 
     def end(self, reason: str) -> float | None:
         link, self._link, self.client = self._link, None, None
+        was_accepted = link is not None and link.answered
         if link is not None:
             if link.connected and not link.answered and not link.refused:
                 self._versions.rotate()  # some brokers close without a word instead
@@ -335,6 +347,10 @@ class MqttTransport(Transport, LoopMember):
             return None
         if link is not None and link.version == MQTTProtocolVersion.MQTTv5 and self._versions[0] != link.version:
             return 0.0  # try the older version at once
+        is_next = self._certificate is not None and self._certificate == self.address.next_cert_file
+        self._tries_next_certificate = was_accepted or not is_next
+        if not self._tries_next_certificate:
+            return 0.0  # try the former certificate at once
         self.inbox.put(Disconnected(reason, refused=link is not None and link.refused))
         return self._backoff.wait_s(None if up_at is None else time.monotonic() - up_at)
 
@@ -350,7 +366,7 @@ class MqttTransport(Transport, LoopMember):
         if self.address.user is not None:
             client.username_pw_set(self.address.user, self.address.password)
         if self.address.tls:
-            client.tls_set_context(tls_context(self.address))  # certificates are renewed while programs run
+            client.tls_set_context(self._tls_context())
         if (will := self._begin_connection(self._will)) is not None:
             client.will_set(will.topic, will.payload, 1)
         client.max_inflight_messages_set(self._limits.max_inflight)
@@ -362,6 +378,11 @@ class MqttTransport(Transport, LoopMember):
         client.on_message = _never_raises(self._on_message)
         client.connect_async(self.address.host, self.address.port, KEEPALIVE_S)
         return client
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Read the certificate anew for each connection, as it is renewed while programs run."""
+        accepted = self._certificate if _is_file(self._certificate) else self.address.cert_file
+        return tls_context(replace(self.address, cert_file=accepted))
 
     def _on_socket_open(self, client: Client, userdata: object, opened: socket.socket) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -417,7 +438,7 @@ class MqttTransport(Transport, LoopMember):
         if not link.up and not link.awaited and self.closed_at is None:
             link.up = True
             self._up_at = time.monotonic()
-            self.inbox.put(Connected())
+            self.inbox.put(Connected(self._certificate))
             while link.early:
                 self.inbox.put(link.early.pop(0))
 
@@ -446,3 +467,7 @@ class MqttTransport(Transport, LoopMember):
             self.inbox.put(received)
         else:
             link.early.append(received)
+
+
+def _is_file(path: Path | None) -> bool:
+    return path is not None and path.is_file()

@@ -141,7 +141,7 @@ def test_who_has_no_valid_certificate_does_not_connect(stage: Stage) -> None:
         "foreign": device_address(deployment, keys / "foreign", "pi-1", authority=stranger),
         "namesake": device_address(deployment, keys / "namesake", "pi-1", authority=namesake),
         "expired": device_address(deployment, keys / "expired", "pi-1", issued_s=now_s - 91 * DAY_S),
-        "not yet": device_address(deployment, keys / "not-yet", "pi-1", issued_s=now_s + 5 * DAY_S),
+        "not yet": device_address(deployment, keys / "not-yet", "pi-1", begin_s=now_s + 5 * DAY_S),
         "password": Address("127.0.0.1", deployment.settings.port, "fedvit", "secret", True, stage.pi_1.ca_file),
         "plain": Address("127.0.0.1", deployment.settings.port),
     }

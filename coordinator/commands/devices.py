@@ -26,23 +26,36 @@ if TYPE_CHECKING:
     help="Folder of all runs: shows the version of each device there, its strikes and its quarantine.",
 )
 @click.option("--run", help="With --runs: the run, by default the newest.")
+@click.option(
+    "--confirm-clock",
+    is_flag=True,
+    help="This machine's clock is right, though it differs by more than a day from the newest date of the deployment: "
+    "issue certificates by it again.",
+)
 @json_flag
-def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> None:
+def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: bool, as_json: bool) -> None:
     """List the devices of a deployment: when they joined, were last seen, and when their certificates expire."""
     from rich.console import Console
     from rich.text import Text
 
+    from coordinator.deployment import clock
     from coordinator.deployment.folder import Deployment
     from profiles.report.terminal import column
     from profiles.report.terminal import table as new_table
 
     if run and runs is None:
         raise ConfigError(f"--run {run}: --runs is missing, the folder of all runs")
-    with Deployment.open(folder).registry.read() as rows:
-        listed = [_as_json(device) for device in rows.devices()]
+    deployment = Deployment.open(folder)
+    if confirm_clock:
+        clock.confirm_clock(deployment)
+    with deployment.registry.read() as rows:
+        doubt = clock.find_doubt(deployment, rows.clock_s())
+        listed = [_as_json(device, deployment.authority.begin_s, doubt) for device in rows.devices()]
         waiting = rows.open_tokens(time.time())
     if runs is not None:
         run = _add_standings(listed, runs, run)
+    if doubt:
+        click.echo(doubt, err=True)
     if as_json:
         click.echo(json.dumps(listed, indent=2))
         return
@@ -67,7 +80,7 @@ def devices(folder: Path, runs: Path | None, run: str | None, as_json: bool) -> 
             ]
         table.add_row(
             Text(entry["device"]),
-            entry["state"] + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
+            _state(entry) + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
             *(_short(entry[key]) for key in ("joined", "last_seen", "expires")),
             *standing,
         )  # fmt: skip
@@ -105,6 +118,11 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
     return run
 
 
+def _state(entry: dict[str, Any]) -> str:
+    by = " by this machine's clock" if entry["clock_in_doubt"] and entry["state"] != "revoked" else ""
+    return f"{entry['state']}{by}"
+
+
 def _battery(entry: dict[str, Any]) -> str:
     """The charge at the end of the newest task; "-" without a battery."""
     percent = entry["battery_percent"]
@@ -119,11 +137,14 @@ def _standing(entry: dict[str, Any]) -> str:
     return f"{strikes} strike{'' if strikes == 1 else 's'}" if strikes else "-"
 
 
-def _as_json(device: "Device") -> dict[str, Any]:
-    expired = device.expires_at < time.time()
+def _as_json(device: "Device", begin_s: float, doubt: str | None) -> dict[str, Any]:
+    """A device for people and programs; `begin_s` is where all certificates begin, `doubt` the doubt of the clock."""
+    now_s = time.time()
+    state = "expired" if device.expires_at < now_s else "not yet valid" if now_s < begin_s else "valid"
     return {
         "device": device.name,
-        "state": "revoked" if device.revoked_at is not None else "expired" if expired else "valid",
+        "state": state if device.revoked_at is None else "revoked",
+        "clock_in_doubt": doubt,
         "joined": _iso(device.joined_at),
         "last_seen": _iso(device.last_seen),
         "expires": _iso(device.expires_at),

@@ -2,6 +2,7 @@
 
 import base64
 import logging
+import math
 import queue
 import secrets
 import threading
@@ -13,6 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.deployment.authority import DEVICE_DAYS
+from coordinator.deployment.clock import ServerClock
 from coordinator.deployment.folder import Deployment
 from coordinator.deployment.registry import Certificate, Device, OpenToken, Rows, now
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 NOTE_SEEN_EVERY_S = 5.0
+"""Interval between writes of when devices were seen, and between looks at the clock."""
 RENEW_BELOW = 1 / 3
 """A certificate is renewed when less than this share of its validity is left."""
 
@@ -53,6 +56,8 @@ class EnrolmentService:
         self._inbox: SimpleQueue[object] = SimpleQueue()
         self._transport = MqttTransport(self._inbox, address, client_id=f"enrolment-{secrets.token_hex(4)}")
         self._seen: dict[str, float] = {}
+        self._clock = ServerClock(deployment)
+        self._doubt: str | None = None  # reason to doubt the clock
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="enrolment", daemon=True)
 
@@ -68,7 +73,7 @@ class EnrolmentService:
         self._transport.close()
 
     def _serve(self) -> None:
-        noted = time.monotonic()
+        noted = -math.inf
         while not self._closing.is_set():
             try:
                 event = self._inbox.get(timeout=TICK_S)
@@ -76,9 +81,10 @@ class EnrolmentService:
                 event = None
             if isinstance(event, Received):
                 self._answer(event)
-            if self._seen and time.monotonic() - noted > NOTE_SEEN_EVERY_S:
+            if time.monotonic() - noted > NOTE_SEEN_EVERY_S:
                 noted = time.monotonic()
                 self._note_seen()
+                self._note_clock()
         self._note_seen()
 
     def _answer(self, event: Received) -> None:
@@ -129,6 +135,8 @@ class EnrolmentService:
         _check_token(token, message, known)
         if known is not None:
             rows.discard(known.name)
+        if doubt := self._check_clock():
+            raise PeerRefused(f"the clock of the server is in doubt: {doubt}")
         certificate = self._issue(token.device, message.request)
         rows.put_device(token.device, _record(certificate), now())
         der = certificate.public_bytes(Encoding.DER)
@@ -148,6 +156,9 @@ class EnrolmentService:
         with self._deployment.registry.read() as rows:
             if not _may_be_renewed(rows.device(device)):
                 return
+        if self._check_clock():
+            log.warning("certificate not renewed: the clock may be wrong", extra={"device": device})
+            return
         certificate = self._issue(device, message.request)
         with self._deployment.change() as rows:
             if not _may_be_renewed(rows.device(device)):  # it was revoked or renewed meanwhile
@@ -164,12 +175,30 @@ class EnrolmentService:
 
     def _note_seen(self) -> None:
         """Store the times together, since a whole fleet reconnects at once."""
+        if not self._seen:
+            return
         seen, self._seen = self._seen, {}
         try:
             with self._deployment.change() as rows:
                 rows.note_seen(seen)
         except (FedvitError, OSError) as error:
             log.error("registry cannot be written", extra={"reason": str(error)})
+
+    def _note_clock(self) -> None:
+        try:
+            self._check_clock()
+        except (FedvitError, OSError) as error:
+            log.error("registry cannot be read or written", extra={"reason": str(error)})
+
+    def _check_clock(self) -> str | None:
+        """Reason to doubt the clock; the operator is told of each change."""
+        doubt = self._clock.check()
+        if (doubt is None) != (self._doubt is None):
+            news = doubt or "this machine's clock is plausible again: certificates are issued"
+            log.warning("clock", extra={"reason": news})
+            self.news.put(news)
+        self._doubt = doubt
+        return doubt
 
 
 def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -> None:

@@ -94,8 +94,10 @@ _REVOKED = Table(
     Column("generation", Integer, nullable=False, index=True),
 )
 
-_COUNTERS = Table("counters", _TABLES, Column("generation", Integer, nullable=False))
-"""One row. `generation` counts the changes of files that a broker reads."""
+_COUNTERS = Table(
+    "counters", _TABLES, Column("generation", Integer, nullable=False), Column("clock_s", Float, nullable=False)
+)
+"""One row. `generation` counts the changes of files that a broker reads; `clock_s` is the newest date that is right."""
 
 
 class Certificate(Struct, frozen=True):
@@ -154,6 +156,11 @@ class Rows:
 
     def generation(self) -> int:
         found: int = self._connection.execute(select(_COUNTERS.c.generation)).scalar_one()
+        return found
+
+    def clock_s(self) -> float:
+        """The newest date at which this machine's clock was plausible."""
+        found: float = self._connection.execute(select(_COUNTERS.c.clock_s)).scalar_one()
         return found
 
     def device(self, name: str) -> Device | None:
@@ -255,6 +262,9 @@ class Rows:
             again = added.on_conflict_do_update(index_elements=["serial"], set_={"generation": generation})
             self._connection.execute(again)
         self.revocations_changed = True
+
+    def set_clock(self, when_s: float) -> None:
+        self._connection.execute(update(_COUNTERS).values(clock_s=when_s))
 
     # --- tokens ---------------------------------------------------------------------------------------
 
@@ -418,7 +428,7 @@ def _insert_former(connection: Connection, former: _Former) -> None:
             {"serial": serial, "device": owners.get(serial, ""), "generation": former.generation}
             for serial in former.revoked_serials
         ],
-        _COUNTERS: [{"generation": former.generation}],
+        _COUNTERS: [{"generation": former.generation, "clock_s": now()}],
     }
     for table, values in rows.items():
         if values:

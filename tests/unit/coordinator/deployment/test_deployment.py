@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import NameOID
 
 from bench.pentest.client import Client, context_of, wait_for
-from bench.pentest.parties import device_address, make_deployment, make_request, running
+from bench.pentest.parties import device_address, make_deployment, make_request, running, with_beginning
 from coordinator.broker.mosquitto import memory_limit_bytes
 from coordinator.broker.process import Broker
 from coordinator.cli import cli
@@ -40,8 +42,9 @@ from coordinator.service.broker import broker_endpoint
 from edge_client import identity as identity_module
 from edge_client import join as join_module
 from edge_client.cli import cli as edge_cli
+from edge_client.clocks import explain_refusal
 from edge_client.doctor import check_broker
-from edge_client.doctor_context import DoctorContext
+from edge_client.doctor_context import DoctorContext, Finding
 from edge_client.endpoint import Endpoint, find_endpoint
 from edge_client.identity import Identity, Membership, Renewal
 from edge_client.join import join
@@ -225,6 +228,8 @@ def test_only_the_key_of_a_request_is_used() -> None:
     with pytest.raises(x509.ExtensionNotFound):
         made.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     assert made.not_valid_before_utc.timestamp() < time.time() - DAY_S
+    ahead = authority.device("pi-1", make_request()[1], time.time() + 65 * DAY_S)
+    assert ahead.not_valid_before_utc == made.not_valid_before_utc == authority.certificate.not_valid_before_utc
     lasts_s = made.not_valid_after_utc.timestamp() - time.time()
     assert 89 * DAY_S < lasts_s <= 90 * DAY_S
 
@@ -462,7 +467,7 @@ def ask(identity: Identity, *, until: Callable[[], bool]) -> None:
                 renewal.tick(transport)
                 continue
             if isinstance(event, Connected):
-                renewal.connected(transport)
+                renewal.connected(transport, event.certificate)
             elif isinstance(event, Received):
                 renewal.answered(event.payload)
     finally:
@@ -470,10 +475,13 @@ def ask(identity: Identity, *, until: Callable[[], bool]) -> None:
 
 
 def test_a_certificate_is_renewed_in_its_last_third(stage: Stage, tmp_path: Path) -> None:
-    """Of 90 days 61 are over: 29 are left, less than 30. The new one is used from the next connection on."""
+    """Of 90 days 61 are over: 29 are left, less than 30. The new one is used from the next connection on, and replaces
+    the former one when the broker has accepted it."""
     identity = identity_of(stage.deployment, tmp_path, "pi-old", age_days=61.0)
     before = identity.certificate.read_bytes()
-    ask(identity, until=lambda: identity.certificate.read_bytes() != before)
+    ask(identity, until=identity.next_certificate.is_file)
+    assert identity.certificate.read_bytes() == before
+    ask(identity, until=lambda: not identity.next_certificate.is_file())
     renewed = x509.load_pem_x509_certificate(identity.certificate.read_bytes())
     assert renewed.not_valid_after_utc.timestamp() > time.time() + 89 * DAY_S
     assert renewed.subject.rfc4514_string() == "CN=pi-old"
@@ -488,10 +496,10 @@ def test_a_certificate_is_not_renewed_earlier(stage: Stage, tmp_path: Path) -> N
     """Of 90 days 59 are over: 31 are left. The next answer comes, so this question is behind it."""
     young = identity_of(stage.deployment, tmp_path / "young", "pi-young", age_days=59.0)
     old = identity_of(stage.deployment, tmp_path / "old", "pi-older", age_days=80.0)
-    before, old_before = young.certificate.read_bytes(), old.certificate.read_bytes()
+    before = young.certificate.read_bytes()
     with Client(young.address(), "asking", [HOME.renewed("pi-young")]) as request:
         request.publish(HOME.renewal("pi-young"), encode_enrolment(RenewRequest(young.request)))
-        ask(old, until=lambda: old.certificate.read_bytes() != old_before)
+        ask(old, until=old.next_certificate.is_file)
     assert not request.seen
     assert young.certificate.read_bytes() == before
 
@@ -501,9 +509,112 @@ def test_a_certificate_for_another_key_is_not_taken(stage: Stage, tmp_path: Path
     before = identity.certificate.read_bytes()
     other = stage.deployment.authority.device("pi-key", make_request()[1], time.time())
     with pytest.raises(BadPayload, match="cannot be used"):
-        identity.replace_certificate(other.public_bytes(Encoding.DER))
+        identity.keep_next_certificate(other.public_bytes(Encoding.DER))
     assert identity.certificate.read_bytes() == before
-    assert not (identity.folder / "next-certificate.pem").exists()
+    assert not list(identity.folder.glob("*-certificate.pem"))
+
+
+def test_a_clock_that_jumped_issues_nothing_until_it_is_confirmed(stage: Stage, tmp_path: Path) -> None:
+    """The reference date is moved instead of the clock, under the running service."""
+    identity = identity_of(stage.deployment, tmp_path / "old", "pi-jump", age_days=61.0)
+    token = make_token(stage.deployment, "pi-late", 60.0)
+    with stage.deployment.change() as rows:
+        rows.set_clock(time.time() - 65 * DAY_S)
+    wait_for(lambda: any("65 days ahead of" in line for line in stage.said), "the warning")
+    with pytest.raises(PeerRefused, match="--confirm-clock"):
+        join(token, tmp_path / "identity")
+    seen = joined(stage.deployment, "pi-jump").last_seen
+    ask(identity, until=lambda: joined(stage.deployment, "pi-jump").last_seen != seen)
+    assert not identity.next_certificate.exists()
+    shown = run("devices", "--deployment", str(stage.deployment.folder))
+    assert "machine's clock" in shown.stdout
+    assert "65 days ahead of" in shown.stderr
+    listed = json.loads(run("devices", "--deployment", str(stage.deployment.folder), "--json").stdout)
+    assert all("65 days ahead of" in entry["clock_in_doubt"] for entry in listed)
+    confirmed = run("devices", "--deployment", str(stage.deployment.folder), "--confirm-clock", "--json")
+    assert {entry["clock_in_doubt"] for entry in json.loads(confirmed.stdout)} == {None}
+    wait_for(lambda: any("plausible again" in line for line in stage.said), "the end of the warning")
+    ask(identity, until=identity.next_certificate.is_file)
+    assert join(token, tmp_path / "identity").trouble is None
+
+
+def test_devices_shows_certificates_that_the_clock_does_not_find_valid(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path / "deployment")
+    for name, days in (("ends", 1.0), ("lasts", 90.0)):
+        device_address(deployment, tmp_path / "keys", name, issued_s=time.time() - 2 * DAY_S, days=days)
+    later = Authority.create("later", time.time() + 10 * DAY_S)
+    listed = ["devices", "--deployment", str(deployment.folder), "--json"]
+    states = {entry["device"]: entry["state"] for entry in json.loads(run(*listed).stdout)}
+    assert states == {"ends": "expired", "lasts": "valid"}
+    for file, content in (("authority.pem", later.pem), ("authority.key", later.key_pem)):
+        atomic_write(deployment.folder / file, content, private=True)
+    states = {entry["device"]: entry["state"] for entry in json.loads(run(*listed).stdout)}
+    assert states == {"ends": "expired", "lasts": "not yet valid"}
+
+
+def next_of(stage: Stage, identity: Identity, *, begin_s: float | None = None) -> bytes:
+    """Another certificate for a device, DER, that the registry does not list."""
+    authority = stage.deployment.authority
+    made = authority.device(identity.membership.device, identity.request, time.time())
+    if begin_s is not None:
+        made = with_beginning(authority, made, begin_s)
+    return made.public_bytes(Encoding.DER)
+
+
+def test_a_device_falls_back_to_its_former_certificate_until_the_next_one_is_accepted(
+    stage: Stage, tmp_path: Path
+) -> None:
+    """The broker refuses a certificate of the future; nobody but the device can get it out of that."""
+    identity = identity_of(stage.deployment, tmp_path, "pi-ahead", age_days=0.0)
+    before = identity.certificate.read_bytes()
+    identity.keep_next_certificate(next_of(stage, identity, begin_s=time.time() + 30 * DAY_S))
+    refused = identity.next_certificate.read_bytes()
+    inbox: SimpleQueue[object] = SimpleQueue()
+    transport = MqttTransport(inbox, identity.address(), client_id="falling-back")
+    transport.open()
+    try:
+        assert inbox.get(timeout=30) == Connected(identity.certificate)  # no loss is reported before
+    finally:
+        transport.close()
+    Renewal(identity, HOME).connected(transport, identity.certificate)
+    assert (identity.certificate.read_bytes(), identity.next_certificate.read_bytes()) == (before, refused)
+    identity.next_certificate.write_text("damaged")
+    ask(identity, until=lambda: joined(stage.deployment, "pi-ahead").last_seen is not None)
+    identity.keep_next_certificate(next_of(stage, identity))
+    accepted = identity.next_certificate.read_bytes()
+    ask(identity, until=lambda: not identity.next_certificate.is_file())
+    assert identity.certificate.read_bytes() == accepted
+
+
+_RENEWING = """
+import sys
+from pathlib import Path
+from edge_client.identity import Identity
+identity, *renewed = Identity(Path(sys.argv[1])), *map(bytes.fromhex, sys.argv[2:])
+while True:
+    for der in renewed:
+        identity.keep_next_certificate(der)
+        print(flush=True)
+        identity.use_next_certificate()
+"""
+
+
+def test_a_device_that_is_killed_while_it_renews_keeps_a_valid_certificate(stage: Stage, tmp_path: Path) -> None:
+    identity = identity_of(stage.deployment, tmp_path, "pi-killed", age_days=0.0)
+    renewed = [next_of(stage, identity) for _ in range(2)]
+    command = [sys.executable, "-c", _RENEWING, str(identity.folder), *(der.hex() for der in renewed)]
+    whole = {identity.certificate.read_text(), *map(ssl.DER_cert_to_PEM_cert, renewed)}
+    for renewals in range(1, 9):
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as device:
+            assert device.stdout is not None
+            for _ in range(renewals):
+                assert device.stdout.readline()
+            device.kill()
+        assert identity.certificate.read_text() in whole
+        tls_context(identity.address())
+        if identity.next_certificate.exists():
+            assert identity.next_certificate.read_text() in whole
+    assert Client(identity.address(), "survivor").connected
 
 
 # --- revocation ---------------------------------------------------------------------------------------
@@ -666,6 +777,36 @@ def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) ->
         *_, updated = check_broker(replace(context, address=identity.address(f"127.0.0.1:{foreign.settings.port}")))
     assert (updated.check, updated.level) == ("tls", "error")
     assert "join again with a token of the current deployment" in str(updated.hint)
+
+
+def test_the_doctor_names_the_clock_that_is_wrong(stage: Stage, tmp_path: Path) -> None:
+    """The broker finds the certificate expired; by the device's clock, ten days behind, it is still valid."""
+    identity = identity_of(stage.deployment, tmp_path, "pi-behind", age_days=91.0)
+    now_s = time.time()
+    context = DoctorContext(
+        address=identity.address(), topics=HOME, device="pi-behind", state=None, data=None, test_share=0.2,
+        identity=identity, root=tmp_path / "root", now_s=now_s - 10 * DAY_S, software_s=now_s,
+    )  # fmt: skip
+
+    def login(asked: DoctorContext) -> Finding:
+        *_, last = check_broker(asked)
+        assert (last.check, last.level) == ("login", "error")
+        return last
+
+    assert "expired" in login(context).what
+    assert "this device's clock is wrong" in str(login(context).hint)
+    younger = replace(context, software_s=0.0)
+    atomic_write(identity.authority, Authority.create("older", now_s - 100 * DAY_S).pem)
+    assert explain_refusal(younger) is None, "this device does not trust the broker"
+    atomic_write(identity.authority, stage.deployment.authority.pem)
+    assert "this device's clock is wrong" in str(login(younger).hint), "it is before the deployment"
+    later = replace(younger, now_s=now_s - 1.5 * DAY_S)
+    assert "compare both dates" in str(login(later).hint)
+    (tmp_path / "root" / "run" / "systemd" / "timesync").mkdir(parents=True)
+    (tmp_path / "root" / "run" / "systemd" / "timesync" / "synchronized").touch()
+    assert "set the server's" in str(login(later).hint)
+    right = login(replace(context, now_s=now_s))
+    assert "has it expired" in str(right.hint), "both clocks find it expired"
 
 
 def way(**given: object) -> Endpoint:

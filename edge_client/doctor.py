@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 
+from edge_client.clocks import compare_clocks, explain_refusal
 from edge_client.doctor_context import DAY_S, LEVELS, DoctorContext, Finding, Level
 from edge_client.keys import check_identity, check_vault_key
 from edge_client.state import split_file, status_file
@@ -357,10 +358,14 @@ def check_broker(context: DoctorContext) -> Iterator[Finding]:
             if probe.seconds(PROBE_BYTES) is None:
                 raise LinkDown(f"a message on {topic} is not answered")
     except LinkDown as error:
-        hint = f"the broker's access rules must let this device write below {topic.rpartition('/')[0]}/"
+        what, hint = (
+            str(error),
+            f"the broker's access rules must let this device write below {topic.rpartition('/')[0]}/",
+        )
         if step != "messages":
-            step, hint = "login", _login_hint(str(error), address)
-        yield Finding(check=step, level="error", what=str(error), hint=hint)
+            step = "login"
+            what, hint = explain_refusal(context) or (what, _login_hint(what, address))
+        yield Finding(check=step, level="error", what=what, hint=hint)
         return
     yield from _check_size(context, client_id, topic)
 
@@ -384,6 +389,9 @@ def check_coordinator(context: DoctorContext) -> Iterator[Finding]:
     doing = f"run {found.run!r}" if found.run else "coordinator serve"
     what = f"{doing} on {found.host or 'a host without a name'} serves federation {federation!r}"
     yield Finding(check="coordinator", level="ok", what=what)
+    if found.clock_s and (compared := compare_clocks(context, found.clock_s)):
+        what, hint = compared
+        yield Finding(check="clock", level="warning", what=what, hint=hint)
 
 
 def _check_size(context: DoctorContext, client_id: str, topic: str) -> Iterator[Finding]:

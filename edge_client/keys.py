@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edge_client.clocks import SET_CLOCK
 from edge_client.doctor_context import DAY_S, DoctorContext, Finding
 from edge_client.vault import Vault
 from edge_client.vault_key import VaultKey
@@ -98,6 +99,9 @@ def check_identity(context: DoctorContext) -> Iterator[Finding]:
         what = f"{identity.certificate} is for {whose}, this device is {name!r}"
         yield Finding(check=check, level="error", what=what, hint=again)
         return
+    if identity.next_certificate.is_file():
+        what = f"{identity.next_certificate} waits until the broker has accepted it; the former one stays until then"
+        yield Finding(check=check, level="ok", what=what)
     yield _validity(context.now_s, name, certificate, again)
 
 
@@ -106,12 +110,13 @@ def _validity(now_s: float, name: str, certificate: "x509.Certificate", again: s
     until = f"the certificate of {name!r} is valid until {certificate.not_valid_after_utc:%Y-%m-%d}"
     if now_s > end:
         what = f"the certificate of {name!r} expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        return Finding(check="identity", level="error", what=what, hint=f"if the clock is right, {again}")
+        hint = f"if this device's clock is right, {again}"
+        return Finding(check="identity", level="error", what=what, hint=hint)
     if now_s < begin:
-        what = f"by this device's clock {until}, but not before {certificate.not_valid_before_utc:%Y-%m-%d}"
-        return Finding(
-            check="identity", level="warning", what=what, hint="set the clock: sudo timedatectl set-ntp true"
-        )
+        began = f"{certificate.not_valid_before_utc:%Y-%m-%d}, when its deployment began"
+        what = f"{until}, but this device's clock is before {began}"
+        hint = "set the clock, unless the server's clock was ahead when the deployment was made: " + SET_CLOCK
+        return Finding(check="identity", level="warning", what=what, hint=hint)
     if end - now_s < SOON_DAYS * DAY_S:
         hint = "let the device connect while the coordinator runs: it gets its next certificate at once"
         return Finding(check="identity", level="warning", what=until, hint=hint)

@@ -102,6 +102,7 @@ class Lease:
             host=socket.gethostname()[:LONGEST_NAME],
             held_s=time.monotonic() - self._since,
             spread_s=self._spread_s,
+            clock_s=max(0.0, time.time()),
         )
 
     def _publish_state(self) -> None:

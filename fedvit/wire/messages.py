@@ -132,6 +132,8 @@ class CoordinatorState(Message, frozen=True, tag="coordinator"):
     held_s: Annotated[float, Meta(ge=0.0, le=1e12)] = 0.0  # for how long this process has served the federation
     # connected devices send their hello at random times within this interval
     spread_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 1.0
+    # the coordinator's clock, seconds since 1970, only for people (`edge-client doctor`); 0: an older coordinator
+    clock_s: Annotated[float, Meta(ge=0.0, le=1e12)] = 0.0
 
 
 # --- device to coordinator ----------------------------------------------------------------------------

@@ -70,6 +70,9 @@ TASK_ID = "0123456789abcdef" * 4
 
 EXAMPLES: dict[str, AnyMessage] = {
     "coordinator": CoordinatorState(281_474_976_710_656, alive=True),
+    "coordinator-4": CoordinatorState(
+        281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5, spread_s=20.0, clock_s=1_790_000_000.25
+    ),
     "coordinator-3": CoordinatorState(
         281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5, spread_s=20.0
     ),

@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -142,10 +142,14 @@ class Stage:
         self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._observer: Observer | None = None
 
-    def start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, command: list[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a program; `environment` is added to that of the stage."""
+        variables = {**self.environment, **(environment or {})}
         with open(self.log_path(name), "ab") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=self.environment, umask=USUAL_UMASK
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=variables, umask=USUAL_UMASK
             )
         self._processes.append(process)
         return process

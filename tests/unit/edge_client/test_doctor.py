@@ -3,9 +3,11 @@
 import os
 import shutil
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import numpy as np
@@ -29,13 +31,15 @@ from edge_client.doctor import (
     run_checks,
     worst,
 )
-from edge_client.doctor_context import DoctorContext, Finding
+from edge_client.doctor_context import DAY_S, DoctorContext, Finding
 from edge_client.status import Doing, Status, Unusable
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.resources import Budget, ResourceUse
 from fedvit.transport.address import Address
-from fedvit.wire.messages import Result
+from fedvit.transport.base import Connected, Received
+from fedvit.transport.mqtt import MqttTransport
+from fedvit.wire.messages import CoordinatorState, Result, encode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.broker import BrokerProbe
@@ -382,6 +386,35 @@ def test_a_broker_that_takes_everything(context: DoctorContext, tmp_path: Path) 
     assert "no coordinator serves federation 'home'" in alone.what
     assert "--federation" in str(alone.hint)
     assert found[-1].what == f"messages of {CHUNK_MESSAGE_BYTES} bytes are accepted"
+
+
+@pytest.mark.parametrize(
+    ("server_is_ahead_s", "side"), [(3600.0, None), (65 * DAY_S, "behind"), (-2 * DAY_S, "ahead of")]
+)
+def test_the_clock_of_the_server_is_compared(
+    context: DoctorContext, tmp_path: Path, server_is_ahead_s: float, side: str | None
+) -> None:
+    state = CoordinatorState(1, alive=True, owner="c0ffee", clock_s=context.now_s + server_is_ahead_s)
+    topics, inbox = context.topics, SimpleQueue[object]()
+    with mosquitto(tmp_path / "broker") as broker:
+        coordinator = MqttTransport(inbox, broker.address, "coordinator")
+        coordinator.subscribe(topics.device_state(context.device), 1)
+        coordinator.open()
+        assert inbox.get(timeout=30) == Connected()
+
+        def answer() -> None:
+            while isinstance(inbox.get(), Received):
+                coordinator.publish(topics.to_device(context.device), encode(state))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        here, *difference = check_coordinator(replace(context, address=broker.address))
+        inbox.put(None)
+        answering.join()
+        coordinator.close()
+    assert (here.check, here.level) == ("coordinator", "ok")
+    assert [(found.check, found.level) for found in difference] == ([("clock", "warning")] if side else [])
+    assert all(f"days {side} the server's" in found.what for found in difference)
 
 
 def test_broker_that_does_not_listen(context: DoctorContext) -> None:

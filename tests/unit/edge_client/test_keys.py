@@ -1,5 +1,6 @@
 """What the doctor says of keys: vaults with real keys, and identities as a deployment's authority makes them."""
 
+import ssl
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -161,12 +162,21 @@ def test_identity_of_a_device_that_has_joined(context: DoctorContext) -> None:
         (90 - SOON_DAYS - 1, "ok", "is valid until"),
         (90 - SOON_DAYS + 1, "warning", "is valid until"),
         (91, "error", "expired on"),
-        (-3, "warning", "but not before"),  # made two days back: a clock that is behind, or a server's that is ahead
+        (-3, "warning", "this device's clock is before"),  # the authority begins two days before it is made
     ],
 )
 def test_how_long_a_certificate_holds(context: DoctorContext, age_days: float, level: str, words: str) -> None:
     found = identity(joined(context, issued_s=NOW_S - age_days * DAY_S))
     assert (found.level, words in found.what) == (level, True)
+
+
+def test_a_certificate_that_the_broker_has_not_accepted_yet_is_named(context: DoctorContext) -> None:
+    here = joined(context)
+    assert here.identity is not None
+    here.identity.keep_next_certificate(ssl.PEM_cert_to_DER_cert(here.identity.certificate.read_text()))
+    waiting, certificate = check_identity(here)
+    assert (waiting.level, certificate.level) == ("ok", "ok")
+    assert "next-certificate.pem" in waiting.what
 
 
 @pytest.mark.parametrize("file", ["key.pem", "certificate.pem", "authority.pem", "request.der"])

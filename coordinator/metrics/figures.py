@@ -35,6 +35,8 @@ def figures_of(summary: RoundSummary) -> dict[str, float]:
         "epsilon/row": summary.row_epsilon,
         "epsilon/upload": summary.upload_epsilon,
         "epsilon/device": summary.device_epsilon,
+        "generator/difference": summary.generator.difference if summary.generator else None,
+        "generator/attention_entropy": summary.figures.get("attention_entropy"),
         "devices/asked": summary.cohort,
         LAST_OF_ROUND: summary.accepted,
     }

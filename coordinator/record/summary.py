@@ -22,7 +22,7 @@ from coordinator.record.totals import evaluated, trained, with_result
 from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes
 from fedvit.resources import BudgetKind
-from profiles.report.document import DeviceRound
+from profiles.report.document import AttentionEntropy, DeviceRound, GeneratorRound
 
 
 class RoundSummary(RoundTotals, frozen=True, kw_only=True):
@@ -69,6 +69,20 @@ class RoundSummary(RoundTotals, frozen=True, kw_only=True):
     def device_epsilon(self) -> float | None:
         """Epsilon of all features of one device, over all rounds up to this one."""
         return self.figures.get(DEVICE_EPSILON)
+
+    @property
+    def generator(self) -> GeneratorRound | None:
+        """State of the method's generator; None without one, and of a round with one device."""
+        if "generated_difference" not in self.figures:
+            return None
+        attention = None
+        if "attention_entropy" in self.figures:
+            attention = AttentionEntropy(
+                mean=self.figures["attention_entropy"],
+                lowest=self.figures["attention_entropy_lowest"],
+                highest=self.figures["attention_entropy_highest"],
+            )
+        return GeneratorRound(difference=self.figures["generated_difference"], attention=attention)
 
 
 class DeviceSummary(Struct, frozen=True, kw_only=True):

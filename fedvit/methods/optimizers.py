@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Optimizer(ABC):
         """New value and new slots of one tensor; `step` counts from 1."""
 
     @abstractmethod
-    def in_torch(self, values: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    def in_torch(self, values: ParamsT, lr: float) -> torch.optim.Optimizer:
         """The same rule in torch.optim: used on the server, and to verify graphs."""
 
 
@@ -44,7 +45,7 @@ class Sgd(Optimizer):
     def _decayed(self, value: Tensor, grad: Tensor) -> Tensor:
         return grad + self.weight_decay * value if self.weight_decay else grad
 
-    def in_torch(self, values: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    def in_torch(self, values: ParamsT, lr: float) -> torch.optim.Optimizer:
         return torch.optim.SGD(values, lr=lr, weight_decay=self.weight_decay)
 
 
@@ -61,7 +62,7 @@ class MomentumSgd(Sgd):
         buffer = self.momentum * slots["momentum_buffer"] + self._decayed(value, grad)
         return value - lr * buffer, {"momentum_buffer": buffer}
 
-    def in_torch(self, values: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    def in_torch(self, values: ParamsT, lr: float) -> torch.optim.Optimizer:
         return torch.optim.SGD(values, lr=lr, weight_decay=self.weight_decay, momentum=self.momentum)
 
 
@@ -88,6 +89,6 @@ class AdamW(Optimizer):
         updated = value * (1 - lr * self.weight_decay) - scale * mean / (torch.sqrt(square) + self.eps * correction)
         return updated, {"exp_avg": mean, "exp_avg_sq": square}
 
-    def in_torch(self, values: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    def in_torch(self, values: ParamsT, lr: float) -> torch.optim.Optimizer:
         betas = (self.beta1, self.beta2)
         return torch.optim.AdamW(values, lr=lr, betas=betas, eps=self.eps, weight_decay=self.weight_decay)

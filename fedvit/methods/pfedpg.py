@@ -47,12 +47,13 @@ class PFedPG(Method):
     the paper is silent: one attention head of full width, one descriptor token, VPT's first values, the mean over
     devices (`server_weights` "sum" is the paper's, with a step that grows with the fleet), and an evaluation with the
     prompts as the device adapted them. In the paper all devices take part in every round.
-    Differs from the paper, whose equation 3 with small first values makes the same prompts for all devices:
+    Differs from the paper, whose equation 3 with VPT's first values makes the same prompts for all devices:
     descriptors and base prompts of a size of 0.06 have products near zero, the softmax is uniform, and plain SGD of a
-    rate of 0.001 does not move the descriptors. So queries and keys are made of layer-normalised rows, as in the
-    cross-attention of Transformers (`normalise`), and the server's optimizer is AdamW with a rate of 0.01, whose steps
-    do not depend on how small a gradient is; 0.001 is enough for the paper's 100 rounds. The paper's reading is
-    `normalise` false, `server_optimizer` "sgd", `server_lr` 0.001.
+    rate of 0.001 does not move the descriptors. So the attention is a softmax of cosines with a fixed scale
+    (`normalise`), in which no base prompt gets more than about nine tenths of the weight, and the server's optimizer
+    is AdamW with a rate of 0.01, whose steps do not depend on how small a gradient is. For W_Q, W_K, W_V and W_O its
+    rate is divided by the width: with the whole rate the softmax saturates in ten rounds, on the same base prompt for
+    several devices. The paper's reading is `normalise` false, `server_optimizer` "sgd", `server_lr` 0.001.
     """
 
     source: ClassVar[str] = "pFedPG, arXiv:2308.15367"
@@ -67,7 +68,7 @@ class PFedPG(Method):
     generator: Literal["attention", "mlp", "adain", "basis"] = "attention"  # basis: the same prompts for all devices
     descriptor_tokens: Annotated[int, Meta(ge=1)] = 1  # attention only: 1, or as many as `tokens`
     zero_output: bool = False  # attention only: devices begin with equal prompts
-    normalise: bool = True  # attention only: queries and keys are made of normalised descriptors and base prompts
+    normalise: bool = True  # attention only: a softmax of scaled cosines, not of products
     hidden: Annotated[int, Meta(ge=1)] = 100  # mlp only
     server_optimizer: Literal["sgd", "adamw"] = "adamw"
     server_lr: Annotated[float, Meta(gt=0)] = 0.01  # (paper: alpha, 0.001)
@@ -126,6 +127,8 @@ class PFedPG(Method):
                     descriptor_tokens=self.descriptor_tokens,
                     zero_output=self.zero_output,
                     normalise=self.normalise,
+                    # AdamW moves every entry by the rate, and a product adds up `width` entries
+                    matrix_rate=1 / vit.width if self.server_optimizer == "adamw" else 1.0,
                 )
             case "mlp":  # one linear layer for all prompts is one for each, side by side
                 return Hypernetwork(targets={PROMPTS: tuple(first.shape)}, embedding_dim=vit.width, hidden=self.hidden)

@@ -174,6 +174,21 @@ class RunDevice(Struct, frozen=True, kw_only=True):
         return [entry for entry in found if entry.predicted is not None or entry.measured is not None]
 
 
+class AttentionEntropy(Struct, frozen=True, kw_only=True):
+    """Entropy of a generator's attention weights, as a share of the logarithm of the keys: 0 for one key alone."""
+
+    mean: float  # over devices
+    lowest: float
+    highest: float
+
+
+class GeneratorRound(Struct, frozen=True, kw_only=True):
+    """State of a method's generator at the start of a round, over the devices whose updates it learns from."""
+
+    difference: float  # root mean square over pairs of devices, as a share of the size of generated values
+    attention: AttentionEntropy | None = None  # None: the generator has no attention
+
+
 class RunRound(Struct, frozen=True, kw_only=True):
     """One round of all devices; accuracies are None where it was not evaluated."""
 
@@ -195,6 +210,7 @@ class RunRound(Struct, frozen=True, kw_only=True):
     row_epsilon: float | None = None  # of one row of features in one upload
     upload_epsilon: float | None = None  # of all rows of the round's largest upload
     device_epsilon: float | None = None  # of all features of one device, over all rounds up to this one
+    generator: GeneratorRound | None = None  # None: the method has no generator, or one device took part
 
 
 class ClassAccuracy(Struct, frozen=True, kw_only=True):

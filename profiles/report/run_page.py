@@ -22,7 +22,7 @@ from profiles.report.page import (
     size,
 )
 from profiles.report.profile_page import budget_words
-from profiles.report.verdict import BUDGETS, privacy_words, run_verdict, setting_words, times
+from profiles.report.verdict import BUDGETS, generator_words, privacy_words, run_verdict, setting_words, times
 
 MOST_ROWS = 400
 """Of the table of all devices and rounds; the JSON has all."""
@@ -58,6 +58,8 @@ def run_page(document: RunDocument) -> str:
         tiles=_tiles(document),
         accuracy=_accuracy(document),
         loss=_loss(document),
+        generator=generator_words(document),
+        generator_pictures=[drawn for drawn in (_difference(document), _entropy(document)) if drawn],
         privacy=privacy_words(document),
         epsilons=[drawn for kind in EPSILONS if (drawn := _epsilons(document, kind))],
         privacy_table=_privacy_table(document),
@@ -194,6 +196,44 @@ def _epsilons(document: RunDocument, kind: str) -> str | None:
         else:
             axes.set_ylim(bottom=0)
         axes.set_ylabel(f"epsilon of {kind}")
+        _round_axis(axes)
+
+    return svg(draw)
+
+
+def _difference(document: RunDocument) -> str | None:
+    """Difference between devices' generated values by round; None for a method without a generator."""
+    points = [(entry.round, entry.generator.difference) for entry in document.rounds if entry.generator]
+    if not points:
+        return None
+    rounds, differences = zip(*points, strict=True)
+
+    def draw(axes: Axes) -> None:
+        axes.plot(rounds, differences, color="C0", marker="." if len(rounds) < 40 else "")
+        axes.set_ylim(0, max(1e-3, 1.05 * max(differences)))
+        axes.set_ylabel("difference between devices / size")
+        _round_axis(axes)
+
+    return svg(draw)
+
+
+def _entropy(document: RunDocument) -> str | None:
+    """Entropy of the attention's weights by round, its mean and range over devices; None without attention."""
+    points = [
+        (entry.round, entropy.mean, entropy.lowest, entropy.highest)
+        for entry in document.rounds
+        if entry.generator and (entropy := entry.generator.attention)
+    ]
+    if not points:
+        return None
+    rounds, means, lowest, highest = zip(*points, strict=True)
+
+    def draw(axes: Axes) -> None:
+        axes.plot(rounds, means, color="C2", marker="." if len(rounds) < 40 else "")
+        for extreme in (lowest, highest):
+            axes.plot(rounds, extreme, color="C2", linewidth=0.8, linestyle=":")
+        axes.set_ylim(0, 1)
+        axes.set_ylabel("entropy of attention / log K")
         _round_axis(axes)
 
     return svg(draw)

@@ -19,6 +19,7 @@ from profiles.report.verdict import (
     BUDGETS,
     crosscheck_words,
     device_name,
+    generator_words,
     privacy_words,
     profile_verdict,
     run_verdict,
@@ -105,7 +106,7 @@ def run_report(document: RunDocument, width: int) -> Group:
         Text(sentence, style=STYLES[tone]),
     ]
     parts += [Text(f"  {line}") for line in lines]
-    parts += [Text(line) for line in privacy_words(document)]
+    parts += [Text(line) for line in (*generator_words(document), *privacy_words(document))]
     parts += [Text(settings_words(document.settings), style="dim")]
     if any(device.comparisons() for device in document.devices):
         parts += [Text(), _comparisons(document, width)]

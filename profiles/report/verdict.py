@@ -84,6 +84,27 @@ def setting_words(value: Any) -> str:
     return f"{len(value)} values" if isinstance(value, list) and len(value) > 12 else json.dumps(value)
 
 
+NEARLY_EQUAL = 0.01
+"""Difference between devices' generated values, as a share of their size, below which a generator has no effect."""
+
+
+def generator_words(document: RunDocument) -> list[str]:
+    """The state of a method's generator in the newest round that has one."""
+    newest = next((entry for entry in reversed(document.rounds) if entry.generator), None)
+    if newest is None or newest.generator is None:
+        return []
+    difference = newest.generator.difference
+    lines = [f"generated values differ between devices by {difference:.2g} of their size in round {newest.round}"]
+    if difference < NEARLY_EQUAL:
+        lines[0] += ": the generator makes nearly the same for all devices"
+    if (attention := newest.generator.attention) is not None:
+        lines.append(
+            f"entropy of the generator's attention: {attention.mean:.2f} of its maximum in the mean over devices "
+            f"({attention.lowest:.2f} to {attention.highest:.2f}); 0 is a single key"
+        )
+    return lines
+
+
 def privacy_words(document: RunDocument) -> list[str]:
     """The privacy of a run so far, a line for each kind of noise."""
     asked = document.privacy

@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ class Generator(ABC):
     was never asked has an embedding, too.
     """
 
+    @property
+    def relative_rates(self) -> Mapping[str, float]:
+        """Factors of the server's learning rate by the name of a shared parameter; 1 for all others."""
+        return {}
+
     @abstractmethod
     def shared(self, draw: torch.Generator) -> dict[str, Tensor]:
         """First values of the parameters that all devices share."""
@@ -27,6 +33,10 @@ class Generator(ABC):
     @abstractmethod
     def generate(self, shared: Named, personal: Named) -> dict[str, Tensor]:
         """Tensor name -> value for the device with this embedding."""
+
+    def describe(self, shared: Named, personal: Named) -> dict[str, Tensor]:
+        """Figure name -> number of one device, for the record of each round."""
+        return {}
 
 
 def drawing(seed: int, *of: str) -> torch.Generator:

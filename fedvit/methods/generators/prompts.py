@@ -4,15 +4,20 @@ Letters in names: K prompts, D their width, T descriptor tokens.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from fedvit.methods.calculus import Named
 from fedvit.methods.generators.base import Generator
 
 BASE, DESCRIPTOR = "base", "descriptor"
+MATRICES = ("query", "key", "value", "output")
+LARGEST_WEIGHT = 0.9
+"""Share of the attention for a base prompt that the query equals; the softmax keeps its gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +43,10 @@ class PromptAttention(PromptBasis):
 
     P = P_base + softmax((d W_Q) (P_base W_K)^T / sqrt(D)) (P_base W_V) W_O, one head of full width. With one
     descriptor token the sum's second part is one row, added to every prompt; with K it is another for each.
-    W_* begin as Xavier does, uniform; descriptors uniform in +-`bound`. With `normalise` queries and keys are made of
-    layer-normalised d and P_base, without which weights are nearly equal while d and P_base are small.
+    W_* begin as Xavier does, uniform; descriptors uniform in +-`bound`.
+    With `normalise` the softmax is over cosines, multiplied by `scale_for(K)`. Products of small d and P_base give
+    nearly equal weights, and products without a bound grow until one base prompt has all the weight. In both cases
+    descriptors get no gradient, and all devices the same prompts.
     Source: Yang et al., "Efficient Model Personalization in Federated Learning via Client-Specific Prompt
     Generation", arXiv:2308.15367, equation 3.
     """
@@ -47,12 +54,17 @@ class PromptAttention(PromptBasis):
     bound: float
     descriptor_tokens: int = 1  # 1 or K
     zero_output: bool = False  # W_O begins at zero: every device gets the base at first
-    normalise: bool = True  # queries and keys are made of normalised rows
+    normalise: bool = True  # cosines of queries and keys in place of their products
+    matrix_rate: float = 1.0  # factor of the server's learning rate for W_Q, W_K, W_V and W_O
+
+    @property
+    def relative_rates(self) -> Mapping[str, float]:
+        return dict.fromkeys(MATRICES, self.matrix_rate)
 
     def shared(self, draw: torch.Generator) -> dict[str, Tensor]:
         width = self.first.shape[1]
         xavier = math.sqrt(6 / (width + width))
-        weights = {name: _uniform((width, width), xavier, draw) for name in ("query", "key", "value", "output")}
+        weights = {name: _uniform((width, width), xavier, draw) for name in MATRICES}
         if self.zero_output:
             weights["output"] = torch.zeros(width, width)
         return {**super().shared(draw), **weights}
@@ -61,14 +73,24 @@ class PromptAttention(PromptBasis):
         return {DESCRIPTOR: _uniform((self.descriptor_tokens, self.first.shape[1]), self.bound, draw)}
 
     def generate(self, shared: Named, personal: Named) -> dict[str, Tensor]:
-        base_KD, descriptor_TD = shared[BASE], personal[DESCRIPTOR]
-        query_TD, key_KD = self._seen(descriptor_TD) @ shared["query"], self._seen(base_KD) @ shared["key"]
-        weights_TK = torch.softmax(query_TD @ key_KD.T / math.sqrt(key_KD.shape[1]), dim=1)
+        base_KD, weights_TK = shared[BASE], self._weights(shared, personal)
         return {self.target: base_KD + weights_TK @ (base_KD @ shared["value"]) @ shared["output"]}
 
-    def _seen(self, rows: Tensor) -> Tensor:
-        """Rows as queries and keys are made of them: normalised as by a layer norm without parameters."""
-        return torch.nn.functional.layer_norm(rows, rows.shape[-1:]) if self.normalise else rows
+    def describe(self, shared: Named, personal: Named) -> dict[str, Tensor]:
+        """Return the entropy of the attention's weights, mean over descriptor tokens, as a share of log K."""
+        weights_TK = self._weights(shared, personal)
+        keys = weights_TK.shape[1]
+        if keys == 1:
+            return {}
+        return {"attention_entropy": torch.special.entr(weights_TK).sum(dim=1).mean() / math.log(keys)}
+
+    def _weights(self, shared: Named, personal: Named) -> Tensor:
+        query_TD, key_KD = personal[DESCRIPTOR] @ shared["query"], shared[BASE] @ shared["key"]
+        keys, width = key_KD.shape
+        if not self.normalise:
+            return torch.softmax(query_TD @ key_KD.T / math.sqrt(width), dim=1)
+        cosine_TK = normalize(query_TD, dim=1) @ normalize(key_KD, dim=1).T
+        return torch.softmax(scale_for(keys) * cosine_TK, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +112,11 @@ class PromptStatistics(PromptBasis):
         spread_K1 = base_KD.std(dim=1, correction=0, keepdim=True)
         plain_KD = (base_KD - mean_K1) / (spread_K1 + self.eps)
         return {self.target: descriptor_D.std(correction=0) * plain_KD + descriptor_D.mean()}
+
+
+def scale_for(keys: int) -> float:
+    """Scale of cosines with which a key gets `LARGEST_WEIGHT` if the query equals it and the others are orthogonal."""
+    return math.log(LARGEST_WEIGHT / (1 - LARGEST_WEIGHT) * max(keys - 1, 1))
 
 
 def _uniform(shape: tuple[int, ...], bound: float, draw: torch.Generator) -> Tensor:

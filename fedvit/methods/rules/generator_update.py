@@ -1,6 +1,8 @@
 """Pull the devices' updates back through the generator that made their tensors."""
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,26 +107,50 @@ class GeneratorUpdate(ServerRule):
         for value in parameters.values():
             value.grad = torch.zeros_like(value)
         weights = self._weights(uploads, context.round)
+        figures = self._describe(shared, [personal[upload.device] for upload in uploads])
+        spread = Spread()
         number, mine = 0, uploads[context.rank :: context.world_size]
         while number < len(mine):
             context.progress(f"generator: device {number + 1} of {len(mine)}")
             deltas = mine[number].load()
             at_once = max(1, AT_ONCE_BYTES // sum(delta.nbytes for delta in deltas.values()))
             part = mine[number : number + at_once]
-            self._pull_back(part, shared, personal, weights, context)
+            spread.add(self._pull_back(part, shared, personal, weights, context))
             number += len(part)
         if context.world_size > 1:
             self._add_up(list(parameters.values()))
+        if (difference := spread.difference()) is not None:
+            figures["generated_difference"] = difference
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
         norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))
         if self.clip_norm is not None:
             for name, grad in clipped(grads, self.clip_norm).items():
                 parameters[name].grad = grad
-        optimizer = self.optimizer.in_torch(list(parameters.values()), self.lr)
+        optimizer = self._optimizer(parameters)
         restore(optimizer, parameters, state.memory)
         optimizer.step()
         memory = with_tensors(state.memory, {**parameters, **saved(optimizer, parameters)})
-        return replace(state, memory=memory), {"generator_gradient_norm": norm}
+        return replace(state, memory=memory), {"generator_gradient_norm": norm, **figures}
+
+    def _optimizer(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        factors = {f"{SHARED}{name}": factor for name, factor in self.generator.relative_rates.items()}
+        by_rate: dict[float, list[Tensor]] = defaultdict(list)
+        for name, value in parameters.items():
+            by_rate[self.lr * factors.get(name, 1.0)].append(value)
+        return self.optimizer.in_torch([{"params": values, "lr": lr} for lr, values in by_rate.items()], self.lr)
+
+    def _describe(self, shared: dict[str, Tensor], personal: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        """Mean, lowest and highest over devices of the generator's own figures."""
+        figures: dict[str, float] = {}
+        with torch.no_grad():
+            stacked = {name: torch.stack([values[name] for values in personal]) for name in personal[0]}
+            if not stacked:
+                return figures
+            described = torch.vmap(self.generator.describe, in_dims=(None, 0))(shared, stacked)
+        for name, values in described.items():
+            figures |= {name: float(values.mean())}
+            figures |= {f"{name}_lowest": float(values.min()), f"{name}_highest": float(values.max())}
+        return figures
 
     def _pull_back(
         self,
@@ -133,8 +159,8 @@ class GeneratorUpdate(ServerRule):
         personal: dict[str, dict[str, Tensor]],
         weights: dict[str, float],
         context: RoundContext,
-    ) -> None:
-        """Adds w_i J_i^T (-delta_i) of some devices to the gradients of phi and z_i."""
+    ) -> dict[str, Tensor]:
+        """Add w_i J_i^T (-delta_i) of some devices to the gradients of phi and z_i; return their generated values."""
         own = [personal[upload.device] for upload in uploads]
         stacked = {name: torch.stack([values[name] for values in own]) for name in own[0]}
         place = torch.device(context.accelerator)
@@ -149,6 +175,7 @@ class GeneratorUpdate(ServerRule):
         # made in bfloat16 where products are
         wanted = [value.to(gradients[name].dtype) for name, value in made.items()]
         torch.autograd.backward(wanted, list(gradients.values()))
+        return {name: value.detach() for name, value in made.items()}
 
     def _add_up(self, parameters: Sequence[Tensor]) -> None:
         """Gradients become their sum over all processes."""
@@ -180,6 +207,34 @@ class GeneratorUpdate(ServerRule):
     def _personal(self, state: ServerState, device: str, seed: int) -> dict[str, Tensor]:
         kept = _under(state, f"{PERSONAL}{device}/")
         return kept or self.generator.personal(drawing(seed, "device", device))
+
+
+class Spread:
+    """Sums that give the difference between devices' generated values; their memory does not grow with the devices.
+
+    Where several processes close a round together, each has the devices whose updates it pulls back.
+    """
+
+    def __init__(self) -> None:
+        self._devices = 0
+        self._sums: dict[str, Tensor] = {}
+        self._squares = 0.0
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add the values of some devices; the first dimension is that of devices."""
+        self._devices += len(next(iter(values.values())))
+        for name, value in values.items():
+            exact = value.double()  # differences of 1e-6 are lost in sums of float32
+            self._sums[name] = self._sums.get(name, 0.0) + exact.sum(dim=0)
+            self._squares += float(exact.square().sum())
+
+    def difference(self) -> float | None:
+        """Root mean square over pairs of ||W_i - W_j||, divided by that of ||W_i||; None for a single device."""
+        if self._devices < 2 or not self._squares:
+            return None
+        common = sum(float(value.square().sum()) for value in self._sums.values()) / self._devices
+        apart = max(0.0, self._squares - common) / (self._devices - 1)  # half of the mean square over pairs
+        return math.sqrt(2 * apart / (self._squares / self._devices))
 
 
 def _under(state: ServerState, prefix: str) -> dict[str, Tensor]:

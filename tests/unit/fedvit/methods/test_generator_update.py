@@ -15,7 +15,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Images, Method, RoundContext, ServerState, StepInputs, Upload, trained_names
 from fedvit.methods.generators.base import Generator, drawing
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Sgd
-from fedvit.methods.rules.generator_update import GeneratorUpdate
+from fedvit.methods.rules.generator_update import GeneratorUpdate, Spread
 from fedvit.methods.rules.together import Together
 from fedvit.methods.step import whole_step
 from fedvit.models import SMALL, build_vit
@@ -130,6 +130,33 @@ def test_the_report_says_how_large_the_gradient_was() -> None:
     rule = product()
     _, figures = rule.close(begun(rule), [upload("a", 1, {"w": np.float64(-4 / 3)})], context())
     assert figures == pytest.approx({"generator_gradient_norm": np.sqrt(16 + 64 / 9)})
+
+
+def test_figures_have_the_difference_between_devices() -> None:
+    """After a round of device a alone s = 1.7 and its e = 2.8, while b's is 3."""
+    rule = product()
+    state = close(rule, begun(rule), ("a", 1, -1.0))
+    assert numbers(state) == pytest.approx({"generator/s": 1.7, "device/a/e": 2.8})
+    _, figures = rule.close(state, [upload(name, 1, {"w": np.float64(-1)}) for name in "ab"], context())
+    assert figures["generated_difference"] == pytest.approx(0.2 / np.sqrt((2.8**2 + 3**2) / 2))
+
+
+def test_difference_is_exact_where_devices_are_nearly_equal() -> None:
+    spread = Spread()
+    spread.add({"w": torch.tensor([[1.0, 1.0], [1.0, 1.0 + 2**-20]])})
+    assert spread.difference() == pytest.approx(2**-20 / np.sqrt(2), rel=1e-3)
+
+
+def test_a_parameter_may_have_a_rate_of_its_own() -> None:
+    class Slower(Product):
+        @property
+        def relative_rates(self) -> Mapping[str, float]:
+            return {"s": 0.5}
+
+    deltas = (("a", 1, -1.0),)
+    plain, slower = (numbers(close(rule, begun(rule), *deltas)) for rule in (product(), product(generator=Slower())))
+    assert slower["generator/s"] - 2 == pytest.approx((plain["generator/s"] - 2) / 2)
+    assert slower["device/a/e"] == plain["device/a/e"]
 
 
 def test_a_memory_of_many_devices_is_searched_once() -> None:
@@ -359,7 +386,7 @@ def test_a_device_that_did_not_move_teaches_nothing(name: str) -> None:
     of = fleet(name)
     still = {key: np.zeros_like(value) for key, value in of.uploads["a"].load().items()}
     state, figures = of.rule.close(of.state, [upload("a", 3, still)], context(of.vit))
-    assert figures == {"generator_gradient_norm": 0.0}
+    assert figures["generator_gradient_norm"] == 0.0
     assert pack(state.memory) == pack(of.state.memory)
 
 

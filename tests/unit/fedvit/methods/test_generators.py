@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedvit.methods.generators.base import drawing
 from fedvit.methods.generators.hypernetwork import Hypernetwork
-from fedvit.methods.generators.prompts import PromptAttention, PromptBasis, PromptStatistics
+from fedvit.methods.generators.prompts import MATRICES, PromptAttention, PromptBasis, PromptStatistics
 
 # --- random numbers -----------------------------------------------------------------------------------
 
@@ -131,19 +131,37 @@ def test_with_a_zero_output_matrix_all_devices_get_the_base(tokens: int) -> None
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_attention_by_the_book(normalise: bool) -> None:
-    """The same by torch's own attention, a descriptor token at a time; queries and keys of layer-normalised rows, or as
-    the paper's equation has them."""
+    """The same by torch's own attention, a descriptor token at a time: scaled cosines, or the paper's equation."""
     of = attention(K, normalise=normalise)
     shared, personal = double(of.shared(drawing(0))), double(of.personal(drawing(1)))
-    norm = torch.nn.LayerNorm(WIDTH, elementwise_affine=False) if normalise else torch.nn.Identity()
+    queries, keys, scale = personal["descriptor"] @ shared["query"], FIRST @ shared["key"], WIDTH**-0.5
+    if normalise:
+        queries, keys = (rows / rows.norm(dim=1, keepdim=True) for rows in (queries, keys))
+        scale = math.log(9 * (K - 1))
     for row in range(K):
         attended = torch.nn.functional.scaled_dot_product_attention(
-            (norm(personal["descriptor"])[row : row + 1] @ shared["query"])[None],
-            (norm(FIRST) @ shared["key"])[None],
-            (FIRST @ shared["value"])[None],
+            queries[row : row + 1][None], keys[None], (FIRST @ shared["value"])[None], scale=scale
         )[0]
         expected = FIRST[row] + (attended @ shared["output"])[0]
         torch.testing.assert_close(of.generate(shared, personal)["p"][row], expected, rtol=0, atol=1e-12)
+
+
+def test_one_prompt_gets_nine_tenths_of_the_attention_at_most() -> None:
+    """The query equals the first key, and the other keys are orthogonal to it."""
+    of = PromptAttention(target="p", first=torch.eye(K, dtype=torch.float64), bound=0.5)
+    shared = {"base": of.first, **{name: torch.eye(K, dtype=torch.float64) for name in MATRICES}}
+    made = of.generate(shared, {"descriptor": 1000 * of.first[:1]})["p"]
+    torch.testing.assert_close(made[0] - of.first[0], torch.tensor([0.9, *[0.1 / 3] * 3], dtype=torch.float64))
+
+
+def test_entropy_of_attention_is_a_share_of_its_maximum() -> None:
+    of = PromptAttention(target="p", first=torch.eye(K, dtype=torch.float64), bound=0.5)
+    shared = {"base": of.first, **{name: torch.eye(K, dtype=torch.float64) for name in MATRICES}}
+    even = of.describe(shared, {"descriptor": torch.ones(1, K, dtype=torch.float64)})
+    assert float(even["attention_entropy"]) == pytest.approx(1.0)
+    peaked = of.describe(shared, {"descriptor": of.first[:1]})
+    expected = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1 / 3)) / math.log(4)
+    assert float(peaked["attention_entropy"]) == pytest.approx(expected)
 
 
 def test_one_descriptor_token_moves_all_prompts_alike() -> None:

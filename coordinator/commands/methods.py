@@ -6,8 +6,11 @@ import msgspec
 from coordinator.commands.flags import key_value
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_model, check_model_options
+from fedvit.known_names import check_model, check_model_options, method_classes, packaged_methods
 from fedvit.known_values import check_model_values, check_settings
+from fedvit.model_options import SMALL
+
+HINT = "; --method lists some methods alone"
 
 
 @click.command(
@@ -35,27 +38,38 @@ def methods(
 ) -> None:
     """List all methods: what each trains and sends; or describe the method NAME."""
     options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
-    for each in [name] if name else names:
-        check_settings(each, options, model, model_options)
+    if name and names:
+        raise ConfigError(f"methods {name} shows that one method; --method {names[0]} is for the list")
+    if classes < 1:
+        raise ConfigError(f"--classes {classes} must be at least 1")
+    chosen = [name] if name else names
     check_model(model)
     check_model_options(model, model_options)
     check_model_values(model, model_options)
+    for each in chosen or sorted(method_classes()):
+        try:
+            check_settings(each, options, model, model_options)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{'' if chosen else HINT}") from None
     from rich.console import Console
 
-    from coordinator.planning.catalogue import catalogue, page, table
+    from coordinator.planning.method_entry import STORED_CLASSES, page, stored_entries, table
 
-    if name and names:
-        raise ConfigError(f"methods {name} shows that one method; --method {names[0]} is for the list")
-    entries = catalogue(
-        [name] if name else names,
-        model,
-        classes,
-        options=options,
-        model_options=model_options,
-        warn=lambda text: click.echo(f"left out: {text}", err=True),
+    own = (
+        stored_entries() if (model, classes) == (SMALL, STORED_CLASSES) and not options and not model_options else None
     )
+    entries = {entry.name: entry for entry in own or ()}
+    wanted = chosen or sorted({*method_classes(), *packaged_methods()})
+    if missing := [each for each in wanted if each not in entries or each in packaged_methods()]:
+        from coordinator.planning.catalogue import catalogue, usable
+
+        if not chosen:
+            missing = usable(missing, lambda text: click.echo(f"left out: {text}", err=True))
+            wanted = sorted({*entries, *missing})
+        computed = catalogue(missing, model, classes, options=options, model_options=model_options)
+        entries |= {entry.name: entry for entry in computed}
+    shown = [entries[each] for each in wanted]
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(entries)).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
         return
-    console = Console()
-    console.print(page(entries[0], model, classes) if name else table(entries, model, classes))
+    Console().print(page(shown[0], model, classes) if name else table(shown, model, classes))

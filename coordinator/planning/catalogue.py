@@ -10,25 +10,29 @@ import math
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import msgspec
 import torch
-from msgspec import Struct
-from rich import box
-from rich.console import Group as Lines
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
+from coordinator.planning.method_entry import (
+    STORED,
+    STORED_CLASSES,
+    GroupEntry,
+    MethodEntry,
+    OptionEntry,
+    StoredEntries,
+    digest_of_sources,
+)
 from fedvit.choices import allowed
 from fedvit.errors import ConfigError
-from fedvit.methods import build_model, make_method, method_class, method_names
+from fedvit.methods import METHODS, build_model, make_method, method_class
 from fedvit.methods.base import Method
 from fedvit.methods.novel import phases_of
+from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 
@@ -43,39 +47,6 @@ _ON_DEVICE = {
 """The use of each role's groups on a device, in the order of the sentence."""
 
 
-class GroupEntry(Struct, frozen=True, kw_only=True):
-    group: str
-    role: Role
-    tensors: int
-    parameters: int
-
-
-class OptionEntry(Struct, frozen=True, kw_only=True):
-    option: str
-    default: Any
-    allowed: str
-    text: str
-
-
-class MethodEntry(Struct, frozen=True, kw_only=True):
-    """One method on one model. Bytes are those of tensors, without names, framing and graphs."""
-
-    name: str
-    source: str
-    on_device: str
-    travels: str
-    parameters: int  # numbers that a device holds
-    parameters_trained: int  # that it trains
-    parameters_local: int  # that never leave it
-    bytes_once: int  # first values of what is frozen or local
-    bytes_down: int  # per round and device, at most: a group that did not change is not sent again
-    bytes_up: int  # per round and device, the changes of what it returns
-    bytes_up_per_image: int  # for each image that a phase also uploads something of, label included
-    groups: list[GroupEntry]
-    options: list[OptionEntry]
-    doc: str
-
-
 def catalogue(
     names: Sequence[str],
     model: str,
@@ -83,23 +54,15 @@ def catalogue(
     *,
     options: dict[str, Any],
     model_options: dict[str, Any],
-    warn: Callable[[str], None],
 ) -> list[MethodEntry]:
-    """Entries of the methods `names`, or of all, as in a run's first round.
+    """Compute entries of methods, as in a run's first round.
 
-    A method of another package that cannot be used is left out of the list of all; `warn` is called with the reason.
     Raises ConfigError for an unknown method or model, and for an option that one of the methods does not have.
     """
-    if classes < 1:
-        raise ConfigError(f"--classes {classes} must be at least 1")
     models: dict[Any, PatchViT] = {}
     entries = []
-    for name in names or _usable(warn):
-        try:
-            method = make_method(name, options)
-        except ConfigError as error:
-            hint = "" if names else "; --method lists some methods alone"
-            raise ConfigError(f"{error}{hint}") from None
+    for name in names:
+        method = make_method(name, options)
         with torch.device("meta"):
             added = method.all_patches()
             if added not in models:
@@ -108,16 +71,23 @@ def catalogue(
     return entries
 
 
-def _usable(warn: Callable[[str], None]) -> list[str]:
-    """All methods that can be used."""
-    usable = []
-    for name in method_names():
+def usable(names: Iterable[str], warn: Callable[[str], None]) -> list[str]:
+    """Return the methods that can be used; `warn` is called with the reason why another one cannot."""
+    found = []
+    for name in names:
         try:
             method_class(name)
-            usable.append(name)
+            found.append(name)
         except ConfigError as error:
             warn(str(error))
-    return usable
+    return found
+
+
+def store_entries() -> None:
+    """Write the entries of every method of fedvit itself to STORED."""
+    entries = catalogue(sorted(METHODS), SMALL, STORED_CLASSES, options={}, model_options={})
+    stored = msgspec.json.encode(StoredEntries(digest_of_sources(), entries))
+    STORED.write_bytes(stored.replace(b'{"name":', b'\n{"name":') + b"\n")  # a line for each, which a diff can show
 
 
 def _entry(name: str, method: Method, vit: PatchViT) -> MethodEntry:
@@ -221,91 +191,3 @@ def _comments(kind: type) -> dict[str, str]:
             alone = before if before.startswith("#") and not before.startswith("# ---") else ""
             found[node.target.id] = (behind.strip() or alone).lstrip("# ")
     return found
-
-
-# --- for a terminal -----------------------------------------------------------------------------------
-
-
-def table(entries: list[MethodEntry], model: str, classes: int) -> Lines:
-    """One row per method; texts may take several lines."""
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    drawn.add_column("method", no_wrap=True)
-    drawn.add_column("source, on the device, each round", overflow="fold")
-    for heading in ("trained\nM", "down\nMB", "up\nMB"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
-    for entry in entries:
-        drawn.add_row(
-            Text(entry.name, style="bold"),
-            Lines(Text(entry.source, style="dim"), Text(entry.on_device), Text(entry.travels)),
-            _millions(entry.parameters_trained),
-            _millions(entry.bytes_down),
-            _millions(entry.bytes_up) + ("+" if entry.bytes_up_per_image else ""),
-        )
-    notes = [f"{model}, {classes} classes. Tensors of one device in a round, without framing."]
-    notes += [
-        f"+ {entry.name}: {entry.bytes_up_per_image} bytes for each image of which something is uploaded."
-        for entry in entries
-        if entry.bytes_up_per_image
-    ]
-    return Lines(drawn, Text(), *(Text(note, style="dim") for note in notes))
-
-
-def page(entry: MethodEntry, model: str, classes: int) -> Lines:
-    """Everything about one method."""
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    for name, value in (
-        ("source", entry.source),
-        ("on the device", entry.on_device),
-        ("each round", entry.travels),
-        ("parameters", f"{entry.parameters:,}, trained {entry.parameters_trained:,}, local {entry.parameters_local:,}"),
-        ("bytes down", f"{entry.bytes_down:,} a round, {entry.bytes_once:,} once"),
-        ("bytes up", f"{entry.bytes_up:,} a round"),
-        *([("", f"and {entry.bytes_up_per_image:,} per chosen image")] if entry.bytes_up_per_image else []),
-    ):
-        facts.add_row(Text(name, style="dim"), Text(value))
-    groups = _grid("group", "role", "tensors", "parameters")
-    for group in entry.groups:
-        groups.add_row(Text(group.group), group.role.value, str(group.tensors), f"{group.parameters:,}")
-    options = _grid("option", "default", "allowed", "")
-    for option in entry.options:
-        default = "none" if option.default is None else msgspec.json.encode(option.default).decode().strip('"')
-        options.add_row(Text(option.option, style="bold"), Text(default), Text(option.allowed), Text(option.text))
-    title = Text(f"{entry.name} on {model}, {classes} classes", style="bold")
-    parts: list[RenderableType] = [
-        title,
-        Text(),
-        Text(_reflowed(entry.doc)),
-        Text(),
-        facts,
-        Text(),
-        groups,
-        Text(),
-        options,
-    ]
-    return Lines(*parts)
-
-
-def _reflowed(doc: str) -> str:
-    """A docstring whose lines end where the terminal's do; paragraphs and sources begin a line.
-
-    >>> _reflowed("One\\ntwo.\\n\\nThree.\\nSource: four.")
-    'One two.\\n\\nThree.\\nSource: four.'
-    """
-    return re.sub(r"(?<!\n)\n(?!\n|Source: |Differs )", " ", doc)
-
-
-def _grid(*headings: str) -> Table:
-    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        number = heading in ("tensors", "parameters")
-        grid.add_column(heading, justify="right" if number else "left", overflow="fold")
-    return grid
-
-
-def _millions(count: int) -> str:
-    """As many digits as tell small from nothing.
-
-    >>> [_millions(count) for count in (0, 7_680, 589_824, 85_798_656)]
-    ['0', '0.008', '0.590', '85.8']
-    """
-    return "0" if not count else f"{count / 1e6:.{1 if count >= 10**7 else 3}f}"

@@ -1,24 +1,34 @@
 """What the list of methods says is what the methods do."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
 
-from coordinator.planning.catalogue import MethodEntry, catalogue, options_of, page, table
+from coordinator.cli import cli
+from coordinator.planning.catalogue import catalogue, options_of
+from coordinator.planning.method_entry import MethodEntry, page, stored_entries, table
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, make_method
 from fedvit.methods.apfl import APFL
 from fedvit.models import SMALL
 from fedvit.program import Role
+from tests.support.packages import NORMS, install
 
+WAIT_S = 240.0
 VIT_B = "vit_base_patch16_224"
 
 
 def entries(*names: str, model: str = SMALL, classes: int = 10, **options: Any) -> list[MethodEntry]:
-    return catalogue(names, model, classes, options=options, model_options={}, warn=pytest.fail)
+    return catalogue(names or sorted(METHODS), model, classes, options=options, model_options={})
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +46,36 @@ def test_every_method_is_listed(everything: list[MethodEntry]) -> None:
         assert entry.on_device
         assert entry.travels
         assert entry.doc
+
+
+def test_stored_entries_are_those_that_are_computed(everything: list[MethodEntry]) -> None:
+    """If this fails after a change of methods or models: make methods."""
+    stored = stored_entries()
+    assert stored is not None, "methods or models were changed: make methods"
+    assert msgspec.to_builtins(stored) == msgspec.json.decode(msgspec.json.encode(everything))
+
+
+@pytest.mark.parametrize("arguments", [["methods"], ["methods", "eftvit"], ["methods", "--method", "fedavg", "--json"]])
+def test_methods_are_shown_without_torch(arguments: list[str]) -> None:
+    code = "import sys; sys.modules['torch'] = None; from coordinator.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shown = METHODS if arguments == ["methods"] else [name for name in arguments if name in METHODS]
+    assert all(name in done.stdout for name in shown)
+
+
+def test_methods_of_packages_are_listed_with_the_stored_ones(tmp_path: Path) -> None:
+    install(tmp_path, "acme-norms", {"norms_alone": "acme_norms:Norms", "gone": "nowhere:Gone"}, acme_norms=NORMS)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-c", "from coordinator.cli import main; main()", "methods", "--json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert [entry["name"] for entry in msgspec.json.decode(done.stdout)] == sorted([*METHODS, "norms_alone"])
+    assert "left out: method 'gone' of package acme-norms" in done.stderr
 
 
 def test_numbers_add_up(everything: list[MethodEntry]) -> None:
@@ -168,8 +208,8 @@ def test_entries_are_plain_json(everything: list[MethodEntry]) -> None:
 
 
 def test_an_option_that_not_all_methods_have() -> None:
-    with pytest.raises(ConfigError, match=r"method '\w+' has no option 'mu'.*; --method lists some methods alone"):
-        entries(mu=0.5)
+    done = CliRunner().invoke(cli, ["methods", "-o", "mu=0.5"])
+    assert re.search(r"method '\w+' has no option 'mu'.*; --method lists some methods alone", str(done.exception))
     with pytest.raises(ConfigError, match=r"method 'fedavg' has no option 'mu'; it has .*warmup_rounds, novel$"):
         entries("fedavg", mu=0.5)
 

@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# another apt on this machine, such as its nightly upgrade, is waited for
-APT := apt-get -o DPkg::Lock::Timeout=300
+APT_INSTALL := tests/support/apt_install.sh
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
@@ -72,49 +71,48 @@ kernels: install
 mosquitto:
 	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v mosquitto > /dev/null || { \
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "installing mosquitto"; $(APT) update -qq && $(APT) install -y -qq mosquitto openssl > /dev/null; \
+	    echo "installing mosquitto"; $(APT_INSTALL) mosquitto openssl; \
 	  else echo "the tests need mosquitto: sudo apt-get install mosquitto (or brew install mosquitto)" >&2; exit 1; fi; }
 
 # and keep the record of runs in a real PostgreSQL, too
 postgresql:
 	@ls /usr/lib/postgresql/*/bin/initdb > /dev/null 2>&1 || command -v initdb > /dev/null || { \
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "installing postgresql"; $(APT) update -qq && $(APT) install -y -qq postgresql > /dev/null; \
+	    echo "installing postgresql"; $(APT_INSTALL) postgresql; \
 	  else echo "the tests need postgresql: sudo apt-get install postgresql" >&2; exit 1; fi; }
 
 # a real prometheus scrapes them
 prometheus:
 	@command -v prometheus > /dev/null && command -v promtool > /dev/null || { \
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "installing prometheus"; $(APT) update -qq && $(APT) install -y -qq --no-install-recommends prometheus > /dev/null; \
+	    echo "installing prometheus"; $(APT_INSTALL) --no-install-recommends prometheus; \
 	  else echo "the tests need prometheus: sudo apt-get install prometheus (or brew install prometheus)" >&2; exit 1; fi; }
 
 # the optional kernels are compiled
 compiler:
 	@command -v g++ > /dev/null || { \
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "installing g++"; $(APT) update -qq && $(APT) install -y -qq --no-install-recommends g++ > /dev/null; \
+	    echo "installing g++"; $(APT_INSTALL) --no-install-recommends g++; \
 	  else echo "the tests need g++: sudo apt-get install g++ (or brew install gcc)" >&2; exit 1; fi; }
 
 # and look at the reports in a browser
 chromium:
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || { \
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "installing chromium"; $(APT) update -qq && $(APT) install -y -qq chromium > /dev/null; \
+	    echo "installing chromium"; $(APT_INSTALL) chromium; \
 	  else echo "the tests need chromium: sudo apt-get install chromium" >&2; exit 1; fi; }
 
 # for `make test-brokers`
 nats:
 	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v nats-server > /dev/null || { \
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "installing nats-server"; $(APT) update -qq && $(APT) install -y -qq nats-server > /dev/null; \
+	    echo "installing nats-server"; $(APT_INSTALL) nats-server; \
 	  else echo "the tests need nats-server: sudo apt-get install nats-server" >&2; exit 1; fi; }
 
 rabbitmq:
 	@test -x /usr/lib/rabbitmq/bin/rabbitmq-server || { \
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
-	    echo "installing rabbitmq-server"; $(APT) update -qq && \
-	    RUNLEVEL=1 $(APT) install -y -qq --no-install-recommends rabbitmq-server > /dev/null; \
+	    echo "installing rabbitmq-server"; RUNLEVEL=1 $(APT_INSTALL) --no-install-recommends rabbitmq-server; \
 	  else echo "the tests need rabbitmq-server: sudo apt-get install rabbitmq-server" >&2; exit 1; fi; }
 
 # for `make test-stores`
@@ -131,7 +129,7 @@ arm: install mosquitto build/arm/.made build/arm/kernels/.made
 build/arm/.made: tests/arm/root.sh tests/arm/instructions.c pyproject.toml constraints.txt $(VENV)/.installed
 	@command -v qemu-aarch64 > /dev/null && command -v cc > /dev/null || { \
 	  if [ "$$(id -u)" = 0 ]; then echo "installing an emulator and a C compiler"; \
-	    $(APT) update -qq && $(APT) install -y -qq --no-install-recommends qemu-user gcc libc6-dev > /dev/null; \
+	    $(APT_INSTALL) --no-install-recommends qemu-user gcc libc6-dev; \
 	  else echo "make arm needs an emulator and a C compiler: sudo apt-get install qemu-user gcc libc6-dev" >&2; exit 1; fi; }
 	@echo "unpacking Python and the device's packages for aarch64 into build/arm (about 250 MB, once)"
 	@tests/arm/root.sh build/arm $(BIN)/uv
@@ -141,7 +139,7 @@ build/arm/.made: tests/arm/root.sh tests/arm/instructions.c pyproject.toml const
 build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kernels/__init__.py $(wildcard kernels/src/*)
 	@command -v aarch64-linux-gnu-g++ > /dev/null || { \
 	  if [ "$$(id -u)" = 0 ]; then echo "installing a compiler for aarch64"; \
-	    $(APT) update -qq && $(APT) install -y -qq --no-install-recommends g++-aarch64-linux-gnu > /dev/null; \
+	    $(APT_INSTALL) --no-install-recommends g++-aarch64-linux-gnu; \
 	  else echo "make arm needs a compiler for aarch64: sudo apt-get install g++-aarch64-linux-gnu" >&2; exit 1; fi; }
 	@mkdir -p build/arm/kernels && cp -r kernels/fedvit_kernels build/arm/kernels/
 	@CXX=aarch64-linux-gnu-g++ $(BIN)/python kernels/compile.py build/arm/kernels/fedvit_kernels/libfedvit_kernels.so

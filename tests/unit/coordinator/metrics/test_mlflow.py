@@ -13,6 +13,7 @@ from coordinator.metrics.following import following
 from coordinator.metrics.mlflow import FILE, MLFLOW_ENVIRONMENT, Known
 from coordinator.record.store import Store
 from tests.support.records import RUN
+from tests.support.waiting import wait_until
 
 Configured = Callable[..., RunConfig]
 Close = Callable[[int], None]
@@ -25,6 +26,22 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
 
 
+def wait_for_rounds(folder: Path, uri: str, rounds: list[int]) -> None:
+    """Wait until MLflow has these rounds: the end of a run does not wait for long, and MLflow is slow to start."""
+    from mlflow import MlflowClient
+
+    def are_written() -> bool:
+        if not (folder / FILE).is_file():
+            return False
+        known = msgspec.json.decode((folder / FILE).read_bytes(), type=Known)
+        if known.uri != uri:
+            return False
+        history = MlflowClient(tracking_uri=uri).get_metric_history(known.run, "devices/accepted")
+        return [entry.step for entry in history] == rounds
+
+    wait_until(are_written, f"MLflow at {uri} has rounds {rounds}", wait_s=240.0, pause_s=0.1)
+
+
 def test_a_run_and_its_resumption_are_one_run_of_mlflow(
     store: Store, configured: Configured, close_round: Close, tmp_path: Path, uri: str
 ) -> None:
@@ -34,6 +51,7 @@ def test_a_run_and_its_resumption_are_one_run_of_mlflow(
     said: list[str] = []
     config = configured("mlflow", mlflow_uri=uri, mlflow_experiment="ants")
     with following(RUN, config, store, tmp_path / RUN, said.append, label="the first"):
+        wait_for_rounds(tmp_path / RUN, uri, [1])
         store.update_run(RUN, status="interrupted")
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("ants")
@@ -43,6 +61,7 @@ def test_a_run_and_its_resumption_are_one_run_of_mlflow(
     with following(RUN, config, store, tmp_path / RUN, said.append):
         close_round(2)
         close_round(3)
+        wait_for_rounds(tmp_path / RUN, uri, [1, 2, 3])
         store.update_run(RUN, status="finished")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
@@ -62,9 +81,9 @@ def test_a_run_goes_to_another_server_as_a_whole(
     from mlflow import MlflowClient
 
     elsewhere = f"sqlite:///{tmp_path / 'elsewhere.db'}"
-    for place in (uri, elsewhere):
+    for place, rounds in ((uri, [1]), (elsewhere, [1, 2])):
         with following(RUN, configured("mlflow", mlflow_uri=place), store, tmp_path / RUN, print):
-            pass
+            wait_for_rounds(tmp_path / RUN, place, rounds)
         close_round(2)
     client = MlflowClient(tracking_uri=elsewhere)
     experiment = client.get_experiment_by_name("fedvit")

@@ -17,6 +17,7 @@ import msgspec
 
 from edge_client.answers import Answer, Answers
 from edge_client.delta_chains import delta_chains
+from edge_client.disk import DiskBudget
 from edge_client.evaluation import blobs_of_model
 from edge_client.guard import Exceeded, Guard
 from edge_client.identity import Renewal
@@ -155,6 +156,7 @@ class Agent:
         integrity: Integrity | None = None,
         labels: dict[str, str] | None = None,
         keep_runs: int | None = None,
+        disk_budget: int | None = None,
         growing: Growing | None = None,
         status: StatusFile | None = None,
         recent_log: Callable[[], str] = lambda: "",
@@ -181,6 +183,7 @@ class Agent:
         self._task_run: str | None = None  # of the newest task
         self._recent_log = recent_log  # sent with the failure of a task
         self._integrity = integrity or Integrity(blobs, vault.files)
+        self.disk = DiskBudget(vault, blobs, disk_budget)
         self._executor = self.executor_class(
             device=self.device,
             data=data,
@@ -189,6 +192,7 @@ class Agent:
             integrity=self._integrity,
             runtime=runtime,
             guard=guard or Guard(profile.budget),
+            disk=self.disk,
             traffic=lambda: (transport.received_bytes, transport.sent_bytes),
             report=self._report_progress,
             counts_classes=counts_classes,
@@ -695,6 +699,15 @@ class Agent:
         unknown = [digest for digest in digests if digest not in manifests]
         if unknown:
             self._fail(execution, BadPayload(f"the task names blob {unknown[0]} but does not describe it"))
+            return
+        made = [chain.target.digest for chain in execution.delta_chains]
+        try:
+            self.disk.make_room(
+                execution.task.run,
+                sum(manifests[digest].size - self.blobs.bytes_here(digest) for digest in {*digests, *made}),
+            )
+        except (FedvitError, OSError) as error:
+            self._fail(execution, error)
             return
         execution.missing = set(digests)
         execution.fetched_bytes += sum(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from edge_client.delta_chains import DeltaChain, make_blob
+from edge_client.disk import DiskBudget
 from edge_client.evaluation import own_groups, start_values
 from edge_client.guard import Exceeded, Guard, Guarded
 from edge_client.integrity import Integrity
@@ -71,6 +72,7 @@ class TaskExecutor:
         integrity: Integrity,
         runtime: Runtime,
         guard: Guard,
+        disk: DiskBudget,
         traffic: Callable[[], tuple[int, int]],
         report: Callable[[Progress], None],
         counts_classes: bool,
@@ -83,6 +85,7 @@ class TaskExecutor:
         self._integrity = integrity
         self._runtime = runtime
         self._guard = guard
+        self._disk = disk
         self._traffic = traffic
         self._report = report
         self._counts_classes = counts_classes
@@ -151,6 +154,9 @@ class TaskExecutor:
         residual = self._vault.residual(task.run)
         deltas, collected = self.outputs(program, values, trained, seeds)
         upload, new_residual = coded_upload(program, deltas, collected, residual.tensors)
+        written = [*upload.values(), *kept.values(), *(new_residual or {}).values(), *residual.tensors.values()]
+        written_bytes = sum(value.nbytes for value in written)
+        self._disk.make_room(task.run, written_bytes - self._vault.replaced_bytes(task.run))
         manifest = self._blobs.put(*packed_pieces(upload)) if upload else None
         if manifest:
             self._integrity.check([manifest.digest])  # checked here, not in the event loop that sends it

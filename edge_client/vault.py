@@ -28,7 +28,7 @@ from edge_client.sums import SUMS, Sums, closed, opened, read_file, read_sums, w
 from edge_client.vault_key import VaultKey
 from fedvit.blobs import Verified, digest_of, digest_of_file, medium_failed
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
-from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_folder
+from fedvit.files import WRITING, atomic_write, folder_bytes, make_folder, storage_failed, sync_folder
 from fedvit.tensors import Tensors, mapped, pack, packed_pieces, unpack
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
@@ -192,6 +192,12 @@ class Vault:
         for unfinished in home.glob(f"{WRITING}*"):  # by a process that was killed; no other one writes here
             with contextlib.suppress(OSError):
                 unfinished.unlink()
+
+    def replaced_bytes(self, run: str) -> int:
+        """Return how many bytes the run's next commit removes before it writes."""
+        home = self._home(run)
+        before = _current_folder(home)
+        return sum(folder_bytes(old) for old in _generations(home) if old != before)
 
     # --- damage ---------------------------------------------------------------------------------------
 

@@ -134,6 +134,14 @@ class BlobStore:
     def has(self, digest: str) -> bool:
         return self.path(digest).is_file()
 
+    def bytes_here(self, digest: str) -> int:
+        """Return the size of a blob's file, complete or not; 0 if there is none."""
+        path = self.path(digest)
+        for file in (path, path.with_name(path.name + PART)):
+            with contextlib.suppress(FileNotFoundError):
+                return file.stat().st_size
+        return 0
+
     def keeps(self, digest: str) -> bool:
         """Whether this store's owner has put the blob; in a shared folder `has` does not show that."""
         return self.has(digest)

@@ -91,6 +91,13 @@ OPTIONS = (
         "BYTES",
         "Resident memory of the whole process that a task may take, e.g. 512MB.",
     ),
+    _amount(
+        "--disk-budget",
+        parse_bytes,
+        "BYTES",
+        "Disk space that the state may take: personal tensors, results and blobs, e.g. 2GB. By default half of what is "
+        "free.",
+    ),
     _amount("--flops-budget", parse_flops, "FLOP", "Work that a round's training may take, e.g. 2TFLOP."),
     _amount(
         "--round-deadline",
@@ -152,7 +159,7 @@ OPTIONS = (
         type=click.IntRange(min=1),
         metavar="N",
         help="Remove the vaults of finished runs that are older than the newest N runs of this device, whenever a run "
-        "has finished. By default all are kept.",
+        "has finished. By default 10.",
     ),
     SectionOption(["--once"], is_flag=True, help="Exit when the run has ended instead of waiting for the next."),
     SectionOption(["--quiet"], is_flag=True, help="Log warnings and errors only."),

@@ -12,17 +12,20 @@ from queue import SimpleQueue
 from edge_client.endpoint import find_endpoint
 from edge_client.state import default_state, device_id, home_folder, lock_state, split_file, status_file
 from fedvit.errors import ConfigError
-from fedvit.files import make_private, private_files
+from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
 from fedvit.monitoring import ListenAddress, Watched, monitored
 from fedvit.resources import Budget, Speed, image_cache_bytes
 from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
 from fedvit.wire.topics import Topics
-from profiles.probes.host import device_profile, fast_cores, resident_bytes
+from profiles.probes.host import device_profile, fast_cores, free_disk_bytes, resident_bytes
 from profiles.probes.meter import Sensors
 
 log = logging.getLogger(__name__)
+
+KEEP_RUNS = 10
+"""Default of --keep-runs."""
 
 
 @private_files()
@@ -38,6 +41,7 @@ def serve(
     ca_file: Path | None,
     test_share: float,
     memory_budget: int | None,
+    disk_budget: int | None,
     flops_budget: int | None,
     round_deadline: float | None,
     upload_budget: int | None,
@@ -131,7 +135,8 @@ def serve(
         readiness=readiness,
         renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
         labels=labels,
-        keep_runs=keep_runs,
+        keep_runs=keep_runs or KEEP_RUNS,
+        disk_budget=disk_budget or default_disk_budget(folder),
         growing=growing,
         status=StatusFile(status_file(folder), broker=str(endpoint.address)),
         recent_log=recent_log.text if recent_log else lambda: "",
@@ -184,6 +189,14 @@ def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
     else:
         log.info("compute speed is not known: --profile or 'edge-client profile' measures it")
     return known.speed if known else None
+
+
+def default_disk_budget(state: Path) -> int | None:
+    """Return half of the space that the state uses or that is free; None if that is not known."""
+    from edge_client.disk import DEFAULT_SHARE
+
+    free_bytes = free_disk_bytes(state)
+    return None if free_bytes is None else int(DEFAULT_SHARE * (free_bytes + folder_bytes(state)))
 
 
 def check_memory_budget(limit_bytes: int) -> None:

@@ -21,7 +21,7 @@ from fedvit.files import WRITING, folder_bytes
 from fedvit.program import encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
-from fedvit.wire.messages import Manifest, Result, RunEnded, Task
+from fedvit.wire.messages import BlobNack, Failed, Manifest, Result, RunEnded, Task
 from tests.support.agents import Device, World, with_kept, with_local_head
 from tests.support.power import after_power_cut, recorded, tree, write_tree
 from tests.support.settings import Setting
@@ -169,6 +169,63 @@ def test_device_keeps_all_vaults_by_default(world: World, fedavg: Setting) -> No
     world.server.acknowledge(world.result(fedavg))
     finish(world, device)
     assert device.vault.runs() == ["run", "older"]
+
+
+# --- the disk budget ----------------------------------------------------------------------------------
+
+
+def used(device: Device) -> int:
+    return folder_bytes(device.vault.folder.parent)
+
+
+def answers(world: World, run: str) -> list[Result | Failed]:
+    return [message for message in world.server.heard if isinstance(message, Result | Failed) and message.run == run]
+
+
+def test_invented_runs_stay_within_the_disk_budget(world: World, fedavg: Setting) -> None:
+    """Each has its own personal tensors and an upload that nobody acknowledges. The run that the device takes part in
+    goes on from its own tensors."""
+    device, program = world.device(), with_local_head(fedavg)
+    for number in (1, 2):
+        world.server.acknowledge(world.result(fedavg, program=program, round=number))
+    world.server.wait(lambda: device.vault.pending() == [])
+    own = pack(device.vault.local("run") or {})
+    before = used(device)
+    device.agent.disk.limit_bytes = limit_bytes = before + 100_000
+    refused = ""
+    for number in range(40):
+        world.give(fedavg, program=program, run=f"invented-{number}")
+        world.server.wait(lambda: answers(world, f"invented-{number}") != [])  # noqa: B023 - called now
+        assert used(device) <= limit_bytes
+        if refused := next((one.reason for one in answers(world, f"invented-{number}") if isinstance(one, Failed)), ""):
+            break
+    assert "raise --disk-budget" in refused
+    assert pack(device.vault.local("run") or {}) == own
+    device.agent.disk.limit_bytes = 2 * limit_bytes
+    world.give(fedavg, program=program, round=3)
+    world.server.wait(lambda: device.vault.round_of("run") == 3)
+
+
+def test_blobs_that_exceed_the_disk_budget_are_not_fetched(world: World, fedavg: Setting) -> None:
+    device = world.device()
+    device.agent.disk.limit_bytes = 1000
+    reason = world.failure(fedavg)
+    assert "--disk-budget" in reason
+    assert digests(device.blobs) == set()
+    assert world.server.count(BlobNack) == 0
+
+
+def test_finished_runs_make_room_the_oldest_first(world: World, fedavg: Setting) -> None:
+    vault = Vault(world.state / "vault")
+    for run in ("oldest", "older"):
+        over(vault, run)
+        (vault.path(run) / "large").write_bytes(bytes(10**7))
+    kept(vault, "resumable")
+    vault.settle("resumable", 1)
+    device = world.device()
+    device.agent.disk.limit_bytes = used(device) - 10**6
+    world.result(fedavg)
+    assert set(device.vault.runs()) == {"run", "older", "resumable"}
 
 
 # --- a removal that is cut ----------------------------------------------------------------------------

@@ -423,6 +423,7 @@ def _serve(
     from coordinator.run.coordinator import Cancelled, Coordinator
     from coordinator.run.inbox import TICK_S, Interrupted
     from coordinator.run.lease import FederationTaken
+    from coordinator.service.broker import REVOKED
     from coordinator.service.cancelling import Cancellation
     from fedvit.logs import configure_logging
     from fedvit.timings import LoopWatch
@@ -434,11 +435,15 @@ def _serve(
     cancellation = Cancellation(store, run)
     loop = LoopWatch(TICK_S, notifier.alive)
 
+    revoked = endpoint.all_revoked()  # while no coordinator served the run
+
     def watch() -> None:
         loop.turned()
         endpoint.watch()
-        for device in endpoint.revoked():
-            coordinator.expel(device, "its certificate was revoked")
+        endpoint.note_seen(coordinator.state.presence.seen_since)
+        for device in (*revoked, *endpoint.revoked()):
+            coordinator.expel(device, REVOKED)
+        revoked.clear()
         if cancellation.is_asked_for():
             coordinator.cancel("cancelled by the operator")
 
@@ -483,6 +488,7 @@ def _serve(
         raise KeyboardInterrupt from None
     finally:
         notifier.stopping()
+        endpoint.note_seen(coordinator.state.presence.seen_since, at_once=True)
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")
     of_run = f"{run} --runs {folder} --out"
     display.line(f"next: coordinator report {of_run} report.html; coordinator export {of_run} bundle")

@@ -7,7 +7,9 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from coordinator.dashboard import actions, charts
+from coordinator.dashboard.fleet_page import is_served
 from coordinator.dashboard.frame import Figures, Part, Site, follow, page
+from coordinator.dashboard.run_page import status_of
 from coordinator.record.standings import Standing, standings
 from coordinator.record.store import Store, TaskHistory
 from coordinator.record.tables import DeviceRecord, RefusalRecord
@@ -34,6 +36,7 @@ class Entry(NamedTuple):
 class DeviceView(Struct, frozen=True):
     """What the page needs of the record."""
 
+    status: str  # of the run
     record: DeviceRecord
     first: int  # round of the history
     last: int
@@ -45,7 +48,7 @@ class DeviceView(Struct, frozen=True):
 
 def view(store: Store, run: str, device: str, until: int | None) -> DeviceView:
     """The history ends with round `until`, by default the newest. Raises ConfigError if there is no such run."""
-    store.run(run)
+    status = store.run(run).status
     newest = store.last_round(run)
     last = min(until or newest, newest)
     numbers = list(range(max(1, last - ROUNDS + 1), last + 1))
@@ -56,6 +59,7 @@ def view(store: Store, run: str, device: str, until: int | None) -> DeviceView:
     }
     tasks = store.task_histories(run, numbers, device)
     return DeviceView(
+        status,
         store.device(run, device),
         numbers[0] if numbers else 0,
         last,
@@ -120,7 +124,8 @@ async def show(site: Site, run: str, device: str, until: int | None) -> None:
             seen = await site.reader(view, run, device, until)
             member = next((member for member in read_members(site.folder / run) if member.device == device), None)
             revoked = device in await asyncio.to_thread(site.revoked)
-            head.show(run=run, device=device, seen=seen, member=member, revoked=revoked)
+            served = is_served(seen.status, status_of(site, run))
+            head.show(run=run, device=device, seen=seen, member=member, served=served, revoked=revoked)
             figures.show(seen)
             body.show(run=run, device=device, seen=seen)
 

@@ -97,15 +97,20 @@ def rows(
 ) -> list[dict[str, Any]]:
     """The rows of the table, by name: every device that the record, the status or the coordinator knows."""
     known, present = {device.device: device for device in seen.devices}, {member.device: member for member in members}
-    states = _states(seen, present, status, revoked)
+    states, live = _states(seen, present, status, revoked), is_served(seen.status, status)
     return [
-        _row(run, name, seen, known.get(name), present.get(name), states.get(name, "unknown"))
+        _row(run, name, seen, known.get(name), present.get(name), states.get(name, "unknown"), live=live)
         for name in sorted(known.keys() | present.keys() | seen.asked.keys() | seen.standings.keys())
     ]
 
 
+def is_served(run_status: str, status: Status | None) -> bool:
+    """Whether a coordinator serves the run now."""
+    return run_status in ("running", "waiting") and status is not None and not status.is_stale()
+
+
 def _states(seen: FleetView, present: Mapping[str, Member], status: Status | None, revoked: set[str]) -> dict[str, str]:
-    live = seen.status in ("running", "waiting") and status is not None and not status.is_stale()
+    live = is_served(seen.status, status)
     states = {
         name: ("online" if member.online else "offline") if live else "not served" for name, member in present.items()
     }
@@ -117,7 +122,7 @@ def _states(seen: FleetView, present: Mapping[str, Member], status: Status | Non
 
 
 def _row(
-    run: str, name: str, seen: FleetView, device: DeviceSummary | None, member: Member | None, state: str
+    run: str, name: str, seen: FleetView, device: DeviceSummary | None, member: Member | None, state: str, *, live: bool
 ) -> dict[str, Any]:
     standing = seen.standings.get(name)
     budget = seen.budgets.get(name) or (member.memory_budget_bytes if member else None)
@@ -127,9 +132,7 @@ def _row(
         "state": state,
         "board": (member.board or member.machine) if member else "",
         "labels": ", ".join(f"{key}={value}" for key, value in member.labels.items()) if member else "",
-        "seen": ("now" if member.online and state != "not served" else (member.seen or "").replace("T", " ")[:19])
-        if member
-        else "",
+        "seen": ("now" if member.online and live else member.seen.replace("T", " ")[:19]) if member else "",
         "round": seen.asked[name].last if name in seen.asked else None,
         "rounds": device.rounds if device else 0,
         "accuracy": device.accuracy if device else None,

@@ -44,8 +44,8 @@ class Bar(NamedTuple):
     took_s: float | None  # to its end
 
 
-COLOURS = {"waiting": "c7", "fetching": "c4", "training": "c0", "upload": "c1"}
-"""Of the pieces of a bar, in their order."""
+COLOURS = {"waiting": "c7", "fetching": "c4", "training": "c0", "upload": "c1", "offline": "c5"}
+"""Colours of the pieces of a bar: the first four in their order, and the device's absence in place of them."""
 
 
 def view(store: Store, run: str, number: int) -> RoundView:
@@ -74,7 +74,8 @@ def bars(record: RoundRecord, tasks: list[TaskHistory], states: dict[str, str]) 
 
 
 def _bar(task: TaskHistory, states: dict[str, str], begin: float, scale: float) -> Bar:
-    """The bar of a task. The training ends when the result arrives, and has the length that the device measured."""
+    """Return the bar of a task. The training ends when the result arrives, and has the length that the device
+    measured; nothing is drawn below the time in which the device was offline."""
 
     def after_s(at: str | None) -> float | None:
         return None if at is None else max(0.0, _seconds(at) - asked)
@@ -89,10 +90,17 @@ def _bar(task: TaskHistory, states: dict[str, str], begin: float, scale: float) 
     else:
         training = arrived if working_s is None else min(arrived, working_s)
     fetching = training if fetching_s is None else min(training, fetching_s)
+    left = end if times.left_at is None else min(end, max(0.0, _seconds(times.left_at) - asked))
+    back = end if times.returned_at is None else min(end, max(left, _seconds(times.returned_at) - asked))
     places = (0.0, fetching, training, arrived, end)
+    spans = [
+        span
+        for colour, start, stop in zip(COLOURS.values(), places, places[1:], strict=False)
+        for span in ((colour, start, min(stop, left)), (colour, max(start, back), stop))
+    ]
     pieces = [
         Piece(colour, 100 * (asked - begin + start) / scale, 100 * (stop - start) / scale)
-        for colour, start, stop in zip(COLOURS.values(), places, places[1:], strict=False)
+        for colour, start, stop in (*spans, (COLOURS["offline"], left, back))
         if stop > start
     ]
     late = task.used_in is not None and task.used_in != task.round
@@ -110,7 +118,8 @@ async def show(site: Site, run: str, number: int) -> None:
 
         async def refresh() -> None:
             seen, status = await site.reader(view, run, number), status_of(site, run)
-            states = {one.device: one.state for one in status.waiting_for if one.round == number} if status else {}
+            awaited = status.waiting_for if status and not status.is_stale() else []
+            states = {one.device: one.state for one in awaited if one.round == number}
             scale, made = bars(seen.record, seen.tasks, states)
             part.show(
                 run=run, number=number, seen=seen, scale=scale, bars=made[:MOST_TASKS], all=len(made), colours=COLOURS

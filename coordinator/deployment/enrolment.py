@@ -7,6 +7,8 @@ import queue
 import secrets
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from queue import SimpleQueue
 
@@ -58,6 +60,7 @@ class EnrolmentService:
         self._seen: dict[str, float] = {}
         self._clock = ServerClock(deployment)
         self._doubt: str | None = None  # reason to doubt the clock
+        self._seen_elsewhere: SimpleQueue[Mapping[str, float]] = SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="enrolment", daemon=True)
 
@@ -71,6 +74,10 @@ class EnrolmentService:
         self._closing.set()
         self._thread.join()
         self._transport.close()
+
+    def note_seen(self, seen: Mapping[str, float]) -> None:
+        """Store when devices were last seen, in seconds since 1970. May be called from any thread."""
+        self._seen_elsewhere.put(seen)
 
     def _serve(self) -> None:
         noted = -math.inf
@@ -175,9 +182,12 @@ class EnrolmentService:
 
     def _note_seen(self) -> None:
         """Store the times together, since a whole fleet reconnects at once."""
-        if not self._seen:
-            return
+        with suppress(queue.Empty):
+            while True:
+                self._seen |= self._seen_elsewhere.get_nowait()
         seen, self._seen = self._seen, {}
+        if not seen:
+            return
         try:
             with self._deployment.change() as rows:
                 rows.note_seen(seen)

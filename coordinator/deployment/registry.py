@@ -25,6 +25,7 @@ from sqlalchemy import (
     Select,
     String,
     Table,
+    bindparam,
     create_engine,
     delete,
     event,
@@ -114,7 +115,7 @@ class Device(Struct, frozen=True):
     name: str
     joined_at: float
     certificates: list[Certificate]
-    last_seen: float | None = None  # time of its last connection
+    last_seen: float | None = None  # a coordinator had a connection to it
     revoked_at: float | None = None
     misuses: int = 0  # of the broker, see coordinator.deployment.broker_log
 
@@ -237,8 +238,9 @@ class Rows:
         self._connection.execute(delete(_CERTIFICATES).where(of_device, _CERTIFICATES.c.expires_at <= now_s))
 
     def note_seen(self, seen: Mapping[str, float]) -> None:
-        for name, when_s in seen.items():
-            self._connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(last_seen=when_s))
+        query = update(_DEVICES).where(_DEVICES.c.name == bindparam("of")).values(last_seen=bindparam("at"))
+        if seen:
+            self._connection.execute(query, [{"of": name, "at": when_s} for name, when_s in seen.items()])
 
     def count_misuse(self, name: str) -> None:
         counted = update(_DEVICES).where(_DEVICES.c.name == name).values(misuses=_DEVICES.c.misuses + 1)

@@ -13,7 +13,7 @@ import queue
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -78,6 +78,16 @@ class Service:
             self._look_after_reload()
         elif self._deployment.registry.generation() != self._applied:
             self._apply()
+
+    def note_seen(self, seen: Mapping[str, float]) -> None:
+        """Store when devices were last seen, in monotonic time."""
+        to_wall_s = time.time() - time.monotonic()
+        self._enrolment.note_seen({name: at + to_wall_s for name, at in seen.items()})
+
+    def all_revoked(self) -> list[str]:
+        """Devices that are revoked now."""
+        with self._deployment.registry.read() as rows:
+            return rows.revoked_devices()
 
     def _apply(self) -> None:
         """Let the broker reload its lists, which were written before the generation increased."""

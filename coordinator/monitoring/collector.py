@@ -24,7 +24,7 @@ from profiles.probes.host import free_disk_bytes
 MOST_DEVICES = 1000
 """Devices of a run, the first by name, that have a metric of their own: Prometheus keeps a series for each."""
 DEVICE_STATES = ("offline", "backing_off", "idle", "offered", "fetching", "working", "uploading", "checked")
-OUTCOMES = ("accepted", "declined", "failed", "late", "lost", "cancelled")
+OUTCOMES = ("accepted", "declined", "failed", "late", "deadline", "offline", "crashed", "revoked", "cancelled")
 RUN_STATUSES: tuple[RunStatus, ...] = ("queued", "waiting", "running", "interrupted", "finished", "failed", "cancelled")
 KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
 

@@ -23,7 +23,7 @@ from fedvit.roles import NONE
 from fedvit.wire.messages import ClassCount, DeltaStep, TaskKind
 from profiles.prediction import Expected
 
-SCHEMA = "0006"
+SCHEMA = "0007"
 """Version of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -222,6 +222,8 @@ class TaskTimes(NamedTuple):
     working_at: str | None = None  # it reported its first step
     arrived_at: str | None = None  # its result arrived, before the upload was fetched
     ended_at: str | None = None
+    left_at: str | None = None  # its device went offline; the newest time
+    returned_at: str | None = None  # it was online again; None: not since it left
 
 
 class ResultRecord(Struct, frozen=True):

@@ -42,6 +42,12 @@ _MISSING = {
     TaskState.FAILED: Missing.FAILED,
     TaskState.LATE: Missing.FAILED,
 }
+_GIVEN_UP = {
+    Missing.DEADLINE: TaskState.DEADLINE,
+    Missing.OFFLINE: TaskState.OFFLINE,
+    Missing.CRASHED: TaskState.CRASHED,
+    Missing.FAILED: TaskState.FAILED,
+}
 
 
 class Strike(NamedTuple):
@@ -210,6 +216,7 @@ class ResultCollector:
     def device_left(self, device: str) -> None:
         """A device went offline; if it returns, an interrupted upload starts again."""
         if task := self._state.tasks.of(device):
+            task.left(self._state.config.rejoin_grace_s)
             task.progress = None
             if task.state is TaskState.UPLOADING:
                 self._drop_upload(task)
@@ -461,7 +468,7 @@ class ResultCollector:
         if state.opened and state.opened.kind == task.kind:
             state.opened.fail(task.device, why)
         state.refuse(task.device, task.kind, reason, task.round, lost=True)
-        self.dismiss([task], f"late: round {task.round} no longer waits for it", TaskState.LOST)
+        self.dismiss([task], f"late: round {task.round} no longer waits for it", _GIVEN_UP[why])
 
     def dismiss(self, tasks: Iterable[Task], reason: str, end: TaskState = TaskState.CANCELLED) -> None:
         """Cancel tasks: neither side keeps anything of them. An announced upload is refused with the reason; a checked

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -43,6 +42,7 @@ from coordinator.run.scheduler import Overdue, TaskScheduler
 from coordinator.run.selector import CohortSelector
 from coordinator.run.sender_limits import Flood
 from coordinator.run.state import RunState
+from coordinator.run.tasks import TaskState
 from coordinator.run.validation import MIN_FREE_BYTES, listed, same_but_for_case
 from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, LeadershipLost, NoRoom, StorageFailed
@@ -192,9 +192,18 @@ class Coordinator:
         self.inbox.stop()
 
     def expel(self, device: str, reason: str) -> None:
-        """Exclude a device from the run. To be called in the thread of `serve`."""
+        """Exclude a device from the run, and end its tasks, whether this process or an earlier one assigned them. To be
+        called in the thread of `serve`."""
+        state = self.state
+        state.revoked.add(device)
+        asked = [task.round for task in state.store.unanswered(state.run) if task.device == device]
+        task = state.tasks.of(device)
+        if not (asked or task or device in state.presence):
+            return  # it never took part
         self.membership.expel(device, reason)
-        self.collector.device_left(device)
+        if task:
+            self.collector.dismiss([task], reason, TaskState.REVOKED)
+        state.store.end_tasks(state.run, [(number, device) for number in asked], TaskState.REVOKED)
         self._follow_up()
 
     def serve(self) -> None:
@@ -239,6 +248,7 @@ class Coordinator:
         finally:
             if self.inbox.connected and self.lease.is_held:
                 self.lease.end()
+            self._reporter.close(state)
             self.transport.close()
             self.inbox.close()
             with suppress(FedvitError):
@@ -299,11 +309,14 @@ class Coordinator:
 
     def _wait_for_devices(self, checked: Future[None]) -> None:
         """Wait for the first devices, and until the whole record has been `checked`. If the configuration lists no
-        classes, the run takes those of the devices."""
-        state, wanted = self.state, self.state.config.devices
+        classes, the run takes those of the devices. Devices of a resumed run that were revoked are not waited for."""
+        state, number = self.state, self.state.config.devices
+        asked = {device for record in state.store.open_rounds(state.run) for device in record.cohort}
+        asked |= state.store.asked(state.run).keys()
 
         def enough() -> bool:
             online = state.presence.count_online()
+            wanted = max(1, number - len(asked & state.revoked))
             state.doing = f"waiting for devices: {online} of {wanted} are online"
             if checked.done():
                 checked.result()
@@ -313,7 +326,7 @@ class Coordinator:
 
         oldest = state.config.min_device_version
         requirement = f", each with fedvit {oldest} or newer" if oldest else ""
-        self._operator_log(f"waiting for {wanted} device{'s' if wanted > 1 else ''}{requirement}")
+        self._operator_log(f"waiting for {number} device{'s' if number > 1 else ''}{requirement}")
         self.inbox.pump(enough)
         if not state.classes:
             brought = {name: state.presence[name].hello.classes for name in state.presence.online()}
@@ -453,7 +466,7 @@ class Coordinator:
         """Train one round and update the state. Raises EmptyCohort after ATTEMPTS attempts without a result."""
         state, run = self.state, self.state.run
         failed_attempts, damaged = 0, 0
-        before_s = _since(record.opened_at) if record else 0.0  # spent by earlier processes, and between them
+        before_s = self._reporter.devices_s(number) if record else 0.0  # of earlier processes
         while failed_attempts < ATTEMPTS:
             began = time.monotonic()
             opened = self.mode.train(record)
@@ -568,6 +581,8 @@ class Coordinator:
             self.state.epoch = self.lease.renew(self.state.spread_s)
             self.exchange.reconnected()
         else:
+            for task in self.state.tasks:
+                task.left(self.state.config.rejoin_grace_s)
             self.state.presence.all_offline()
 
     def on_tick(self) -> None:
@@ -694,8 +709,3 @@ def _object_store(config: BlobsConfig, run: str, blobs: VerifiedBlobs) -> "Objec
     from coordinator.run.object_store import ObjectStore  # needs obstore, which other runs do not
 
     return ObjectStore(config, run, blobs)
-
-
-def _since(at: str) -> float:
-    """Seconds since a time in the record, by this machine's clock; 0 if the clock was set back."""
-    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds())

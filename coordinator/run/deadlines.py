@@ -39,6 +39,7 @@ class Deadline:
     _first: tuple[float, int] | None = None  # time and steps of the first progress report
     _done: int = 0
     _reconnected_since_sign: bool = False
+    _left_since_sign: bool = False
 
     @classmethod
     def fixed(cls, now: float, seconds: float, limit_s: float = 0.0) -> "Deadline":
@@ -56,7 +57,7 @@ class Deadline:
 
     def sign(self, now: float) -> None:
         """A sign of life: a new step, or new bytes."""
-        self._reconnected_since_sign = False
+        self._reconnected_since_sign = self._left_since_sign = False
         if self._sign_at is not None:
             self._longest_gap_s = max(self._longest_gap_s, now - self._sign_at)
         self._sign_at = now
@@ -105,6 +106,13 @@ class Deadline:
             self.at = min(self.latest, now + max(FLOOR_S, min(FIRST_S, SLACK * remaining_s)))
         self.sign(now)
 
+    def left(self, now: float, grace_s: float) -> None:
+        """The device went offline: it may return within the grace period, once per sign of life, so that an unstable
+        link gains no time."""
+        if not self._left_since_sign:
+            self._left_since_sign = True
+            self._extend(now + grace_s)
+
     def reconnected(self, now: float) -> None:
         """The same process reconnected: it gets a short time to report its progress, once per sign of life, so that an
         unstable link gains no time."""
@@ -115,6 +123,7 @@ class Deadline:
     def restart(self, now: float) -> None:
         """Another process of the device starts the task from the beginning."""
         self._sign_at = self._first = None
+        self._left_since_sign = False
         self._done = 0
         self._extend(now + self._initial_wait_s())
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from fedvit.logs import as_json, json_line
 from profiles.report.terminal import shortened
 
-QUIET = ("done", "failed", "declined", "offline")
+QUIET = ("done", "failed", "declined", "offline", "deadline", "crashed", "revoked")
 """States of devices that are listed last."""
 
 

@@ -72,7 +72,7 @@ class Membership:
             limits = state.limits.announced()
             state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}", limits=limits))
             return
-        if rival := state.presence.rival(device, hello):
+        if rival := state.presence.find_rival(device, hello):
             if rival.news:
                 state.operator_log(rival.news)
             self._refuse(device, hello, rival.reason, final=False)
@@ -100,6 +100,7 @@ class Membership:
             return
         was_away = not state.presence.is_online(device)
         state.presence.arrived(device, hello)
+        state.revoked.discard(device)
         self._versions[device] = hello.software
         if was_away:
             figures = {"train": hello.train_samples, "host": hello.profile.host}
@@ -161,7 +162,7 @@ class Membership:
         self._exchange.drop_peer(device)
 
     def expel(self, device: str, reason: str) -> None:
-        """Exclude a device: nothing is awaited from it."""
+        """Exclude a device that takes part: nothing is awaited from it."""
         state = self._state
         state.refuse(device, "revoked", reason)
         if device in state.presence:

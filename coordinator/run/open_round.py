@@ -17,7 +17,7 @@ class Missing(enum.Enum):
     DECLINED = "declined"  # not the device's fault
     FAILED = "failed"  # it cannot do the task, or its result was refused
     CRASHED = "crashed"  # its process ended repeatedly during the task
-    REVOKED = "revoked"
+    REVOKED = "revoked"  # the device may not take part any more
 
 
 class OpenRound:

@@ -142,12 +142,19 @@ class Presence:
         known.hello_requested_at = time.monotonic()
         return True
 
+    def seen_since(self, at: float) -> dict[str, float]:
+        """Return when devices were last seen, in monotonic time: now if they are online; not those that left before
+        `at`."""
+        now = time.monotonic()
+        left = {device.name: device.left_at for device in self.all() if device.left_at and device.left_at >= at}
+        return left | dict.fromkeys(self._online, now)
+
     def may_return(self, grace_s: float) -> list[str]:
         """Devices that went offline within the grace period, and may return."""
         since = time.monotonic() - grace_s
         return [name for name, device in self._devices.items() if device.left_at is not None and device.left_at > since]
 
-    def rival(self, name: str, hello: Hello) -> Rival | None:
+    def find_rival(self, name: str, hello: Hello) -> Rival | None:
         """Return the reason to refuse a device while another process with its name is online; None if there is none."""
         known = self._devices.get(name)
         if known is None or name not in self._online or known.hello.instance == hello.instance:

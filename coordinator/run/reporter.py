@@ -9,11 +9,23 @@ from pathlib import Path
 import msgspec
 
 from coordinator.run.display import DeviceLine, View
-from coordinator.run.open_round import Missing, OpenRound
+from coordinator.run.open_round import OpenRound
 from coordinator.run.presence import Device, Presence
 from coordinator.run.state import RunState
-from coordinator.run.status import FILE, MEMBERS, STALE_S, AtWork, BackingOff, Member, Status, read_members
+from coordinator.run.status import (
+    FILE,
+    MEMBERS,
+    SEEN_EVERY_S,
+    STALE_S,
+    AtWork,
+    BackingOff,
+    Member,
+    Status,
+    read_members,
+    read_status,
+)
 from coordinator.run.tasks import Task, TaskState
+from fedvit.errors import ConfigError
 
 EVERY_S = 1.0
 SHARE = 0.02
@@ -22,22 +34,55 @@ SLOWEST_S = STALE_S / 2
 
 
 class Reporter:
-    """Writes the status about once a second, or at most every SLOWEST_S, and the devices after arrivals and
-    departures."""
+    """Writes the status about once a second, or at most every SLOWEST_S, and the devices after arrivals and departures
+    and every SEEN_EVERY_S.
+
+    It also measures the time of a round's training, since a coordinator that resumes the round finds it in the status.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._due = 0.0
         self._members_path = folder / MEMBERS
         self._members = {  # of earlier processes; each announces itself to this one again
-            member.device: msgspec.structs.replace(member, online=False) for member in read_members(folder)
+            member.device: msgspec.structs.replace(
+                member, online=False, since=member.seen if member.online else member.since
+            )
+            for member in read_members(folder)
         }
         self._changes = 0  # of presence, that the file has
+        self._round, self._devices_s = 0, 0.0
+        self._members_due = 0.0
+        with contextlib.suppress(ConfigError):  # no earlier process, or no readable file: the time begins now
+            before = read_status(folder)
+            self._round, self._devices_s = before.round, before.devices_s
+        self._ticked_at: float | None = None  # monotonic; while a training is open
+
+    def devices_s(self, number: int) -> float:
+        """Return the time in which coordinators have waited for the training of a round, by earlier processes and
+        before pauses; the time between them does not count."""
+        return self._devices_s if number == self._round else 0.0
+
+    def close(self, state: RunState) -> None:
+        """Write everything a last time."""
+        self._due = self._members_due = 0.0
+        self.tick(state)
+
+    def _measure(self, opened: OpenRound | None, now: float) -> None:
+        """Add the time since the last tick to that of the open training."""
+        if opened is None or opened.kind != "train":
+            self._ticked_at = None
+            return
+        if opened.number != self._round:
+            self._round, self._devices_s = opened.number, 0.0
+        self._devices_s += now - (opened.opened_at if self._ticked_at is None else self._ticked_at)
+        self._ticked_at = now
 
     def tick(self, state: RunState) -> None:
         now = time.monotonic()
         if now < self._due:
             return
+        self._measure(state.opened, now)
         clock = datetime.now(UTC)
 
         def iso(at: float) -> str:
@@ -63,10 +108,18 @@ class Reporter:
             for device in presence.backing_off()
         ]
         online = presence.count_online()
-        status = Status(at=iso(now), doing=state.doing, waiting_for=at_work, backing_off=backing_off, online=online)
+        status = Status(
+            at=iso(now),
+            doing=state.doing,
+            waiting_for=at_work,
+            backing_off=backing_off,
+            online=online,
+            round=self._round,
+            devices_s=self._devices_s,
+        )
         _write(self._path, msgspec.json.format(msgspec.json.encode(status)))
-        if presence.changes != self._changes:
-            self._changes = presence.changes
+        if presence.changes != self._changes or (online and now >= self._members_due):
+            self._changes, self._members_due = presence.changes, now + SEEN_EVERY_S
             self._members |= {
                 device.name: self._member(device, presence.is_online(device.name), iso) for device in presence
             }
@@ -77,10 +130,12 @@ class Reporter:
     def _member(self, device: Device, online: bool, iso: Callable[[float], str]) -> Member:
         before, profile = self._members.get(device.name), device.hello.profile
         seen = iso(time.monotonic() if device.left_at is None else device.left_at)
+        is_unchanged = before is not None and before.online == online
         return Member(
             device=device.name,
             online=online,
-            seen=before.seen if before and before.online == online else seen,
+            since=before.since if before and is_unchanged else seen,
+            seen=before.seen if before and is_unchanged and not online else seen,
             board=profile.board,
             host=profile.host,
             machine=profile.machine,
@@ -125,7 +180,7 @@ def _line(device: str, opened: OpenRound, state: RunState) -> DeviceLine:
     if device in opened.accepted:
         status = "done"
     elif why := opened.failed.get(device):
-        status = "declined" if why is Missing.DECLINED else "failed"
+        status = why.value
     elif task:
         status = _state_of(task, state.presence)
     else:

@@ -135,7 +135,7 @@ class RoundRunner:
 
     def close(self, opened: OpenRound) -> None:
         """Close a round: no more results are awaited."""
-        for why in (Missing.DEADLINE, Missing.OFFLINE, Missing.CRASHED):
+        for why in (Missing.DEADLINE, Missing.OFFLINE, Missing.CRASHED, Missing.REVOKED):
             if missing := sorted(device for device, reason in opened.failed.items() if reason is why):
                 closed = f"{opened.kind} closed without {', '.join(few(missing))} ({why.value})"
                 self.state.operator_log(f"round {opened.number}: {closed}")

@@ -88,6 +88,8 @@ class TaskScheduler:
         Returns the task if the device's process ended too often during it.
         """
         task = self._state.tasks.of(device)
+        if task:
+            task.returned()
         if task is None or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return None
         now, instance = time.monotonic(), self._state.presence[device].hello.instance
@@ -264,12 +266,13 @@ class TaskScheduler:
             task.offered_at = -math.inf
             self.send_task(task)
         late, opened = state.waits_for_late(task.kind), state.opened
+        why = Missing.DEADLINE if state.presence.is_online(device) else Missing.OFFLINE
         if opened and now >= deadline.at and (opened.number, opened.kind) == (task.round, task.kind):
-            opened.fail(device, Missing.DEADLINE)
+            opened.fail(device, why)
         if now >= (deadline.latest if late else deadline.at) or now >= deadline.upload_until:
             if now >= deadline.upload_until:
                 log.warning("upload too slow", extra={"device": device, "round": task.round})
-            return Overdue(task, Missing.DEADLINE, "no result: deadline")
+            return Overdue(task, why, f"no result: {why.value}")
         if not late and state.presence.is_online(device) and (more_s := deadline.extension(now)):
             deadline.announced = deadline.at
             state.send(device, Extended(state.run, task.round, task.kind, more_s))

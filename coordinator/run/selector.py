@@ -20,8 +20,9 @@ class CohortSelector:
         self._quarantine = quarantine
 
     def admitted(self, devices: Iterable[str]) -> list[str]:
-        """Devices that are not in quarantine."""
-        return self._quarantine.admitted(devices, self._state.number)
+        """Return the devices that are neither revoked nor in quarantine."""
+        allowed = [device for device in devices if device not in self._state.revoked]
+        return self._quarantine.admitted(allowed, self._state.number)
 
     def available(self) -> list[str]:
         """Devices that are online, not in a backoff, and not in quarantine."""

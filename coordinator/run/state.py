@@ -47,6 +47,7 @@ class RunState:
     epoch: int = 0  # of the link to the broker
     saved: SavedState | None = None  # the newest
     presence: Presence = field(default_factory=Presence)
+    revoked: set[str] = field(default_factory=set)  # devices that may not take part, unless they send a hello again
     tasks: Tasks = field(default_factory=Tasks)
     links: Links = field(default_factory=Links)
     opened: OpenRound | None = None  # None between rounds

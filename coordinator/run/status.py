@@ -17,6 +17,8 @@ FILE = "status.json"
 MEMBERS = "members.json"
 STALE_S = 10.0
 """A running coordinator writes far more often."""
+SEEN_EVERY_S = 5.0
+"""How often a running coordinator writes when devices were last seen."""
 
 
 class AtWork(Struct, frozen=True, kw_only=True):
@@ -49,6 +51,8 @@ class Status(Struct, frozen=True, kw_only=True):
     waiting_for: list[AtWork]
     backing_off: list[BackingOff] = field(name="resting")
     online: int
+    round: int = 0  # whose training was open last
+    devices_s: float = 0.0  # time in which coordinators waited for the results of that training
 
     def is_stale(self) -> bool:
         """Whether the run is no longer served, or its coordinator hangs."""
@@ -59,8 +63,9 @@ class Member(Struct, frozen=True, kw_only=True):
     """A device that was admitted to the run, as its last hello described it."""
 
     device: str
-    online: bool  # when the file was written, which happens at each arrival and departure
-    seen: str | None  # ISO 8601, UTC: when it arrived, or left; None: not known
+    online: bool  # when the file was written
+    since: str  # ISO 8601, UTC: when it arrived, or left
+    seen: str  # ISO 8601, UTC: when the coordinator had a connection to it last, to SEEN_EVERY_S
     board: str | None
     host: str
     machine: str

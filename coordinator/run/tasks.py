@@ -8,6 +8,7 @@ restart the device repeats the same work, since its random draws follow from run
 
 import enum
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -40,7 +41,10 @@ class TaskState(enum.StrEnum):
     DECLINED = "declined"  # the device does not work now
     FAILED = "failed"  # the device cannot do it, or its result was refused
     LATE = "late"  # the round closed without it
-    LOST = "lost"  # no result in time, or the device's process ended too often
+    DEADLINE = "deadline"  # no result in time, from a device that was online
+    OFFLINE = "offline"  # the device left, and did not return in time
+    CRASHED = "crashed"  # the device's process ended too often
+    REVOKED = "revoked"  # the device may not take part any more
     CANCELLED = "cancelled"  # the run ended, or paused
 
 
@@ -148,9 +152,19 @@ class Task:
             raise ValueError(f"{what} is {self.state}: it cannot be {state} next")
         self.state = state
         if state is TaskState.OFFERED:
-            self.times = TaskTimes()
+            self.times = TaskTimes(left_at=self.times.left_at, returned_at=self.times.returned_at)
         elif (noted := _NOTED.get(state)) and getattr(self.times, noted) is None:
             self.times = self.times._replace(**{noted: now()})
+
+    def left(self, grace_s: float) -> None:
+        """Note that the device is offline, and await its return for the grace period."""
+        self.times = self.times._replace(left_at=now(), returned_at=None)
+        self.deadline.left(time.monotonic(), grace_s)
+
+    def returned(self) -> None:
+        """Note that the device is online again."""
+        if self.times.left_at and not self.times.returned_at:
+            self.times = self.times._replace(returned_at=now())
 
     @property
     def has_ended(self) -> bool:

@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,13 @@ from coordinator.broker import Broker, start_broker
 from coordinator.config import BrokerConfig
 from coordinator.deployment.folder import Deployment
 from coordinator.deployment.service import Service, served
+from coordinator.run.status import SEEN_EVERY_S
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.transport.address import Address
 from profiles.probes.broker import BrokerProbe
 
+REVOKED = "its certificate was revoked"
+"""Reason to exclude a device."""
 OWN = ("auto", "mosquitto", "embedded")
 """Brokers that we start ourselves."""
 
@@ -44,6 +48,13 @@ class BrokerEndpoint:
         """Revoke a device that harms others; False without certificates."""
         return False
 
+    def all_revoked(self) -> list[str]:
+        """Devices that are revoked now."""
+        return []
+
+    def note_seen(self, seen_since: Callable[[float], dict[str, float]], *, at_once: bool = False) -> None:
+        """Store when devices were last seen, every SEEN_EVERY_S; see `Presence.seen_since`."""
+
     def as_record(self) -> dict[str, Any]:
         return dict(msgspec.to_builtins(self.recorded))
 
@@ -63,6 +74,7 @@ class _Deployed(BrokerEndpoint):
     def __init__(self, service: Service, recorded: BrokerConfig) -> None:
         super().__init__(service.address, recorded)
         self._service = service
+        self._noted_at = time.monotonic()
 
     def watch(self) -> None:
         self._service.watch()
@@ -70,6 +82,14 @@ class _Deployed(BrokerEndpoint):
     def revoke(self, device: str, reason: str) -> bool:
         self._service.shut_out(device, reason)
         return True
+
+    def all_revoked(self) -> list[str]:
+        return self._service.all_revoked()
+
+    def note_seen(self, seen_since: Callable[[float], dict[str, float]], *, at_once: bool = False) -> None:
+        if (now := time.monotonic()) - self._noted_at >= SEEN_EVERY_S or at_once:
+            since, self._noted_at = self._noted_at, now
+            self._service.note_seen(seen_since(since))
 
     def revoked(self) -> Iterator[str]:
         queue: SimpleQueue[str] = self._service.revoked

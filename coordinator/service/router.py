@@ -206,6 +206,10 @@ class Router:
             elif self._linked and not self.connected and self._leads():
                 self._on_connected()
 
+    def seen_since(self, at: float) -> dict[str, float]:
+        """See `Presence.seen_since`."""
+        return self._presence.seen_since(at)
+
     def members(self) -> list[Member]:
         return [
             Member(name, entry.hello.labels, self._presence.is_online(name), entry.owner.run if entry.owner else None)
@@ -222,12 +226,11 @@ class Router:
                 assert isinstance(hello, Hello)  # `event` is the message with the hello
                 self._on_hello(device, hello, entry.event)
 
-    def expel(self, device: str) -> str | None:
-        """Exclude a device; returns the run that it belonged to."""
-        entry = self._devices.pop(device, None)
+    def expel(self, device: str) -> None:
+        """Exclude a device."""
+        self._devices.pop(device, None)
         if device in self._presence:
             self._presence.dismiss(device)
-        return entry.owner.run if entry and entry.owner else None
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -337,7 +340,7 @@ class Router:
 
     def _on_hello(self, device: str, hello: Hello, event: Received) -> None:
         hello = msgspec.structs.replace(hello, labels=hello.labels | self._labels.get(device, {}))
-        if rival := self._presence.rival(device, hello):
+        if rival := self._presence.find_rival(device, hello):
             if rival.news:
                 self._operator_log(rival.news)
             self._send(device, Refused(hello.instance, rival.reason, final=False))

@@ -23,7 +23,7 @@ from coordinator.run.coordinator import Cancelled, Coordinator
 from coordinator.run.display import Display
 from coordinator.run.inbox import TICK_S as RUN_TICK_S
 from coordinator.run.inbox import Interrupted
-from coordinator.service.broker import BrokerEndpoint
+from coordinator.service.broker import REVOKED, BrokerEndpoint
 from coordinator.service.cleaning import Cleaner
 from coordinator.service.router import Router, RunTransport
 from coordinator.service.status import MemberStatus, write_service_status
@@ -106,7 +106,7 @@ class ServedRun:
             self.coordinator.stop()
 
     def expel(self, device: str, reason: str) -> None:
-        """Exclude a device from the run."""
+        """Exclude a device from the run; nothing changes if it never took part."""
         self._expelled.put((device, reason))
 
     def _watch(self) -> None:
@@ -211,13 +211,15 @@ class RunService:
             while not all(run.is_over() for run in self._running.values()):
                 self._router.pump(TICK_S)
                 self.loop.turned()
+            self._endpoint.note_seen(self._router.seen_since, at_once=True)
             self._cleaner.close()
             self._router.close()
 
     def _watch(self) -> None:
         self._endpoint.watch()
+        self._endpoint.note_seen(self._router.seen_since)
         for device in self._endpoint.revoked():
-            self._expel(device, "its certificate was revoked")
+            self._expel(device, REVOKED)
         for device, reason, is_last in self._router.limits.take_floods():
             log.warning("flood", extra={"device": device, "reason": reason})
             if not is_last:
@@ -230,8 +232,8 @@ class RunService:
                 self._expel(device, reason)
 
     def _expel(self, device: str, reason: str) -> None:
-        run = self._running.get(self._router.expel(device) or "")
-        if run:
+        self._router.expel(device)
+        for run in self._running.values():
             run.expel(device, reason)
 
     def _look(self) -> None:
@@ -277,6 +279,8 @@ class RunService:
             return
         what = "begins" if record.status == "queued" else "is resumed"
         self._display.line(f"run {record.id} {what}: {config.method} on {config.model}, {config.rounds} rounds")
+        for device in self._endpoint.all_revoked():
+            run.expel(device, REVOKED)
         try:
             run.begin(self._compute_of)
         except NoRoom:

@@ -202,7 +202,7 @@ class RunRound(Struct, frozen=True, kw_only=True):
     train_loss: float | None
     bytes_down: int
     bytes_up: int
-    devices_s: float | None  # from the first task to the last result
+    devices_s: float | None  # from the first task to the last result, while a coordinator served the run
     server_s: float | None
     accuracy_std: float | None = None  # over devices, population
     # differential privacy, for the run's delta; None where there is none

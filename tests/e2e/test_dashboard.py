@@ -17,16 +17,28 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from coordinator.cli import cli
+from coordinator.dashboard.frame import clock
 from coordinator.deployment.folder import Deployment, Settings
 from coordinator.deployment.registry import Certificate
 from coordinator.planning.forecast import BoardForecast, Forecast, write_forecast
 from coordinator.record.store import Store
+from coordinator.run.status import read_members
 from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from tests.support.chromium import Browser, Tab, browsing
 from tests.support.dashboards import served
-from tests.support.records import FLEET_RUN, MARKUP, RUN, add_result, begun_run, expected, fleet_run, write_status
+from tests.support.records import (
+    FLEET_RUN,
+    MARKUP,
+    RUN,
+    add_result,
+    begun_run,
+    expected,
+    fleet_run,
+    write_members,
+    write_status,
+)
 from tests.support.reports import experiment_outcome
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -166,8 +178,22 @@ def test_device_shows_its_history(tab: Tab, address: str) -> None:
     assert [row[:2] for row in rows] == [[f"round {number}", "accepted"] for number in (4, 3, 2, 1)]
     assert rows[1][4:] == ["4.00 ms", "10.3 ms", "300 MB", "512 MB", "43.0 °C", "no", "2.50 J", "100 kB", "0.600"]
     assert "Raspberry Pi 4, 4 cores" in tab.text("#member")
+    assert "Online since" in tab.text("#member")
     assert "In quarantine" in tab.text()
     assert "a number is not finite <b>" in tab.text("#refusals")
+
+
+def test_device_of_a_run_that_nobody_serves_is_not_online(browser: Browser, tmp_path: Path) -> None:
+    """Its coordinator was killed: the files say that the device is online, and are old."""
+    begun_run(tmp_path / "runs").close()
+    write_members(tmp_path / "runs" / RUN, ["a"])
+    with served(tmp_path / "runs") as address, browser.tab() as tab:
+        tab.go(f"{address}/device?run={RUN}&device=a", "document.querySelector('#member')")
+        assert "Online since" not in tab.text("#member")
+        [member] = read_members(tmp_path / "runs" / RUN)
+        assert f"Last seen {clock(member.seen)} UTC" in tab.text("#member")
+        tab.go(f"{address}/fleet?run={RUN}", f"{NAMES}.length > 0")
+        assert clock(member.seen) in tab.evaluate(f"{ROWS}[0].innerText + document.body.innerText")
 
 
 def test_device_of_a_name_with_markup_has_its_page(tab: Tab, address: str) -> None:

@@ -108,7 +108,8 @@ def write_members(folder: Path, names: list[str]) -> None:
     at = datetime.now(UTC).isoformat(timespec="seconds")
     members = [
         Member(
-            device=name, online=place % 10 != 9, seen=at, board=("Raspberry Pi 5", "Raspberry Pi 4")[place % 2],
+            device=name, online=place % 10 != 9, since=at, seen=at,
+            board=("Raspberry Pi 5", "Raspberry Pi 4")[place % 2],
             host=f"host-{place}", machine="aarch64", cores=4, ram_bytes=8 << 30, memory_budget_bytes=512_000_000,
             software="fedvit 0.1.0", labels={"site": ("north", "south")[place % 2]},
         )

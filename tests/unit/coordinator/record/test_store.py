@@ -335,7 +335,7 @@ def test_times_of_tasks_are_kept_with_their_ends(store: Store, tmp_path: Path) -
     times = {name: TaskTimes(f"{name} fetches", f"{name} works", f"{name} arrives") for name in "ab"}
     store.add_tasks("r", [TaskRecord(1, name, DIGEST, {}) for name in "abc"])
     store.add_results([("a", result(1), None)], times)
-    store.end_tasks("r", [(1, "b")], "lost", times)
+    store.end_tasks("r", [(1, "b")], "offline", times)
     store.end_tasks("r", [(1, "b")], "late", {})
     a, b, c = (task.times for task in reopened(store, tmp_path).task_histories("r", [1]))
     assert (a._replace(ended_at=None), b._replace(ended_at=None)) == (times["a"], times["b"])
@@ -348,7 +348,7 @@ def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Store, tmp_path
     first, second = TaskRecord(1, "a", DIGEST, {"g": DIGEST}), TaskRecord(2, "b", DIGEST, {})
     store.add_tasks("r", [second, first, TaskRecord(1, "b", DIGEST, {})])
     store.end_tasks("r", [(1, "b")], "accepted")
-    store.end_tasks("r", [(1, "b")], "lost")
+    store.end_tasks("r", [(1, "b")], "offline")
     again = reopened(store, tmp_path)
     assert again.unanswered("r") == [first, second]
     assert again.asked("r") == {}, "no round is closed"

@@ -143,7 +143,7 @@ def test_collector_refuses_results_that_can_never_count(asked: Parts) -> None:
 def test_collector_gives_up_a_task_and_records_that_nothing_came(asked: Parts) -> None:
     task = asked.task("pi")
     asked.collector.give_up(task, Missing.DEADLINE, "no result: deadline")
-    assert state_of(task) is TaskState.LOST
+    assert state_of(task) is TaskState.DEADLINE
     assert [(cancel.round, cancel.kind) for cancel in asked.got("pi", Cancel)] == [(1, "train")]
     assert [(entry.device, entry.lost) for entry in asked.state.store.refusals("r")] == [("pi", True)]
     assert [task.device for task in asked.state.store.unanswered("r")] == ["nano"]

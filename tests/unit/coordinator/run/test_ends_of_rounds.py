@@ -5,6 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.run import collector as results
@@ -105,6 +106,59 @@ def test_silent_device_is_given_up_and_active_one_is_awaited(
     answers(busy)
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 1.0)
+
+
+def test_device_that_was_killed_has_its_grace_to_return(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is away for longer than its deadline had left, and gets its task again in the same round."""
+    monkeypatch.setattr(deadlines, "FIRST_S", 0.5)
+    monkeypatch.setattr(deadlines, "FLOOR_S", 0.5)
+    stage.fake("a", value=1.0)
+    killed = stage.fake("killed", silent, value=3.0)
+    stage.start(devices=2, deadline_s="auto", evaluate_every=9)
+    stage.drive(lambda: killed.tasks() == [1])
+    killed.transport.vanish()
+    killed.hello = msgspec.structs.replace(killed.hello, instance="another process")
+    passed = time.monotonic() + 1.5
+    stage.drive(lambda: time.monotonic() > passed)
+    killed.on_task = honest
+    killed.connect()
+    assert stage.finish() == "finished"
+    assert killed.tasks() == [1, 1]
+    assert_moved_by(stage, first, 2.0)
+    assert stage.refusals("killed") == []
+    [_, task] = stage.store.task_histories("r", [1])
+    assert (task.device, task.outcome, task.attempt) == ("killed", "accepted", 2)
+    assert task.asked_at <= (task.times.left_at or "") < (task.times.returned_at or "")
+
+
+def test_missing_result_of_a_device_that_left_is_not_for_the_deadline(
+    stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another device holds the round open, so that the absence of the first alone does not close it."""
+    monkeypatch.setattr(deadlines, "FIRST_S", 0.5)
+    monkeypatch.setattr(deadlines, "FLOOR_S", 0.5)
+    gone, busy = stage.fake("gone", silent), stage.fake("busy", silent, samples=10_000)
+    stage.start(devices=2, deadline_s="auto", rejoin_grace_s=0.5, evaluate_every=9)
+    stage.drive(lambda: gone.tasks() == busy.tasks() == [1])
+    stage.fakes.remove(gone)
+    gone.transport.vanish()
+    steps = 0
+
+    def is_given_up() -> bool:
+        nonlocal steps
+        steps += 1
+        busy.say(Progress("r", 1, "train", steps, 10**6, 0.5))
+        return bool(stage.refusals("gone"))
+
+    stage.drive(is_given_up)
+    answers(busy)
+    assert stage.finish() == "finished"
+    assert stage.refusals("gone") == ["train: no result: offline"]
+    [_, task] = stage.store.task_histories("r", [1])
+    assert (task.device, task.outcome, task.times.returned_at) == ("gone", "offline", None)
+    assert any("train closed without gone (offline)" in line for line in stage.lines)
 
 
 def test_however_alive_a_device_is_there_is_a_limit(

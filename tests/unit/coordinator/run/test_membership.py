@@ -117,6 +117,31 @@ def test_membership_expels_a_device_from_the_open_round(parts: Parts) -> None:
     assert parts.refusals("pi") == ["revoked: its certificate was revoked"]
 
 
+def test_revoked_device_is_not_waited_for(parts: Parts) -> None:
+    """Its task ends at once, with the reason; the others continue."""
+    parts.arrive("pi", "nano")
+    opened = parts.open("pi", "nano")
+    for device in ("pi", "stranger"):
+        parts.expel(device, "its certificate was revoked")
+    assert opened.waiting_for() == ["nano"]
+    assert [task.device for task in parts.state.tasks] == ["nano"]
+    assert parts.refusals("pi") == ["revoked: its certificate was revoked"]
+    assert parts.refusals("stranger") == [], "it never took part"
+    ends = {task.device: task.outcome for task in parts.state.store.task_histories("r", [1])}
+    assert ends == {"pi": "revoked", "nano": None}
+    assert parts.runner.selector.admitted(["nano", "pi"]) == ["nano"]
+    parts.arrive("pi")  # with a new certificate
+    assert parts.runner.selector.admitted(["nano", "pi"]) == ["nano", "pi"]
+
+
+def test_device_revoked_while_no_coordinator_ran_is_not_waited_for(parts: Parts) -> None:
+    """An earlier process asked it: its task is in the record alone."""
+    parts.runner.record_tasks({"pi": parts.work})
+    parts.expel("pi", "its certificate was revoked")
+    assert parts.refusals("pi") == ["revoked: its certificate was revoked"]
+    assert parts.state.store.unanswered("r") == []
+
+
 def test_membership_fetches_a_bounded_number_of_class_lists(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that announces ever more of them cannot fill the disk."""
     monkeypatch.setattr(membership, "MAX_CLASS_LISTS", 2)

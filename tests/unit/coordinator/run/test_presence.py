@@ -63,19 +63,19 @@ def test_the_will_of_a_stranger_changes_nothing(presence: Presence) -> None:
 
 
 def test_a_second_process_with_a_name_that_is_taken_is_a_rival(presence: Presence) -> None:
-    rival = presence.rival("a", hello("other", host="elsewhere"))
+    rival = presence.find_rival("a", hello("other", host="elsewhere"))
     assert rival is not None
     assert "(on desk)" in rival.reason
-    assert presence.rival("a", hello("a1")) is None, "the same process says hello again"
-    assert presence.rival("c", hello("c1")) is None
+    assert presence.find_rival("a", hello("a1")) is None, "the same process says hello again"
+    assert presence.find_rival("c", hello("c1")) is None
     presence.state_changed("a", DeviceState("a1", online=False))
-    assert presence.rival("a", hello("other")) is None, "the name is free again"
+    assert presence.find_rival("a", hello("other")) is None, "the name is free again"
 
 
 def test_all_devices_count_as_offline_when_our_own_link_breaks(presence: Presence) -> None:
     presence.all_offline()
     assert presence.online() == []
-    assert presence.rival("a", hello("other")) is None
+    assert presence.find_rival("a", hello("other")) is None
     presence.arrived("a", hello("a1"))
     assert presence.online() == ["a"]
 

@@ -144,7 +144,7 @@ def test_overdue_tasks_are_found_among_many(sent: Sent) -> None:
     for number, task in tasks.items():
         task.queued_at = None
         sent.due_now(task, Deadline.fixed(time.monotonic(), -1.0 if number % 2 else 3600.0))
-    sent.state.tasks.end(tasks[1], TaskState.LOST)
+    sent.state.tasks.end(tasks[1], TaskState.DEADLINE)
     found = sent.overdue()
     assert sorted(int(one.task.device[1:]) for one in found) == list(range(3, 50, 2))
     assert {one.why for one in found} == {Missing.DEADLINE}
@@ -155,7 +155,7 @@ def test_checks_of_ended_tasks_do_not_accumulate(sent: Sent) -> None:
     ended = []
     for _ in range(SPARE_CHECKS + 1):
         ended.append(weakref.ref(task := sent.assign("a")))
-        sent.state.tasks.end(task, TaskState.LOST)
+        sent.state.tasks.end(task, TaskState.DEADLINE)
         sent.unsent_bytes = 0
     del task
     sent.overdue()

@@ -23,7 +23,9 @@ def task(device: str = "pi", number: int = 1, **changed: Any) -> Task:
 
 
 def test_ends_are_final() -> None:
-    assert {state.value for state in ENDS} == {"accepted", "declined", "failed", "late", "lost", "cancelled"}
+    assert {state.value for state in ENDS} == {
+        "accepted", "declined", "failed", "late", "deadline", "offline", "crashed", "revoked", "cancelled",
+    }  # fmt: skip
     for end in ENDS:
         made = task()
         made.state = end
@@ -108,6 +110,6 @@ def test_ended_tasks_are_no_longer_under_way() -> None:
     tasks.add(second)
     tasks.end(first, TaskState.LATE)
     assert tasks.of("pi") is second, "the end of an old task takes no new one away"
-    tasks.end(second, TaskState.LOST)
+    tasks.end(second, TaskState.DEADLINE)
     assert tasks.of("pi") is None
-    assert (first.state, second.state) == (TaskState.LATE, TaskState.LOST)
+    assert (first.state, second.state) == (TaskState.LATE, TaskState.DEADLINE)

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 @run_flags
 @private_files()
 def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **flags: Any) -> None:
-    """Put a run into the queue of a service: the TOML file CONFIG, overridden by flags."""
-    from coordinator.compute.messages import Check
-    from coordinator.compute.process import Worker
+    """Put a run into the queue of a service: the TOML file CONFIG, overridden by flags.
+
+    Names, values and the run to start from are checked at once. The service builds the model when the run begins, and
+    marks the run as failed if that is not possible; `coordinator start --check` tries it before.
+    """
     from fedvit.wire.topics import check_name
 
     where = str(file) if file else "flags"
@@ -46,34 +48,25 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
     with ExitStack() as stack:
         known = opened_store(folder, stack) if has_record(folder) else None
         check_new(known, run)
-        now = _checkable_now(config, known)
+        _check_earlier_run(config, known)
         warning = _warning(config, folder)
-        worker = Worker()
-        stack.callback(worker.close)
-        notes = worker.ask(Check(config=now, where=where, runs=str(folder))).notes
         recorded = msgspec.to_builtins(config)
         if "federation" not in values:  # the service's federation is used
             del recorded["federation"]
         opened_store(folder, stack).submit_run(run, recorded)
-    for note in (*notes, *([warning] if warning else [])):
-        click.echo(f"warning: {note}", err=True)
+    if warning:
+        click.echo(f"warning: {warning}", err=True)
     click.echo(msgspec.json.encode({"run": run, "status": "queued", "warning": warning}).decode() if as_json else run)
 
 
-def _checkable_now(config: RunConfig, store: "Store | None") -> RunConfig:
-    """The part of the configuration that can be checked now: the run that it starts from may still be queued.
-
-    Raises ConfigError if there is no such run.
-    """
+def _check_earlier_run(config: RunConfig, store: "Store | None") -> None:
+    """Raises ConfigError if the run that this one starts from does not exist, or has ended without a round."""
     if config.start_from is None:
-        return config
+        return
     from coordinator.record.tables import ENDED
 
-    earlier = config.start_from
-    if store is not None and store.run(earlier).status not in ENDED and store.newest_closed(earlier) is None:
-        return msgspec.structs.replace(config, start_from=None)
-    check_start_from(store, config)
-    return config
+    if store is None or store.run(config.start_from).status in ENDED:
+        check_start_from(store, config)
 
 
 def _warning(config: RunConfig, folder: Path) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.compute.messages import Compute
+from coordinator.compute.messages import Check, Compute
 from coordinator.config import RunConfig, ServiceConfig, make_config
 from coordinator.metrics.following import following
 from coordinator.record.leadership import Leadership
@@ -59,6 +59,7 @@ class ServedRun:
         self.name = record.id
         self.loop = LoopWatch(RUN_TICK_S)
         self.coordinator: Coordinator | None = None  # once it has begun
+        self._compute: Compute | None = None  # once it has begun
         self._config = config
         self._transport = transport
         self._store = store
@@ -71,7 +72,7 @@ class ServedRun:
 
     def begin(self, compute_of: ComputeOf) -> None:
         try:
-            compute = compute_of(self.name, self._config, self._folder)
+            compute = self._compute = compute_of(self.name, self._config, self._folder)
             self._stack.callback(compute.close)
             self.coordinator = Coordinator(
                 run=self.name,
@@ -120,6 +121,8 @@ class ServedRun:
         line = self._display.line
         try:
             with thread_log(self._folder / "coordinator.log", {"run": self.name}):
+                if not self._store.last_round(self.name):
+                    self._check()
                 self.coordinator.serve()
             line(f"run {self.name} is finished")
         except Cancelled:
@@ -137,6 +140,21 @@ class ServedRun:
             line(f"run {self.name} failed unexpectedly: {error}; service.log has the traceback")
         finally:
             self._stack.close()
+
+    def _check(self) -> None:
+        """Check with torch that the run can begin, which `coordinator submit` leaves to the service; print warnings.
+
+        Raises FedvitError if it cannot, and marks it as failed.
+        """
+        assert self._compute is not None
+        try:
+            where = f"run {self.name}"
+            checked = self._compute.ask(Check(config=self._config, where=where, runs=str(self._folder.parent)))
+        except FedvitError as error:
+            self._store.update_run(self.name, status="failed", reason=str(error))
+            raise
+        for note in checked.notes:
+            self._display.line(f"run {self.name}: warning: {note}")
 
 
 class RunDisplay(Display):

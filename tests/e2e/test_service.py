@@ -108,6 +108,7 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     stage.submit("kept", **where, variants=SLOW, rounds=2, metrics={"writers": ["tensorboard"]})
     stage.submit("never", **where)
     stage.submit("wrong", **where, start_from="never")
+    stage.submit("unfit", **where, model="lstm_small_text", model_options={}, options={}, variants={})
     stage.submit("queued", **where)
     service = serve(stage)
     devices = {"device-0": device(stage, "device-0")}
@@ -120,12 +121,14 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     service.kill()
     assert service.wait(60) == -signal.SIGKILL
     over = {"dropped": "cancelled", "never": "cancelled"}
-    assert statuses(stage) == {**over, "kept": "running", "wrong": "queued", "queued": "queued"}
+    assert statuses(stage) == {**over, "kept": "running", "wrong": "queued", "unfit": "queued", "queued": "queued"}
     service = serve(stage)
     wait_for(lambda: statuses(stage)["queued"] == "finished", "the run of the queue")
-    assert statuses(stage) == {**over, "kept": "finished", "wrong": "failed", "queued": "finished"}
+    assert statuses(stage) == {**over, "kept": "finished", "wrong": "failed", "unfit": "failed", "queued": "finished"}
     [(reason,)] = stage.query("select reason from runs where id = 'wrong'")
-    assert reason == "start_from = 'never': that run closed no round"
+    assert reason == "run wrong: start_from = 'never': that run closed no round"
+    [(reason,)] = stage.query("select reason from runs where id = 'unfit'")
+    assert reason.startswith("run unfit: EFTViT with these options needs")
     assert "run kept is resumed" in stage.log("service")
     assert stage.query("select count(*) from results where run = 'kept' and kind = 'train'") == [(2,)]
     check_that_nobody_left(stage, devices, joined=2)  # once with each service

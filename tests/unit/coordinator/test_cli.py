@@ -709,6 +709,12 @@ def test_a_wrong_value_is_refused_without_torch(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_is_submitted_without_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "submit", "--runs", str(tmp_path), "--run", "one", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert json.loads(done.stdout)["status"] == "queued", done.stderr
+
+
 @pytest.mark.parametrize("command", [["submit"], ["plan", "--device", "rpi5-8"], ["methods", "eftvit"]])
 def test_other_commands_refuse_a_wrong_value_without_torch(command: list[str], tmp_path: Path) -> None:
     runs = ["--runs", str(tmp_path)] if command == ["submit"] else []

@@ -52,8 +52,8 @@ class PFedPG(Method):
     rate of 0.001 does not move the descriptors. So the attention is a softmax of cosines with a fixed scale
     (`normalise`), in which no base prompt gets more than about nine tenths of the weight, and the server's optimizer
     is AdamW with a rate of 0.01, whose steps do not depend on how small a gradient is. For W_Q, W_K, W_V and W_O its
-    rate is divided by the width: with the whole rate the softmax saturates in ten rounds, on the same base prompt for
-    several devices. The paper's reading is `normalise` false, `server_optimizer` "sgd", `server_lr` 0.001.
+    rate is divided by the width: with the whole rate the softmax saturates within ten rounds, and descriptors get no
+    gradient any more. The paper's reading is `normalise` false, `server_optimizer` "sgd", `server_lr` 0.001.
     """
 
     source: ClassVar[str] = "pFedPG, arXiv:2308.15367"

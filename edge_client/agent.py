@@ -33,7 +33,7 @@ from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import Growing
 from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget, PeerRefused, StorageFailed
-from fedvit.program import Program, decode_program
+from fedvit.program import MAX_PROGRAM_BYTES, Program, decode_program
 from fedvit.resources import DeviceProfile
 from fedvit.transport.base import Connected, Disconnected, Received, Transport, Will
 from fedvit.transport.exchange import BlobExchange
@@ -648,6 +648,10 @@ class Agent:
         task = execution.task
         manifests = {manifest.digest: manifest for manifest in task.blobs}
         try:
+            described = manifests.get(task.program)
+            size_bytes = max(self.blobs.bytes_here(task.program), described.size if described else 0)
+            if size_bytes > MAX_PROGRAM_BYTES:  # it is read whole
+                raise BadPayload(f"a program of {size_bytes} bytes exceeds the limit of {MAX_PROGRAM_BYTES} bytes")
             self.vault.reopen(task.run)
             inline, new_bytes = self._keep_inline(task, manifests)
             execution.fetched_bytes += new_bytes

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -212,6 +213,18 @@ def test_blobs_that_exceed_the_disk_budget_are_not_fetched(world: World, fedavg:
     reason = world.failure(fedavg)
     assert "--disk-budget" in reason
     assert digests(device.blobs) == set()
+    assert world.server.count(BlobNack) == 0
+
+
+def test_a_program_that_would_fill_the_memory_is_not_fetched(world: World, fedavg: Setting) -> None:
+    world.device()
+    task = world.task(fedavg)
+    large = [
+        msgspec.structs.replace(manifest, size=10**9) if manifest.digest == task.program else manifest
+        for manifest in task.blobs
+    ]
+    world.server.tell(msgspec.structs.replace(task, blobs=tuple(large), inline=()))
+    assert "exceeds the limit" in world.server.expect(Failed).reason
     assert world.server.count(BlobNack) == 0
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedvit.errors import BadPayload
 from fedvit.program import (
+    MAX_PROGRAM_BYTES,
     Batch,
     Collect,
     Draw,
@@ -107,6 +108,21 @@ def test_another_version_is_refused(version: object) -> None:
         decode_program(msgspec.msgpack.encode({**as_dict(), "v": version}))
     if version is not True:  # equal to 1, but of the wrong type
         assert str(refused.value) == f"program version {version!r}, this software knows versions 1, 2, 3, 4"
+
+
+@pytest.mark.parametrize("table", ["groups", "tensors", "graphs"])
+def test_tables_of_a_program_are_bounded(table: str) -> None:
+    """Work that looks at all tensors for each group would take hours otherwise."""
+    content = as_dict()
+    [first, *_] = content[table].values()
+    many = content[table] | {f"n{number}": first for number in range(20_000)}
+    with pytest.raises(BadPayload, match="length"):
+        decode_program(msgspec.msgpack.encode({**content, table: many}))
+
+
+def test_bytes_of_a_program_are_bounded() -> None:
+    with pytest.raises(BadPayload, match="exceeds the limit"):
+        decode_program(encode_program(PROGRAM) + bytes(MAX_PROGRAM_BYTES))
 
 
 def test_what_a_program_does_not_ask_for_is_left_out() -> None:

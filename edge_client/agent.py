@@ -39,6 +39,7 @@ from fedvit.transport.base import Connected, Disconnected, Received, Transport, 
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
+    MAX_EMPTY_FOLDERS,
     BlobAck,
     BlobNack,
     BlobUrl,
@@ -495,6 +496,7 @@ class Agent:
             labels=self.labels,
             connection=self.transport.connection,
             class_list=self._class_list,
+            empty_folders=data.empty[:MAX_EMPTY_FOLDERS],
         )
 
     def _class_list_blob(self) -> Manifest | None:

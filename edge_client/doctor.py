@@ -312,8 +312,8 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
         what = f"not used: {len(images.passed_over)}; {_few(tuple(map(str, images.passed_over)))}"
         hint = "images lie directly in a class folder, as PNG, JPEG, ... (not HEIC): convert or move them"
         yield Finding(check="data", level="warning", what=what, hint=hint)
-    if empty := images.without_images():
-        what = f"class folders without an image that can be read: {_few(tuple(empty))}; a run may count them as classes"
+    if images.empty:
+        what = f"class folders without an image that can be read: {_few(images.empty)}; they do not count as classes"
         yield Finding(check="data", level="warning", what=what, hint="delete folders that are not classes")
     if not len(images.test):
         what = "there is no test image: the model cannot be evaluated on this device"

@@ -339,6 +339,10 @@ class Coordinator:
                 self._operator_log(
                     f"warning: {listed(alike)} differ only in upper and lower case, and are different classes"
                 )
+            empty = {name for device in brought for name in state.presence[device].hello.empty_folders}
+            if left_out := sorted(empty - set(state.classes)):
+                which = "class folder" if len(left_out) == 1 else "class folders"
+                self._operator_log(f"{which} without an image on any device, not of this run: {listed(left_out)}")
             for device, classes in brought.items():
                 log.info("classes taken", extra={"device": device, "classes": len(classes)})
         if len(state.classes) < 2:

@@ -150,8 +150,8 @@ def serve(
         extra={"device": name, "train": len(images.train), "test": len(images.test), "classes": len(images.classes)},
     )
     growing.log_problems()
-    if empty := images.without_images():
-        log.warning("class folders without images", extra={"count": len(empty), "first": empty[0]})
+    if images.empty:
+        log.warning("class folders without images", extra={"count": len(images.empty), "first": images.empty[0]})
     loop = LoopWatch(TICK_S, notifier.alive)
 
     def watched() -> Watched:

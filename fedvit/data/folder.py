@@ -173,9 +173,10 @@ class DeviceData:
     """The class folders of a device, or its text; labels are indices into `classes`."""
 
     folder: Path
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # those with at least one readable image
     train: Split
     test: Split
+    empty: tuple[str, ...] = ()  # class folders without a readable image: no classes yet
     unusable: tuple[tuple[Path, str], ...] = ()  # (image, reason)
     passed_over: tuple[Path, ...] = ()  # files that are not in a class folder, or have an unknown format
     has_test_folder: bool = False
@@ -185,11 +186,6 @@ class DeviceData:
     def counts(self) -> tuple[tuple[str, ...], int, int]:
         """What a device announces: its classes, and the number of its training and test images."""
         return self.classes, len(self.train), len(self.test)
-
-    def without_images(self) -> list[str]:
-        """Classes whose folders hold no readable image; they are classes of a run nevertheless."""
-        held = set(np.union1d(self.train.labels, self.test.labels).tolist())
-        return [name for label, name in enumerate(self.classes) if label not in held]
 
     @classmethod
     def open(
@@ -213,6 +209,8 @@ class DeviceData:
         `before` is an earlier index of the same folder: of files that are the same since, nothing is read again, and
         `before` itself is returned if nothing has changed.
 
+        A class folder without a readable image is not a class: it is listed in `empty`.
+
         Raises DataError when the folder does not exist, holds no class folders, or no readable image to
         train with.
         """
@@ -225,16 +223,19 @@ class DeviceData:
         layout = find_layout(tree, str(folder))
         images = [*layout.train, *(layout.test or ())]
         checked = _checked([path for path, _ in images], decoded_bytes, before.checked if before else {})
-        known = tuple(name for name in layout.classes if classes is None or name in classes)
+        held = {layout.classes[label] for path, label in images if checked[path].problem is None}
+        known = tuple(name for name in layout.classes if name in held and (classes is None or name in classes))
+        empty = tuple(name for name in layout.classes if name not in held)
         used = {path for path, _ in images}
         passed_over = tuple(sorted(path for path in tree.everything() if path not in used))
-        if before and (before.checked, before.classes, before.passed_over) == (checked, known, passed_over):
+        now = (checked, known, empty, passed_over)
+        if before and (before.checked, before.classes, before.empty, before.passed_over) == now:
             return before
         unusable: list[tuple[Path, str]] = []
         labels = {layout.classes.index(name): label for label, name in enumerate(known)}
         train_paths, train_labels = _usable(layout.train, labels, checked, unusable)
         if not train_paths:
-            raise DataError(_nothing_to_train(folder, known, unusable))
+            raise DataError(_nothing_to_train(folder, layout.classes, unusable))
         if layout.test is None:
             everything = np.arange(len(train_paths), dtype=np.int64)
             if split is None:
@@ -259,6 +260,7 @@ class DeviceData:
             classes=known,
             train=Split(train_labels, train),
             test=Split(test_labels, test),
+            empty=empty,
             unusable=tuple(unusable),
             passed_over=passed_over,
             has_test_folder=layout.test is not None,
@@ -285,8 +287,7 @@ class DeviceData:
     def relabelled(self, classes: Sequence[str]) -> "DeviceData":
         """The same images with labels that are indices into a run's `classes`.
 
-        Raises DataError when there are images of a class that the run does not know; an empty folder of an unknown
-        class is allowed.
+        Raises DataError when there are images of a class that the run does not know.
         """
         position = {name: label for label, name in enumerate(classes)}
         held = np.union1d(self.train.labels, self.test.labels)

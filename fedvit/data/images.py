@@ -5,13 +5,13 @@ C = 3 colours, P patch side, N patches, K kept patches, V = 3 P P values of a pa
 """
 
 import contextlib
-import warnings
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 
 from fedvit.errors import DataError
 from fedvit.program import Batch
@@ -23,13 +23,14 @@ Indices = npt.NDArray[np.int64]
 DAMAGED = "damaged or cut off"
 """A reason why an image is not used; a colon and details follow."""
 DECODED_BYTES = 256 << 20
-"""Most memory that one image may take while it is decoded: 64 megapixels, or a JPEG of a camera of any size."""
+"""Most memory that one image may take while it is decoded: 64 megapixels, or a baseline JPEG of any size."""
 _BYTES_PER_PIXEL = 4  # of pillow, also for three colours
 _LEAST_DECODED_BYTES = 16 << 20
-_DRAFT = 64  # a JPEG is decoded with down to this part of its pixels
+_COEFFICIENT_BYTES = 2  # of libjpeg, one for each value of each component
+_START_OF_SCAN = 0xDA
 
-# larger ones are refused here by what they would take, with a reason of our own
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+# pillow's own limit counts pixels before a JPEG is scaled down; here images are refused by the memory that they take
+Image.MAX_IMAGE_PIXELS = None
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".pgm", ".ppm"})
 
@@ -66,7 +67,7 @@ def header_problem(path: Path, file: BinaryIO | None = None, *, decoded_bytes: i
     """
     try:
         with Image.open(file or path, formats=_FORMATS) as image:
-            return _too_large(image, decoded_bytes, drafted=False)
+            return _draft(image, 1, decoded_bytes)
     except Exception as error:  # noqa: BLE001 - pillow raises nearly anything on damaged files
         return _reason(error)
 
@@ -97,10 +98,7 @@ def _decoded(path: Path, file: BinaryIO | None, least: int, decoded_bytes: int) 
     """The image upright and in RGB, at least `least` pixels wide and high if it has so many."""
     try:
         with Image.open(file or path, formats=_FORMATS) as image:
-            # a JPEG far larger than needed is decoded at 1/2, 1/4 or 1/8 of its size, never below twice `least`:
-            # a camera's 12 megapixels cost a Pi much time and memory otherwise
-            image.draft(None, (2 * least, 2 * least))
-            if problem := _too_large(image, decoded_bytes, drafted=True):
+            if problem := _draft(image, least, decoded_bytes):
                 raise DataError(problem)
             image.load()
             with contextlib.suppress(Exception):  # a damaged EXIF block says nothing about the pixels
@@ -205,15 +203,48 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.copy() if image.mode == "RGB" else image.convert("RGB")
 
 
-def _too_large(image: Image.Image, decoded_bytes: int, *, drafted: bool) -> str | None:
-    """Why the image must not be decoded, or None."""
+def _draft(image: Image.Image, least: int, decoded_bytes: int) -> str | None:
+    """Choose the size at which the image is decoded. Return the reason why it takes too much memory, or None.
+
+    A JPEG far larger than needed is decoded at 1/2, 1/4 or 1/8 of its size, never below twice `least`: a camera's
+    12 megapixels cost a Pi much time and memory otherwise.
+    """
     width, height = image.size
-    taken = width * height * _BYTES_PER_PIXEL
-    if image.format == "JPEG" and not drafted and "progressive" not in image.info:
-        taken //= _DRAFT  # a progressive one is kept whole by the decoder
-    if taken <= decoded_bytes:
+    kept_bytes = _coefficient_bytes(image) if isinstance(image, JpegImageFile) else 0
+    image.draft(None, (2 * least, 2 * least))
+    taken_bytes = kept_bytes + image.width * image.height * _BYTES_PER_PIXEL
+    if taken_bytes <= decoded_bytes:
         return None
-    return f"too large: {width} x {height} pixels take {taken >> 20} MiB, at most {decoded_bytes >> 20} MiB may be"
+    pixels = f"{width} x {height} pixels{' of a progressive JPEG' if kept_bytes else ''}"
+    return f"too large: {pixels} take {taken_bytes >> 20} MiB, at most {decoded_bytes >> 20} MiB may be"
+
+
+def _coefficient_bytes(image: JpegImageFile) -> int:
+    """Memory of the coefficients that libjpeg keeps of the whole image, whatever size it is decoded at.
+
+    0 if the first scan has all components: then libjpeg decodes a few lines at a time.
+    """
+    if "progressive" not in image.info and _scanned_components(image.fp) == image.layers:
+        return 0
+    samplings = [across * down for _, across, down, _ in image.layer]
+    values = image.width * image.height * sum(samplings) // max(samplings, default=1)
+    return values * _COEFFICIENT_BYTES
+
+
+def _scanned_components(file: IO[bytes] | None) -> int:
+    """Count the components in the first scan of a JPEG file; 0 if its segments cannot be followed."""
+    if file is None:
+        return 0
+    place = file.tell()
+    try:
+        file.seek(2)
+        while len(head := file.read(5)) == 5 and head[0] == 0xFF:
+            if head[1] == _START_OF_SCAN:
+                return head[4]
+            file.seek(int.from_bytes(head[2:4]) - 3, 1)  # its length counts from the third byte on
+    finally:
+        file.seek(place)
+    return 0
 
 
 def _reason(error: Exception) -> str:
@@ -222,8 +253,6 @@ def _reason(error: Exception) -> str:
         return str(error)
     if isinstance(error, UnidentifiedImageError):
         return "not a PNG, JPEG, BMP, WebP, GIF, TIFF, PGM or PPM image"
-    if isinstance(error, Image.DecompressionBombError):
-        return f"too large: {error}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{DAMAGED}: {error or type(error).__name__}"

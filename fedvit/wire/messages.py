@@ -37,6 +37,8 @@ MAX_CONFUSED_CLASSES = 100
 """Classes of a run up to which wrong answers are counted by what was answered: all pairs of more would not fit."""
 MAX_LABELS = 16
 """Labels of one device."""
+MAX_EMPTY_FOLDERS = 16
+"""Class folders without images that a hello names."""
 MAX_CLASS_LIST_BYTES = 1 << 20
 """Size of the blob with a device's classes, if they do not fit into its hello."""
 MAX_CHUNK_BYTES = 1 << 20
@@ -154,12 +156,14 @@ class Hello(Message, frozen=True, tag="hello"):
     instance: Name
     software: Name
     profile: DeviceProfile
-    classes: tuple[ClassName, ...]  # its class folders, with or without images
+    classes: tuple[ClassName, ...]  # its class folders with images
     train_samples: Count
     test_samples: Count
     labels: Annotated[dict[Name, Name], Meta(max_length=MAX_LABELS)] = {}  # given by the device's operator
     connection: Count = 0  # counts the connections of one process; also in the last will of the connection
     class_list: Manifest | None = None  # if `classes` do not fit: they are empty, and this blob is fetched instead
+    # the first of its class folders without images, which are no classes: for the operator
+    empty_folders: Annotated[tuple[ClassName, ...], Meta(max_length=MAX_EMPTY_FOLDERS)] = ()
 
 
 class Progress(Message, frozen=True, tag="progress"):

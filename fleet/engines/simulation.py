@@ -94,6 +94,8 @@ class TorchSimulation:
         classes = config.classes or tuple(sorted({name for data in opened.values() for name in data.classes}))
         if len(classes) < 2:
             raise ConfigError(f"a run needs at least two classes, the devices have {list(classes)}")
+        if left_out := sorted({name for data in opened.values() for name in data.empty} - set(classes)):
+            display.line(f"class folders without an image on any device, not of this run: {', '.join(left_out)}")
         start = start_state(config.start_from, store, home.parent) if config.start_from is not None else None
         plan = make_plan(config, classes, self._blobs, start=start, cache=graph_cache, progress=self._doing)
         self._plan = plan

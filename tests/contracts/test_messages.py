@@ -150,6 +150,15 @@ EXAMPLES: dict[str, AnyMessage] = {
         1,
         MANIFEST,
     ),
+    "hello-6": Hello(
+        "8f14e45fceea167a",
+        "0.1.0",
+        DeviceProfile(host="pi", machine="aarch64", cores=4, threads=3),
+        ("cat", "dog"),
+        120,
+        30,
+        empty_folders=("horse",),
+    ),
     "progress": Progress("run-1", 7, "train", 12, 40, 0.5),
     "progress-2": Progress("run-1", 7, "train", 12, 40, 0.5, TASK_ID),
     "result": Result(

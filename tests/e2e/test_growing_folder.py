@@ -63,6 +63,37 @@ def test_pictures_of_a_virtual_device_count_from_the_next_round_on(stage: Stage)
     assert "Traceback" not in stage.log("host")
 
 
+def test_class_folder_that_is_empty_on_all_devices_is_no_class(stage: Stage) -> None:
+    """The second device's folder "2" is empty, which the first one fills; a folder of the run that is filled counts."""
+    for name in ("device-0", "device-1"):
+        shutil.copytree(stage.parts / "device-0", stage.folder / "parts" / name)
+        (stage.folder / "parts" / name / "train" / "zebra").mkdir()
+    stage.parts = stage.folder / "parts"
+    for part in ("train", "test"):
+        emptied = stage.parts / "device-1" / part / "2"
+        shutil.rmtree(emptied)
+        emptied.mkdir()
+    before = len(list((stage.parts / "device-1" / "train").glob("*/*.png")))
+    coordinator = endless(stage, devices=2)
+    for name in ("device-0", "device-1"):
+        stage.device(name)
+    wait_for(lambda: len(images_of(stage, 1)) == 2, "the first round")
+    [(classes,)] = stage.query("select classes from runs")
+    assert "zebra" not in classes
+    assert '"2"' in classes
+    [left_out] = [line for line in stage.log("coordinator").splitlines() if "without an image on any device" in line]
+    assert left_out.endswith("'zebra'")
+
+    picture = next((stage.parts / "device-0" / "train" / "2").glob("*.png"))
+    shutil.copy(picture, stage.parts / "device-1" / "train" / "2" / "new.png")
+    grown = [images_of(stage, 1)[0], before + 1]
+    wait_for(lambda: images_of(stage, max(rounds(stage)) - 1) == grown, "a round with the filled folder")
+
+    coordinator.send_signal(signal.SIGINT)
+    assert stage.finish(coordinator, "coordinator") == 130
+    assert stage.query("select count(*) from refusals") == [(0,)]
+
+
 def images_of(stage: Stage, number: int) -> list[int]:
     """Training images of the devices of a round."""
     return [

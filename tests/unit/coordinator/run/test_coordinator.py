@@ -244,6 +244,18 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     assert late.got(Task) == []
 
 
+def test_class_folders_that_are_empty_everywhere_are_named_and_left_out(stage: Stage) -> None:
+    """A folder that another device fills is a class."""
+    stage.fake("a", silent, classes=("0", "1"))
+    stage.fake("b", silent, classes=("2",))
+    for fake, empty in zip(stage.fakes, (("2", "horse"), ("horse", "cow")), strict=True):
+        fake.hello = msgspec.structs.replace(fake.hello, empty_folders=empty)
+    stage.start(devices=2, classes=())
+    stage.drive(lambda: bool(stage.fakes[0].tasks()))
+    assert stage.store.run("r").classes == CLASSES
+    assert "class folders without an image on any device, not of this run: 'cow', 'horse'" in stage.lines
+
+
 def test_classes_that_differ_in_case_alone_are_pointed_out(stage: Stage) -> None:
     stage.fake("a", silent, classes=("deer", "frog"))
     stage.fake("b", silent, classes=("Deer",))

@@ -1,5 +1,8 @@
 import io
+import json
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from PIL import Image
 
 from fedvit.data.images import (
     augment,
+    decoded_bytes_within,
     draw_kept,
     header_problem,
     is_image_name,
@@ -24,6 +28,17 @@ from fedvit.errors import DataError
 from fedvit.program import Batch
 
 PLAIN = {"image_size": 4, "patch_size": 2, "batch_size": 2, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+
+_PEAK_CHILD = """
+import json, resource, sys
+from pathlib import Path
+from fedvit.data.images import read_image
+path, most = Path(sys.argv[1]), int(sys.argv[2])
+read_image(path.with_name("small.jpg"), 8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+mean = float(read_image(path, 224, decoded_bytes=most).mean())
+print(json.dumps([mean, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024]))
+"""
 
 
 def saved(path: Path, image: Image.Image, **options: object) -> Path:
@@ -208,7 +223,7 @@ class TestReadImage:
         assert header_problem(path) is None
         assert abs(int(read_image(path, 32).mean()) - 200) <= 1
 
-    @pytest.mark.parametrize(("side", "limit"), [(9_000, "take 308 MiB, at most 256 MiB"), (60_000, "bomb")])
+    @pytest.mark.parametrize(("side", "limit"), [(9_000, "take 308 MiB, at most 256 MiB"), (60_000, "take 13732 MiB")])
     def test_bomb_is_refused_by_its_header(self, tmp_path: Path, side: int, limit: str) -> None:
         """A few hundred bytes that say that they are a huge image."""
         path = tmp_path / "a.png"
@@ -221,11 +236,38 @@ class TestReadImage:
             read_image(path, 32)
 
     def test_progressive_photo_is_kept_whole_by_its_decoder(self, tmp_path: Path) -> None:
-        """1 megapixel takes 4 MiB where it cannot be decoded smaller."""
+        """1 megapixel with halved colours has 1.5 million coefficients of 2 bytes, also if it is decoded smaller."""
         photo = Image.new("RGB", (1024, 1024))
         assert header_problem(saved(tmp_path / "a.jpg", photo), decoded_bytes=1 << 20) is None
         problem = header_problem(saved(tmp_path / "b.jpg", photo, progressive=True), decoded_bytes=1 << 20)
-        assert problem == "too large: 1024 x 1024 pixels take 4 MiB, at most 1 MiB may be"
+        assert problem == "too large: 1024 x 1024 pixels of a progressive JPEG take 3 MiB, at most 1 MiB may be"
+        with pytest.raises(DataError, match="of a progressive JPEG take 3 MiB"):
+            read_image(tmp_path / "b.jpg", 32, decoded_bytes=1 << 20)
+
+    def test_photo_whose_first_scan_lacks_components_is_kept_whole_too(self, tmp_path: Path) -> None:
+        """Its decoder needs the other scans before it can show a line."""
+        path = saved(tmp_path / "a.jpg", Image.new("RGB", (1024, 1024)))
+        content = bytearray(path.read_bytes())
+        scan = content.index(b"\xff\xda")
+        assert content[scan + 4] == 3
+        content[scan + 2 : scan + 14] = b"\x00\x08\x01\x01\x00\x00\x3f\x00" + bytes(4)
+        path.write_bytes(content)
+        problem = header_problem(path, decoded_bytes=1 << 20)
+        assert problem is not None
+        assert problem.startswith("too large: ")
+
+    def test_photo_of_200_megapixels_fits_into_the_smallest_allowance(self, tmp_path: Path) -> None:
+        """16 MiB for the decoded image, with a copy of it; pillow itself refuses so many pixels."""
+        path = saved(tmp_path / "a.jpg", Image.new("L", (16_320, 12_240), 200))
+        saved(tmp_path / "small.jpg", Image.new("L", (16, 16)))
+        least = decoded_bytes_within(1)
+        assert header_problem(path, decoded_bytes=least) is None
+        child = subprocess.run(
+            [sys.executable, "-c", _PEAK_CHILD, str(path), str(least)], capture_output=True, text=True, check=True
+        )
+        mean, grown_bytes = json.loads(child.stdout)
+        assert abs(mean - 200) <= 1
+        assert grown_bytes < 3 * least
 
     def test_eps_under_another_name_is_refused(self, tmp_path: Path) -> None:
         """Pillow would start ghostscript to decode it."""

@@ -36,7 +36,6 @@ def test_labels_are_the_characters_that_follow(folder: Path) -> None:
     assert written(data.test, data.classes) == [("bc\n", "c\na")]
     assert data.counts == (data.classes, 2, 1)
     assert data.problems() == []
-    assert data.without_images() == []
 
 
 def test_text_keeps_its_meaning_under_the_classes_of_a_run(folder: Path) -> None:

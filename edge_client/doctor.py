@@ -10,7 +10,10 @@ import socket
 import ssl
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from edge_client.clocks import compare_clocks, explain_refusal
 from edge_client.doctor_context import DAY_S, LEVELS, DoctorContext, Finding, Level
@@ -20,8 +23,8 @@ from edge_client.status import Unusable, read_status
 from edge_client.vault import Vault
 from fedvit import kernels
 from fedvit.blobs import ALGORITHM, is_whole
-from fedvit.data.folder import DeviceData
-from fedvit.data.images import DAMAGED
+from fedvit.data.folder import DeviceData, TextSplit, why_passed_over
+from fedvit.data.images import DAMAGED, decoded_bytes_within
 from fedvit.data.split import KeptSplit
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
 from fedvit.files import folder_bytes
@@ -43,6 +46,8 @@ HOT_C = 80.0
 YEARS_AHEAD = 20
 ENGINE_S = 60.0
 MOST_NAMED = 5
+DECODED_SIDE = 224
+"""Pixels of an image that is decoded on trial."""
 CONNECT_S = 5.0
 SMALLER_BYTES = (65_536, 16_384, 4_096)
 """Sizes to try if a whole chunk is not accepted, to report which size is."""
@@ -292,24 +297,33 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
     layout = "images belong in FOLDER/CLASS/, or FOLDER/train/CLASS/ and FOLDER/test/CLASS/ (docs/data.md)"
     try:
         split = KeptSplit.load(split_file(context.state), context.test_share) if context.state else None
-        images = DeviceData.open(context.data, test_share=context.test_share, split=split)
+        images = DeviceData.open(
+            context.data,
+            test_share=context.test_share,
+            cache_bytes=0,
+            decoded_bytes=decoded_bytes_within(context.budget.memory_bytes),
+            split=split,
+        )
     except (DataError, StorageFailed) as error:
         yield Finding(check="data", level="error", what=str(error), hint=layout)
         return
-    counts = f"{len(images.train)} training and {len(images.test)} test images"
-    yield Finding(
-        check="data", level="ok", what=f"{counts} of {counted(len(images.classes), 'class')}: {_few(images.classes)}"
-    )
-    if images.unusable:
-        listed = "; ".join(f"{path}: {reason}" for path, reason in images.unusable[:MOST_NAMED])
-        more = f"; and {len(images.unusable) - MOST_NAMED} more" if len(images.unusable) > MOST_NAMED else ""
-        what = f"images that cannot be read and are skipped: {len(images.unusable)}; {listed}{more}"
+    what = f"{len(images.train)} training and {len(images.test)} test images"
+    what += f" of {counted(len(images.classes), 'class')}: {_few(images.classes)}"
+    decoded, count = _decode_sample(images, context.decoded_images), len(images.train) + len(images.test)
+    if decoded < count:
+        what += f"; {decoded} of them were decoded on trial, --deep decodes all"
+    yield Finding(check="data", level="ok", what=what)
+    if unreadable := [*images.unusable, *images.train.failed.items(), *images.test.failed.items()]:
+        parts = [(path, *reason.partition(": ")) for path, reason in unreadable]
+        listed = _by_kind([(f"{path} ({detail})" if detail else str(path), kind) for path, kind, _, detail in parts])
+        what = f"images that cannot be read and are skipped: {len(unreadable)}; {listed}"
         yield Finding(check="data", level="warning", what=what, hint="save them again as PNG or JPEG, or delete them")
-    for reason, files in undecoded(context).items():
+    for reason, files in undecoded(context).items() if decoded < count else ():
         what = f"images that could not be decoded in the last run: {files.count}, {reason}: {_few(files.examples)}"
         yield Finding(check="data", level="warning", what=what, hint="save them again as PNG or JPEG, or delete them")
     if images.passed_over:
-        what = f"not used: {len(images.passed_over)}; {_few(tuple(map(str, images.passed_over)))}"
+        listed = _by_kind([(str(path), why_passed_over(path)) for path in images.passed_over])
+        what = f"not used: {len(images.passed_over)}; {listed}"
         hint = "images lie directly in a class folder, as PNG, JPEG, ... (not HEIC): convert or move them"
         yield Finding(check="data", level="warning", what=what, hint=hint)
     if images.empty:
@@ -318,6 +332,21 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
     if not len(images.test):
         what = "there is no test image: the model cannot be evaluated on this device"
         yield Finding(check="data", level="warning", what=what, hint="give --test-share, or a folder test/CLASS/")
+
+
+def _decode_sample(images: DeviceData, most: int | None) -> int:
+    """Decode up to `most` images, spread evenly over all; return their number. `failed` of the data has the damaged.
+
+    A text counts as decoded: it is read whole when it is opened.
+    """
+    places = [(split, row) for split in (images.train, images.test) for row in range(len(split))]
+    if isinstance(images.train, TextSplit):
+        return len(places)
+    count = len(places) if most is None else min(most, len(places))
+    for number in range(count):
+        split, row = places[number * len(places) // count]
+        split.load(np.array([row]), DECODED_SIDE)
+    return count
 
 
 def undecoded(context: DoctorContext) -> dict[str, Unusable]:
@@ -442,6 +471,18 @@ def _exit_reason(code: int, output: bytes) -> str:
         return f"it was ended by {signal.Signals(-code).name}"
     output_lines = output.decode(errors="replace").strip().splitlines()
     return output_lines[-1] if output_lines else f"it ended with code {code}"
+
+
+def _by_kind(files: list[tuple[str, str]]) -> str:
+    """Names of files by kind, the first ones of each."""
+    kinds = defaultdict[str, list[str]](list)
+    for name, kind in files:
+        kinds[kind].append(name)
+    return "; ".join(
+        f"{kind}: {', '.join(names[:MOST_NAMED])}"
+        + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+        for kind, names in sorted(kinds.items())
+    )
 
 
 def _few(names: tuple[str, ...]) -> str:

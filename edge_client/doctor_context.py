@@ -16,6 +16,8 @@ from fedvit.wire.topics import Topics
 from profiles.probes.kernel import ROOT
 
 DAY_S = 86400.0
+MOST_DECODED = 100
+"""Images that are decoded on trial by default: some seconds on a Raspberry Pi."""
 
 Level = Literal["ok", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "error")
@@ -41,6 +43,7 @@ class DoctorContext:
     state: Path | None
     data: Path | None
     test_share: float
+    decoded_images: int | None = MOST_DECODED  # images that are decoded on trial; None: all
     budget: Budget = field(default_factory=Budget)
     temperature_limit_c: float | None = None
     most_celsius: float | None = None  # tasks are declined above it

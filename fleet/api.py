@@ -5,6 +5,7 @@ For notebooks and scripts (docs/python.md). Everything lies where the commands l
 """
 
 import io
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class FinishedRun:
 
     name: str
     folder: Path
-    seconds: float  # that this call took; of a run that was resumed the last part
+    seconds: float  # that the call of `run` took, from dealing out to the last figure; a resumed run: the last call
     summary: RunSummary  # all figures: of rounds, of devices, what was refused
 
     @property
@@ -155,6 +156,7 @@ def run(
 
     Raises ConfigError before anything is written where settings are wrong, and FedvitError when the run fails.
     """
+    began = time.monotonic()
     if engine not in get_args(Engine):
         raise ConfigError(f"{WHERE}: unknown engine {engine!r}{known_are(engine, get_args(Engine))}")
     if resume and name is None:
@@ -192,7 +194,7 @@ def run(
         except KeyboardInterrupt:
             display.line(f"interrupted: the same call with name={name!r} and resume=True resumes the run")
             raise
-    return FinishedRun(name, outcome.folder, outcome.seconds, outcome.summary)
+    return FinishedRun(name, outcome.folder, time.monotonic() - began, outcome.summary)
 
 
 def _checked(values: dict[str, Any]) -> RunConfig:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from fedvit.command_line import Command, json_flag
 from fedvit.data.images import Indices, Pixels
-from fedvit.data.layout import TEST, TRAIN
+from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN
 from fedvit.data.split import split_train_test
 from fedvit.data.text import character_name, write_texts
 from fedvit.errors import ConfigError, DataError, StorageFailed
@@ -40,7 +40,6 @@ from fleet.partitions.dealing import refuse_empty
 from fleet.partitions.feature_noise import add_noise
 from fleet.partitions.natural import Natural
 
-SUMMARY_FILE = "partition.json"
 PLOT_FILE = "partition.png"
 GLOBAL_TEST = "global-test"
 """Folder beside those of devices: class folders of images that no device has."""
@@ -448,7 +447,7 @@ def _new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _write_summary(summary: PartitionSummary, folder: Path) -> None:
-    (folder / SUMMARY_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    (folder / PARTITION_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
@@ -459,9 +458,9 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(f"{out} is not empty; choose another folder, or overwrite it (--overwrite)")
-    if not (out / SUMMARY_FILE).is_file():
+    if not (out / PARTITION_FILE).is_file():
         # a mistyped path must not delete a home folder
-        raise ConfigError(f"{out} holds no {SUMMARY_FILE}, so it is no earlier partition and is not overwritten")
+        raise ConfigError(f"{out} holds no {PARTITION_FILE}, so it is no earlier partition and is not overwritten")
 
 
 @dataclass(frozen=True)

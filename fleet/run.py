@@ -17,7 +17,7 @@ from coordinator.broker.process import FLEET_USER, claim_port
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.show import print_summary
-from coordinator.config import BrokerConfig, StartConfig, read_toml
+from coordinator.config import BrokerConfig, StartConfig, read_toml, with_listen_port
 from edge_client.commands.options import BROKER_VARIABLE
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError
@@ -64,7 +64,7 @@ def run_fleet(
     """
     from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
 
-    config = checked_config({**values, "devices": len(folders)}, "run")
+    config = checked_config({**_with_free_port(values), "devices": len(folders)}, "run")
     home = out / run
 
     commands = {
@@ -97,7 +97,7 @@ def run_virtual(
     """
     from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
 
-    config = checked_config({**VIRTUAL_DEFAULTS, **values, "devices": count}, "run")
+    config = checked_config({**VIRTUAL_DEFAULTS, **_with_free_port(values), "devices": count}, "run")
     home = out / run
 
     def arguments(parts: str, state: str) -> dict[str, list[str]]:
@@ -142,6 +142,14 @@ def _run_on_nodes(
         return _run_processes(
             config, commands, out=out, run=run, quiet=quiet, restarts=True, devices=hosts, address=address
         )
+
+
+def _with_free_port(values: dict[str, Any]) -> dict[str, Any]:
+    """Configuration whose broker takes a free port, if none is given: nobody but the devices started here connects."""
+    broker = values.get("broker", {})
+    if not isinstance(broker, dict):
+        return values  # the check of the configuration refuses it
+    return {**values, "broker": {"port": 0, **with_listen_port(broker, "broker")}}
 
 
 class Devices(Protocol):

@@ -138,8 +138,8 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if name is None:
             return None
         if name not in self.modes:
-            known = ", ".join(self.modes) or "none"
-            raise ConfigError(f"board {self.id!r} has no power mode {name!r}; its modes are: {known}")
+            known = ", ".join(f"{self.id}@{mode}" for mode in self.modes) or self.id
+            raise ConfigError(f"board {self.id!r} has no power mode {name!r}; choose one of: {known}")
         return self.modes[name]
 
     def training_cores(self, mode: str | None = None) -> list[tuple[Cores, int, float]]:

@@ -46,7 +46,7 @@ def entry(board: Board) -> dict[str, Any]:
 
 
 def boards_table(width: int) -> Table:
-    """One line per board, in its default power mode."""
+    """One line per board, in its default power mode, and one per other power mode."""
 
     def drawn(*, every: bool) -> Table:
         made = table(None)
@@ -56,15 +56,15 @@ def boards_table(width: int) -> Table:
         for heading in ("memory\nGiB", "cores", "peak\nGFLOP/s", "training\nViT-B", "memory\nGB/s", "load\nW"):
             column(made, heading)
         column(made, "installs", justify="left")
-        for board in boards():
-            load_w = board.load_w()
+        for board, mode in ((each, mode) for each in boards() for mode in each.modes or [None]):
+            load_w = board.load_w(mode)
             made.add_row(
-                Text(board.id),
+                Text(f"{board.id}@{mode}" if mode else board.id),
                 *((Text(board.name),) if every else ()),
                 f"{board.memory.ram_bytes.value / 2**30:g}",
-                str(sum(count for _, count, _ in board.training_cores())),
-                f"{board.peak_flops_per_s() / 1e9:.0f}",
-                f"{board.training_flops_per_s(768) / 1e9:.0f}",
+                str(sum(count for _, count, _ in board.training_cores(mode))),
+                f"{board.peak_flops_per_s(mode) / 1e9:.0f}",
+                f"{board.training_flops_per_s(768, mode) / 1e9:.0f}",
                 f"{board.stream_bytes_per_s.value / 1e9:.1f}",
                 "-" if load_w is None else f"{load_w:.0f}",
                 "yes" if board.software.installs else "only in a container",
@@ -107,7 +107,7 @@ def _modes(board: Board) -> Table:
     for name, mode in board.modes.items():
         cores = board.training_cores(name)
         modes.add_row(
-            Text(name, style="bold" if name == board.default_mode else ""),
+            Text(f"{board.id}@{name}", style="bold" if name == board.default_mode else ""),
             " + ".join(str(count) for _, count, _ in cores),
             " + ".join(f"{clock_hz / 1e9:.2f}" for _, _, clock_hz in cores),
             f"{board.peak_flops_per_s(name) / 1e9:.0f}",

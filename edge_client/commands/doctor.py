@@ -20,15 +20,16 @@ from fedvit.wire.topics import Topics
     params=of_program(*OF_DEVICE, "test_share", "max_temperature", "min_battery", "vault_key"),
     examples=["edge-client doctor --broker SERVER --data ~/images"],
 )
+@click.option("--deep", is_flag=True, help="Decode every image; by default a sample of 100.")
 @json_flag
 @click.pass_context
-def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
+def doctor(context: click.Context, /, *, deep: bool, as_json: bool, **own: Any) -> None:
     """Check whether this device can take part, with a hint for each problem.
 
     Exit code 0: all is well; 1: warnings; 2: errors.
     """
     from edge_client.doctor import lines, run_checks, worst
-    from edge_client.doctor_context import LEVELS, DoctorContext, Finding
+    from edge_client.doctor_context import LEVELS, MOST_DECODED, DoctorContext, Finding
 
     given = given_to(context, own)
     endpoint = endpoint_of(given)
@@ -40,6 +41,7 @@ def doctor(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
         state=state,
         data=given["data"],
         test_share=given["test_share"],
+        decoded_images=None if deep else MOST_DECODED,
         budget=Budget(memory_bytes=given["memory_budget"]),
         temperature_limit_c=given["temperature_limit"],
         most_celsius=given["max_temperature"],

@@ -11,8 +11,8 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from fedvit.data.images import DECODED_BYTES, Indices, Pixels, header_problem, read_image
-from fedvit.data.layout import TEST, TRAIN, UNLABELLED, find_layout, read_tree
+from fedvit.data.images import DECODED_BYTES, Indices, Pixels, header_problem, is_image_name, read_image
+from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN, UNLABELLED, find_layout, read_tree
 from fedvit.data.split import KeptSplit, split_train_test
 from fedvit.data.text import SETTINGS, is_text_folder, read_texts, text_file
 from fedvit.errors import DataError
@@ -24,7 +24,8 @@ Flags = npt.NDArray[np.bool_]
 _CLASS_LEVELS = 2  # train/<class>/ below the folder
 
 NEW_CLASS = "of a class that the run does not have"
-PASSED_OVER = "not in a class folder, or of an unknown type"
+UNKNOWN_TYPE = "of an unknown type"
+MISPLACED = "not directly in a class folder"
 
 
 class Stamp(NamedTuple):
@@ -320,7 +321,18 @@ class DeviceData:
         """Every file that is not used, with the reason: also images that could not be decoded so far."""
         # copied in one step, since a task in another thread may add to it
         failed = self.train.files.failed.copy() | self.test.files.failed.copy()
-        return [*self.unusable, *failed.items(), *((path, PASSED_OVER) for path in self.passed_over)]
+        return [*self.unusable, *failed.items(), *((path, why_passed_over(path)) for path in self.passed_over)]
+
+
+def why_passed_over(path: Path) -> str:
+    """Reason why a file, or a folder inside a class folder, is not used.
+
+    >>> why_passed_over(Path("cat/IMG_1.HEIC")), why_passed_over(Path("0.png"))
+    ('of an unknown type: .heic', 'not directly in a class folder')
+    """
+    if is_image_name(path.name) or path.is_dir():
+        return MISPLACED
+    return f"{UNKNOWN_TYPE}: {path.suffix.lower() or 'without an extension'}"
 
 
 def _checked(paths: Sequence[Path], decoded_bytes: int, before: Mapping[Path, Checked]) -> dict[Path, Checked]:
@@ -366,5 +378,8 @@ def _nothing_to_train(folder: Path, classes: tuple[str, ...], unusable: list[tup
     if unusable:
         path, reason = unusable[0]
         return f"{folder}: none of the {len(unusable)} images for training can be read; {path}: {reason}"
+    for place in (folder, *(folder / name for name in classes)):
+        if (place / PARTITION_FILE).is_file() and (device := place / "device-0").is_dir():
+            return f"{folder}: holds the folders of several devices; choose one of them, for instance {device}"
     more = ", ..." if len(classes) > 10 else ""
     return f"{folder}: no images for training in the {len(classes)} class folders ({', '.join(classes[:10])}{more})"

@@ -15,6 +15,8 @@ from fedvit.errors import DataError
 File = TypeVar("File")
 
 TRAIN, TEST = "train", "test"
+PARTITION_FILE = "partition.json"
+"""Lies beside the devices' folders that `fleet partition` made."""
 UNLABELLED = "unlabelled"
 """In a device's folder: images that wait for a label. It is no class."""
 

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 import msgspec
 import numpy as np
 import pytest
+from PIL import Image
 
 from edge_client.doctor import (
     CHECKS,
@@ -35,6 +36,7 @@ from edge_client.doctor_context import DAY_S, DoctorContext, Finding
 from edge_client.status import Doing, Status, Unusable
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
+from fedvit.data.images import DAMAGED
 from fedvit.resources import Budget, ResourceUse
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received
@@ -42,6 +44,7 @@ from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import CoordinatorState, Result, encode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
+from fleet.partition import deal
 from profiles.probes.broker import BrokerProbe
 from tests.support.boards import pi_4, pi_5, write_tree
 from tests.support.brokers import mosquitto, served
@@ -345,7 +348,59 @@ def test_images_all_that_is_left_out_is_named(context: DoctorContext, digits: Pa
     assert stray_files.what.startswith("not used: 3; ")
     for stray in (strays[0], strays[1], strays[2].parent):
         assert str(stray) in stray_files.what
-    assert empty.what == ("class folders without an image that can be read: cow; a run may count them as classes")
+    assert f"of an unknown type: .heic: {strays[1]}" in stray_files.what
+    assert empty.what == "class folders without an image that can be read: cow; they do not count as classes"
+
+
+def test_images_no_kind_of_unused_file_is_hidden_by_many_of_another(
+    context: DoctorContext, digits: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(digits, data)
+    for number in range(20):
+        (data / f"a{number:02}.txt").write_text("x")
+    (data / "train" / "0" / "z.HEIC").write_text("x")
+    _, stray_files = check_data(replace(context, data=data))
+    assert "z.HEIC" in stray_files.what
+    assert "a00.txt" in stray_files.what
+    assert "and 15 more" in stray_files.what
+
+
+def cut_off(path: Path) -> Path:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return path
+
+
+def test_images_that_are_cut_off_are_found_and_named(context: DoctorContext, digits: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(digits, data)
+    broken = [cut_off(data / "train" / "0" / "half.jpg"), cut_off(data / "test" / "1" / "half.jpg")]
+    whole, unreadable = check_data(replace(context, data=data))
+    assert "on trial" not in whole.what
+    assert (whole.level, unreadable.level) == ("ok", "warning")
+    assert all(str(image) in unreadable.what for image in broken)
+    assert DAMAGED in unreadable.what
+
+
+def test_images_beyond_the_sample_are_decoded_with_deep(context: DoctorContext, digits: Path, tmp_path: Path) -> None:
+    """A sample of one image is that of the beginning."""
+    data = tmp_path / "data"
+    shutil.copytree(digits, data)
+    cut_off(data / "train" / "1" / "zzz.jpg")
+    [sampled] = check_data(replace(context, data=data, decoded_images=1))
+    assert "; 1 of them were decoded on trial" in sampled.what
+    _, unreadable = check_data(replace(context, data=data, decoded_images=None))
+    assert "zzz.jpg" in unreadable.what
+
+
+def test_folder_of_several_devices_is_recognised(context: DoctorContext, digits: Path, tmp_path: Path) -> None:
+    deal(str(digits), "iid", 2, tmp_path / "images" / "parts")
+    for data in (tmp_path / "images", tmp_path / "images" / "parts"):
+        [found] = check_data(replace(context, data=data))
+        assert found.level == "error"
+        assert str(tmp_path / "images" / "parts" / "device-0") in found.what
 
 
 def test_images_that_the_device_could_not_decode_are_named(
@@ -361,7 +416,7 @@ def test_images_that_the_device_could_not_decode_are_named(
         rss_bytes=1, peak_rss_bytes=None, memory_budget_bytes=None,
     )  # fmt: skip
     (state / "status.json").write_bytes(msgspec.json.encode(status))
-    _, found = check_data(replace(context, data=digits, state=state))
+    _, found = check_data(replace(context, data=digits, state=state, decoded_images=1))
     assert found.level == "warning"
     assert found.what == ("images that could not be decoded in the last run: 2, damaged or cut off: 0/a.png, 1/b.png")
 

@@ -47,7 +47,7 @@ def test_what_the_device_did(world: World, fedavg: Setting, status: Callable[[],
     assert {reason: (files.count, files.examples) for reason, files in found.doing.unusable.items()} == {
         "an empty file": (1, ("train/1/empty.png",)),
         "damaged or cut off": (1, ("train/0/00.png",)),
-        "not in a class folder, or of an unknown type": (1, ("train/1/film.mp4",)),
+        "of an unknown type": (1, ("train/1/film.mp4",)),
     }
     assert (found.device, found.federation, found.process) == ("pi", "home", os.getpid())
     assert found.rss_bytes > 0

@@ -4,7 +4,8 @@ import io
 import json
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +82,31 @@ def test_progress_is_that_of_the_commands_and_can_be_left_out(page: Executed) ->
 def test_a_finished_run_is_returned_as_it_is(page: Executed) -> None:
     again = page.names["again"]
     assert again.summary == page.result.summary
+
+
+def test_seconds_are_those_of_the_whole_call(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least those of its parts one after another, at most those around it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    parts: list[float] = []
+
+    def timed(part: Callable[..., Any]) -> Callable[..., Any]:
+        def work(*given: Any, **named: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return part(*given, **named)
+            finally:
+                parts.append(time.monotonic() - began)
+
+        return work
+
+    for name in ("_checked", "deal", "simulate"):
+        monkeypatch.setattr(api, name, timed(getattr(api, name)))
+    settings = {"rounds": 1, "model_options": {"patch_size": 8, "width": 32, "depth": 2, "heads": 2}}
+    began = time.monotonic()
+    result = run(dataset="digits", devices=2, method="fedavg", out=tmp_path / "runs", progress=False, **settings)
+    outer = time.monotonic() - began
+    assert len(parts) == 3
+    assert sum(parts) <= result.seconds <= outer
 
 
 def test_figures_are_those_of_the_command(page: Executed) -> None:

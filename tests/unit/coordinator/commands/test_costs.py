@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import cli
 from coordinator.planning.forecast import read_forecast
+from coordinator.planning.profiling import BoardMode
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, FedvitError, OverBudget
@@ -37,6 +38,9 @@ def test_boards_are_listed() -> None:
     lines = said("boards").stdout.splitlines()
     [row] = [line for line in lines if line.startswith("rpi5-8 ")]
     assert row.split()[-7:] == ["8", "4", "154", "72", "10.6", "13", "yes"]
+    names = [name for line in lines if "@" in (name := line.split(" ")[0])]
+    assert {"agx-orin-64@MAXN", "agx-orin-64@15W"} <= set(names)
+    assert all(BoardMode.parse(name).mode == name.partition("@")[2] for name in names)
     listed = json.loads(said("boards", "--json").stdout)
     assert {entry["id"] for entry in listed} >= {"rpi-zero2w", "thor-t5000"}
     assert next(entry for entry in listed if entry["id"] == "thor-t5000")["power_w"] is None
@@ -51,6 +55,8 @@ def test_one_board_with_its_sources() -> None:
     assert set(board["speeds"]) == {"MAXN", "50W", "30W", "15W"}
     assert {"nvpmodel", "sbc-bench", "fev"} <= set(board["sources"])
     assert "did you mean" in refused(ConfigError, "boards", "agx-orin")
+    assert "agx-orin-64@15W" in text
+    assert "choose one of: rpi5-8" in refused(ConfigError, "boards", "rpi5-8@5W")
     assert json.loads(said("boards", "agx-orin-64@15W", "--json").stdout)["id"] == "agx-orin-64"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from coordinator.planning.batch import method_batch
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import normalise, read_image, unfold
+from fedvit.data.layout import PARTITION_FILE
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Images, Method
 from fedvit.methods.calculus import Named
@@ -23,7 +24,7 @@ from fedvit.models.vit import PatchViT
 from fedvit.tensors import Array, Tensors
 from fleet.api import FinishedRun
 from fleet.experiments.cell import AttentionPicture, EmbeddedDevice
-from fleet.partition import SUMMARY_FILE, PartitionSummary
+from fleet.partition import PartitionSummary
 
 LEAST_DEVICES = 4
 """A plane of fewer embeddings shows nothing."""
@@ -63,7 +64,7 @@ def embedded_devices(
 
     perplexity = min(PERPLEXITY, (len(vectors) - 1) / 3)
     plane = TSNE(perplexity=perplexity, init="random", random_state=seed).fit_transform(np.stack([*vectors.values()]))
-    kinds = kinds_of(msgspec.json.decode((parts / SUMMARY_FILE).read_bytes(), type=PartitionSummary))
+    kinds = kinds_of(msgspec.json.decode((parts / PARTITION_FILE).read_bytes(), type=PartitionSummary))
     return [
         EmbeddedDevice(device=device, kind=kinds[device], x=float(x), y=float(y), novel=device not in known)
         for device, (x, y) in zip(vectors, plane, strict=True)

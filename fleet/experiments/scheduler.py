@@ -10,13 +10,14 @@ import msgspec
 
 from coordinator.config import MetricsConfig
 from coordinator.run.display import DeviceLine, Display, View
+from fedvit.data.layout import PARTITION_FILE
 from fedvit.files import atomic_write
 from fleet.datasets import read_dataset
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts
 from fleet.experiments.cell import LOG_FILE, CellFolder, CellResult
 from fleet.experiments.grid import Cell
-from fleet.partition import SUMMARY_FILE, deal
+from fleet.partition import deal
 from fleet.processes import Fleet, program
 
 POLL_S = 0.2
@@ -148,7 +149,7 @@ class Dealer:
         """Make the device folders of a cell, unless they exist. Raises FedvitError."""
         wanted = folder.cell.deal
         note = folder.parts.with_name(f"{folder.parts.name}.digest")
-        if (folder.parts / SUMMARY_FILE).is_file() and note.is_file() and note.read_text() == wanted.digest:
+        if (folder.parts / PARTITION_FILE).is_file() and note.is_file() and note.read_text() == wanted.digest:
             return
         key = (wanted.dataset, wanted.image_size)
         if key not in self._samples:

@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from fedvit.data.layout import PARTITION_FILE
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Images, Method
 from fedvit.models import SMALL
@@ -21,7 +22,7 @@ from fedvit.models.vit import PatchViT
 from fleet.api import FinishedRun
 from fleet.experiments.pictures import attention_rollout, embedded_devices, kinds_of
 from fleet.experiments.report import html_report
-from fleet.partition import SUMMARY_FILE, DeviceCounts, PartitionSummary
+from fleet.partition import DeviceCounts, PartitionSummary
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.tiny import TINY_MODEL
 
@@ -119,7 +120,7 @@ def test_device_is_of_its_domain_or_of_the_class_that_it_has_most_of() -> None:
 def test_like_embeddings_lie_together_on_the_plane(tmp_path: Path) -> None:
     """Eight devices in two domains, whose embeddings are around two points, one of them novel."""
     dealt = summary(domains=("clipart", "photo"), options={"per_domain": 4})
-    (tmp_path / SUMMARY_FILE).write_bytes(msgspec.json.encode(dealt))
+    (tmp_path / PARTITION_FILE).write_bytes(msgspec.json.encode(dealt))
     draw = np.random.default_rng(0)
     vectors = {f"device/device-{n}/embedding": draw.normal(10 * (n // 4), 0.1, 16).astype(np.float32) for n in range(8)}
     weights = {"generator/trunk.0.weight": np.ones((2, 2), np.float32)}

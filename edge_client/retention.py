@@ -6,6 +6,7 @@ stopped; the device itself does when a run has ended.
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def _why_kept(vault: Vault, run: str) -> str | None:
 class Entry(Struct, frozen=True, kw_only=True):
     """A run, file or folder that is removed, would be removed, or is kept."""
 
-    what: str  # run, blobs, file
-    run: str | None = None
+    what: str  # run, blobs, file, state
+    run: str | None = None  # of a whole state: its folder's name
     path: str
     bytes: int
     why: str
@@ -121,6 +122,26 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
             )
     kept = {run: "not named" for run in vault.runs() if run not in runs}
     return _removed(state, vault, dict.fromkeys(runs, "named"), kept, dry_run=dry_run)
+
+
+def remove_strays(base: Path, strays: list[Path], *, dry_run: bool) -> Report:
+    """Remove whole state folders below `base`, or only report them. Raises StorageFailed."""
+    removed = [
+        Entry(what="state", path=str(folder), run=folder.name, bytes=folder_bytes(folder), why="no run left anything")
+        for folder in strays
+    ]
+    for folder in () if dry_run else strays:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise storage_failed(f"cannot delete {folder}", error) from error
+    return Report(
+        state=str(base),
+        dry_run=dry_run,
+        removed_bytes=sum(entry.bytes for entry in removed),
+        removed=removed,
+        kept=[],
+    )
 
 
 def _removed(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str], *, dry_run: bool) -> Report:

@@ -6,7 +6,8 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,35 @@ def lock_state(folder: Path) -> int:
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
+
+
+@contextlib.contextmanager
+def locked_state(folder: Path) -> Iterator[int]:
+    """Lock the state while a device is built on it. If that fails, a state that did not exist before is removed."""
+    is_new = not folder.exists()
+    lock = lock_state(folder)
+    try:
+        yield lock
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        raise
+
+
+def stray_states() -> list[Path]:
+    """State folders of this user whose devices never took part in a run and that no process uses."""
+    base = state_base()
+    folders = sorted(base.iterdir()) if base.is_dir() else []
+    return [
+        folder
+        for folder in folders
+        if folder != identity_folder(None)
+        and any((folder / name).is_file() for name in ("lock", "profile.json"))
+        and not in_use(folder)
+        and not any((folder / "vault").glob("*/*"))
+        and not (folder / "identity").exists()
+    ]
 
 
 def in_use(folder: Path) -> bool:

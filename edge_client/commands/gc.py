@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import existing_state, lock_state
+from edge_client.state import existing_state, lock_state, state_base, stray_states
 from fedvit.command_line import Command, json_flag
 
 
@@ -22,18 +22,28 @@ from fedvit.command_line import Command, json_flag
     metavar="N",
     help="Number of newest runs whose vaults are kept; by default 1.",
 )
+@click.option(
+    "--strays",
+    is_flag=True,
+    help="Remove the state folders of this user's devices that never took part in a run, instead.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_flag
 @click.pass_context
-def gc(context: click.Context, /, *, keep_runs: int | None, dry_run: bool, as_json: bool, **own: Any) -> None:
+def gc(
+    context: click.Context, /, *, keep_runs: int | None, strays: bool, dry_run: bool, as_json: bool, **own: Any
+) -> None:
     """Remove the vaults of finished runs except the newest, blobs that no run needs, and incomplete files.
 
     Runs with an unacknowledged result and runs that may be resumed are kept.
     """
-    from edge_client.retention import collect, lines, locked
+    from edge_client.retention import collect, lines, locked, remove_strays
 
     given = given_to(context, {**own, "keep_runs": keep_runs})
-    state = existing_state(given)
-    with locked(state, lock_state):
-        report = collect(state, keep_runs=given["keep_runs"] or 1, dry_run=dry_run)
+    if strays:
+        report = remove_strays(state_base(), stray_states(), dry_run=dry_run)
+    else:
+        state = existing_state(given)
+        with locked(state, lock_state):
+            report = collect(state, keep_runs=given["keep_runs"] or 1, dry_run=dry_run)
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))

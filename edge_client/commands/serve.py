@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from edge_client.endpoint import find_endpoint
-from edge_client.state import default_state, device_id, home_folder, lock_state, split_file, status_file
+from edge_client.state import default_state, device_id, home_folder, locked_state, split_file, status_file
 from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
@@ -89,21 +89,21 @@ def serve(
     )
     endpoint = find_endpoint(broker, ca_file=ca_file, federation=federation, device=device, state=state)
     folder = state or default_state(data)
-    lock = lock_state(folder)
-    growing = GrowingFolder(
-        data,
-        split_file=split_file(folder),
-        test_share=test_share,
-        cache_bytes=image_cache_bytes(memory_budget),
-        decoded_bytes=decoded_bytes_within(memory_budget),
-    )
+    with locked_state(folder) as lock:
+        growing = GrowingFolder(
+            data,
+            split_file=split_file(folder),
+            test_share=test_share,
+            cache_bytes=image_cache_bytes(memory_budget),
+            decoded_bytes=decoded_bytes_within(memory_budget),
+        )
+        name = log_fields["device"] = device_id(folder, endpoint.device, data)
     images = growing.data
     home = home_folder()
     recent_log = RecentLog([home, data] if home else [data], images.classes) if sends_logs else None
     if recent_log:
         logging.getLogger().addHandler(recent_log)
     make_private(folder / kept for kept in ("blobs", "vault"))
-    name = log_fields["device"] = device_id(folder, endpoint.device, data)
     vault = Vault(folder / "vault", VaultKey.load(vault_key, make=True) if vault_key else None)
     vault.check_key()
     threads = threads or fast_cores()

@@ -138,16 +138,19 @@ def test_without_data(run: Run) -> None:
 
 def test_a_folder_that_is_not_there(run: Run, tmp_path: Path) -> None:
     assert_refused(run("--data", tmp_path / "nowhere"), DataError.exit_code, tmp_path / "nowhere", "no such folder")
+    assert [*(tmp_path / "home").rglob("lock")] == []
 
 
 def test_an_empty_folder(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert_refused(run("--data", tmp_path / "empty"), DataError.exit_code, tmp_path / "empty", "no class folders")
+    assert [*(tmp_path / "home").rglob("lock")] == []
 
 
 @pytest.mark.parametrize("name", ["two words", "", "süd/1", "-rf", ".."])
-def test_an_id_that_cannot_be_one(run: Run, digits: Path, name: str) -> None:
+def test_an_id_that_cannot_be_one(run: Run, digits: Path, tmp_path: Path, name: str) -> None:
     assert_refused(run("--data", digits, "--id", name), ConfigError.exit_code, repr(name), "--id")
+    assert [*(tmp_path / "home").rglob("lock")] == []
 
 
 @pytest.mark.parametrize("broker", ["http://h", "h:port"])

@@ -364,6 +364,27 @@ def test_gc_keeps_all_blobs_of_a_run_that_may_go_on_and_of_one_that_is_over_its_
     assert digests(blobs) == {noted.program, *noted.groups.values(), graphs["predict"].digest, *waits}
 
 
+def test_gc_removes_states_that_no_run_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one in use, nor one with a run, nor what is no state."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    base = tmp_path / "fedvit"
+    for name in ("stray", "used", "busy"):
+        os.close(lock_state(base / name))
+        (base / name / "vault").mkdir()
+    Vault(base / "used" / "vault").commit(Result("run", 1, "train", 5, {}, ResourceUse()), {"w": np.ones(4)})
+    for name in ("identity", "other"):
+        (base / name).mkdir()
+    lock = lock_state(base / "busy")
+    try:
+        planned = report("gc", "--strays", "--dry-run")
+        assert [entry["path"] for entry in planned["removed"]] == [str(base / "stray")]
+        assert (base / "stray").is_dir()
+        assert report("gc", "--strays")["removed"] == planned["removed"]
+    finally:
+        os.close(lock)
+    assert sorted(path.name for path in base.iterdir()) == ["busy", "identity", "other", "used"]
+
+
 def test_gc_prints_a_table(state: Path) -> None:
     lines = call("gc", "--state", state, "--dry-run").output.splitlines()
     assert [line.split()[:4] for line in lines[:2]] == [["would", "remove", "run", run] for run in ("older", "oldest")]

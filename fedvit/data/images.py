@@ -5,6 +5,7 @@ C = 3 colours, P patch side, N patches, K kept patches, V = 3 P P values of a pa
 """
 
 import contextlib
+import os
 from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
 
@@ -235,13 +236,13 @@ def _scanned_components(file: IO[bytes] | None) -> int:
     """Count the components in the first scan of a JPEG file; 0 if its segments cannot be followed."""
     if file is None:
         return 0
-    place = file.tell()
+    place = file.seek(0, os.SEEK_CUR)
     try:
         file.seek(2)
         while len(head := file.read(5)) == 5 and head[0] == 0xFF:
             if head[1] == _START_OF_SCAN:
                 return head[4]
-            file.seek(int.from_bytes(head[2:4]) - 3, 1)  # its length counts from the third byte on
+            file.seek(int.from_bytes(head[2:4]) - 3, os.SEEK_CUR)  # its length counts from the third byte on
     finally:
         file.seek(place)
     return 0

@@ -525,6 +525,8 @@ class Agent:
             return
         if self._epoch != welcome.epoch:
             log.info("joined", extra={"device": self.device, "next": welcome.waiting_for})
+            if self.renewal:
+                self.renewal.ask_soon()
         if welcome.store not in ("", self.exchange.store_origin):
             log.info("large blobs come from an object store", extra={"store": welcome.store})
         self.exchange.store_origin = welcome.store

@@ -137,6 +137,10 @@ class Renewal:
         self._asked_at = None
         self.tick(transport)
 
+    def ask_soon(self) -> None:
+        """Ask again at the next tick: after a restart of the server, nobody may have heard the first request."""
+        self._asked_at = None
+
     def tick(self, transport: Transport) -> None:
         """Called often while the link is up."""
         now = time.monotonic()

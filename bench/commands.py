@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 import click
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from bench.cases import CASES, choose
 from coordinator.run.display import choose_display
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import atomic_write
+from profiles.report.console import Console
 
 _NAMES = ", ".join(case.name for case in CASES)
 

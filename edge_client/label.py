@@ -22,6 +22,7 @@ from fedvit.data.layout import TRAIN, UNLABELLED, find_layout, read_tree
 from fedvit.errors import ConfigError, DataError
 from fedvit.program import Batch
 from fedvit.quantities import counted
+from fedvit.terminal import escape_line, write_styled
 
 SKIP, UNDO, QUIT, ACCEPT = " ", "u", "q", "\n"
 KEYS = [key for key in string.digits[1:] + "0" + string.ascii_letters if key not in (UNDO, QUIT)]
@@ -164,8 +165,7 @@ def run(labelling: Labelling, guesser: Guesser | None) -> None:
     with _single_keys():
         while labelling.current is not None:
             guess = _guessed(guesser, labelling.current)
-            sys.stdout.write(_screen(labelling, guess, keys))
-            sys.stdout.flush()
+            write_styled(_screen(labelling, guess, keys))
             for key in _typed():
                 if key == QUIT:
                     return
@@ -223,12 +223,14 @@ def _screen(labelling: Labelling, guess: Guess | None, keys: dict[str, str]) -> 
     try:
         picture = drawn(read_thumbnail(labelling.current, columns, 2 * max(rows - _LINES_BELOW, 4)))
     except DataError as error:
-        picture = str(error)
-    guessed = f"the model says {guess.label} ({guess.probability:.0%}), Enter agrees" if guess else "no guess"
-    named = "  ".join(f"[{key}] {name}" for key, name in keys.items())
+        picture = escape_line(str(error))
+    guessed = (
+        f"the model says {escape_line(guess.label)} ({guess.probability:.0%}), Enter agrees" if guess else "no guess"
+    )
+    named = "  ".join(f"[{key}] {escape_line(name)}" for key, name in keys.items())
     return (
         f"{_ESCAPE}[2J{_ESCAPE}[H{picture}\n"
-        f"{labelling.number} of {len(labelling)}: {labelling.current.name}; {guessed}\n"
+        f"{labelling.number} of {len(labelling)}: {escape_line(labelling.current.name)}; {guessed}\n"
         f"{named}\n[space] skip  [{UNDO}] undo  [{QUIT}] quit\n"
     )
 
@@ -261,5 +263,5 @@ def summary(labelling: Labelling) -> str:
     lines = [
         f"labelled {counted(labelling.labelled, 'image')}, {left} left; the device uses them from its next task on"
     ]
-    lines += [f"{path} cannot be read: {reason}" for path, reason in labelling.unreadable]
+    lines += [escape_line(f"{path} cannot be read: {reason}") for path, reason in labelling.unreadable]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.quantities import counted, format_bytes, format_seconds
+from fedvit.terminal import escape_line
 from fedvit.wire.messages import TaskKind
 from profiles.probes.host import resident_bytes
 
@@ -204,7 +205,7 @@ def lines(status: Status, *, running: bool) -> str:
     """The status as plain text."""
     rows = [*_rows(status, running)]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return "\n".join(f"{name:<{width}}  {escape_line(value)}" for name, value in rows)
 
 
 def _rows(status: Status, running: bool) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ import click
 from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
 from fedvit.logs import FORMAT_VARIABLE
+from fedvit.terminal import guard_streams
 
 RENAMED = {"--out": "--runs", "--name": "--run"}
 """Flags that had another name in an earlier version. Flags that were written without the name of their table, as in
@@ -113,6 +114,7 @@ def amount(parse: Callable[[str], float]) -> Callable[[click.Context, click.Para
 def run(command: click.Command, name: str) -> None:
     """Run a program's command line; `name` begins its error lines. Exit codes: fedvit.errors."""
     raise_limit()
+    guard_streams()
     try:
         command.main(standalone_mode=False)
     except FedvitError as error:

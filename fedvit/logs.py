@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from fedvit.terminal import escape_controls
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -26,10 +28,13 @@ _of_thread = threading.local()
 
 
 class KeyValueFormatter(logging.Formatter):
-    """`2026-11-22 12:00:01 I round closed  round=7 received=9`"""
+    """`2026-11-22 12:00:01 I round closed  round=7 received=9`, without control characters of its values"""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # the line without the traceback that may follow
         fields = [f"{name}={_short(value)}" for name, value in _fields(record).items()]
@@ -58,7 +63,7 @@ def json_line(level: str, message: str, fields: Mapping[str, object], *, at: flo
     """One line of a log in JSON; `at` is a Unix time, by default now."""
     date = datetime.now(UTC) if at is None else datetime.fromtimestamp(at, UTC)
     line = {"date": date.isoformat(timespec="milliseconds"), "level": level, "message": message}
-    return json.dumps(line | {name: _plain(value) for name, value in fields.items()})
+    return escape_controls(json.dumps(line | {name: _plain(value) for name, value in fields.items()}))
 
 
 def as_json() -> bool:

@@ -106,9 +106,8 @@ class FinishedRun:
         return f"<run {self.name}: {len(self.rounds)} rounds{accuracy}, {self.seconds:.1f} s, in {self.folder}>"
 
     def __str__(self) -> str:
-        from rich.console import Console
-
         from coordinator.commands.run_tables import report
+        from profiles.report.console import Console
 
         text = io.StringIO()
         Console(file=text, width=WIDTH, color_system=None).print(report(self.summary, WIDTH))

@@ -42,13 +42,12 @@ DEMO: dict[str, Any] = {
 @json_flag
 def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, as_json: bool) -> None:
     """Partition handwritten digits over devices, and train on them with real processes over MQTT."""
-    from rich.console import Console
-
     from fleet.datasets.digits import read_digits  # imports scikit-learn, which --help does not need
     from fleet.devices import device_folders
     from fleet.partition import summary_table, write_device_folders
     from fleet.partitions import partition
     from fleet.run import outcome_json, run_fleet
+    from profiles.report.console import Console
 
     values = {**DEMO, "rounds": rounds, "seed": seed, "method": method}
     if method != DEMO["method"]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import click
 import msgspec
-from rich.console import Console
 
 from coordinator.run.display import Display, choose_display
 from fedvit.command_line import Command, json_flag
@@ -24,6 +23,7 @@ from fleet.experiments.outcome import Outcome, make_outcome
 from fleet.experiments.scheduler import CellJob, CellProcess, run_cells
 from fleet.experiments.search import Schedule, planned_rounds, search_state
 from profiles.probes.host import usable_cores
+from profiles.report.console import Console
 
 RESULTS = ("results.json", "results.md", "report.html")
 LINE_EVERY_S = 60.0
@@ -100,7 +100,7 @@ def experiment_command(
             write_results(outcome, out)
         os.close(lock)
     if as_json:
-        click.echo(msgspec.json.encode(outcome))
+        click.echo(msgspec.json.encode(outcome).decode())
     elif outcome.has_figures:
         from fleet.experiments.report import terminal_report
 
@@ -188,7 +188,7 @@ def _list(grid: Grid, out: Path, as_json: bool) -> None:
              "finished": digest in schedule.over}
             for digest, cell in schedule.cells.items()
         ]  # fmt: skip
-        click.echo(msgspec.json.encode(cells_now))
+        click.echo(msgspec.json.encode(cells_now).decode())
         return
     for digest, cell in schedule.cells.items():
         click.echo(f"{cell.path}{'  finished' if digest in schedule.over else ''}")

@@ -15,7 +15,6 @@ import numpy as np
 from msgspec import Struct
 from PIL import Image
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -39,6 +38,7 @@ from fleet.partitions import (
 from fleet.partitions.dealing import refuse_empty
 from fleet.partitions.feature_noise import add_noise
 from fleet.partitions.natural import Natural
+from profiles.report.console import Console
 
 PLOT_FILE = "partition.png"
 GLOBAL_TEST = "global-test"
@@ -417,7 +417,7 @@ def partition_command(
         plot=plot,
     )
     if as_json:
-        click.echo(msgspec.json.encode(summary))
+        click.echo(msgspec.json.encode(summary).decode())
         return
     Console().print(summary_table(summary))
     if plot:

@@ -61,10 +61,9 @@ def chaos_command(
     The faults are drawn from the seed and printed. Exits with code 1 unless the federation recovered from every fault,
     no result was counted twice, and the tensors are those of an undisturbed run, bit for bit.
     """
-    from rich.console import Console
-
     from bench.chaos.outcome import shown
     from bench.chaos.scenario import SCENARIO, run_scenario, undisturbed_run
+    from profiles.report.console import Console
 
     if sys.platform != "linux":
         raise ConfigError(f"bench chaos needs Linux to limit files of running processes; this is {sys.platform}")

@@ -5,11 +5,11 @@ import sys
 
 import click
 import msgspec
-from rich.console import Console
 
 from bench.fuzz.report import tables
 from coordinator.run.display import choose_display
 from fedvit.logs import configure_logging
+from profiles.report.console import Console
 
 
 @click.command("fuzz")

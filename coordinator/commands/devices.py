@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 @json_flag
 def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: bool, as_json: bool) -> None:
     """List the devices of a deployment: when they joined, were last seen, and when their certificates expire."""
-    from rich.console import Console
     from rich.text import Text
 
     from coordinator.deployment import clock
     from coordinator.deployment.folder import Deployment
+    from profiles.report.console import Console
     from profiles.report.terminal import column
     from profiles.report.terminal import table as new_table
 

@@ -8,6 +8,7 @@ import msgspec
 from coordinator.commands.flags import existing_store, runs_flag
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
+from fedvit.terminal import escape_line
 
 
 @click.command(cls=Command, examples=["coordinator logs pi-kitchen", "coordinator logs pi-kitchen --run RUN --json"])
@@ -31,11 +32,6 @@ def logs(device: str, folder: Path, run: str | None, as_json: bool) -> None:
         where = f"run {run!r}" if run else f"any run of {folder}"
         raise ConfigError(f"device {device!r} has sent no log in {where}: it failed no task, or runs with --no-logs")
     for log in found:
-        click.echo(_printable(f"{log.at} run {log.run}, round {log.round}, {log.kind}: {log.reason}"))
+        click.echo(escape_line(f"{log.at} run {log.run}, round {log.round}, {log.kind}: {log.reason}"))
         for line in log.lines.splitlines():
-            click.echo(f"  {_printable(line)}")
-
-
-def _printable(text: str) -> str:
-    """The text comes from a device, and must not control the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+            click.echo(f"  {escape_line(line)}")

@@ -26,9 +26,8 @@ def profile(masks: tuple[float, ...], splits: tuple[int, ...], out: Path | None,
     Every --mask is combined with every --split. Ends with exit code 8 if no variant fits the budget of a device.
     """
     wanted = request_of(request, masks=masks, splits=splits)
-    from rich.console import Console
-
     from coordinator.planning.profiling import make_document
+    from profiles.report.console import Console
     from profiles.report.document import encode
     from profiles.report.profile_page import profile_page
     from profiles.report.terminal import profile_report
@@ -36,7 +35,7 @@ def profile(masks: tuple[float, ...], splits: tuple[int, ...], out: Path | None,
     document = make_document(wanted, progress=lambda line: click.echo(line, err=True))
     console = Console()
     if as_json:
-        click.echo(encode(document), nl=False)
+        click.echo(encode(document).decode(), nl=False)
     else:
         console.print(profile_report(document, console.width))
     if out:

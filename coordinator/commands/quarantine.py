@@ -19,10 +19,10 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
 
     A released device that had been sent away must be restarted.
     """
-    from rich.console import Console
     from rich.text import Text
 
     from coordinator.record.standings import release, standings
+    from profiles.report.console import Console
     from profiles.report.terminal import column
     from profiles.report.terminal import table as new_table
 

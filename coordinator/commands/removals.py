@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from fedvit.terminal import escape_line
+
 if TYPE_CHECKING:
     from coordinator.record.retention import Removal
 
@@ -20,5 +22,5 @@ def print_removals(removed: "list[Removal]", as_json: bool, verb: str) -> None:
         return
     for entry in removed:
         where = entry.path or f"record of run {entry.run}"
-        click.echo(f"{verb} {entry.what} ({entry.bytes / 1e6:.1f} MB): {where}: {entry.why}")
+        click.echo(escape_line(f"{verb} {entry.what} ({entry.bytes / 1e6:.1f} MB): {where}: {entry.why}"))
     click.echo(f"{verb} {sum(entry.bytes for entry in removed) / 1e6:.1f} MB" if removed else "nothing to remove")

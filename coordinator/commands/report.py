@@ -19,9 +19,8 @@ from fedvit.files import atomic_write
 @json_flag
 def report(run: str, folder: Path, out: Path | None, table: Path | None, as_json: bool) -> None:
     """Report a run: accuracy, bytes, time, memory, energy; predicted beside measured."""
-    from rich.console import Console
-
     from coordinator.record.reporting import run_document
+    from profiles.report.console import Console
     from profiles.report.document import encode
     from profiles.report.terminal import run_report
 
@@ -31,7 +30,7 @@ def report(run: str, folder: Path, out: Path | None, table: Path | None, as_json
     finally:
         store.close()
     if as_json:
-        click.echo(encode(document), nl=False)
+        click.echo(encode(document).decode(), nl=False)
     else:
         console = Console()
         console.print(run_report(document, console.width))

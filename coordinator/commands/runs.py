@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 @json_flag
 def runs(folder: Path, as_json: bool) -> None:
     """List all runs, newest first."""
-    from rich.console import Console
-
     from coordinator.commands.run_tables import runs_table
     from coordinator.record.summary import overview
+    from profiles.report.console import Console
 
     store = existing_store(folder)
     try:

@@ -35,9 +35,8 @@ def show(run: str, folder: Path, as_json: bool) -> None:
 
 def print_summary(summary: Any) -> None:
     """The tables of one run on standard output."""
-    from rich.console import Console
-
     from coordinator.commands.run_tables import report
+    from profiles.report.console import Console
 
     console = Console()
     console.print(report(summary, console.width))

@@ -145,5 +145,4 @@ def _in_short(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split()) or type(error).__name__
-    text = "".join(character if character.isprintable() else "?" for character in text)
     return text if len(text) <= 240 else f"{text[:240]} ..."

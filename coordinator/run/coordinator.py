@@ -49,6 +49,7 @@ from fedvit.errors import ConfigError, EmptyCohort, FedvitError, LeadershipLost,
 from fedvit.files import atomic_write, storage_failed
 from fedvit.quantities import counted
 from fedvit.resources import Budget
+from fedvit.terminal import escape_line
 from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.limits import LEAST_PAYLOAD_BYTES
@@ -703,8 +704,7 @@ class Coordinator:
             self.inbox.send(device, message)
 
     def _operator_log(self, text: str) -> None:
-        # the text may quote a device, and must not control the terminal
-        self.display.line("".join(character if character.isprintable() else "?" for character in text))
+        self.display.line(escape_line(text))  # the text may quote a device, which must not forge a line
 
 
 def _object_store(config: BlobsConfig, run: str, blobs: VerifiedBlobs) -> "ObjectStore | None":

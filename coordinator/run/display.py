@@ -6,13 +6,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from fedvit.logs import as_json, json_line
+from fedvit.terminal import guard_streams
+from profiles.report.console import Console
 from profiles.report.terminal import shortened
 
 QUIET = ("done", "failed", "declined", "offline", "deadline", "crashed", "revoked")
@@ -87,13 +89,14 @@ class LiveDisplay(Display):
 
     def __enter__(self) -> "Display":
         self._live.start()
+        guard_streams()  # those that rich puts in their place turn escape sequences into styles
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text)
 
     def due(self) -> bool:
         return time.monotonic() - self._drawn_at >= self.REFRESH_S

@@ -1,5 +1,6 @@
 """`edge-client doctor`: checks whether the device can take part in a run."""
 
+import json
 import sys
 from typing import Any
 
@@ -57,6 +58,6 @@ def doctor(context: click.Context, /, *, deep: bool, as_json: bool, **own: Any) 
             click.echo(lines(finding))
     level = worst(findings)
     if as_json:
-        listed = msgspec.json.encode({"worst": level, "findings": findings})
-        click.echo(msgspec.json.format(listed).decode())
+        # not msgspec.json, which refuses names of files that are not UTF-8
+        click.echo(json.dumps(msgspec.to_builtins({"worst": level, "findings": findings}), indent=2))
     sys.exit(LEVELS.index(level))

@@ -10,6 +10,7 @@ from edge_client.commands.options import given_to, of_program
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import DataError
 from fedvit.quantities import counted
+from fedvit.terminal import escape_line
 from profiles.probes.host import fast_cores
 
 
@@ -58,7 +59,7 @@ def predict(
         listed.append({"image": str(path), "answers": [answer._asdict() for answer in answers]})
         if not as_json:
             named = ", ".join(f"{answer.label} {answer.probability:.3f}" for answer in answers)
-            click.echo(f"{path}: {named}")
+            click.echo(escape_line(f"{path}: {named}"))
     if as_json:
         click.echo(json.dumps(listed, indent=2))
     if failed:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from profiles.report.console import Console
 from profiles.report.document import ProfileDocument, RunDocument
 from profiles.report.page import count, duration, percent, quantity, size
 from profiles.report.verdict import (

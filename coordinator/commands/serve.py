@@ -15,7 +15,7 @@ from coordinator.commands.config_flags import merge_flags, service_flags
 from coordinator.commands.flags import record_flag, runs_flag
 from coordinator.commands.metrics_page import show_metrics
 from coordinator.commands.start import opened_store
-from coordinator.config import RunConfig, make_service_config, read_toml
+from coordinator.config import AlertsConfig, RunConfig, make_service_config, read_toml
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @click.option("--metrics", "metrics_address", **monitoring.OPTION)
+@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @service_flags
 @private_files()
@@ -59,6 +60,7 @@ def serve(
     **flags: Any,
 ) -> None:
     """Keep a broker and its devices connected, and serve submitted runs until stopped."""
+    from coordinator.run.alerts import webhook_of
     from coordinator.run.display import line_display
     from coordinator.service.broker import OWN, broker_endpoint, federation_of
     from coordinator.service.service import RunService
@@ -79,6 +81,7 @@ def serve(
         from coordinator.record.database import use_database
 
         use_database(folder, url)
+    webhook_of(AlertsConfig())  # of the environment, before runs begin
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

@@ -87,6 +87,7 @@ if typing.TYPE_CHECKING:
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @click.option("--metrics", "metrics_address", **monitoring.OPTION)
+@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @config_flags
 @private_files()
@@ -136,6 +137,7 @@ def run_to_end(
     `region` makes the coordinator of a region's run; None: the run is no region's. Raises FedvitError if the run cannot
     begin or continue, KeyboardInterrupt if it is interrupted.
     """
+    from coordinator.run.alerts import webhook_of
     from coordinator.run.display import choose_display
 
     notifier = Notifier.from_environment()
@@ -159,6 +161,7 @@ def run_to_end(
         monitor = stack.enter_context(monitoring.monitored(metrics_address))
         if record is None:
             check_metrics(given.run, where)
+            webhook_of(given.run.alerts)  # before a run begins
             check_blobs(given.run.blobs, where)
             check_new(store, run)
             check_start_from(store, given.run)

@@ -22,11 +22,23 @@ class AlertsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.webhook is None:
             return
-        parts = urlsplit(self.webhook)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"webhook = {self.webhook!r} must be an address that begins with http:// or https://")
-        if "@" in parts.netloc:
+        check_webhook(self.webhook, "webhook")
+        if "@" in urlsplit(self.webhook).netloc:
             raise ConfigError(
                 "webhook contains a user or password, and would be recorded with the run: set FEDVIT_ALERTS_WEBHOOK in "
                 "the environment"
             )
+
+
+def check_webhook(address: str, name: str) -> None:
+    """Raise ConfigError unless alerts can be posted to an address. The error does not quote it: it may be a secret."""
+    try:
+        parts = urlsplit(address)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not fit, a port that is not a number
+        valid = False
+    if not valid or not address.isascii() or not address.isprintable() or " " in address:
+        raise ConfigError(
+            f"{name} must be an address that begins with http:// or https:// and a host; its value may be secret "
+            "and is not shown"
+        )

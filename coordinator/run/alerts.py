@@ -7,12 +7,13 @@ import threading
 import time
 from collections import deque
 from datetime import UTC, datetime
-from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from coordinator.config import AlertsConfig
+from coordinator.config.alerts import check_webhook
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Alerts:
 
     def __init__(self, run: str, config: AlertsConfig) -> None:
         self._run = run
-        self._url = config.webhook or os.environ.get(VARIABLE)
+        self._url = webhook_of(config)
         self._waiting: deque[dict[str, Any]] = deque()
         self._dropped = 0
         self._changed = threading.Condition()
@@ -90,8 +91,24 @@ class Alerts:
             try:
                 with urlopen(request, timeout=ANSWER_S):
                     return
-            except (OSError, HTTPException, ValueError) as error:
-                reason = str(error)
-        # the address may hold a secret
-        host = urlsplit(self._url or "").hostname
-        log.warning("alerts not sent", extra={"host": host, "attempts": ATTEMPTS, "reason": reason})
+            except Exception as error:  # noqa: BLE001 - the thread must send later alerts, whatever happens to these
+                reason = _describe(error)
+        parts = urlsplit(self._url or "")
+        server = f"{parts.scheme}://{parts.hostname}"  # the rest of the address may be secret
+        log.warning("alerts not sent", extra={"server": server, "attempts": ATTEMPTS, "reason": reason})
+
+
+def webhook_of(config: AlertsConfig) -> str | None:
+    """Return the address of the configuration, else of the environment. Raises ConfigError if it is invalid."""
+    if config.webhook is None and (address := os.environ.get(VARIABLE)):
+        check_webhook(address, VARIABLE)
+        return address
+    return config.webhook
+
+
+def _describe(error: Exception) -> str:
+    """Describe a failed request without the texts of libraries, which quote the address."""
+    if isinstance(error, HTTPError):
+        return f"the server answered {error.code}"
+    cause = error.reason if isinstance(error, URLError) else error
+    return (cause.strerror if isinstance(cause, OSError) else None) or type(cause).__name__

@@ -1,6 +1,7 @@
 """Alerts to a real HTTP server on loopback."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,7 +14,7 @@ from coordinator.run import alerts as alerts_module
 from coordinator.run.alerts import Alerts
 from fedvit.errors import ConfigError
 from tests.support.runs import Stage, silent
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 
 class Hook(HTTPServer):
@@ -61,6 +62,54 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
     server.shutdown()
     serving.join()
     server.server_close()
+
+
+SECRET = "T0KEN"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [f"file:///{SECRET}", f"http://[bad/{SECRET}", f"http:///{SECRET}", f"http://h:99999/{SECRET}",
+     f"http://h/a {SECRET}", f"{SECRET}", f"http://h/\n{SECRET}"],
+)  # fmt: skip
+def test_invalid_address_is_refused_at_the_start_without_its_secret(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        AlertsConfig(webhook=address)
+    monkeypatch.setenv("FEDVIT_ALERTS_WEBHOOK", address)
+    with pytest.raises(ConfigError) as refused_from_environment:
+        Alerts("r", AlertsConfig())
+    assert SECRET not in f"{refused.value}{refused_from_environment.value}"
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 404 T0KEN\r\n\r\n", b"no HTTP T0KEN\r\n\r\n", b""])
+def test_failure_is_logged_without_the_secret_and_later_alerts_are_sent(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server answers wrongly as often as an alert is tried, and then takes the next one."""
+    monkeypatch.setattr(alerts_module, "BACK_OFF_S", 0.0)
+    taken = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            for number in range(alerts_module.ATTEMPTS + 1):
+                with listening.accept()[0] as link:
+                    link.recv(65536)
+                    link.sendall(answer if number < alerts_module.ATTEMPTS else b"HTTP/1.0 200 OK\r\n\r\n")
+            taken.set()
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        alerts = Alerts("r", AlertsConfig(webhook=f"http://127.0.0.1:{listening.getsockname()[1]}/{SECRET}"))
+        alerts.send("run_paused", "first")
+        wait_until(lambda: "alerts not sent" in caplog.text)
+        alerts.send("run_paused", "second")
+        assert taken.wait(WAIT_S)
+        serving.join()
+        alerts.close()
+    assert SECRET not in "".join(f"{vars(record)}" for record in caplog.records)
+    assert caplog.records[0].__dict__["server"] == "http://127.0.0.1"
 
 
 def test_alerts_of_a_run(stage: Stage, hook: Hook) -> None:

@@ -4,6 +4,7 @@ The payload is that of pFedPG's prompts (31 kB per device and direction); model 
 protocol, disk and the coordinator's own work.
 """
 
+import secrets
 import shutil
 import tempfile
 import time
@@ -197,13 +198,17 @@ def _sampled(
             settings = {"deadline_s": DEADLINE_S}
             file.write_bytes(msgspec.toml.encode({**settings, **values, "broker": {"broker": address}}))
             command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
-            command += ["--run", RUN, *(["--metrics", "127.0.0.1:0"] if watched else [])]
+            command += ["--run", RUN]
+            if watched:
+                password = home / "metrics.password"
+                password.write_text(secrets.token_urlsafe(16))
+                command += ["--metrics", "127.0.0.1:0", "--metrics-password-file", str(password)]
             coordinator = fleet.start("coordinator", command, log=home / "coordinator.out")
             _wait(lambda: "waiting for" in log_text(home / "coordinator.out"), coordinator, home)
             watching: Viewers | None = None
             if watched:
                 page = log_text(home / "coordinator.out").partition("metrics: ")[2].split()[0]
-                watching = stack.enter_context(viewers(home, RUN, page))
+                watching = stack.enter_context(viewers(home, RUN, page, password.read_text()))
             seen = Sampled(broker.kind, time.time(), [], [], [], [], set(), None)
             pids = []
             for number in range(hosts):

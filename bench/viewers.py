@@ -3,6 +3,7 @@
 They can be stopped and continued, so that rounds with and without them alternate within one run.
 """
 
+import base64
 import os
 import shutil
 import signal
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
-from urllib.request import urlopen
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import psutil
 
@@ -31,7 +33,7 @@ LOWEST_PRIORITY = 19
 class Viewers:
     """A dashboard, a browser that shows a run's page, and a thread that reads the metrics. They watch at first."""
 
-    def __init__(self, dashboard: "Popen[bytes]", browser: "Popen[bytes]", metrics: str) -> None:
+    def __init__(self, dashboard: "Popen[bytes]", browser: "Popen[bytes]", metrics: Request) -> None:
         self.dashboard = dashboard
         self._browser = browser
         self._metrics = metrics
@@ -63,8 +65,9 @@ class Viewers:
 
 
 @contextmanager
-def viewers(home: Path, run: str, metrics: str) -> Iterator[Viewers]:
-    """Start them for a run of `home / "runs"`, and wait for the page. `metrics`: the address of its coordinator's.
+def viewers(home: Path, run: str, metrics: str, password: str) -> Iterator[Viewers]:
+    """Start them for a run of `home / "runs"`, and wait for the page. `metrics`: the address of its coordinator's,
+    with their password.
 
     From then on the browser gets what others leave of the processor, since an operator's browser runs on another
     machine. Raises FedvitError if one of them does not start.
@@ -77,12 +80,15 @@ def viewers(home: Path, run: str, metrics: str) -> Iterator[Viewers]:
         command = [*program("coordinator.cli"), "dashboard", "--runs", str(home / "runs"), "--port", "0"]
         dashboard = fleet.start("dashboard", command, log=log)
         _wait(lambda: "dashboard: http" in log_text(log), dashboard, log)
-        page = f"{log_text(log).partition('dashboard: ')[2].split()[0]}run?run={run}"
+        address = log_text(log).partition("dashboard: ")[2].split()[0]
+        opens = home / "runs" / f"dashboard-{urlsplit(address).port}.url"  # with the token
+        page = f"{opens.read_text().strip().replace('?', 'run?', 1)}&run={run}"
         command = [browser, *BROWSER_FLAGS, f"--user-data-dir={home / 'browser'}", page]
         showing = fleet.start("browser", command, log=home / "browser.log")
         _wait(lambda: _is_visited(dashboard.pid), showing, home / "browser.log")
         _give_way(showing.pid)
-        made = Viewers(dashboard, showing, metrics)
+        key = base64.b64encode(f"bench:{password}".encode()).decode()
+        made = Viewers(dashboard, showing, Request(metrics, headers={"Authorization": f"Basic {key}"}))
         try:
             yield made
         finally:

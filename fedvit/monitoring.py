@@ -3,20 +3,26 @@
 Served in threads of their own; the program's state is only read.
 """
 
+import base64
+import errno
+import hmac
 import importlib.util
 import logging
+import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from fedvit.errors import ConfigError
+from fedvit.files import private_files
 from fedvit.timings import LoopWatch
 
 if TYPE_CHECKING:
@@ -26,7 +32,11 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "FEDVIT_METRICS"
 """In the environment: the same as the option, for units and containers."""
+PASSWORD_VARIABLE = "FEDVIT_METRICS_PASSWORD_FILE"
+SHORTEST_PASSWORD = 16
+"""Characters; long enough that guesses need not be slowed down."""
 LOOPBACK = "127.0.0.1"
+_UNIX = "unix:"
 HUNG_S = 60.0
 """A loop that has not turned for this time hangs."""
 AT_ONCE = 16
@@ -39,27 +49,41 @@ Check = Callable[[], str | None]
 
 
 class ListenAddress(NamedTuple):
-    host: str
-    port: int
+    """A TCP port, or the path of a Unix socket, which only its owner can open."""
+
+    host: str = ""
+    port: int = 0
+    socket_path: Path | None = None
+    password: str | None = None
 
 
 def parse_listen(text: str) -> ListenAddress:
-    """The address of `--metrics`. Raises ConfigError.
+    """Read the address of `--metrics`. Raises ConfigError.
 
-    >>> parse_listen("9108"), parse_listen("0.0.0.0:9108"), parse_listen("[::1]:0")
-    (ListenAddress(host='127.0.0.1', port=9108), ListenAddress(host='0.0.0.0', port=9108), \
-ListenAddress(host='::1', port=0))
+    >>> [parse_listen(text)[:2] for text in ("9108", "0.0.0.0:9108", "[::1]:0")]
+    [('127.0.0.1', 9108), ('0.0.0.0', 9108), ('::1', 0)]
+    >>> parse_listen("unix:/run/fedvit.socket").socket_path
+    PosixPath('/run/fedvit.socket')
     """
+    if (path := text.removeprefix(_UNIX)) != text and path:
+        return ListenAddress(socket_path=Path(path))
     found = re.fullmatch(r"(?:([^:\[\]]+):|\[(.+)\]:)?(\d{1,5})", text)
     if found is None or int(found[3]) > 65535:
-        raise ConfigError(f"--metrics {text!r}: expected PORT or HOST:PORT, with a port from 0 (a free one) to 65535")
+        raise ConfigError(
+            f"--metrics {text!r}: expected unix:PATH, PORT or HOST:PORT, with a port from 0 (a free one) to 65535"
+        )
     return ListenAddress(found[1] or found[2] or LOOPBACK, int(found[3]))
 
 
-def _read_option(_: click.Context, __: click.Parameter, text: str | None) -> ListenAddress | None:
+def _read_option(context: click.Context, _: click.Parameter, text: str | None) -> ListenAddress | None:
     if not text:
         return None
-    address = parse_listen(text)
+    address = parse_listen(text)._replace(password=context.meta.get(PASSWORD_VARIABLE))
+    if address.socket_path is None and address.password is None:
+        raise ConfigError(
+            f"--metrics {text} would answer every user of this machine: set --metrics-password-file FILE, or use a "
+            "socket that only you can open, --metrics unix:PATH"
+        )
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigError("--metrics needs the package prometheus-client: pip install 'fedvit[metrics]'")
     return address
@@ -67,12 +91,36 @@ def _read_option(_: click.Context, __: click.Parameter, text: str | None) -> Lis
 
 OPTION: dict[str, Any] = {
     "envvar": VARIABLE,
-    "metavar": "[HOST:]PORT",
+    "metavar": "[HOST:]PORT|unix:PATH",
     "callback": _read_option,
-    "help": f"Serve metrics for Prometheus, /healthz and /readyz at this port, by default of {LOOPBACK}: without a "
-    f"password, so beyond this machine for a trusted network only. Or set {VARIABLE}.",
+    "help": f"Serve metrics for Prometheus, /healthz and /readyz at this port, by default of {LOOPBACK}, to clients "
+    f"with the password; or at a socket that only its owner can open. Or set {VARIABLE}.",
 }
-"""Settings of the option `--metrics`."""
+"""Settings of the option `--metrics`, which needs `--metrics-password-file` beside it."""
+
+
+def _read_password(context: click.Context, _: click.Parameter, file: Path | None) -> None:
+    """Keep the password for `--metrics`. Raises ConfigError if it cannot be used."""
+    if file is None:
+        return
+    try:
+        password = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the password of the metrics cannot be read: {error}") from error
+    if len(password) < SHORTEST_PASSWORD:
+        raise ConfigError(f"the password of the metrics in {file} has fewer than {SHORTEST_PASSWORD} characters")
+    context.meta[PASSWORD_VARIABLE] = password
+
+
+PASSWORD_OPTION: dict[str, Any] = {
+    "envvar": PASSWORD_VARIABLE,
+    "type": click.Path(path_type=Path, dir_okay=False),
+    "callback": _read_password,
+    "is_eager": True,  # before --metrics
+    "expose_value": False,
+    "help": f"File with the password for --metrics, as of HTTP basic authentication. Or set {PASSWORD_VARIABLE}.",
+}
+"""Settings of the option `--metrics-password-file`."""
 
 
 class Watched(NamedTuple):
@@ -125,15 +173,40 @@ class _Server(ThreadingMixIn, TCPServer):
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._free = threading.BoundedSemaphore(AT_ONCE)
-        if ":" in address.host:
+        self.password = address.password
+        self._socket_path = address.socket_path
+        if address.socket_path is not None:
+            self.address_family = socket.AF_UNIX
+        elif ":" in address.host:
             self.address_family = socket.AF_INET6
+        where = f"{_UNIX}{address.socket_path}" if address.socket_path else f"{address.host}:{address.port}"
+        server_address: Any = str(address.socket_path) if address.socket_path else (address.host, address.port)
         try:
-            super().__init__((address.host, address.port), _Handler)
+            super().__init__(server_address, _Handler)
         except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"--metrics {address.host}:{address.port} cannot be opened: {reason}") from None
+            raise ConfigError(f"--metrics {where} cannot be opened: {error.strerror or error}") from None
         host = f"[{address.host}]" if ":" in address.host else address.host
-        self.url = f"http://{host}:{self.server_address[1]}/metrics"
+        self.url = where if address.socket_path else f"http://{host}:{self.server_address[1]}/metrics"
+
+    def server_bind(self) -> None:
+        """Bind; a Unix socket is for its owner only from its first moment on, and replaces one that nobody serves."""
+        if self._socket_path is None:
+            super().server_bind()
+            return
+        with socket.socket(socket.AF_UNIX) as former, suppress(ConnectionRefusedError, FileNotFoundError):
+            former.connect(str(self._socket_path))
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        if self._socket_path.is_socket():
+            self._socket_path.unlink()
+        with private_files():
+            super().server_bind()
+        self._socket_path.chmod(0o600)
+
+    def server_close(self) -> None:
+        """Stop listening."""
+        super().server_close()
+        if self._socket_path is not None:
+            self._socket_path.unlink(missing_ok=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -174,6 +247,13 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "fedvit", ""
 
     def do_GET(self) -> None:
+        """Answer a page, to whoever has the password."""
+        if self.server.password is not None and not self._has(self.server.password):
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Basic realm="fedvit"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         pages = {"/metrics": self.server.metrics, "/healthz": self.server.healthz, "/readyz": self.server.readyz}
         page = pages.get(self.path.partition("?")[0])
         try:
@@ -186,6 +266,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _has(self, password: str) -> bool:
+        """Return True if the request has the password, under any user name."""
+        kind, _, encoded = self.headers.get("Authorization", "").partition(" ")
+        try:
+            given = base64.b64decode(encoded, validate=True).partition(b":")[2] if kind.lower() == "basic" else b""
+        except ValueError:
+            given = b""
+        return hmac.compare_digest(given, password.encode())
 
     def log_message(self, *_: object) -> None:
         """Scrapes are not logged."""

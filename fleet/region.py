@@ -326,6 +326,7 @@ class CentreLink:
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
 @click.option("--metrics", "metrics_address", **monitoring.OPTION)
+@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @config_flags
 @private_files()

@@ -1,6 +1,10 @@
 """`coordinator dashboard`: shows runs and devices in a browser."""
 
 import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -8,6 +12,7 @@ import click
 from coordinator.commands.flags import runs_flag, watched_store
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError
+from fedvit.files import atomic_write
 
 PORT = 8090
 PASSWORD = "FEDVIT_DASHBOARD_PASSWORD"
@@ -35,6 +40,12 @@ SHORTEST = 8
     help=f"File with the password, which allows changes; or set {PASSWORD}.",
 )
 @click.option(
+    "--proxy",
+    "proxies",
+    metavar="ADDRESS[,ADDRESS...]",
+    help="Addresses of reverse proxies in front of the pages, whose headers X-Forwarded-For and -Proto are believed.",
+)
+@click.option(
     "--deployment",
     type=click.Path(path_type=Path),
     envvar="FEDVIT_DEPLOYMENT",
@@ -46,11 +57,13 @@ def dashboard(
     port: int,
     listen: str,
     password_file: Path | None,
+    proxies: str | None,
     deployment: Path | None,
 ) -> None:
     """Show runs and devices in a browser, as they happen; a process of its own that only reads.
 
-    With a password operators can cancel runs, release devices from quarantine and revoke them.
+    Without a password the address that it prints contains a token, which opens the pages to whoever has it. With a
+    password operators can cancel runs, release devices from quarantine and revoke them.
     """
     try:
         from coordinator.dashboard.access import is_loopback
@@ -72,12 +85,37 @@ def dashboard(
     try:
         devices = Deployment.open(deployment) if deployment else None
         with listen_on(listen, port) as opened:
-            address = f"[{listen}]" if ":" in listen else listen
-            click.echo(f"dashboard: http://{address}:{opened.getsockname()[1]}/ (Ctrl-C ends it)")
+            port = opened.getsockname()[1]
+            address = f"http://{f'[{listen}]' if ':' in listen else listen}:{port}/"
             site = Site(Reader(store, folder), folder, Experiments(experiments), devices, acts=password is not None)
-            serve(site, opened, password)
+            with _announced(address, folder / f"dashboard-{port}.url", needs_token=password is None) as token:
+                serve(site, opened, password or token, by_address=password is None, proxies=proxies)
     finally:
         store.close()
+
+
+@contextmanager
+def _announced(address: str, file: Path, *, needs_token: bool) -> Iterator[str]:
+    """Make a token, and say how the pages are opened; without a terminal, whose output may be logged, only in a file.
+
+    The file is for its owner only, and is removed at the end.
+    """
+    token = secrets.token_urlsafe(32) if needs_token else ""
+    if not token:
+        click.echo(f"dashboard: {address} (Ctrl-C ends it)")
+        yield token
+        return
+    opens = f"{address}?token={token}"
+    try:
+        atomic_write(file, f"{opens}\n".encode(), private=True)
+        click.echo(
+            f"dashboard: {opens} (Ctrl-C ends it)"
+            if sys.stdout.isatty()
+            else f"dashboard: {address} (Ctrl-C ends it); {file} has its address with the token that opens it"
+        )
+        yield token
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _password(file: Path | None) -> str | None:

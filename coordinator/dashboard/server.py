@@ -8,9 +8,11 @@ from importlib.resources import files
 import uvicorn
 from fastapi import FastAPI, Query
 from nicegui import ui
+from starlette.middleware.gzip import GZipMiddleware
 
 from coordinator.dashboard import compare_page, device_page, fleet_page, round_page, run_page, runs_page
-from coordinator.dashboard.access import Guard
+from coordinator.dashboard.access import ContentPolicy, Guard
+from coordinator.dashboard.connections import BoundedProtocol
 from coordinator.dashboard.frame import Site
 from fedvit.errors import ConfigError
 
@@ -39,8 +41,12 @@ def listen_on(address: str, port: int) -> socket.socket:
         ) from error
 
 
-def serve(site: Site, opened: socket.socket, password: str | None) -> None:
-    """Serve the pages on an open socket until the process is asked to end."""
+def serve(site: Site, opened: socket.socket, secret: str, *, by_address: bool, proxies: str | None) -> None:
+    """Serve the pages on an open socket until the process is asked to end.
+
+    `secret` is a password or, `by_address`, a token. `proxies` are the addresses of proxies whose X-Forwarded headers
+    name the client.
+    """
     logging.getLogger("nicegui").setLevel(logging.ERROR)  # on a busy machine it warns that it is slow
     _register(site)
     style = "".join(
@@ -51,11 +57,13 @@ def serve(site: Site, opened: socket.socket, password: str | None) -> None:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     ui.run_with(
         app, title="fedvit", favicon="data:,", dark=None, language="en-US", tailwind=False,
-        binding_refresh_interval=None, show_welcome_message=False,
+        binding_refresh_interval=None, show_welcome_message=False, gzip_middleware_factory=None,
     )  # fmt: skip
     config = uvicorn.Config(
-        Guard(app, password), ws="wsproto", log_level="error", access_log=False, timeout_graceful_shutdown=2
-    )
+        Guard(GZipMiddleware(ContentPolicy(app)), secret, by_address), http=BoundedProtocol, ws="wsproto",
+        log_level="error", access_log=False, timeout_graceful_shutdown=2, server_header=False,
+        proxy_headers=proxies is not None, forwarded_allow_ips=proxies or "",
+    )  # fmt: skip
     uvicorn.Server(config).run(sockets=[opened])
 
 

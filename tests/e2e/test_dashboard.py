@@ -6,9 +6,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 import pytest
@@ -17,6 +20,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from coordinator.cli import cli
+from coordinator.dashboard.connections import MOST_OF_ONE_ADDRESS
 from coordinator.dashboard.frame import clock
 from coordinator.deployment.folder import Deployment, Settings
 from coordinator.deployment.registry import Certificate
@@ -27,7 +31,7 @@ from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from tests.support.chromium import Browser, Tab, browsing
-from tests.support.dashboards import served
+from tests.support.dashboards import opened_by, served
 from tests.support.records import (
     FLEET_RUN,
     MARKUP,
@@ -69,14 +73,22 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     store.close()
 
 
+def let_in(browser: Browser, folder: Path, address: str) -> None:
+    """Open a dashboard without a password by its token; then all tabs of the browser have a session."""
+    with browser.tab() as tab:
+        tab.go(opened_by(folder, address), "document.querySelector('#content')")
+        assert tab.evaluate("location.href") == f"{address}/", "the token is in no address that the browser keeps"
+
+
 @pytest.fixture(scope="module")
-def address(record: Store) -> Iterator[str]:
+def address(record: Store, browser: Browser) -> Iterator[str]:
     experiments = folder_of(record).parent / "experiments"
     (experiments / "two").mkdir(parents=True)
     (experiments / "two" / "results.json").write_bytes(msgspec.json.encode(experiment_outcome()))
     (experiments / "broken").mkdir()
     (experiments / "broken" / "results.json").write_text("no outcome")
     with served(folder_of(record), "--experiments", str(experiments)) as address:
+        let_in(browser, folder_of(record), address)
         yield address
 
 
@@ -288,6 +300,7 @@ def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> N
         ],
     )  # fmt: skip
     with served(folder) as address, browser.tab() as tab:
+        let_in(browser, folder, address)
         tab.go(f"{address}/run?run=night", "document.querySelector('#no-forecast')")
         assert "coordinator plan --run night --device BOARD" in tab.text("#no-forecast")
         write_forecast(folder / "night", forecast)
@@ -316,6 +329,7 @@ def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
             metrics = {"correct": float(right)}
             add_result(store, name, Result(RUN, 1, "evaluate", samples, metrics, ResourceUse(), by_class=by_class))
     with served(folder) as address, browser.tab() as tab:
+        let_in(browser, folder, address)
         tab.go(f"{address}/run?run={RUN}", "document.querySelector('#classes')")
         assert tab.rows("#classes") == [["bee", "0.600", "20", "2", "ant 8"], ["ant", "0.900", "10", "1", "bee 1"]]
         assert tab.rows(".confusion") == [["ant", "9", "1"], ["bee", "8", "12"]]
@@ -471,10 +485,11 @@ def test_record_of_an_older_version_is_one_line_and_stays_as_it_is(tmp_path: Pat
     assert (tmp_path / "fedvit.db").read_bytes() == before
 
 
-def test_record_that_another_version_takes_over_is_said_in_the_page(tab: Tab, tmp_path: Path) -> None:
+def test_record_that_another_version_takes_over_is_said_in_the_page(tab: Tab, browser: Browser, tmp_path: Path) -> None:
     begun_run(tmp_path / "runs").close()
     file = tmp_path / "runs" / "fedvit.db"
     with served(file.parent) as address:
+        let_in(browser, file.parent, address)
         tab.go(address, "document.querySelector('#runs')")
         with closing(sqlite3.connect(file)) as database, database:
             database.execute("ALTER TABLE runs RENAME TO later")
@@ -515,6 +530,66 @@ def test_request_under_a_foreign_name_is_refused(address: str) -> None:
     asked = urllib.request.Request(address, headers={"Origin": "http://elsewhere.example"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(asked, timeout=WAIT_S)
+
+
+def status_of(address: str, **headers: str) -> tuple[int, str]:
+    """Status and text of the answer, by a client without a session."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=WAIT_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_user_of_the_same_machine_sees_nothing_without_the_token(record: Store, address: str) -> None:
+    for page in ("/", "/fleet", f"/run?run={FLEET_RUN}"):
+        status, text = status_of(address + page)
+        assert status == 200
+        assert "Token of this dashboard" in text
+        assert FLEET_RUN not in text
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(f"ws{address[4:]}/_nicegui_ws/socket.io/?EIO=4&transport=websocket").close()
+    [file] = [file for file in folder_of(record).glob("dashboard-*.url") if address in file.read_text()]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert status_of(f"{address}/?token=wrong")[0] == 403
+
+
+def test_markup_of_a_peer_that_reached_a_page_would_run_no_script(tab: Tab, address: str) -> None:
+    """The policy refuses handlers and scripts that the server did not write into the page."""
+    tab.go(address, "document.querySelector('#runs')")
+    tab.evaluate(
+        "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">');"
+        "const one = document.createElement('script'); one.textContent = 'window.ran = 2'; document.body.append(one)"
+    )
+    tab.until("[...document.images].at(-1).complete")
+    assert tab.evaluate("window.ran ?? null") is None
+    assert any("Content Security Policy" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+
+
+def test_answers_have_the_headers_that_protect_a_browser(address: str) -> None:
+    with urllib.request.urlopen(address, timeout=WAIT_S) as answer:
+        headers = answer.headers
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "same-origin"
+
+
+def test_connections_that_send_nothing_whole_are_closed(record: Store, address: str) -> None:
+    """More than a client may have are refused; those that begin a request and do not end it are closed."""
+    port = int(address.rpartition(":")[2])
+    with ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(MOST_OF_ONE_ADDRESS + 5)
+        ]
+        for link in slow:
+            link.settimeout(WAIT_S)
+            with suppress(OSError):
+                link.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        for link in slow:
+            with suppress(ConnectionError):
+                assert link.recv(1) == b""
+    assert status_of(address)[0] == 200
 
 
 # --- with a password ------------------------------------------------------------------------------------
@@ -591,6 +666,43 @@ def test_nothing_is_shown_without_the_password(browser: Browser, record: Store) 
         assert "pi-1" not in text
         with pytest.raises(InvalidStatus, match="403"):
             connect(f"ws{address[4:]}/_nicegui_ws/socket.io/?EIO=4&transport=websocket").close()
+
+
+def entered(address: str, password: str, **headers: str) -> tuple[int, str]:
+    """Status and cookie after a form with a password."""
+    target = urlsplit(address)
+    link = HTTPConnection(target.hostname or "", target.port, timeout=WAIT_S)
+    form = {"Content-Type": "application/x-www-form-urlencoded"} | headers
+    link.request("POST", "/login", urlencode({"password": password}), form)
+    answer = link.getresponse()
+    answer.read()
+    link.close()
+    return answer.status, answer.headers.get("Set-Cookie", "")
+
+
+def test_wrong_passwords_delay_no_other_address(record: Store) -> None:
+    """While one client's wrong password waits, its other attempts are refused, and another client comes in."""
+    with (
+        served(folder_of(record), "--proxy", "127.0.0.1", password=PASSWORD) as address,
+        ThreadPoolExecutor(31) as clients,
+    ):
+        wrong = [
+            clients.submit(entered, address, "another", **{"X-Forwarded-For": "192.0.2.1"}) for _ in range(30)
+        ]  # fmt: skip
+        wait_until(lambda: any(attempt.done() for attempt in wrong))
+        right = entered(address, PASSWORD, **{"X-Forwarded-For": "192.0.2.2", "X-Forwarded-Proto": "https"})
+        statuses = [attempt.result()[0] for attempt in wrong]
+    assert right[0] == 303
+    assert right[1].endswith("; Secure")
+    assert set(statuses) == {403, 429}
+    assert statuses.count(429) > statuses.count(403), "attempts do not queue"
+
+
+def test_proxy_is_believed_only_if_it_is_named(record: Store) -> None:
+    with served(folder_of(record), password=PASSWORD) as address:
+        status, cookie = entered(address, PASSWORD, **{"X-Forwarded-Proto": "https"})
+    assert status == 303
+    assert "Secure" not in cookie
 
 
 def test_dashboard_without_a_password_changes_nothing(tab: Tab, address: str) -> None:

@@ -1,5 +1,6 @@
 """A real Prometheus scrapes a real run; the programs report to a real socket what systemd waits for."""
 
+import base64
 import json
 import signal
 import socket
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import urlencode
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from coordinator.broker.process import claim_port
 from tests.support.forked import Forked
@@ -27,6 +28,15 @@ def test_promtool_accepts_the_alerts_and_the_example() -> None:
     assert "rules found" in done.stdout
 
 
+PASSWORD = "sixteen letters!"
+
+
+def password_file(stage: Stage) -> Path:
+    file = stage.folder / "metrics.password"
+    file.write_text(f"{PASSWORD}\n")
+    return file
+
+
 class Prometheus:
     """A Prometheus that scrapes these ports, by job."""
 
@@ -36,7 +46,11 @@ class Prometheus:
             "global": {"scrape_interval": f"{SCRAPE_S * 1000:.0f}ms", "evaluation_interval": "1s"},
             "rule_files": [str(DEPLOY / "fedvit.rules.yml")],
             "scrape_configs": [
-                {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
+                {
+                    "job_name": job,
+                    "basic_auth": {"username": "fedvit", "password_file": str(password_file(stage))},
+                    "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}],
+                }
                 for job, ports in jobs.items()
             ],
         }
@@ -77,7 +91,9 @@ class Systemd:
 
 
 def page(port: int, name: str) -> str:
-    with urlopen(f"http://127.0.0.1:{port}/{name}", timeout=60) as answer:
+    key = base64.b64encode(f"fedvit:{PASSWORD}".encode()).decode()
+    asked = Request(f"http://127.0.0.1:{port}/{name}", headers={"Authorization": f"Basic {key}"})
+    with urlopen(asked, timeout=60) as answer:
         return str(answer.read().decode())
 
 
@@ -88,6 +104,7 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     """A coordinator and two devices; one device is held at work until Prometheus has seen the run. All log JSON."""
     ports = [claim_port() for _ in range(3)]
+    stage.environment = {**stage.environment, "FEDVIT_METRICS_PASSWORD_FILE": str(password_file(stage))}
     plain = stage.environment
     systemd = Systemd(stage, "coordinator"), Systemd(stage, "device")
     prometheus = Prometheus(stage, {"fedvit-coordinator": ports[:1], "fedvit-edge": ports[1:]})

@@ -20,7 +20,10 @@ def environment(password: str | None = None) -> dict[str, str]:
 
 @contextmanager
 def served(folder: Path, *flags: str, password: str | None = None) -> Iterator[str]:
-    """The address of a dashboard of these runs, without the last slash; it ends by Ctrl-C, and says nothing else."""
+    """The address of a dashboard of these runs, without the last slash; it ends by Ctrl-C, and says nothing else.
+
+    Without a password it is opened by `opened_by`.
+    """
     command = [*COMMAND, "--runs", str(folder), "--port", "0", *flags]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(password)
@@ -36,3 +39,8 @@ def served(folder: Path, *flags: str, password: str | None = None) -> Iterator[s
         process.terminate()
         _, errors = process.communicate(timeout=WAIT_S)
     assert errors == ""
+
+
+def opened_by(folder: Path, address: str) -> str:
+    """The address with the token of a dashboard without a password."""
+    return (folder / f"dashboard-{address.rpartition(':')[2]}.url").read_text().strip()

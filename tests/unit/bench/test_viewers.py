@@ -40,7 +40,7 @@ def metrics() -> Iterator[str]:
 
 def test_viewers_stand_still_until_they_watch_again(tmp_path: Path, metrics: str) -> None:
     begun_run(tmp_path / "runs").close()
-    with viewers(tmp_path, RUN, metrics) as watching:
+    with viewers(tmp_path, RUN, metrics, "a password") as watching:
         dashboard = psutil.Process(watching.dashboard.pid)
         wait_until(lambda: Page.read > 0, "waited for a scrape")
         watching.watch(False)

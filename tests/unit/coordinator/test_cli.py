@@ -518,7 +518,7 @@ def test_help_shows_flags_by_what_they_are_about() -> None:
     flags = [line.split()[0].rstrip(",") for line in own.splitlines() if line.startswith("  -")]
     assert flags == [
         "--config", "--runs", "--record", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--metrics",
-        "--log-format", "--help",
+        "--metrics-password-file", "--log-format", "--help",
     ]  # fmt: skip
     robust = text.split("Table [robust]:")[1].split("\n\n")[0]
     assert "--robust.aggregator" in robust

@@ -1,9 +1,13 @@
+import base64
+import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
+from click.testing import CliRunner
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -11,6 +15,7 @@ from prometheus_client.registry import Collector
 from fedvit.errors import ConfigError
 from fedvit.monitoring import AT_ONCE, HUNG_S, ListenAddress, Monitor, Watched, monitored, parse_listen
 from fedvit.timings import LoopWatch
+from tests.support.command_lines import PROGRAMS
 
 FREE = ListenAddress("127.0.0.1", 0)
 
@@ -53,6 +58,59 @@ def test_metrics_are_those_of_the_collector_and_of_the_process() -> None:
         assert asked(monitor, "/other") == (404, "/metrics /healthz /readyz\n")
 
 
+PASSWORD = "sixteen letters!"
+
+
+def basic(password: str) -> dict[str, str]:
+    return {"Authorization": f"Basic {base64.b64encode(f'fedvit:{password}'.encode()).decode()}"}
+
+
+@pytest.mark.parametrize("page", ["/metrics", "/healthz", "/readyz", "/other"])
+def test_page_is_only_for_those_who_have_the_password(page: str) -> None:
+    with monitored(FREE._replace(password=PASSWORD)) as monitor:
+        monitor.show(lambda: watched(One()))
+        for headers in ({}, basic("another"), {"Authorization": "Basic \xff"}, {"Authorization": f"Bearer {PASSWORD}"}):
+            with pytest.raises(HTTPError) as refused:
+                urlopen(Request(monitor.url.replace("/metrics", page), headers=headers), timeout=60)
+            assert (refused.value.code, refused.value.read()) == (401, b"")
+        if page != "/other":
+            with urlopen(Request(monitor.url.replace("/metrics", page), headers=basic(PASSWORD)), timeout=60) as answer:
+                assert answer.status == 200
+
+
+def test_socket_is_only_for_its_owner(tmp_path: Path) -> None:
+    """One that a killed program left is replaced; one that is served is not."""
+    path = tmp_path / "metrics.socket"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with monitored(parse_listen(f"unix:{path}")) as monitor:
+        monitor.show(lambda: watched(One()))
+        assert path.stat().st_mode & 0o777 == 0o600
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(str(path))
+            link.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert b"\nfedvit_test 1.0\n" in b"".join(iter(lambda: link.recv(65536), b""))
+        with pytest.raises(ConfigError, match="cannot be opened"), monitored(parse_listen(f"unix:{path}")):
+            pass
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "program", [["coordinator", "start"], ["coordinator", "serve"], ["edge-client"], ["fleet", "region"]]
+)
+def test_port_without_a_password_is_refused_with_both_ways(program: list[str], tmp_path: Path) -> None:
+    flags = [*program[1:], "--metrics", "127.0.0.1:0"]
+    short = tmp_path / "short"
+    short.write_text("short")
+    for more, said in (
+        ([], "--metrics-password-file FILE.*unix:PATH"),
+        (["--metrics-password-file", str(short)], "fewer"),
+    ):
+        done = CliRunner().invoke(PROGRAMS[program[0]], [*flags, *more])
+        assert isinstance(done.exception, ConfigError)
+        assert re.search(said, str(done.exception))
+
+
 def test_trouble_is_answered_with_its_reason() -> None:
     with monitored(FREE) as monitor:
         monitor.show(lambda: watched(Wrong(), silent_s=HUNG_S + 40, trouble="no connection to the broker"))
@@ -91,7 +149,7 @@ def test_without_an_address_nothing_is_served() -> None:
         assert monitor.url == ""
 
 
-@pytest.mark.parametrize("text", ["", "x", "70000", ":1", "host:", "a:b:1", "[::1]", "127.0.0.1"])
+@pytest.mark.parametrize("text", ["", "x", "70000", ":1", "host:", "a:b:1", "[::1]", "127.0.0.1", "unix:"])
 def test_address_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected PORT or HOST:PORT"):
+    with pytest.raises(ConfigError, match="expected unix:PATH, PORT or HOST:PORT"):
         parse_listen(text)

@@ -54,7 +54,7 @@ class ListenAddress(NamedTuple):
     host: str = ""
     port: int = 0
     socket_path: Path | None = None
-    password: str | None = None
+    password_file: Path | None = None
 
 
 def parse_listen(text: str) -> ListenAddress:
@@ -78,8 +78,8 @@ def parse_listen(text: str) -> ListenAddress:
 def _read_option(context: click.Context, _: click.Parameter, text: str | None) -> ListenAddress | None:
     if not text:
         return None
-    address = parse_listen(text)._replace(password=context.meta.get(PASSWORD_VARIABLE))
-    if address.socket_path is None and address.password is None:
+    address = parse_listen(text)._replace(password_file=context.meta.get(PASSWORD_VARIABLE))
+    if address.socket_path is None and address.password_file is None:
         raise ConfigError(
             f"--metrics {text} would answer every user of this machine: set --metrics-password-file FILE, or use a "
             "socket that only you can open, --metrics unix:PATH"
@@ -99,23 +99,25 @@ OPTION: dict[str, Any] = {
 """Settings of the option `--metrics`, which needs `--metrics-password-file` beside it."""
 
 
-def _read_password(context: click.Context, _: click.Parameter, file: Path | None) -> None:
-    """Keep the password for `--metrics`. Raises ConfigError if it cannot be used."""
-    if file is None:
-        return
+def _keep_password_file(context: click.Context, _: click.Parameter, file: Path | None) -> None:
+    context.meta[PASSWORD_VARIABLE] = file
+
+
+def _read_password(file: Path) -> str:
+    """Read the password of the metrics. Raises ConfigError if it cannot be used."""
     try:
         password = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the password of the metrics cannot be read: {error}") from error
     if len(password) < SHORTEST_PASSWORD:
         raise ConfigError(f"the password of the metrics in {file} has fewer than {SHORTEST_PASSWORD} characters")
-    context.meta[PASSWORD_VARIABLE] = password
+    return password
 
 
 PASSWORD_OPTION: dict[str, Any] = {
     "envvar": PASSWORD_VARIABLE,
     "type": click.Path(path_type=Path, dir_okay=False),
-    "callback": _read_password,
+    "callback": _keep_password_file,
     "is_eager": True,  # before --metrics
     "expose_value": False,
     "help": f"File with the password for --metrics, as of HTTP basic authentication. Or set {PASSWORD_VARIABLE}.",
@@ -173,7 +175,7 @@ class _Server(ThreadingMixIn, TCPServer):
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._free = threading.BoundedSemaphore(AT_ONCE)
-        self.password = address.password
+        self.password = _read_password(address.password_file) if address.password_file else None
         self._socket_path = address.socket_path
         if address.socket_path is not None:
             self.address_family = socket.AF_UNIX
@@ -247,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "fedvit", ""
 
     def do_GET(self) -> None:
-        """Answer a page, to whoever has the password."""
+        """Answer a page, to clients that have the password."""
         if self.server.password is not None and not self._has(self.server.password):
             self.send_response(401)
             self.send_header("WWW-Authenticate", 'Basic realm="fedvit"')

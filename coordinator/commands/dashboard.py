@@ -62,8 +62,8 @@ def dashboard(
 ) -> None:
     """Show runs and devices in a browser, as they happen; a process of its own that only reads.
 
-    Without a password the address that it prints contains a token, which opens the pages to whoever has it. With a
-    password operators can cancel runs, release devices from quarantine and revoke them.
+    Without a password the address that it prints contains a token, which opens the pages. With a password
+    operators can cancel runs, release devices from quarantine and revoke them.
     """
     try:
         from coordinator.dashboard.access import is_loopback

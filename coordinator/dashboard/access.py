@@ -1,4 +1,4 @@
-"""Who may see the pages: whoever has the password or, without one, the token that the dashboard made at its start.
+"""Access to the pages: by the password or, without one, by the token that the dashboard made at its start.
 
 An address of this machine is no protection: every user of the machine can open it.
 """

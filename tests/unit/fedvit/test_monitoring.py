@@ -66,8 +66,10 @@ def basic(password: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page", ["/metrics", "/healthz", "/readyz", "/other"])
-def test_page_is_only_for_those_who_have_the_password(page: str) -> None:
-    with monitored(FREE._replace(password=PASSWORD)) as monitor:
+def test_page_is_only_for_those_who_have_the_password(page: str, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(f"{PASSWORD}\n")
+    with monitored(FREE._replace(password_file=file)) as monitor:
         monitor.show(lambda: watched(One()))
         for headers in ({}, basic("another"), {"Authorization": "Basic \xff"}, {"Authorization": f"Bearer {PASSWORD}"}):
             with pytest.raises(HTTPError) as refused:
@@ -96,19 +98,27 @@ def test_socket_is_only_for_its_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [["coordinator", "start"], ["coordinator", "serve"], ["edge-client"], ["fleet", "region"]]
+    "program",
+    [
+        ["coordinator", "start"],
+        ["coordinator", "serve"],
+        ["edge-client"],
+        ["fleet", "region", "--state", "region", "--centre", "127.0.0.1"],
+    ],
 )
-def test_port_without_a_password_is_refused_with_both_ways(program: list[str], tmp_path: Path) -> None:
-    flags = [*program[1:], "--metrics", "127.0.0.1:0"]
-    short = tmp_path / "short"
-    short.write_text("short")
-    for more, said in (
-        ([], "--metrics-password-file FILE.*unix:PATH"),
-        (["--metrics-password-file", str(short)], "fewer"),
-    ):
-        done = CliRunner().invoke(PROGRAMS[program[0]], [*flags, *more])
-        assert isinstance(done.exception, ConfigError)
-        assert re.search(said, str(done.exception))
+def test_port_without_a_password_is_refused_with_both_ways(program: list[str]) -> None:
+    done = CliRunner().invoke(PROGRAMS[program[0]], [*program[1:], "--metrics", "127.0.0.1:0"])
+    assert isinstance(done.exception, ConfigError)
+    assert re.search("--metrics-password-file FILE.*unix:PATH", str(done.exception))
+
+
+def test_password_that_is_short_or_missing_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    with pytest.raises(ConfigError, match="cannot be read"), monitored(FREE._replace(password_file=file)):
+        pass
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="fewer than"), monitored(FREE._replace(password_file=file)):
+        pass
 
 
 def test_trouble_is_answered_with_its_reason() -> None:

@@ -200,6 +200,7 @@ def test_device_of_a_run_that_nobody_serves_is_not_online(browser: Browser, tmp_
     begun_run(tmp_path / "runs").close()
     write_members(tmp_path / "runs" / RUN, ["a"])
     with served(tmp_path / "runs") as address, browser.tab() as tab:
+        let_in(browser, tmp_path / "runs", address)
         tab.go(f"{address}/device?run={RUN}&device=a", "document.querySelector('#member')")
         assert "Online since" not in tab.text("#member")
         [member] = read_members(tmp_path / "runs" / RUN)

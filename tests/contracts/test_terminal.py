@@ -144,7 +144,7 @@ def _record(folder: Path) -> None:
     status = Status(at=at, doing=ATTACK, waiting_for=[awaited], backing_off=[], online=1)
     (run / FILE).write_bytes(msgspec.json.encode(status))
     member = Member(
-        device=ATTACK, online=True, seen=at, board=ATTACK, host=ATTACK, machine=ATTACK, cores=4, ram_bytes=1,
+        device=ATTACK, online=True, seen=at, since=at, board=ATTACK, host=ATTACK, machine=ATTACK, cores=4, ram_bytes=1,
         memory_budget_bytes=1, software=ATTACK, labels={ATTACK: ATTACK},
     )  # fmt: skip
     (run / MEMBERS).write_bytes(msgspec.json.encode([member]))

@@ -170,7 +170,8 @@ def _ask(
         time.sleep(AGAIN_S)
     raise LinkDown(
         f"{reported or f'{address} accepted the request, but no answer came'} (tried for {patience_s:.0f} s); is "
-        "`coordinator start --broker.deployment` or `coordinator enroll` running, and is this the right --broker?"
+        "`coordinator start --broker.deployment FOLDER` or `coordinator enroll NAME` running, and is this the right "
+        "--broker?"
     )
 
 

@@ -9,6 +9,7 @@ import click
 
 from coordinator.commands.show import print_summary
 from fedvit.command_line import Command, json_flag
+from fedvit.hints import command
 from profiles.probes.host import usable_cores
 
 DEMO: dict[str, Any] = {
@@ -77,4 +78,4 @@ def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, a
     click.echo(f"trained on the server:   {home / 'model.safetensors'}")
     click.echo(f"personal, per device:    {home / 'state' / 'DEVICE' / 'vault'}")
     click.echo(f"logs:                    {home / 'coordinator.log'}, {home / 'devices'}")
-    click.echo(f"show this again:         coordinator show {outcome.summary.run} --runs {out / 'runs'}")
+    click.echo(f"show this again:         {command('coordinator', 'show', outcome.summary.run, runs=out / 'runs')}")

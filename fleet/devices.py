@@ -3,13 +3,15 @@
 from pathlib import Path
 
 from fedvit.errors import ConfigError
+from fedvit.hints import command
 
 
 def device_folders(parts: Path, wanted: int | None) -> list[Path]:
     """The first `wanted` device folders of a partition. Raises ConfigError when there are fewer."""
     found = sorted(parts.glob("device-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     if not found:
-        raise ConfigError(f"{parts} holds no device-0, device-1, ...: make them with `fleet partition --out {parts}`")
+        partition = command("fleet", "partition", "--out", parts)
+        raise ConfigError(f"{parts} holds no device-0, device-1, ...: make them with `{partition}`")
     if wanted is not None and wanted > len(found):
         raise ConfigError(f"--devices {wanted}, but {parts} holds {len(found)} device folders")
     return found[:wanted]

@@ -305,7 +305,7 @@ class CentreLink:
 @click.option(
     "--state",
     type=click.Path(path_type=Path),
-    help="Folder in which `edge-client join --state` put this region's certificate for a centre with a deployment.",
+    help="FOLDER of `edge-client join TOKEN --state FOLDER`: this region's certificate for a centre with a deployment.",
 )
 @click.option(
     "--least-results",

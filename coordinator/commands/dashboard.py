@@ -28,7 +28,7 @@ SHORTEST = 8
     "--experiments",
     type=click.Path(path_type=Path),
     default=Path("experiments"),
-    help="Folder of experiments, each of which `fleet experiment` wrote, to be compared.",
+    help="Folder of experiments, each of which `fleet experiment FILE` wrote, to be compared.",
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Port of the pages; 0 takes a free one.")
 @click.option(

@@ -11,6 +11,7 @@ import click
 from coordinator.commands.flags import deployment_flag
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
+from fedvit.hints import command
 
 if TYPE_CHECKING:
     from coordinator.deployment.registry import Device
@@ -85,7 +86,8 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
             *standing,
         )  # fmt: skip
     console = Console()
-    console.print(table if listed else "no device has joined; coordinator enroll NAME makes a token for one")
+    enroll = command("coordinator", "enroll", "NAME", deployment=folder)
+    console.print(table if listed else f"no device has joined; {enroll} makes a token for one")
     for token in waiting:
         console.print(f"a token for {token.device} can be used until {_iso(token.expires_at)}")
 

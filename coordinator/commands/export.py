@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import existing_store, newest_run, runs_flag
 from export.bundle.command import out_flag, precisions_flag, write
 from fedvit.command_line import Command, json_flag
 
@@ -14,7 +14,7 @@ from fedvit.command_line import Command, json_flag
     cls=Command,
     examples=["coordinator export RUN --out bundle", "coordinator export RUN --device device-0 --out bundle"],
 )
-@click.argument("run")
+@click.argument("run", required=False)
 @click.option("--device", metavar="ID", help="The model that was generated for this device (FedTP, pFedHN, ...).")
 @out_flag
 @runs_flag
@@ -27,7 +27,7 @@ from fedvit.command_line import Command, json_flag
 @precisions_flag
 @json_flag
 def export(
-    run: str,
+    run: str | None,
     device: str | None,
     out: Path,
     folder: Path,
@@ -36,7 +36,7 @@ def export(
     precisions: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Write the newest model of RUN as ONNX files that work without this software."""
+    """Write the newest model of RUN, by default the newest run, as ONNX files that work without this software."""
     from coordinator.record.trained import trained_by
     from export.bundle.write import check_new
     from fedvit.data.folder import DeviceData
@@ -45,6 +45,7 @@ def export(
     check_new(out)
     store = existing_store(folder)
     try:
+        run = run or newest_run(store, folder)
         trained = trained_by(store, folder, run, device, f"coordinator {version('fedvit')}")
     finally:
         store.close()

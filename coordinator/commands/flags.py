@@ -80,6 +80,17 @@ def existing_store(folder: Path, *, writes: bool = False) -> "Store":
     return Store.copy_of(folder)
 
 
+def newest_run(store: "Store", folder: Path) -> str:
+    """Return the run that a command uses if none is named: the newest that has begun, else the newest in the queue.
+
+    Raises ConfigError if there is none.
+    """
+    runs = store.runs()
+    if not runs:
+        raise ConfigError(f"there is no run in {folder}")
+    return next((record.id for record in runs if record.status != "queued"), runs[0].id)
+
+
 def watched_store(folder: Path) -> "Store":
     """Open the record of all runs in a folder for a process that never writes it. Raises ConfigError if there is none,
     or if another version of this software wrote it."""

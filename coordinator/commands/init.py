@@ -6,6 +6,7 @@ import click
 
 from coordinator.commands.flags import DEPLOYMENT
 from fedvit.command_line import Command
+from fedvit.hints import command
 
 
 @click.command(cls=Command, examples=["coordinator init --host server.local"])
@@ -36,8 +37,7 @@ def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment
         hosts=own_hosts(hosts, listen, own_addresses()),
     )
     deployment = Deployment.create(folder, settings)
-    given = "" if folder == DEPLOYMENT else f" --deployment {folder}"
     click.echo(f"deployment: {deployment.folder} (keep it secret: its owner can admit devices)")
     click.echo(f"the broker's certificate is for: {', '.join(settings.hosts)}")
-    click.echo(f"next: coordinator start{given or f' --deployment {folder}'}, and for each device: "
-               f"coordinator enroll NAME{given}")  # fmt: skip
+    start = command("coordinator", "start", "--broker.deployment", folder)
+    click.echo(f"next: {start}, and for each device: {command('coordinator', 'enroll', 'NAME', deployment=folder)}")

@@ -4,21 +4,21 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import existing_store, newest_run, runs_flag
 from fedvit.command_line import Command, json_flag
 from fedvit.files import atomic_write
 
 
 @click.command(cls=Command, examples=["coordinator report RUN --out report.html --csv devices.csv"])
-@click.argument("run")
+@click.argument("run", required=False)
 @runs_flag
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write a page: FILE.html.")
 @click.option(
     "--csv", "table", type=click.Path(path_type=Path, dir_okay=False), help="Also write the table of devices: FILE.csv."
 )
 @json_flag
-def report(run: str, folder: Path, out: Path | None, table: Path | None, as_json: bool) -> None:
-    """Report a run: accuracy, bytes, time, memory, energy; predicted beside measured."""
+def report(run: str | None, folder: Path, out: Path | None, table: Path | None, as_json: bool) -> None:
+    """Report RUN, by default the newest: accuracy, bytes, time, memory, energy; predicted beside measured."""
     from coordinator.record.reporting import run_document
     from profiles.report.console import Console
     from profiles.report.document import encode
@@ -26,7 +26,7 @@ def report(run: str, folder: Path, out: Path | None, table: Path | None, as_json
 
     store = existing_store(folder)
     try:
-        document = run_document(store, run)
+        document = run_document(store, run or newest_run(store, folder))
     finally:
         store.close()
     if as_json:

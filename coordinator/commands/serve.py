@@ -20,6 +20,7 @@ from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
+from fedvit.hints import command
 
 if TYPE_CHECKING:
     from coordinator.compute.messages import Compute
@@ -101,7 +102,7 @@ def serve(
             notifier.ready()
             workers.prepare()
             if not leadership.wait(stop, display.line, notifier.alive):
-                raise KeyboardInterrupt
+                raise click.Abort
             display.line("the other service no longer leads: this one takes over")
         store = opened_store(folder, stack)
         if leadership:
@@ -122,7 +123,8 @@ def serve(
             leadership=leadership,
             stop=stop,
         )
-        display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `coordinator submit` adds one")
+        submit = command("coordinator", "submit", "CONFIG", runs=folder)
+        display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `{submit}` adds one")
 
         def observed() -> "Observed":
             from coordinator.monitoring.collector import Observed, Served
@@ -138,8 +140,8 @@ def serve(
             service.serve()
         finally:
             notifier.stopping()
-        display.line(f"stopped; resume with: coordinator serve --runs {folder}")
-    raise KeyboardInterrupt
+        display.line("stopped; the same command resumes the runs")
+    raise click.Abort  # for KeyboardInterrupt, click prints an empty line
 
 
 def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> "Leadership | None":

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import existing_store, newest_run, runs_flag
 from fedvit.command_line import Command, json_flag
 
 if TYPE_CHECKING:
     pass
 
 
-@click.command(cls=Command, examples=["coordinator show RUN"])
-@click.argument("run")
+@click.command(cls=Command, examples=["coordinator show", "coordinator show RUN"])
+@click.argument("run", required=False)
 @runs_flag
 @json_flag
-def show(run: str, folder: Path, as_json: bool) -> None:
-    """Print one run: accuracy by round, devices, refusals."""
+def show(run: str | None, folder: Path, as_json: bool) -> None:
+    """Print RUN, by default the newest: accuracy by round, devices, refusals."""
     from coordinator.commands.run_tables import MOST_ROUNDS
     from coordinator.record.summary import summarise
 
     store = existing_store(folder)
     try:
-        summary = summarise(store, run, accuracy_of=None if as_json else MOST_ROUNDS)
+        summary = summarise(store, run or newest_run(store, folder), accuracy_of=None if as_json else MOST_ROUNDS)
     finally:
         store.close()
     if as_json:

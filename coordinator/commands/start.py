@@ -33,8 +33,9 @@ from coordinator.config import (
 )
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
-from fedvit.errors import ConfigError, LinkDown
+from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import make_private, private_files
+from fedvit.hints import command
 from fedvit.quantities import counted
 from fedvit.systemd import Notifier
 from fedvit.wire.topics import check_name
@@ -135,7 +136,7 @@ def run_to_end(
     """Serve one run until it is finished, with the options of `coordinator start`.
 
     `region` makes the coordinator of a region's run; None: the run is no region's. Raises FedvitError if the run cannot
-    begin or continue, KeyboardInterrupt if it is interrupted.
+    begin or continue, click.Abort if it is interrupted.
     """
     from coordinator.run.alerts import webhook_of
     from coordinator.run.display import choose_display
@@ -255,15 +256,17 @@ def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
     address = f"{broker.broker}, on {broker.listen}:{broker.port}" if "://" not in broker.broker else broker.broker
     if broker.deployment:
         address = f"of deployment {broker.deployment}"
-    options = "".join(f" -o {name}={value}" for name, value in of_run.options.items())
-    model = "".join(f" --model-option {name}={value}" for name, value in of_run.model_options.items())
+    options = [word for name, value in of_run.options.items() for word in ("-o", f"{name}={value}")]
+    options += [word for name, value in of_run.model_options.items() for word in ("--model-option", f"{name}={value}")]
+    plan = command(
+        "coordinator", "plan", "--method", of_run.method, "--model", of_run.model, *options, "--device", "ID"
+    )
     return [
         f"run {run} can begin: {_described(of_run)}, server on {checked.accelerator}",
         f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
         f"  {settings_words(run_settings(of_run))}",
         f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
-        f"what it costs on a board: coordinator plan --method {of_run.method} --model {of_run.model}{options}{model} "
-        "--device ID",
+        f"what it costs on a board: {plan}",
     ]
 
 
@@ -421,8 +424,9 @@ def _serve(
     notifier: Notifier,
     region: "Callable[..., Coordinator] | None",
 ) -> None:
-    """Serve the run to its end. Raises KeyboardInterrupt if it is interrupted."""
+    """Serve the run to its end. Raises click.Abort if it is interrupted."""
     from coordinator.metrics.following import following
+    from coordinator.record.trained import export_hint
     from coordinator.run.coordinator import Cancelled, Coordinator
     from coordinator.run.inbox import TICK_S, Interrupted
     from coordinator.run.lease import FederationTaken
@@ -485,13 +489,15 @@ def _serve(
         return
     except Interrupted:
         if region is None:
-            display.line(f"interrupted; resume with: coordinator start --resume {run} --runs {folder}")
+            resume = command("coordinator", "start", "--resume", run, runs=folder)
+            display.line(f"interrupted; resume with: {resume}")
         else:
             display.line("interrupted; the same command resumes it")
-        raise KeyboardInterrupt from None
+        raise click.Abort from None  # for KeyboardInterrupt, click prints an empty line
     finally:
         notifier.stopping()
         endpoint.note_seen(coordinator.state.presence.seen_since, at_once=True)
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")
-    of_run = f"{run} --runs {folder} --out"
-    display.line(f"next: coordinator report {of_run} report.html; coordinator export {of_run} bundle")
+    report = command("coordinator", "report", run, "--out", "report.html", runs=folder)
+    with suppress(FedvitError):  # the run is finished, whatever can be read of it now
+        display.line(f"next: {report}; {export_hint(store, folder, run)}")

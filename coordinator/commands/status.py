@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import existing_store, newest_run, runs_flag
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
+from fedvit.hints import command
 
 if TYPE_CHECKING:
     from coordinator.record.store import Store
+    from coordinator.record.tables import RunRecord
 
 
 @click.command(cls=Command, examples=["coordinator status", "coordinator status RUN --json"])
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 @json_flag
 def status(run: str | None, folder: Path, as_json: bool) -> None:
     """Show what RUN is waiting for, since when and until when; by default the service, or the newest run."""
+    from coordinator.record.liveness import current_status
     from coordinator.record.summary import run_head
     from coordinator.record.tables import ENDED
     from coordinator.run.status import lines, read_status
@@ -28,25 +31,22 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
     store = existing_store(folder)
     if run is None and _service_status(store, folder, as_json=as_json):
         return
-    runs = store.runs()
-    if run is None and not runs:
-        raise ConfigError(f"there is no run in {folder}")
-    record = store.run(run) if run else runs[0]
+    record = store.run(run or newest_run(store, folder))
+    serve = command("coordinator", "serve", runs=folder)
     if record.status == "queued":
         waits = {"run": record.id, "status": record.status}
-        click.echo(
-            json.dumps(waits, indent=2) if as_json else f"run {record.id}: queued; `coordinator serve` begins it"
-        )
+        click.echo(json.dumps(waits, indent=2) if as_json else f"run {record.id}: queued; `{serve}` begins it")
         return
     found = read_status(folder / record.id)
     if as_json:
-        head = msgspec.structs.asdict(run_head(record))
+        head = msgspec.structs.asdict(run_head(store, record))
         shown = msgspec.to_builtins(found)
         if record.status in ENDED:  # its last activity is over
             shown |= {"doing": record.status, "waiting_for": [], "resting": [], "online": 0}
         click.echo(json.dumps({**head, **shown, "stale": found.is_stale()}, indent=2))
         return
-    click.echo("\n".join(lines(record.id, record.status, found)))
+    resume = serve if record.submitted_at else command("coordinator", "start", "--resume", record.id, runs=folder)
+    click.echo("\n".join(lines(record.id, current_status(store, record), found, resume)))
 
 
 def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
@@ -59,20 +59,26 @@ def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
     if not submitted and not alive and not hosts:
         return False
     queued = [record.id for record in submitted if record.status == "queued"]
-    begun = [record.id for record in submitted if record.status != "queued"]
+    begun = [record for record in submitted if record.status != "queued"]
     if as_json:
         seen = msgspec.to_builtins(status) if status else {}
-        seen |= {"alive": alive, "queued": queued, "begun": begun, "hosts": [host._asdict() for host in hosts]}
+        seen |= {
+            "alive": alive,
+            "queued": queued,
+            "begun": [record.id for record in begun],
+            "hosts": [host._asdict() for host in hosts],
+        }
         click.echo(json.dumps({"service": seen}, indent=2))
         return True
     if status and alive:
         click.echo(f"service: federation {status.federation} at {status.broker}")
     else:
-        click.echo(f"service: not running; `coordinator serve --runs {folder}` resumes the runs below")
+        serve = command("coordinator", "serve", runs=folder)
+        click.echo(f"service: not running; `{serve}`, with the flags of before, resumes the runs below")
     for host in hosts:
         click.echo(f"  {'leader' if host.leads else 'standby'}: {host.host}")
-    for name in begun:
-        click.echo(f"  run {name}: {_doing(folder / name)}")
+    for record in begun:
+        click.echo(f"  run {record.id}: {_doing(store, record, folder)}")
     click.echo(f"  queue: {', '.join(queued) or 'empty'}")
     for member in status.members if status and alive else ():
         labels = "".join(f" {name}={value}" for name, value in member.labels.items())
@@ -81,11 +87,12 @@ def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
     return True
 
 
-def _doing(folder: Path) -> str:
+def _doing(store: "Store", record: "RunRecord", folder: Path) -> str:
+    from coordinator.record.liveness import current_status
     from coordinator.run.status import read_status
 
     try:
-        status = read_status(folder)
+        doing = read_status(folder / record.id).doing
     except ConfigError:
         return "begins"
-    return "interrupted" if status.is_stale() else status.doing
+    return "interrupted" if current_status(store, record) == "interrupted" else doing

@@ -18,7 +18,7 @@ def check_kind(home: Path, *, is_region: bool) -> None:
     if is_region and not (home / CENTRE).is_dir():
         raise ConfigError(f"run {home.name!r} is not that of a region: choose another --run")
     if not is_region and (home / CENTRE).is_dir():
-        raise ConfigError(f"run {home.name!r} is that of a region: resume it with `fleet region --run {home.name}`")
+        raise ConfigError(f"run {home.name!r} is that of a region: the same `fleet region` command resumes it")
 
 
 def is_region(labels: Mapping[str, str]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from coordinator.record.liveness import STALE_S
 from coordinator.record.store import Store
 
 P = ParamSpec("P")
@@ -57,11 +58,13 @@ class Reader:
             return value_
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
-        """Changes with every commit: SQLite appends to its journal, or writes the database. Of another database it
-        changes every second."""
+        """A value that changes with every commit: SQLite appends to its journal, or writes the database. With another
+        database it changes every second. It also changes every STALE_S, since a killed coordinator writes nothing."""
         if not self.store.is_file:
             return ((int(time.monotonic()), 0),)
-        return tuple(_stat(self.folder / name) for name in ("fedvit.db", "fedvit.db-wal"))
+        return (int(time.monotonic() / STALE_S), 0), *(
+            _stat(self.folder / name) for name in ("fedvit.db", "fedvit.db-wal")
+        )
 
 
 def _stat(file: Path) -> tuple[int, int]:

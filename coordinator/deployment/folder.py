@@ -35,6 +35,7 @@ from coordinator.deployment.authority import Authority
 from coordinator.deployment.registry import OpenToken, Registry, Rows, now
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, storage_failed
+from fedvit.hints import command
 from fedvit.transport.address import Address
 from fedvit.wire.enrolment import SECRET_BYTES, Token, login_of
 from fedvit.wire.topics import check_name
@@ -106,7 +107,9 @@ class Deployment:
         folder = folder.resolve()
         file = folder / "deployment.json"
         if not file.is_file():
-            raise ConfigError(f"there is no deployment in {folder}; make one with: coordinator init {folder}")
+            raise ConfigError(
+                f"there is no deployment in {folder}; make one with: {command('coordinator', 'init', folder)}"
+            )
         for private in (folder, *folder.glob("*.key")):
             if private.stat().st_mode & 0o077:
                 raise ConfigError(f"{private} can be read by others on this machine; chmod go= {private}")
@@ -285,7 +288,7 @@ def make_token(deployment: Deployment, device: str, valid_s: float, *, replaces:
         if not replaces and rows.device(device) is not None:
             raise ConfigError(
                 f"a device called {device!r} has joined already; choose another name, or let a new device take its "
-                f"place: coordinator enroll {device} --replace"
+                f"place: {command('coordinator', 'enroll', device, '--replace', deployment=deployment.folder)}"
             )
         rows.forget_tokens(now())
         rows.add_token(made)

@@ -25,6 +25,7 @@ from coordinator.deployment.enrolment import EnrolmentService
 from coordinator.deployment.folder import COORDINATOR, Deployment, exclusively_served
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
+from fedvit.hints import command
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected
 from fedvit.transport.mqtt import MqttTransport
@@ -160,7 +161,8 @@ class Service:
             if shut_out:
                 rows.revoke(name, time.time())
         log.warning("broker misused", extra={"device": name, "reason": what})
-        remedy = "it is shut out" if shut_out else f"to shut it out: coordinator revoke {name}"
+        revoke = command("coordinator", "revoke", name, deployment=self._deployment.folder)
+        remedy = "it is shut out" if shut_out else f"to shut it out: {revoke}"
         self._operator_log(f"{name} {what}; {remedy}")
 
     def _report(self) -> None:

@@ -12,6 +12,7 @@ from coordinator.metrics.figures import read_rounds
 from coordinator.metrics.writer import Writer
 from coordinator.metrics.writers import make_writers
 from coordinator.record.store import Store
+from fedvit.hints import command
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Follower:
     def _log_missing(self) -> None:
         self._operator_log(
             f"the last metrics are not written to {self._writer.where}; to write them later: "
-            f"coordinator metrics {self._run}"
+            f"{command('coordinator', 'metrics', self._run, runs=self._store.folder)}"
         )
 
 

@@ -62,13 +62,11 @@ class CoordinatorCollector(Collector):
 
     def why_not_ready(self) -> str | None:
         """The reason why devices cannot be served now; None if they can."""
-        if not self._observed.is_connected():
-            return "no connection to the broker"
         try:
             self._observed.store.count_runs()
-        except FedvitError as error:
+        except FedvitError as error:  # first: without the record, a coordinator gives up its broker, too
             return f"the record cannot be read: {error}"
-        return None
+        return None if self._observed.is_connected() else "no connection to the broker"
 
     def collect(self) -> Iterator[Metric]:
         observed, served = self._observed, self._observed.served()

@@ -19,6 +19,7 @@ from coordinator.record.rows import read_rows, seal_of
 from coordinator.record.tables import ENDED, SEAL, TABLES
 from fedvit.errors import Damaged
 from fedvit.files import WRITING, make_folder
+from fedvit.hints import command
 
 COPIES = "record.copies"
 """In a folder of runs: copies of the database. No run can have this name."""
@@ -147,9 +148,10 @@ def damaged_database(database: Path, why: str, run: str | None = None) -> Damage
     runs = read_runs(copy)
     run = run or next((name for name, copied in runs.items() if copied.status not in (*ENDED, "queued")), None)
     made = datetime.fromtimestamp(copy.stat().st_mtime, UTC).isoformat(" ", "seconds")
-    resume = f"start --resume {run}" if run else "runs"
+    resume = command("coordinator", "start", "--resume", run, runs=folder)
+    following = resume if run else command("coordinator", "runs", runs=folder)
     return Damaged(
         f"{damaged}. The newest good copy is {copy}, made at {made}. While no coordinator serves this folder, put it "
         f"back: mv {database} {database}.damaged; rm -f {database}-wal {database}-shm; cp {copy} {database}; then: "
-        f"coordinator {resume} --runs {folder}"
+        f"{following}"
     )

@@ -13,14 +13,14 @@ from typing import Any, Self
 import msgspec
 from sqlalchemy import create_engine, event, func, inspect, select, text
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, ProgrammingError, SQLAlchemyError
 
 from coordinator.record.closing import add_broken, sum_up_evaluation, sum_up_training
 from coordinator.record.copies import damaged_database, is_whole, newest_copy
 from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
 from coordinator.record.postgresql import address_of, engine_of, failure_of
 from coordinator.record.rows import BrokenSeal
-from coordinator.record.schema import is_newer, other_version, version_of
+from coordinator.record.schema import is_known, other_version, unknown_version, version_of
 from coordinator.record.tables import REFUSALS, ROUNDS, RUNS, SCHEMA, TABLES, VERSION, from_json, to_json
 from fedvit.descriptors import are_used_up, how_many
 from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
@@ -90,7 +90,7 @@ class Database:
 
     Raises StorageFailed if the database cannot be read or written, NoRoom if disk space or descriptors are used up,
     or the database's server does not answer, Damaged, with what to do, if its content is damaged, ConfigError if a
-    newer version of this software wrote it.
+    newer or an unknown version of this software wrote it.
 
     A database of an older version is migrated. With `check` false the whole database is not verified first: for
     commands that only show it, and for those that call `check` themselves. With `reads_only` nothing is ever written:
@@ -104,6 +104,7 @@ class Database:
             self._file: Path | None = Path(self._engine.url.database or "")
         else:
             self._engine, self._file = engine_of(address_of(url, "record"), pool_pre_ping=True), None
+        self.folder = self._file.parent if self._file else None  # of all runs, where it is known
         self._term = 0  # 0: it need not lead to write
         self._joined = threading.local()
         self.commits = Timings()  # of transactions that wrote
@@ -128,23 +129,20 @@ class Database:
             VERSION.create(connection)
             connection.execute(VERSION.insert().values(version_num=SCHEMA))
             return
-        if is_newer(schema):
+        if not is_known(schema):
             raise other_version(self._engine.url, schema)
         if schema == SCHEMA:  # another process has migrated it
             return
         from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
 
-        migrate(connection)
-        if schema is not None and schema >= "0002":  # it has totals
-            return
-        closed = select(ROUNDS.c.run, ROUNDS.c.round, ROUNDS.c.evaluated).where(ROUNDS.c.closed_at.is_not(None))
-        for run, number, evaluated in connection.execute(closed.order_by(ROUNDS.c.run, ROUNDS.c.round)).all():
-            sum_up_training(connection, run, number)
-            if evaluated:
-                sum_up_evaluation(connection, run, number)
-        broke = select(REFUSALS.c.run, REFUSALS.c.device, REFUSALS.c.broke).where(REFUSALS.c.broke.is_not(None))
-        for run, device, kind in connection.execute(broke).all():
-            add_broken(connection, run, device, kind)
+        try:
+            migrate(connection)
+            if schema is None or schema < "0002":  # it has no totals
+                _sum_up_rounds(connection)
+        except (OperationalError, ProgrammingError) as error:  # a statement does not fit the tables
+            if isinstance(error, ProgrammingError) or getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR":
+                raise unknown_version(self._engine.url, schema) from error
+            raise
 
     def _check_file(self, file: Path, *, whole: bool) -> None:
         """Check the file before it is used; `whole`: read all of it."""
@@ -169,7 +167,7 @@ class Database:
     def in_folder(cls, folder: Path, *, check: bool = True) -> Self:
         """The record of a folder of runs; made if there is none."""
         if (file := folder / ADDRESS_FILE).exists():
-            return cls(_address_in(file), check=check)
+            return cls(_address_in(file), check=check)._of(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -180,7 +178,7 @@ class Database:
     def to_read(cls, folder: Path) -> Self:
         """The existing record of a folder, for a process that never writes it."""
         if (file := folder / ADDRESS_FILE).exists():
-            return cls(_address_in(file), check=False, reads_only=True)
+            return cls(_address_in(file), check=False, reads_only=True)._of(folder)
         return cls(f"sqlite:///{folder / DATABASE_FILE}", check=False, reads_only=True)
 
     @classmethod
@@ -198,7 +196,11 @@ class Database:
             raise storage_failed(f"cannot read {folder / DATABASE_FILE}", error) from error
         store = cls.in_folder(Path(copied.name), check=False)
         store._copied = copied
-        return store
+        return store._of(folder)
+
+    def _of(self, folder: Path) -> Self:
+        self.folder = folder
+        return self
 
     def close(self) -> None:
         self._engine.dispose()
@@ -292,6 +294,18 @@ class Database:
         if self._file:
             with self._transaction() as connection:
                 connection.exec_driver_sql("VACUUM")
+
+
+def _sum_up_rounds(connection: Connection) -> None:
+    """Compute the totals of all rounds and devices."""
+    closed = select(ROUNDS.c.run, ROUNDS.c.round, ROUNDS.c.evaluated).where(ROUNDS.c.closed_at.is_not(None))
+    for run, number, evaluated in connection.execute(closed.order_by(ROUNDS.c.run, ROUNDS.c.round)).all():
+        sum_up_training(connection, run, number)
+        if evaluated:
+            sum_up_evaluation(connection, run, number)
+    broke = select(REFUSALS.c.run, REFUSALS.c.device, REFUSALS.c.broke).where(REFUSALS.c.broke.is_not(None))
+    for run, device, kind in connection.execute(broke).all():
+        add_broken(connection, run, device, kind)
 
 
 def _prepare_reading(connection: Any, _record: Any) -> None:

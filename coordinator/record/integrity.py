@@ -12,6 +12,7 @@ from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore, Verified, digest_of
 from fedvit.errors import BadPayload, Damaged
+from fedvit.hints import command
 from fedvit.program import decode_program
 from fedvit.wire.messages import Manifest
 
@@ -141,8 +142,10 @@ def blob_description(digest: str, run: str, store: Store, blobs: BlobStore) -> s
 
 def unrepairable(run: str, path: Path, held: str, why: str, copies: str) -> Damaged:
     """The error of a run that cannot continue: names the file and what to do; `copies` names older records."""
+    runs = path.parents[3]  # the file is RUNS/RUN/blobs/XX/DIGEST
+    resume = command("coordinator", "start", "--resume", run, runs=runs)
     return Damaged(
         f"{path} of run {run} is damaged: it held {held}, and cannot be recomputed: {why}. Put the file back from a "
-        f"copy of the run's folder and resume with `coordinator start --resume {run}`{copies}; or begin a new run, "
+        f"copy of the run's folder and resume with `{resume}`{copies}; or begin a new run, "
         "with --start-from where an earlier one ended"
     )

@@ -110,7 +110,7 @@ def _lost(connection: Connection, address: URL, term: int) -> LeadershipLost:
     other = f"{found.host} leads since term {found.term}" if found else "its table of leaders was removed"
     return LeadershipLost(
         f"database {address}: this service led in term {term}, and {other}; nothing was written. "
-        "Start it again as a standby: coordinator serve --standby"
+        "Start it again as a standby, by the same command with --standby"
     )
 
 

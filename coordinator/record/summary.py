@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.config import RunConfig
+from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
 from coordinator.record.store import Store
 from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
@@ -175,7 +176,7 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None, refusals_o
     strikes = store.strike_counts(run)
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
     return RunSummary(
-        **_head(record),
+        **_head(store, record),
         protocol=record.protocol,
         classes=record.classes,
         rounds=listed,
@@ -202,21 +203,24 @@ def overview(store: Store, folder: Path) -> list[RunLine]:
 def progress(store: Store) -> list[RunProgress]:
     """How far all runs are, newest first."""
     return [
-        RunProgress(**_head(record), rounds=store.last_round(record.id), mean_accuracy=store.mean_accuracy(record.id))
+        RunProgress(
+            **_head(store, record), rounds=store.last_round(record.id), mean_accuracy=store.mean_accuracy(record.id)
+        )
         for record in store.runs()
     ]
 
 
-def run_head(record: RunRecord) -> RunHead:
-    return RunHead(**_head(record))
+def run_head(store: Store, record: RunRecord) -> RunHead:
+    """Identify a run."""
+    return RunHead(**_head(store, record))
 
 
-def _head(record: RunRecord) -> dict[str, Any]:
+def _head(store: Store, record: RunRecord) -> dict[str, Any]:
     config = record.config
     return {
         "run": record.id,
         "created_at": record.created_at,
-        "status": record.status,
+        "status": current_status(store, record),
         "reason": record.reason,
         "method": str(config.get("method")),
         "model": str(config.get("model")),

@@ -19,6 +19,7 @@ from coordinator.record.tables import RunRecord
 from export.bundle.card import Origin, Reported
 from export.bundle.write import Trained
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
+from fedvit.hints import command
 from fedvit.precision import as_specified
 from fedvit.program import Program, Role, decode_program
 from fedvit.tensors import Tensors, check_tensors, unpack
@@ -84,8 +85,8 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
             values |= unpack(files.blob(digest))
     except BadPayload as error:
         raise StorageFailed(f"run {run!r}: {error}") from error
-    _check_no_images(program, run)
-    _check_nothing_personal(program, run)
+    if why := _why_on_device(program):
+        raise ConfigError(_elsewhere(program, run, why))
     summary = summarise(store, run)
     values |= _generated(program, record, summary, files, device)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
@@ -108,20 +109,35 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
     )
 
 
-def _check_no_images(program: Program, run: str) -> None:
+def export_hint(store: Store, runs: Path, run: str) -> str:
+    """Return the command that exports a model of a run. Raises StorageFailed if the run's program cannot be read."""
+    record = store.run(run)
+    program = decode_program(_Files(runs / run, record).blob(record.program or ""))
+    on_device = command("edge-client", "export", run, "--data", "IMAGES")
+    if _why_on_device(program):
+        return on_device
+    device: tuple[str, ...] = ()
+    if program.with_role(Role.GENERATED):
+        names = (entry.device for entry in summarise(store, run).devices)
+        name = next((name for name in names if _variant_of(record, name) is None), None)
+        if name is None:
+            return on_device
+        device = ("--device", name)
+    return command("coordinator", "export", run, *device, "--out", "bundle", runs=runs)
+
+
+def _why_on_device(program: Program) -> str | None:
+    """Reason why only a device has the whole model; None if the server has it."""
     evaluate = program.evaluate
     if evaluate.adapt:
-        raise ConfigError(_elsewhere(program, run, "a device tunes it on its own images before it answers"))
+        return "a device tunes it on its own images before it answers"
     if evaluate.gather:
-        raise ConfigError(_elsewhere(program, run, "a device answers with features of its own images"))
+        return "a device answers with features of its own images"
     if evaluate.kept and not evaluate.kept_of_this_round:
-        raise ConfigError(_elsewhere(program, run, "a device answers with the tensors that it last trained itself"))
-
-
-def _check_nothing_personal(program: Program, run: str) -> None:
+        return "a device answers with the tensors that it last trained itself"
     if personal := [name for group in program.with_role(Role.LOCAL) for name in program.names(group)]:
-        what = f"{len(personal)} of its tensors never leave a device, the first is {personal[0]!r}"
-        raise ConfigError(_elsewhere(program, run, what))
+        return f"{len(personal)} of its tensors never leave a device, the first is {personal[0]!r}"
+    return None
 
 
 def _elsewhere(program: Program, run: str, why: str) -> str:
@@ -129,6 +145,12 @@ def _elsewhere(program: Program, run: str, why: str) -> str:
         f"the server has no whole model of method {program.method!r}: {why}; "
         f"export it there, by `edge-client export {run} --data IMAGES`"
     )
+
+
+def _variant_of(record: RunRecord, device: str) -> str | None:
+    """Return the name or pattern of a device's own variant; None if it has none."""
+    variants = make_config(record.config, f"run {record.id}").run.variants
+    return next((entry for entry in variants if fnmatchcase(device, entry) or entry == device), None)
 
 
 def _generated(program: Program, record: RunRecord, summary: RunSummary, files: _Files, device: str | None) -> Tensors:
@@ -147,15 +169,15 @@ def _generated(program: Program, record: RunRecord, summary: RunSummary, files: 
             f"method {program.method!r} makes a model for each device: choose one by --device; "
             f"the run's devices are: {', '.join(known)}"
         )
-    variants = make_config(record.config, f"run {record.id}").run.variants
-    if pattern := next((entry for entry in variants if fnmatchcase(device, entry) or entry == device), None):
+    if pattern := _variant_of(record, device):
         raise ConfigError(_elsewhere(program, record.id, f"device {device!r} has a variant of its own ({pattern!r})"))
     name = f"generated/{device}.safetensors"
     content = files.result(name) if record.status == "finished" else None
     if content is None:
+        resume = command("coordinator", "start", "--resume", record.id, runs=files.folder.parent)
         raise ConfigError(
             f"run {record.id!r} is {record.status}: tensors for device {device!r} are written at its end, "
-            f"to {files.folder / name}; resume it with `coordinator start --resume {record.id}`"
+            f"to {files.folder / name}; resume it with `{resume}`"
         )
     try:
         return unpack(content)

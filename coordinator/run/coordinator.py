@@ -47,6 +47,7 @@ from coordinator.run.validation import MIN_FREE_BYTES, listed, same_but_for_case
 from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
+from fedvit.hints import command
 from fedvit.quantities import counted
 from fedvit.resources import Budget
 from fedvit.terminal import escape_line
@@ -437,7 +438,8 @@ class Coordinator:
         if not store.is_paused(run):
             return
         self.state.doing = f"paused by the operator before round {number}"
-        self._operator_log(f"{self.state.doing}; coordinator unpause {run}")
+        unpause = command("coordinator", "unpause", run, runs=store.folder)
+        self._operator_log(f"{self.state.doing}; {unpause}")
         self.alerts.send("run_paused", f"the run is {self.state.doing}")
 
         def is_over() -> bool:
@@ -503,7 +505,8 @@ class Coordinator:
             }  # fmt: skip
             self._close(number, stepped, figures, results)
             return
-        raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `coordinator show {run}`")
+        show = command("coordinator", "show", run, runs=state.store.folder)
+        raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `{show}`")
 
     def _close(self, number: int, stepped: Stepped, figures: dict[str, float], results: Sequence[ResultRecord]) -> None:
         """Store the round's state as the run's newest; remove blobs that are no longer needed."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from coordinator.config import RobustConfig
 from coordinator.record.store import Store
 from coordinator.record.tables import QuarantineRecord
+from fedvit.hints import command
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +52,8 @@ class Quarantine:
 
     def reason(self, record: QuarantineRecord) -> str:
         """Why the device of a quarantine is not asked, for its owner."""
-        release = f"; the operator ends it with: coordinator quarantine {self._run} --release {record.device}"
-        return f"quarantine {_how_long(record.until_round)}: {record.reason}{release}"
+        release = command("coordinator", "quarantine", self._run, "--release", record.device)
+        return f"quarantine {_how_long(record.until_round)}: {record.reason}; the operator ends it with: {release}"
 
     def admitted(self, devices: Iterable[str], round_number: int) -> list[str]:
         """Devices that may be asked in a round."""

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.record.liveness import STALE_S, STATUS_FILE
 from coordinator.run.display import DeviceLine, View
 from coordinator.run.open_round import OpenRound
 from coordinator.run.presence import Device, Presence
 from coordinator.run.state import RunState
 from coordinator.run.status import (
-    FILE,
     MEMBERS,
     SEEN_EVERY_S,
-    STALE_S,
     AtWork,
     BackingOff,
     Member,
@@ -41,7 +40,7 @@ class Reporter:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+        self._path = folder / STATUS_FILE
         self._due = 0.0
         self._members_path = folder / MEMBERS
         self._members = {  # of earlier processes; each announces itself to this one again

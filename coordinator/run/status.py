@@ -4,19 +4,17 @@
 Times are by the coordinator's clock, for display only.
 """
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct, field
 
+from coordinator.record.liveness import STATUS_FILE, is_stale
 from fedvit.errors import ConfigError
 from fedvit.wire.messages import TaskKind
 
-FILE = "status.json"
 MEMBERS = "members.json"
-STALE_S = 10.0
-"""A running coordinator writes far more often."""
 SEEN_EVERY_S = 5.0
 """How often a running coordinator writes when devices were last seen."""
 
@@ -55,8 +53,8 @@ class Status(Struct, frozen=True, kw_only=True):
     devices_s: float = 0.0  # time in which coordinators waited for the results of that training
 
     def is_stale(self) -> bool:
-        """Whether the run is no longer served, or its coordinator hangs."""
-        return datetime.now(UTC) - datetime.fromisoformat(self.at) > timedelta(seconds=STALE_S)
+        """Return whether the run is no longer served, or its coordinator hangs."""
+        return is_stale(self.at)
 
 
 class Member(Struct, frozen=True, kw_only=True):
@@ -87,28 +85,26 @@ def read_members(folder: Path) -> list[Member]:
 def read_status(folder: Path) -> Status:
     """Raises ConfigError when there is none."""
     try:
-        status = msgspec.json.decode((folder / FILE).read_bytes(), type=Status)
+        status = msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=Status)
         dates = [status.at, *(one.until for one in status.backing_off)]
         for text in dates + [date for one in status.waiting_for for date in (one.since, one.until)]:
             datetime.fromisoformat(text)
     except OSError:
         raise ConfigError(f"no coordinator has served the run in {folder} yet") from None
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ConfigError(f"{folder / FILE} cannot be read: {error}; nothing else depends on this file") from error
+        raise ConfigError(
+            f"{folder / STATUS_FILE} cannot be read: {error}; nothing else depends on this file"
+        ) from error
     return status
 
 
-def lines(run: str, recorded: str, status: Status) -> list[str]:
-    """The status as text; `recorded`: the run's status in the store."""
-    first = f"run {run}: {recorded}"
-    if recorded in ("running", "waiting"):
-        if status.is_stale():
-            first += f"; not served since {_short(status.at)}: coordinator start --resume {run}"
-        else:
-            first += f"; {status.doing}"
-    shown = [first]
-    if recorded not in ("running", "waiting"):
-        return shown
+def lines(run: str, now: str, status: Status, resume: str) -> list[str]:
+    """Return the status as text; `now`: the run's current status, `resume`: the command that resumes it."""
+    if now == "interrupted":
+        return [f"run {run}: {now}; not served since {_short(status.at)}: {resume}"]
+    if now not in ("running", "waiting"):
+        return [f"run {run}: {now}"]
+    shown = [f"run {run}: {now}; {status.doing}"]
     for one in status.waiting_for:
         steps = f" {one.done_steps}/{one.total_steps}" if one.total_steps else ""
         shown.append(

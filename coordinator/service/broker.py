@@ -18,6 +18,7 @@ from coordinator.deployment.folder import Deployment
 from coordinator.deployment.service import Service, served
 from coordinator.run.status import SEEN_EVERY_S
 from fedvit.errors import ConfigError, LinkDown
+from fedvit.hints import command
 from fedvit.transport.address import Address
 from profiles.probes.broker import BrokerProbe
 
@@ -114,8 +115,9 @@ def broker_endpoint(
             kind = service.broker.kind if service.broker else "an external mosquitto"
             operator_log(f"broker: {kind} at {service.address}, only for devices of {settings.deployment}")
             operator_log(
-                f"a device joins with `edge-client join TOKEN`, with a token of `coordinator enroll NAME --deployment "
-                f"{settings.deployment}`; then start it with `edge-client --data FOLDER`"
+                f"a device joins with `edge-client join TOKEN`, with a token of "
+                f"`{command('coordinator', 'enroll', 'NAME', deployment=Path(settings.deployment))}`; "
+                f"then start it with `edge-client --data FOLDER`"
             )
             yield _Deployed(service, recorded)
     elif settings.broker in OWN:

@@ -8,6 +8,7 @@ import click
 from edge_client.commands.options import given_to, of_program
 from edge_client.state import identity_folder
 from fedvit.command_line import Command, amount
+from fedvit.hints import command
 from fedvit.quantities import parse_seconds
 
 CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
@@ -55,8 +56,8 @@ def join_command(
     click.echo(f"joined as {known.device!r}; certificate: {joined.identity.certificate}")
     if joined.trouble:
         click.echo(f"but a first connection failed: {joined.trouble}\n{hint_for(joined.trouble)}", err=True)
-    state = f" --state {given['state']}" if given["state"] else ""
-    click.echo(f"next: edge-client --data FOLDER{state}")
+    state = ("--state", given["state"]) if given["state"] else ()
+    click.echo(f"next: {command('edge-client', '--data', 'FOLDER', *state)}")
 
 
 def hint_for(trouble: str) -> str:

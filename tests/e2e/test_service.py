@@ -1,5 +1,6 @@
 """`coordinator serve`: runs from a queue on devices that stay, with real processes."""
 
+import json
 import signal
 import subprocess
 from typing import Any
@@ -8,7 +9,7 @@ from coordinator.record.store import Store
 from fedvit.wire.messages import Hello, Task
 from tests.support.event_files import steps
 from tests.support.forked import Forked
-from tests.support.programs import Stage, program, wait_for
+from tests.support.programs import Stage, program, said, wait_for
 
 SITES = {"device-0": "berlin", "device-1": "munich"}
 SLOW = {"*": {"epochs": 30}}
@@ -51,6 +52,16 @@ def members(stage: Stage) -> dict[str, str]:
 
 def service_status(stage: Stage) -> dict[str, Any]:
     return dict(stage.command("status", "--runs", str(stage.out))["service"])
+
+
+def said_of_service(stage: Stage) -> str:
+    return said(stage, "coordinator.cli", "status", "--runs", str(stage.out))
+
+
+def listed(stage: Stage) -> dict[str, str]:
+    """The status of each run as `runs` has it."""
+    output = said(stage, "coordinator.cli", "runs", "--runs", str(stage.out), "--json")
+    return {entry["run"]: entry["status"] for entry in json.loads(output)}
 
 
 def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) -> None:
@@ -122,6 +133,8 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     assert service.wait(60) == -signal.SIGKILL
     over = {"dropped": "cancelled", "never": "cancelled"}
     assert statuses(stage) == {**over, "kept": "running", "wrong": "queued", "unfit": "queued", "queued": "queued"}
+    wait_for(lambda: "run kept: interrupted" in said_of_service(stage), "status to notice")
+    assert listed(stage)["kept"] == "interrupted", "the record cannot know it"
     service = serve(stage)
     wait_for(lambda: statuses(stage)["queued"] == "finished", "the run of the queue")
     assert statuses(stage) == {**over, "kept": "finished", "wrong": "failed", "unfit": "failed", "queued": "finished"}

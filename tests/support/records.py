@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
+from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.store import Store
 from coordinator.record.summary import RunLine, RunSummary
 from coordinator.record.tables import SavedState, TaskRecord
-from coordinator.run.status import FILE, MEMBERS, AtWork, Member, Status, read_status
+from coordinator.run.status import MEMBERS, AtWork, Member, Status, read_status
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Result
 from profiles.prediction import Expected, Prediction
@@ -132,7 +133,7 @@ def write_status(folder: Path, waiting: Sequence[str] = (), number: int = 0) -> 
         status = msgspec.structs.replace(read_status(folder), at=at)
     fresh = folder / "status.new"
     fresh.write_bytes(msgspec.json.encode(status))
-    fresh.replace(folder / FILE)
+    fresh.replace(folder / STATUS_FILE)
 
 
 def expected(device: str) -> Expected:

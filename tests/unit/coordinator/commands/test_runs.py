@@ -1,7 +1,8 @@
 """`coordinator runs`, `show`, `status` and `report`: all of them say the same of a run."""
 
+import asyncio
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from coordinator.commands.runs import runs
 from coordinator.commands.show import show
 from coordinator.commands.status import status
 from coordinator.config import make_config
-from coordinator.record.summary import RunHead
-from coordinator.run.status import FILE, Status
+from coordinator.dashboard.reader import Reader
+from coordinator.record.liveness import STALE_S, STATUS_FILE
+from coordinator.record.store import Store
+from coordinator.record.summary import RunHead, progress
+from coordinator.run.status import Status
 from tests.support.records import RUN, begun_run
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     for run in (RUN, "other"):
         (tmp_path / run).mkdir()
         doing = Status(at=datetime.now(UTC).isoformat(), doing="training", waiting_for=[], backing_off=[], online=2)
-        (tmp_path / run / FILE).write_bytes(msgspec.json.encode(doing))
+        (tmp_path / run / STATUS_FILE).write_bytes(msgspec.json.encode(doing))
     return tmp_path
 
 
@@ -64,3 +69,44 @@ def test_two_runs_are_distinguished_by_their_settings(folder: Path) -> None:
     assert "settings: seed = 7, rounds = 3" in said(show, RUN, "--runs", folder)
     assert 'settings: method = "fedavg", options.lr = 0.1, devices = 4' in said(show, "other", "--runs", folder)
     assert 'settings: method = "fedavg", options.lr = 0.1, devices = 4' in said(report, "other", "--runs", folder)
+
+
+def test_run_whose_coordinator_was_killed_is_interrupted_everywhere(folder: Path) -> None:
+    """The record still says that it runs; its status file is old."""
+    file = folder / RUN / STATUS_FILE
+    written = msgspec.json.decode(file.read_bytes(), type=Status)
+    old = datetime.now(UTC) - timedelta(seconds=STALE_S + 5)
+    file.write_bytes(msgspec.json.encode(msgspec.structs.replace(written, at=old.isoformat())))
+    told = {
+        "show": json.loads(said(show, RUN, "--runs", folder, "--json"))["status"],
+        "report": json.loads(said(report, RUN, "--runs", folder, "--json"))["status"],
+        "status": json.loads(said(status, RUN, "--runs", folder, "--json"))["status"],
+        "runs": {entry["run"]: entry["status"] for entry in json.loads(said(runs, "--runs", folder, "--json"))}[RUN],
+    }
+    store = Store.to_read(folder)
+    told["dashboard"] = {entry.run: entry.status for entry in progress(store)}[RUN]
+    assert store.run(RUN).status == "running"
+    store.close()
+    assert told == dict.fromkeys(told, "interrupted")
+    assert f"run {RUN}: interrupted" in said(status, RUN, "--runs", folder)
+
+
+def test_pages_notice_a_killed_coordinator_although_the_record_does_not_change(folder: Path) -> None:
+    store = Store.to_read(folder)
+    reader = Reader(store, folder)
+
+    def listed() -> str:
+        return {entry.run: entry.status for entry in asyncio.run(reader(progress))}[RUN]
+
+    assert listed() == "running"
+    wait_until(lambda: listed() == "interrupted", "the run to be interrupted", wait_s=60.0)
+    store.close()
+
+
+@pytest.mark.parametrize("command", [show, report])
+def test_newest_run_is_shown_if_none_is_named(folder: Path, command: click.Command) -> None:
+    store = Store.in_folder(folder)
+    newest = next(record.id for record in store.runs())
+    store.submit_run("later", {})
+    store.close()
+    assert json.loads(said(command, "--runs", folder, "--json"))["run"] == newest

@@ -191,7 +191,8 @@ def test_status_shows_the_service(out: Path) -> None:
     assert (shown["alive"], shown["begun"], shown["queued"]) == (True, ["begun"], ["first", "second"])
     (out / "service.json").unlink()
     assert "service: not running" in said("status", "--runs", out)
-    assert said("status", "first", "--runs", out) == "run first: queued; `coordinator serve` begins it\n"
+    queued = f"run first: queued; `coordinator serve --runs {out}` begins it\n"
+    assert said("status", "first", "--runs", out) == queued
 
 
 def test_runs_lists_the_queue(out: Path) -> None:

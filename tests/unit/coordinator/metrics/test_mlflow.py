@@ -117,7 +117,8 @@ def test_a_server_that_never_answers_holds_up_nothing(
         with following(RUN, configured("mlflow", mlflow_uri=uri), store, tmp_path / RUN, said.append):
             pass
         assert said == [
-            f"the last metrics are not written to MLflow at {uri}; to write them later: coordinator metrics {RUN}"
+            f"the last metrics are not written to MLflow at {uri}; to write them later: "
+            f"coordinator metrics {RUN} --runs {store.folder}"
         ]
 
 
@@ -130,4 +131,4 @@ def test_server_without_answer_is_reported(store: Store, configured: Configured,
     trouble, missing = said
     assert trouble.startswith("metrics are not written to MLflow at http://127.0.0.1:9: API request to ")
     assert "Check that the server runs, and mlflow_uri" in trouble
-    assert missing.endswith(f"coordinator metrics {RUN}")
+    assert missing.endswith(f"coordinator metrics {RUN} --runs {store.folder}")

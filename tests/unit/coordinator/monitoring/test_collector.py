@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from edge_client.agent import TICK_S
 from edge_client.monitoring import AgentCollector
 from fedvit.errors import StorageFailed
 from fedvit.timings import LoopWatch
+from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from profiles.probes.meter import Sensors
 from tests.support.agents import World
+from tests.support.postgresql import Postgresql
 from tests.support.records import RUN, begun_run
 from tests.support.runs import Fake, Stage, Task, honest
 
@@ -102,6 +105,23 @@ def test_metrics_of_devices_at_work(stage: Stage) -> None:
     assert collector.why_not_ready() is None
     stage.broker.stop()
     stage.drive(lambda: collector.why_not_ready() == "no connection to the broker")
+
+
+def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> None:
+    """Without its record a coordinator leaves the broker: that connection is not the cause."""
+    server = Postgresql()
+    try:
+        store = Store(server.schema())
+        link = MemoryTransport(SimpleQueue(), MemoryBroker(), "coordinator")
+        collector = CoordinatorCollector(Observed(link, lambda: False, store, tmp_path, lambda: (), {}))
+        assert collector.why_not_ready() == "no connection to the broker"
+        server.stop()
+        why = collector.why_not_ready()
+        assert why
+        assert why.startswith("the record cannot be read: database postgresql")
+        store.close()
+    finally:
+        server.close()
 
 
 def observed_record(store: Store, stage: Stage) -> CoordinatorCollector:

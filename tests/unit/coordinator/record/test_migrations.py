@@ -135,6 +135,32 @@ def test_a_record_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     assert schema(tmp_path / "fedvit.db") == before
 
 
+@pytest.mark.parametrize("kind", ["before the first", "another number", "no number", "unnumbered"])
+def test_record_of_an_unknown_version_is_named_and_left_alone(tmp_path: Path, kind: str) -> None:
+    """It is not damaged: the error names its version and those that this software knows."""
+    file = tmp_path / "fedvit.db"
+    if kind in ("before the first", "unnumbered"):
+        written(file, "CREATE TABLE runs (id TEXT PRIMARY KEY, started REAL); INSERT INTO runs VALUES ('r', 1.5);")
+    else:
+        Store.in_folder(tmp_path).close()
+    number = {"before the first": "0000", "another number": "0003b", "no number": "beta"}.get(kind)
+    with closing(sqlite3.connect(file)) as database, database:
+        database.execute("PRAGMA journal_mode = DELETE")
+        if number:
+            database.execute("CREATE TABLE IF NOT EXISTS alembic_version (version_num VARCHAR(32) NOT NULL)")
+            database.execute("DELETE FROM alembic_version")
+            database.execute("INSERT INTO alembic_version VALUES (?)", (number,))
+    with closing(sqlite3.connect(file)) as database:
+        before = list(database.iterdump())
+    for command in ("runs", "gc"):
+        refused = CliRunner().invoke(cli, [command, "--runs", str(tmp_path)], standalone_mode=False).exception
+        assert type(refused) is ConfigError, refused
+        assert (number or "not numbered") in str(refused)
+        assert SCHEMA in str(refused)
+    with closing(sqlite3.connect(file)) as database:
+        assert list(database.iterdump()) == before
+
+
 def test_a_copy_of_an_older_version_can_be_put_back(tmp_path: Path) -> None:
     """The record is damaged, and the newest copy was made before the tables were changed."""
     (tmp_path / "record.copies").mkdir()

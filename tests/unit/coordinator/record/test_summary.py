@@ -146,7 +146,7 @@ def test_settings_are_those_that_differ_from_the_defaults(store: Store) -> None:
         "usual": {},
         "older": {"patience": 3, "images.flip": True, "images.zoom": 2.0},
     }
-    assert summarise(store, "whole").settings == run_head(store.run("whole")).settings
+    assert summarise(store, "whole").settings == run_head(store, store.run("whole")).settings
 
 
 def test_devices_are_in_the_order_of_their_numbers(store: Store) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.run.status import FILE, STALE_S, AtWork, BackingOff, Status, lines, read_status
+from coordinator.record.liveness import STALE_S, STATUS_FILE
+from coordinator.run.status import AtWork, BackingOff, Status, lines, read_status
 from fedvit.errors import ConfigError
+
+RESUME = "coordinator start --resume r"
 
 
 def at(seconds: float) -> str:
@@ -33,7 +36,7 @@ def status(age_s: float = 0.0) -> Status:
 def test_status_names_awaited_devices_and_their_deadlines() -> None:
     told = status()
     pi_1, pi_2 = told.waiting_for
-    assert lines("r", "running", told) == [
+    assert lines("r", "running", told, RESUME) == [
         "run r: running; round 2/9: train",
         f"  pi-1: train of round 2, working 3/40, since {local(pi_1.since)}, until {local(pi_1.until)}",
         f"  pi-2: train of round 2, fetching, since {local(pi_2.since)}, until {local(pi_2.until)}",
@@ -43,12 +46,13 @@ def test_status_names_awaited_devices_and_their_deadlines() -> None:
 
 def test_status_of_unserved_run_names_the_command_to_resume() -> None:
     told = status(age_s=STALE_S + 5)
-    [first, *_] = lines("r", "running", told)
-    assert first == f"run r: running; not served since {local(told.at)}: coordinator start --resume r"
+    assert lines("r", "interrupted", told, RESUME) == [
+        f"run r: interrupted; not served since {local(told.at)}: {RESUME}"
+    ]
 
 
 def test_ended_run_awaits_no_device() -> None:
-    assert lines("r", "finished", status(age_s=1000)) == ["run r: finished"]
+    assert lines("r", "finished", status(age_s=1000), RESUME) == ["run r: finished"]
 
 
 BROKEN = b'{"at": "2026-13-01", "doing": "", "waiting_for": [], "resting": [], "online": 0}'
@@ -65,7 +69,7 @@ BROKEN = b'{"at": "2026-13-01", "doing": "", "waiting_for": [], "resting": [], "
 )
 def test_a_status_that_is_missing_or_broken_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
     if content is not None:
-        (tmp_path / FILE).write_bytes(content)
+        (tmp_path / STATUS_FILE).write_bytes(content)
     with pytest.raises(ConfigError, match=words) as refused:
         read_status(tmp_path)
     assert str(tmp_path) in str(refused.value)

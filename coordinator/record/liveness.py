@@ -1,0 +1,43 @@
+"""Liveness: whether a coordinator serves a run now, by the small file that it writes every second."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.record.store import Store
+from coordinator.record.tables import RunRecord, RunStatus
+
+STATUS_FILE = "status.json"
+"""In a run's folder."""
+STALE_S = 10.0
+"""A coordinator writes its file far more often."""
+
+
+class _Written(Struct):
+    at: str  # ISO 8601, UTC
+
+
+def is_stale(at: str) -> bool:
+    """Return whether a file that a coordinator writes all the time has a date (ISO 8601, UTC) that is too old."""
+    return datetime.now(UTC) - datetime.fromisoformat(at) > timedelta(seconds=STALE_S)
+
+
+def current_status(store: Store, record: RunRecord) -> RunStatus:
+    """Return a run's status now: interrupted if its coordinator was killed before it could write that to the record."""
+    if record.status not in ("waiting", "running") or store.folder is None:
+        return record.status
+    if not _has_stopped(store.folder / record.id):
+        return record.status
+    if record.submitted_at and any(host.leads for host in store.services()):  # maybe on another host
+        return record.status
+    return "interrupted"
+
+
+def _has_stopped(home: Path) -> bool:
+    """Return whether a coordinator served the run of a folder and does so no longer."""
+    try:
+        return is_stale(msgspec.json.decode((home / STATUS_FILE).read_bytes(), type=_Written).at)
+    except (OSError, ValueError):  # it has not begun to serve the run, or the file is damaged
+        return False

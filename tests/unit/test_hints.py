@@ -1,0 +1,53 @@
+"""Commands that messages name: the programs understand each of them. `tests/e2e/test_hints.py` runs those of a first
+deployment."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_lines import PROGRAMS, parse
+
+SOURCES = [path for package in ("coordinator", "edge_client", "export", "fedvit", "fleet", "profiles")
+           for path in sorted(Path(package).rglob("*.py"))]  # fmt: skip
+VALUE = "value"
+"""Stands for what is only known when the program runs."""
+
+
+def shown() -> Iterator[tuple[str, list[str]]]:
+    """Each command in backticks in a string, and each call of `fedvit.hints.command`, with its place."""
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command" and node.args:
+                words = [text(word) for word in node.args if not isinstance(word, ast.Starred)]
+                if words[:1] and words[0] in PROGRAMS:
+                    words += [word for option in node.keywords for word in (f"--{option.arg}", VALUE)]
+                    yield f"{path}:{node.lineno}", words
+            elif isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in documentation:
+                for line in re.findall(r"`((?:coordinator|edge-client|fleet) [a-z-][^`]*)`", text(node)):
+                    if line.split()[1] != VALUE:
+                        yield f"{path}:{node.lineno}", line.split()
+
+
+def text(node: ast.expr) -> str:
+    """A string as its program prints it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text(part) for part in node.values)
+    return VALUE
+
+
+@pytest.mark.parametrize(("place", "words"), [pytest.param(*each, id=each[0]) for each in shown()])
+def test_every_command_that_a_message_names_is_understood(place: str, words: list[str]) -> None:
+    parse(words)
+
+
+def test_commands_are_found() -> None:
+    places = [place for place, _ in shown()]
+    assert any(place.startswith("coordinator/commands/start.py") for place in places)
+    assert len(places) > 40

@@ -37,7 +37,7 @@ class DiskBudget:
                 raise OverBudget(
                     f"run {run!r} needs {format_bytes(new_bytes)} more on the device's disk, of whose budget of "
                     f"{format_bytes(self.limit_bytes)} {format_bytes(used_bytes)} are used: raise --disk-budget, or "
-                    "remove runs with `edge-client rm`"
+                    "remove runs with `edge-client rm RUN`"
                 )
             old = finished.pop()
             self._vault.remove(old)

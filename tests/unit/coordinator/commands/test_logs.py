@@ -28,7 +28,7 @@ def test_log_of_a_device_that_failed_is_recorded_and_shown(stage: Stage) -> None
     [log] = stage.store.logs("a")
     assert (log.run, log.round, log.kind, log.reason) == ("r", 1, "train", "disk full")
     shown = CliRunner().invoke(cli, ["logs", "a", "--runs", str(stage.out)], catch_exceptions=False).output
-    assert shown.splitlines() == [f"{log.at} run r, round 1, train: disk full", "  one", "  ?[31mtwo"]
+    assert shown.splitlines() == [f"{log.at} run r, round 1, train: disk full", "  one", r"  \u001b[31mtwo"]
     arguments = ["logs", "a", "--run", "r", "--json", "--runs", str(stage.out)]
     [entry] = json.loads(CliRunner().invoke(cli, arguments, catch_exceptions=False).output)
     assert (entry["device"], entry["lines"]) == ("a", "one\n\x1b[31mtwo")

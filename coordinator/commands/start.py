@@ -168,12 +168,14 @@ def run_to_end(
             check_start_from(store, given.run)
             stack.enter_context(display)
             display.line(f"run {run}: checking its configuration")
-            _check_broker(given.broker, display, only_check=only_check)
+            if not only_check:
+                _warn_of_dead_broker(given.broker, display)
             worker, config, checked = _checked(values, where, folder, stack, is_region=region is not None)
             server = checked.accelerator
             for note in checked.notes:
                 display.line(f"warning: {note}")
             if only_check:
+                _check_broker(given.broker)
                 click.echo("\n".join(_would_run(run, config, checked)))
                 return
         else:
@@ -189,8 +191,10 @@ def run_to_end(
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
                 display.line(f"run {run} is {record.status}: there is nothing to do")
                 return
-            _check_broker(config.broker, display, only_check=only_check)
+            if not only_check:
+                _warn_of_dead_broker(config.broker, display)
         if only_check:
+            _check_broker(config.broker)
             click.echo(f"would resume run {run}: {_described(config.run)}")
             return
         made = stack.enter_context(ExitStack())  # undone unless the run is added to the record
@@ -218,18 +222,18 @@ def run_to_end(
         _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, region)
 
 
-def _check_broker(settings: BrokerConfig, display: "Display", *, only_check: bool) -> None:
-    """Connect once to the broker of a run, if another program runs it.
+def _check_broker(settings: BrokerConfig) -> None:
+    """Connect once to the broker of a run, if another program runs it. Raises LinkDown if that fails."""
+    from coordinator.service.broker import check_broker  # the first line of a run need not wait for its imports
 
-    If that fails, a run says so at once and tries again later; a check raises LinkDown.
-    """
-    from coordinator.service.broker import check_broker
+    check_broker(settings)
 
+
+def _warn_of_dead_broker(settings: BrokerConfig, display: "Display") -> None:
+    """Say at once that the broker of another program does not answer; the run tries again later."""
     try:
-        check_broker(settings)
+        _check_broker(settings)
     except LinkDown as error:
-        if only_check:
-            raise
         display.line(f"warning: {error}; trying again")
 
 

@@ -18,7 +18,8 @@ from coordinator.deployment.folder import Deployment
 from coordinator.deployment.registry import Certificate
 from coordinator.record.store import Store
 from coordinator.record.tables import DeviceLog, SavedState
-from coordinator.run.status import FILE, MEMBERS, AtWork, Member, Status
+from coordinator.record.liveness import STATUS_FILE
+from coordinator.run.status import MEMBERS, AtWork, Member, Status
 from coordinator.service.status import MemberStatus, write_service_status
 from edge_client import status as device_status
 from edge_client.state import status_file
@@ -142,7 +143,7 @@ def _record(folder: Path) -> None:
         device=ATTACK, round=1, kind="train", state="working", done_steps=3, total_steps=40, since=at, until=at
     )
     status = Status(at=at, doing=ATTACK, waiting_for=[awaited], backing_off=[], online=1)
-    (run / FILE).write_bytes(msgspec.json.encode(status))
+    (run / STATUS_FILE).write_bytes(msgspec.json.encode(status))
     member = Member(
         device=ATTACK, online=True, seen=at, since=at, board=ATTACK, host=ATTACK, machine=ATTACK, cores=4, ram_bytes=1,
         memory_budget_bytes=1, software=ATTACK, labels={ATTACK: ATTACK},

@@ -52,7 +52,7 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
         assert peak is not None
         assert peak < 160e6, name
     assert stage.finish(coordinator, "coordinator") == 0
-    assert f"next: coordinator report run --runs {stage.out}" in stage.log("coordinator")
+    assert f"next: coordinator report run --out report.html --runs {stage.out}; " in stage.log("coordinator")
     for name, process in devices.items():
         assert stage.finish(process, name) == 0, stage.log(name)
 
@@ -224,7 +224,9 @@ def test_fleet_run_ends_a_device_that_was_not_connected_at_the_end(
             if name != "coordinator":
                 return super().start(name, command, *arguments, **settings)
             log = stage.log_path(name)
-            self._running[name] = forked = Forked("coordinator.cli", list(command[3:]), log, stage.environment)
+            self._running[name] = forked = Forked(
+                "coordinator.cli", list(command[len(program("coordinator.cli")) :]), log, stage.environment
+            )
             return forked
 
     monkeypatch.setattr(fleet_run, "Fleet", WithTorch)

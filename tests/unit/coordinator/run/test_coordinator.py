@@ -16,6 +16,7 @@ import torch
 
 from coordinator.config import make_config, read_toml
 from coordinator.planning.planner import PROTOCOLS
+from coordinator.record.copies import COPIES
 from coordinator.record.store import Store
 from coordinator.run import collector as results_module
 from coordinator.run import validation as admission_module
@@ -1067,6 +1068,7 @@ def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> No
     assert_moved_by(stage, first, 2.0)
     stage.stop()
     (stage.out / "r").rename(stage.out / "monday")
+    shutil.rmtree(stage.out / COPIES)  # they know a run "r"
     with sqlite3.connect(stage.out / "fedvit.db") as database:
         for table, column in (("runs", "id"), ("rounds", "run"), ("results", "run")):
             database.execute(f"UPDATE {table} SET {column} = 'monday', seal = NULL")

@@ -16,9 +16,9 @@ from PIL import Image
 
 from coordinator.deployment.folder import Deployment
 from coordinator.deployment.registry import Certificate
+from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.store import Store
 from coordinator.record.tables import DeviceLog, SavedState
-from coordinator.record.liveness import STATUS_FILE
 from coordinator.run.status import MEMBERS, AtWork, Member, Status
 from coordinator.service.status import MemberStatus, write_service_status
 from edge_client import status as device_status

@@ -93,7 +93,7 @@ class ProductRate(Struct, frozen=True, array_like=True):
     flops_per_s: Annotated[float, Meta(le=1e18)]
 
 
-class Speed(Struct, frozen=True, kw_only=True):
+class Speed(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The compute speed of a device with the threads that training uses: measured, or from the catalogue."""
 
     threads: Length
@@ -103,6 +103,7 @@ class Speed(Struct, frozen=True, kw_only=True):
         dict[str, float], Meta(max_length=MAX_RATES)
     ]  # read and written by an operator, by ONNX name; "Add" stands for all others
     node_s: Measure  # that every operator takes, however small its tensors
+    load_per_core: Measure | None = None  # processes of others that wanted a core while it was measured
 
     def __post_init__(self) -> None:
         """Raises ValueError for figures that allow no prediction: a hello brings them from outside."""

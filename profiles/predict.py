@@ -11,7 +11,7 @@ import numpy as np
 from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
 from profiles.prediction import Prediction, ProductWork, ProgramCost, Work
 
-BASE_RSS_BYTES = 57_000_000
+BASE_RSS_BYTES = 62_000_000
 """Resident memory of an idle device's process, if the device did not report it."""
 ENGINE_BYTES = 30_000_000
 """Memory that a working onnxruntime adds: its code, threads and buffers."""
@@ -63,6 +63,7 @@ def predict(
         energy_j=train_s * power_w[1] if power_w and train_s is not None else None,
         power_w=power_w[1] if power_w else None,
         over=_over(cost, train_s, peak, limits),
+        load_per_core=speed.load_per_core if speed else None,
     )
 
 

@@ -102,6 +102,7 @@ class Prediction(Struct, frozen=True, kw_only=True):
     energy_j: float | None  # of a round's training; None where the device's power is not known
     power_w: float | None
     over: tuple[BudgetKind, ...]  # exceeded budgets; empty: it fits
+    load_per_core: float | None = None  # of other processes while the device's speed was measured
 
 
 class Expected(Struct, frozen=True, kw_only=True):

@@ -12,10 +12,13 @@ from coordinator.record.store import Store
 from coordinator.record.summary import DeviceSummary, RunSummary, device_rounds, natural_order, summarise
 from coordinator.record.tables import RefusalRecord
 from fedvit.wire.messages import ClassCount
+from profiles.prediction import Prediction
 from profiles.report.document import ClassAccuracy, DeviceRound, Refusal, RunDevice, RunDocument, RunPrivacy, RunRound
 
 NAMED = 5
 """Devices that a warning names."""
+BUSY_LOAD_PER_CORE = 0.5
+"""Load of other programs from which a measured speed is called too low."""
 
 
 def run_document(store: Store, run: str) -> RunDocument:
@@ -132,6 +135,11 @@ def _warnings(devices: list[RunDevice]) -> list[str]:
     expected = [entry.expected for device in devices for entry in device.rounds if entry.expected]
     if any(entry.prediction.source == "catalogue" for entry in expected):
         warnings.append("Some predictions use the catalogue's speeds, not measured ones.")
+    if busy := sorted({entry.prediction.device for entry in expected if _was_busy(entry.prediction)}):
+        warnings.append(
+            f"Other programs were running while the speed of {_some(busy)} was measured, so predicted times are too"
+            " long. On the idle device, `edge-client profile --fresh` measures it again."
+        )
     slowed: list[str] = []
     modelled: list[str] = []
     for device in devices:
@@ -155,6 +163,11 @@ def _warnings(devices: list[RunDevice]) -> list[str]:
     if without:
         warnings.append(f"Energy was not measured on {_some(without)}.")
     return warnings
+
+
+def _was_busy(prediction: Prediction) -> bool:
+    """Return True if half a core or more was taken, for each core, while the device's speed was measured."""
+    return (prediction.load_per_core or 0.0) >= BUSY_LOAD_PER_CORE
 
 
 def _some(names: list[str]) -> str:

@@ -4,6 +4,7 @@ Runs in a separate process, which releases onnxruntime's memory, and contains an
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -72,6 +73,7 @@ def measure_speed(threads: int) -> Speed:
 
 
 def _measure(threads: int) -> Speed:
+    load_per_core = os.getloadavg()[0] / (os.cpu_count() or 1)  # of the minute before: the probe itself is not in it
     rng = np.random.default_rng(0)
     products = []
     for kind, batch, rows, inner, columns in PRODUCTS:
@@ -86,6 +88,7 @@ def _measure(threads: int) -> Speed:
         products=tuple(products),
         bytes_per_s=_passes(rng, threads),
         node_s=(chain_s or 0.0) / CHAIN,
+        load_per_core=load_per_core,
     )
 
 

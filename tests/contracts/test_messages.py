@@ -159,6 +159,26 @@ EXAMPLES: dict[str, AnyMessage] = {
         30,
         empty_folders=("horse",),
     ),
+    "hello-7": Hello(
+        "8f14e45fceea167a",
+        "0.1.0",
+        DeviceProfile(
+            host="pi",
+            machine="aarch64",
+            cores=4,
+            threads=3,
+            speed=Speed(
+                threads=3,
+                products=(ProductRate("weights", 1, 200, 768, 3072, 2.5e10),),
+                bytes_per_s={"Add": 3.5e9},
+                node_s=1.5e-6,
+                load_per_core=2.5,
+            ),
+        ),
+        ("cat", "dog"),
+        120,
+        30,
+    ),
     "progress": Progress("run-1", 7, "train", 12, 40, 0.5),
     "progress-2": Progress("run-1", 7, "train", 12, 40, 0.5, TASK_ID),
     "result": Result(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import safetensors.numpy
 
@@ -18,6 +19,7 @@ from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome
 from fleet import run as fleet_run
 from fleet.processes import Fleet
+from profiles.predict import BASE_RSS_BYTES
 from profiles.probes.host import parse_vm_hwm
 from tests.support.forked import Forked
 from tests.support.programs import (
@@ -40,6 +42,8 @@ def test_processes_train_and_nothing_local_leaves(stage: Stage, undisturbed: byt
     tests of processes are over the embedded one."""
     devices = {name: stage.device(name) for name in DEVICES}
     wait_for(lambda: "no connection to the broker" in stage.log("device-0"), "the device to report the missing broker")
+    idle_bytes = psutil.Process(devices["device-0"].pid).memory_info().rss
+    assert idle_bytes == pytest.approx(BASE_RSS_BYTES, rel=0.25), "plans of boards begin with this figure"
     coordinator = stage.coordinator(broker="mosquitto")
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
     observer = stage.observer()

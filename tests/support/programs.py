@@ -9,7 +9,6 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -23,6 +22,7 @@ import paho.mqtt.client as paho
 from coordinator.broker.process import claim_port
 from fedvit.errors import FedvitError
 from fedvit.wire.messages import AnyMessage, decode
+from fleet.processes import program as program
 from tests.support.forked import Forked
 from tests.support.waiting import wait_until
 
@@ -44,10 +44,6 @@ DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
 """Parts of the names of files that a device never maps into its memory."""
 USUAL_UMASK = 0o022
 """What programs start with: without a word of ours others can read their files."""
-
-
-def program(module: str) -> list[str]:
-    return [sys.executable, "-c", f"from {module} import main; main()"]
 
 
 def wait_for(holds: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:

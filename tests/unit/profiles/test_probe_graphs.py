@@ -140,6 +140,7 @@ def test_every_rate_is_measured(measured: Speed) -> None:
     rates = [rate.flops_per_s for rate in measured.products] + list(measured.bytes_per_s.values())
     assert all(np.isfinite(rate) and rate > 0 for rate in rates)
     assert measured.node_s > 0
+    assert measured.load_per_core is not None
 
 
 def test_a_measured_speed_travels(measured: Speed) -> None:

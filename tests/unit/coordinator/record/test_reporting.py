@@ -106,6 +106,19 @@ def test_what_was_expected_stands_beside_it(store: Store) -> None:
     assert document.warnings[0].startswith("Some predictions use the catalogue's speeds")
 
 
+@pytest.mark.parametrize(("load_per_core", "warns"), [(None, False), (0.1, False), (4.0, True)])
+def test_report_says_whose_speed_was_measured_on_a_busy_machine(
+    store: Store, load_per_core: float | None, warns: bool
+) -> None:
+    """A speed of another program's leftovers makes predictions too long; the figure alone would look like a fault."""
+    one = cost(0.75, 2)
+    predicted = msgspec.structs.replace(prediction(one, "rpi5-8"), device="a", load_per_core=load_per_core)
+    expected = Expected(prediction=predicted, flops=one.flops_round, bytes_down=1, bytes_up=2, budget=Budget())
+    store.add_tasks(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
+    warnings = run_document(store, RUN).warnings
+    assert any("the speed of a was measured" in warning for warning in warnings) == warns
+
+
 def test_report_warns_of_missing_measurements(store: Store) -> None:
     assert run_document(store, RUN).warnings == [
         "b was throttled in 1 of 1 rounds.",

@@ -23,7 +23,7 @@ from coordinator.record.totals import evaluated, trained, with_result
 from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes
 from fedvit.resources import BudgetKind
-from profiles.report.document import AttentionEntropy, DeviceRound, GeneratorRound
+from profiles.report.document import AttentionEntropy, DeviceRound, FeatureRound, GeneratorRound
 
 
 class RoundSummary(RoundTotals, frozen=True, kw_only=True):
@@ -84,6 +84,17 @@ class RoundSummary(RoundTotals, frozen=True, kw_only=True):
                 highest=self.figures["attention_entropy_highest"],
             )
         return GeneratorRound(difference=self.figures["generated_difference"], attention=attention)
+
+    @property
+    def features(self) -> FeatureRound | None:
+        """Features that devices sent in the round; None for a method that sends none."""
+        if "uploaded_features" not in self.figures:
+            return None
+        return FeatureRound(
+            uploads=self.accepted,
+            features=int(self.figures["uploaded_features"]),
+            unequal=int(self.figures["unequal_uploads"]),
+        )
 
 
 class DeviceSummary(Struct, frozen=True, kw_only=True):

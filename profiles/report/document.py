@@ -189,6 +189,14 @@ class GeneratorRound(Struct, frozen=True, kw_only=True):
     attention: AttentionEntropy | None = None  # None: the generator has no attention
 
 
+class FeatureRound(Struct, frozen=True, kw_only=True):
+    """Features that devices sent in a round, for a server that trains on them."""
+
+    uploads: int
+    features: int  # of all these uploads
+    unequal: int  # uploads with more features of one class than of another, which tell the device's class distribution
+
+
 class RunRound(Struct, frozen=True, kw_only=True):
     """One round of all devices; accuracies are None where it was not evaluated."""
 
@@ -211,6 +219,7 @@ class RunRound(Struct, frozen=True, kw_only=True):
     upload_epsilon: float | None = None  # of all rows of the round's largest upload
     device_epsilon: float | None = None  # of all features of one device, over all rounds up to this one
     generator: GeneratorRound | None = None  # None: the method has no generator, or one device took part
+    features: FeatureRound | None = None  # None: devices send no features
 
 
 class ClassAccuracy(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,15 @@ from profiles.report.page import (
     size,
 )
 from profiles.report.profile_page import budget_words
-from profiles.report.verdict import BUDGETS, generator_words, privacy_words, run_verdict, setting_words, times
+from profiles.report.verdict import (
+    BUDGETS,
+    feature_words,
+    generator_words,
+    privacy_words,
+    run_verdict,
+    setting_words,
+    times,
+)
 
 MOST_ROWS = 400
 """Of the table of all devices and rounds; the JSON has all."""
@@ -59,6 +67,7 @@ def run_page(document: RunDocument) -> str:
         accuracy=_accuracy(document),
         loss=_loss(document),
         generator=generator_words(document),
+        features=feature_words(document),
         generator_pictures=[drawn for drawn in (_difference(document), _entropy(document)) if drawn],
         privacy=privacy_words(document),
         epsilons=[drawn for kind in EPSILONS if (drawn := _epsilons(document, kind))],

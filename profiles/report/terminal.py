@@ -20,6 +20,7 @@ from profiles.report.verdict import (
     BUDGETS,
     crosscheck_words,
     device_name,
+    feature_words,
     generator_words,
     privacy_words,
     profile_verdict,
@@ -107,7 +108,7 @@ def run_report(document: RunDocument, width: int) -> Group:
         Text(sentence, style=STYLES[tone]),
     ]
     parts += [Text(f"  {line}") for line in lines]
-    parts += [Text(line) for line in (*generator_words(document), *privacy_words(document))]
+    parts += [Text(line) for line in (*generator_words(document), *feature_words(document), *privacy_words(document))]
     parts += [Text(settings_words(document.settings), style="dim")]
     if any(device.comparisons() for device in document.devices):
         parts += [Text(), _comparisons(document, width)]

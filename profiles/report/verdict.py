@@ -105,6 +105,17 @@ def generator_words(document: RunDocument) -> list[str]:
     return lines
 
 
+def feature_words(document: RunDocument) -> list[str]:
+    """The features that devices sent in the newest round that has some."""
+    newest = next((entry for entry in reversed(document.rounds) if entry.features), None)
+    if newest is None or (sent := newest.features) is None:
+        return []
+    line = f"{sent.features} features in {times(sent.uploads, 'upload')} in round {newest.round}"
+    if sent.unequal:
+        line += f"; {sent.unequal} with more of one class than of another, which tells their class distribution"
+    return [line]
+
+
 def privacy_words(document: RunDocument) -> list[str]:
     """The privacy of a run so far, a line for each kind of noise."""
     asked = document.privacy

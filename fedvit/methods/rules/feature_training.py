@@ -109,6 +109,7 @@ class FeatureTraining(ServerRule):
         figures = {
             "server_loss": float(loss_sum) / items,
             "server_features": float(items),
+            "uploaded_features": float(sum(shelves[device].shape(LABELS)[0] for device in fresh)),
             "unequal_uploads": float(sum(_is_unequal(shelves[device]) for device in fresh)),
             "stored_devices": float(len(kept)),
             "stored_bytes": float(sum(shelves[device].stored_bytes for device in kept)),

@@ -1,6 +1,7 @@
 """From a run's record to its report: a record made by hand."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from fedvit.errors import ConfigError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from profiles.prediction import Expected
-from profiles.report.document import ClassAccuracy, RunDevice, RunDocument, RunPrivacy, decode, encode
+from profiles.report.document import ClassAccuracy, FeatureRound, RunDevice, RunDocument, RunPrivacy, decode, encode
+from profiles.report.run_page import run_page
+from profiles.report.verdict import feature_words
 from tests.support.records import add_result
 from tests.support.reports import cost, prediction
 
@@ -104,6 +107,25 @@ def test_what_was_expected_stands_beside_it(store: Store) -> None:
     step = device(document, "a").comparisons()[0]
     assert (step.predicted, step.measured) == (expected.prediction.step_s, 2.0)
     assert document.warnings[0].startswith("Some predictions use the catalogue's speeds")
+
+
+def test_report_shows_what_features_tell_of_class_distributions(runs: Path) -> None:
+    """In round 2 one of two uploads had more features of one class than of another."""
+    with closing(Store.in_folder(runs)) as made:
+        made.create_run(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 3, "rounds": 2})
+        for number, unequal in ((1, 0.0), (2, 1.0)):
+            made.open_round(RUN, number, ["a", "b"])
+            for name in ("a", "b"):
+                add_result(made, name, Result(RUN, number, "train", 20, {"loss": 1.5}, ResourceUse()))
+            figures = {"uploaded_features": 12.0, "unequal_uploads": unequal}
+            made.close_round(RUN, number, SavedState({}, None, {}), figures)
+        document = run_document(made, RUN)
+    assert [entry.features for entry in document.rounds] == [
+        FeatureRound(uploads=2, features=12, unequal=n) for n in (0, 1)
+    ]
+    [line] = feature_words(document)
+    assert line.startswith("12 features in 2 uploads in round 2; 1 with more of one class")
+    assert line in run_page(document)
 
 
 @pytest.mark.parametrize(("load_per_core", "warns"), [(None, False), (0.1, False), (4.0, True)])

@@ -209,7 +209,7 @@ def test_uploads_that_tell_a_class_distribution_are_counted(vit: PatchViT) -> No
     state, figures = RULE.close(
         server_state(vit), [shelf.upload("a", equal), shelf.upload("b", unequal)], shelf.context(vit)
     )
-    assert figures["unequal_uploads"] == 1
+    assert (figures["uploaded_features"], figures["unequal_uploads"]) == (8, 1)
     _, figures = RULE.close(state, [shelf.upload("c", equal)], shelf.context(vit, 2))
     assert figures["unequal_uploads"] == 0
 

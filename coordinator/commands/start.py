@@ -430,7 +430,6 @@ def _serve(
 ) -> None:
     """Serve the run to its end. Raises click.Abort if it is interrupted."""
     from coordinator.metrics.following import following
-    from coordinator.record.trained import export_hint
     from coordinator.run.coordinator import Cancelled, Coordinator
     from coordinator.run.inbox import TICK_S, Interrupted
     from coordinator.run.lease import FederationTaken
@@ -502,6 +501,8 @@ def _serve(
         notifier.stopping()
         endpoint.note_seen(coordinator.state.presence.seen_since, at_once=True)
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")
+    from coordinator.record.trained import export_hint  # late: it imports onnxruntime
+
     report = command("coordinator", "report", run, "--out", "report.html", runs=folder)
     with suppress(FedvitError):  # the run is finished, whatever can be read of it now
         display.line(f"next: {report}; {export_hint(store, folder, run)}")

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -99,6 +100,7 @@ class ForkedWorker:
     def __init__(self, module: str = "coordinator.compute.worker") -> None:
         requests, replies = os.pipe(), os.pipe()
         self._code: int | None = None
+        self._reaping = threading.Lock()  # a thread that closes and one that asks both wait for its end
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -125,11 +127,12 @@ class ForkedWorker:
             os.kill(self.pid, signal.SIGKILL)
 
     def _reaped(self, options: int) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-        return self._code
+        with self._reaping:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, options)
+                if pid:
+                    self._code = os.waitstatus_to_exitcode(status)
+            return self._code
 
 
 class ForkedRank:

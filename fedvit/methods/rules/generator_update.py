@@ -119,6 +119,8 @@ class GeneratorUpdate(ServerRule):
             number += len(part)
         if context.world_size > 1:
             self._add_up(list(parameters.values()))
+            with torch.no_grad():
+                spread.add_up(self.generator.generate(shared, personal[uploads[0].device]))
         if (difference := spread.difference()) is not None:
             figures["generated_difference"] = difference
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
@@ -210,15 +212,22 @@ class GeneratorUpdate(ServerRule):
 
 
 class Spread:
-    """Sums that give the difference between devices' generated values; their memory does not grow with the devices.
-
-    Where several processes close a round together, each has the devices whose updates it pulls back.
-    """
+    """Sums that give the difference between devices' generated values; their memory does not grow with the devices."""
 
     def __init__(self) -> None:
         self._devices = 0
         self._sums: dict[str, Tensor] = {}
         self._squares = 0.0
+
+    def add_up(self, like: Mapping[str, Tensor]) -> None:
+        """Sum over the processes that close a round together; `like` has the shapes, for those without a device."""
+        sums = [self._sums.get(name, torch.zeros_like(value, dtype=torch.float64)) for name, value in like.items()]
+        totals = torch.tensor([self._devices, self._squares], dtype=torch.float64, device=sums[0].device)
+        flat = torch.cat([totals, *(value.flatten() for value in sums)])
+        torch.distributed.all_reduce(flat)
+        self._devices, self._squares = int(flat[0]), float(flat[1])
+        torch.nn.utils.vector_to_parameters(flat[2:], sums)
+        self._sums = dict(zip(like, sums, strict=True))
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add the values of some devices; the first dimension is that of devices."""

@@ -1,4 +1,4 @@
-"""Which of two clocks is wrong: this device's, or the server's, by whose dates the broker checks certificates."""
+"""Finds out which clock is wrong: this device's, or the server's, by which the broker checks certificates."""
 
 import socket
 import ssl

@@ -8,9 +8,9 @@ ProductPrecision = Literal["fp32", "tf32", "bf16"]
 Precision = Literal["fp32", "fp16", "int8"]
 """Numbers in which weights that a device does not train are sent."""
 Compute = Literal["fp32", "fp16", "int8"]
-"""How a training step multiplies by weights: as float32, as float16, or as integers of 8 bits."""
+"""Number format of a training step's products with weights: float32, float16 or integers of 8 bits."""
 Novel = Literal["own", "generator"]
-"""What learns for novel devices: their own tensors and their embeddings on the server, or also its generator."""
+"""Learning parts for novel devices: their own tensors and embeddings on the server, or also its generator."""
 NONE = "none"
 """The codec that changes nothing."""
 

@@ -105,7 +105,7 @@ def rows(
 
 
 def is_served(run_status: str, status: Status | None) -> bool:
-    """Whether a coordinator serves the run now."""
+    """Return True while a coordinator serves the run."""
     return run_status in ("running", "waiting") and status is not None and not status.is_stale()
 
 

@@ -158,7 +158,7 @@ def _grid(*headings: str) -> Table:
 
 
 def _millions(count: int) -> str:
-    """As many digits as tell small from nothing.
+    """Return a count in millions, with enough digits to tell a small one from zero.
 
     >>> [_millions(count) for count in (0, 7_680, 589_824, 85_798_656)]
     ['0', '0.008', '0.590', '85.8']

@@ -277,7 +277,7 @@ class Database:
 
     @property
     def is_file(self) -> bool:
-        """Whether the database is a file, of which there are copies in the folder of runs."""
+        """Return True if the database is a file, which has copies in the folder of runs."""
         return self._file is not None
 
     def back_up(self, file: Path) -> None:

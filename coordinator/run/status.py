@@ -16,7 +16,7 @@ from fedvit.wire.messages import TaskKind
 
 MEMBERS = "members.json"
 SEEN_EVERY_S = 5.0
-"""How often a running coordinator writes when devices were last seen."""
+"""Time between two writes of when devices were last seen."""
 
 
 class AtWork(Struct, frozen=True, kw_only=True):

@@ -207,7 +207,7 @@ class Router:
                 self._on_connected()
 
     def seen_since(self, at: float) -> dict[str, float]:
-        """See `Presence.seen_since`."""
+        """Return when each device that was seen after `at` was last seen, as `Presence` does."""
         return self._presence.seen_since(at)
 
     def members(self) -> list[Member]:

@@ -80,7 +80,7 @@ class Transport(ABC):
         self.shared_epoch = 0
         self.announced_packet_bytes: int | None = None
         self.admits: Callable[[str, bytes], bool] = lambda topic, payload: True
-        """Whether a message from this topic enters the inbox; called in the network's thread."""
+        """Returns True if a message from this topic may enter the inbox; called in the network's thread."""
 
     @property
     def limits(self) -> BrokerLimits:

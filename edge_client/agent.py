@@ -324,7 +324,7 @@ class Agent:
                 self._send_hello()
                 self.exchange.reconnected()
                 if self.renewal:
-                    self.renewal.connected(self.transport, certificate)
+                    self.renewal.note_connected(self.transport, certificate)
             case Disconnected():
                 self._on_disconnected(event)
             case Received(topic=topic, payload=payload):

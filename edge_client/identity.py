@@ -124,7 +124,7 @@ class Renewal:
         self._questions = topics.renewal(device)
         self._asked_at: float | None = None
 
-    def connected(self, transport: Transport, certificate: Path | None) -> None:
+    def note_connected(self, transport: Transport, certificate: Path | None) -> None:
         """Called after each connection, with the certificate that the broker accepted."""
         try:
             if certificate == self._identity.next_certificate and certificate.is_file():

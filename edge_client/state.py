@@ -88,7 +88,7 @@ def lock_state(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def locked_state(folder: Path) -> Iterator[int]:
+def lock_new_state(folder: Path) -> Iterator[int]:
     """Lock the state while a device is built on it. If that fails, a state that did not exist before is removed."""
     is_new = not folder.exists()
     lock = lock_state(folder)

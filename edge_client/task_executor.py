@@ -156,7 +156,7 @@ class TaskExecutor:
         upload, new_residual = coded_upload(program, deltas, collected, residual.tensors)
         written = [*upload.values(), *kept.values(), *(new_residual or {}).values(), *residual.tensors.values()]
         written_bytes = sum(value.nbytes for value in written)
-        self._disk.make_room(task.run, written_bytes - self._vault.replaced_bytes(task.run))
+        self._disk.make_room(task.run, written_bytes - self._vault.count_replaced_bytes(task.run))
         manifest = self._blobs.put(*packed_pieces(upload)) if upload else None
         if manifest:
             self._integrity.check([manifest.digest])  # checked here, not in the event loop that sends it

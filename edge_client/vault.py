@@ -193,7 +193,7 @@ class Vault:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
 
-    def replaced_bytes(self, run: str) -> int:
+    def count_replaced_bytes(self, run: str) -> int:
         """Return how many bytes the run's next commit removes before it writes."""
         home = self._home(run)
         before = _current_folder(home)

@@ -88,14 +88,14 @@ def dashboard(
             port = opened.getsockname()[1]
             address = f"http://{f'[{listen}]' if ':' in listen else listen}:{port}/"
             site = Site(Reader(store, folder), folder, Experiments(experiments), devices, acts=password is not None)
-            with _announced(address, folder / f"dashboard-{port}.url", needs_token=password is None) as token:
+            with _announce(address, folder / f"dashboard-{port}.url", needs_token=password is None) as token:
                 serve(site, opened, password or token, by_address=password is None, proxies=proxies)
     finally:
         store.close()
 
 
 @contextmanager
-def _announced(address: str, file: Path, *, needs_token: bool) -> Iterator[str]:
+def _announce(address: str, file: Path, *, needs_token: bool) -> Iterator[str]:
     """Make a token, and say how the pages are opened; without a terminal, whose output may be logged, only in a file.
 
     The file is for its owner only, and is removed at the end.

@@ -51,11 +51,13 @@ def methods(
             check_settings(each, options, model, model_options)
         except ConfigError as error:
             raise ConfigError(f"{error}{'' if chosen else HINT}") from None
-    from coordinator.planning.method_entry import STORED_CLASSES, page, stored_entries, table
+    from coordinator.planning.method_entry import STORED_CLASSES, page, read_stored_entries, table
     from profiles.report.console import Console
 
     own = (
-        stored_entries() if (model, classes) == (SMALL, STORED_CLASSES) and not options and not model_options else None
+        read_stored_entries()
+        if (model, classes) == (SMALL, STORED_CLASSES) and not options and not model_options
+        else None
     )
     entries = {entry.name: entry for entry in own or ()}
     wanted = chosen or sorted({*method_classes(), *packaged_methods()})

@@ -62,7 +62,7 @@ class StoredEntries(Struct, frozen=True):
     entries: list[MethodEntry]
 
 
-def stored_entries() -> list[MethodEntry] | None:
+def read_stored_entries() -> list[MethodEntry] | None:
     """Return the stored entries; None if methods or models were changed since they were computed."""
     stored = msgspec.json.decode(STORED.read_bytes(), type=StoredEntries)
     return stored.entries if stored.sources == digest_of_sources() else None
@@ -129,7 +129,7 @@ def page(entry: MethodEntry, model: str, classes: int) -> Lines:
     parts: list[RenderableType] = [
         title,
         Text(),
-        Text(_reflowed(entry.doc)),
+        Text(_reflow(entry.doc)),
         Text(),
         facts,
         Text(),
@@ -140,10 +140,10 @@ def page(entry: MethodEntry, model: str, classes: int) -> Lines:
     return Lines(*parts)
 
 
-def _reflowed(doc: str) -> str:
+def _reflow(doc: str) -> str:
     """A docstring whose lines end where the terminal's do; paragraphs and sources begin a line.
 
-    >>> _reflowed("One\\ntwo.\\n\\nThree.\\nSource: four.")
+    >>> _reflow("One\\ntwo.\\n\\nThree.\\nSource: four.")
     'One two.\\n\\nThree.\\nSource: four.'
     """
     return re.sub(r"(?<!\n)\n(?!\n|Source: |Differs )", " ", doc)

@@ -216,7 +216,7 @@ class ResultCollector:
     def device_left(self, device: str) -> None:
         """A device went offline; if it returns, an interrupted upload starts again."""
         if task := self._state.tasks.of(device):
-            task.left(self._state.config.rejoin_grace_s)
+            task.note_left(self._state.config.rejoin_grace_s)
             task.progress = None
             if task.state is TaskState.UPLOADING:
                 self._drop_upload(task)

@@ -590,7 +590,7 @@ class Coordinator:
             self.exchange.reconnected()
         else:
             for task in self.state.tasks:
-                task.left(self.state.config.rejoin_grace_s)
+                task.note_left(self.state.config.rejoin_grace_s)
             self.state.presence.all_offline()
 
     def on_tick(self) -> None:

@@ -106,7 +106,7 @@ class Deadline:
             self.at = min(self.latest, now + max(FLOOR_S, min(FIRST_S, SLACK * remaining_s)))
         self.sign(now)
 
-    def left(self, now: float, grace_s: float) -> None:
+    def note_left(self, now: float, grace_s: float) -> None:
         """The device went offline: it may return within the grace period, once per sign of life, so that an unstable
         link gains no time."""
         if not self._left_since_sign:

@@ -138,7 +138,7 @@ class Inbox:
                 news, self._link_trouble = reason if reason != self._link_trouble else "", reason
                 self._handler.on_link(up=False, trouble=news)
             case Received(topic=topic, payload=payload):
-                self.limits.handled(payload)
+                self.limits.note_handled(payload)
                 if topic == self._topics.coordinator_state:
                     self._on_coordinator(payload)
                 else:

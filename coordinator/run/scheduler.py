@@ -89,7 +89,7 @@ class TaskScheduler:
         """
         task = self._state.tasks.of(device)
         if task:
-            task.returned()
+            task.note_returned()
         if task is None or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return None
         now, instance = time.monotonic(), self._state.presence[device].hello.instance

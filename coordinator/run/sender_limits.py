@@ -87,7 +87,7 @@ class SenderLimits:
     def admits(self, topic: str, payload: bytes) -> bool:
         """Count a message that arrived; False if it exceeds its sender's limits, and is to be dropped."""
         if topic == self._topics.coordinator_state:
-            return self._admitted(len(payload))
+            return self._admit(len(payload))
         device = self._topics.device_of(topic)
         if not is_name(device):
             device = ""  # together, as their names are chosen freely
@@ -103,9 +103,9 @@ class SenderLimits:
                 return False
             sender.tokens[kind] -= 1
             sender.tokens["bytes"] -= len(payload)
-        return self._admitted(len(payload))
+        return self._admit(len(payload))
 
-    def handled(self, payload: bytes) -> None:
+    def note_handled(self, payload: bytes) -> None:
         """An admitted message has left the queue."""
         with self._lock:
             self._waiting_bytes -= len(payload)
@@ -122,7 +122,7 @@ class SenderLimits:
             self._banned.add(device)
             self._senders.pop(device, None)
 
-    def _admitted(self, size_bytes: int) -> bool:
+    def _admit(self, size_bytes: int) -> bool:
         with self._lock:
             self._waiting_bytes += size_bytes
         return True

@@ -156,12 +156,12 @@ class Task:
         elif (noted := _NOTED.get(state)) and getattr(self.times, noted) is None:
             self.times = self.times._replace(**{noted: now()})
 
-    def left(self, grace_s: float) -> None:
+    def note_left(self, grace_s: float) -> None:
         """Note that the device is offline, and await its return for the grace period."""
         self.times = self.times._replace(left_at=now(), returned_at=None)
-        self.deadline.left(time.monotonic(), grace_s)
+        self.deadline.note_left(time.monotonic(), grace_s)
 
-    def returned(self) -> None:
+    def note_returned(self) -> None:
         """Note that the device is online again."""
         if self.times.left_at and not self.times.returned_at:
             self.times = self.times._replace(returned_at=now())

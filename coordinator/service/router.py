@@ -236,7 +236,7 @@ class Router:
 
     def _on_event(self, event: object) -> None:
         if isinstance(event, Received):
-            self.limits.handled(event.payload)
+            self.limits.note_handled(event.payload)
         match event:
             case Received(topic=self.topics.coordinator_state):
                 with suppress(BadPayload, PeerRefused):

@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from edge_client.endpoint import find_endpoint
-from edge_client.state import default_state, device_id, home_folder, locked_state, split_file, status_file
+from edge_client.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
 from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
@@ -89,7 +89,7 @@ def serve(
     )
     endpoint = find_endpoint(broker, ca_file=ca_file, federation=federation, device=device, state=state)
     folder = state or default_state(data)
-    with locked_state(folder) as lock:
+    with lock_new_state(folder) as lock:
         growing = GrowingFolder(
             data,
             split_file=split_file(folder),

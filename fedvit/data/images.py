@@ -225,14 +225,14 @@ def _coefficient_bytes(image: JpegImageFile) -> int:
 
     0 if the first scan has all components: then libjpeg decodes a few lines at a time.
     """
-    if "progressive" not in image.info and _scanned_components(image.fp) == image.layers:
+    if "progressive" not in image.info and _count_scanned_components(image.fp) == image.layers:
         return 0
     samplings = [across * down for _, across, down, _ in image.layer]
     values = image.width * image.height * sum(samplings) // max(samplings, default=1)
     return values * _COEFFICIENT_BYTES
 
 
-def _scanned_components(file: IO[bytes] | None) -> int:
+def _count_scanned_components(file: IO[bytes] | None) -> int:
     """Count the components in the first scan of a JPEG file; 0 if its segments cannot be followed."""
     if file is None:
         return 0

@@ -180,7 +180,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         if len(first) < len(self.seeds):
             return None
         for other in others:
-            interval = mean_interval(_paired(first, other))
+            interval = mean_interval(_pair_differences(first, other))
             if interval is None or interval.low <= 0:
                 return None
         return entries[0].method
@@ -266,7 +266,7 @@ def _differences(grid: Grid, cells: Sequence[CellOutcome]) -> list[Difference]:
                 continue
             other = _finished(cells, method, partition)
             seeds = [seed for seed in first if seed in other]
-            paired = _paired(other, first)
+            paired = _pair_differences(other, first)
             if interval := mean_interval(paired):
                 found.append(
                     Difference(
@@ -281,7 +281,7 @@ def _differences(grid: Grid, cells: Sequence[CellOutcome]) -> list[Difference]:
     return found
 
 
-def _paired(one: dict[int, CellResult], other: dict[int, CellResult]) -> list[float]:
+def _pair_differences(one: dict[int, CellResult], other: dict[int, CellResult]) -> list[float]:
     """Return the difference in accuracy on each seed that both have finished, in the order of `other`."""
     return [one[seed].accuracy.mean - other[seed].accuracy.mean for seed in other if seed in one]
 

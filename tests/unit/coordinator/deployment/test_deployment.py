@@ -467,7 +467,7 @@ def ask(identity: Identity, *, until: Callable[[], bool]) -> None:
                 renewal.tick(transport)
                 continue
             if isinstance(event, Connected):
-                renewal.connected(transport, event.certificate)
+                renewal.note_connected(transport, event.certificate)
             elif isinstance(event, Received):
                 renewal.answered(event.payload)
     finally:
@@ -576,7 +576,7 @@ def test_a_device_falls_back_to_its_former_certificate_until_the_next_one_is_acc
         assert inbox.get(timeout=30) == Connected(identity.certificate)  # no loss is reported before
     finally:
         transport.close()
-    Renewal(identity, HOME).connected(transport, identity.certificate)
+    Renewal(identity, HOME).note_connected(transport, identity.certificate)
     assert (identity.certificate.read_bytes(), identity.next_certificate.read_bytes()) == (before, refused)
     identity.next_certificate.write_text("damaged")
     ask(identity, until=lambda: joined(stage.deployment, "pi-ahead").last_seen is not None)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from coordinator.cli import cli
 from coordinator.planning.catalogue import catalogue, options_of
-from coordinator.planning.method_entry import MethodEntry, page, stored_entries, table
+from coordinator.planning.method_entry import MethodEntry, page, read_stored_entries, table
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, make_method
 from fedvit.methods.apfl import APFL
@@ -50,7 +50,7 @@ def test_every_method_is_listed(everything: list[MethodEntry]) -> None:
 
 def test_stored_entries_are_those_that_are_computed(everything: list[MethodEntry]) -> None:
     """If this fails after a change of methods or models: make methods."""
-    stored = stored_entries()
+    stored = read_stored_entries()
     assert stored is not None, "methods or models were changed: make methods"
     assert msgspec.to_builtins(stored) == msgspec.json.decode(msgspec.json.encode(everything))
 

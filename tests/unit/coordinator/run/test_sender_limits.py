@@ -68,7 +68,7 @@ def test_what_is_not_handled_grows_by_the_bursts_alone(limits: SenderLimits, mon
     assert admitted(limits, "pi", PROGRESS, 1) == 1
     assert admitted(limits, "pi", PROGRESS, 1000) == 9
     for _ in range(10):
-        limits.handled(PROGRESS)
+        limits.note_handled(PROGRESS)
     assert admitted(limits, "pi", PROGRESS, 1) == 1
 
 

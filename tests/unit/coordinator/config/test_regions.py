@@ -20,5 +20,5 @@ def test_run_is_resumed_as_what_it_began(tmp_path: Path) -> None:
         check_kind(home, is_region=True)
     (home / CENTRE).mkdir(parents=True)
     check_kind(home, is_region=True)
-    with pytest.raises(ConfigError, match="run 'north' is that of a region: resume it with `fleet region --run north`"):
+    with pytest.raises(ConfigError, match="run 'north' is that of a region"):
         check_kind(home, is_region=False)

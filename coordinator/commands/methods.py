@@ -46,7 +46,7 @@ def methods(
     check_model(model)
     check_model_options(model, model_options)
     check_model_values(model, model_options)
-    for each in chosen or sorted(method_classes()):
+    for each in chosen or sorted({*method_classes()} - {*packaged_methods()}):
         try:
             check_settings(each, options, model, model_options)
         except ConfigError as error:
@@ -66,7 +66,7 @@ def methods(
 
         if not chosen:
             missing = usable(missing, lambda text: click.echo(f"left out: {text}", err=True))
-            wanted = sorted({*entries, *missing})
+            wanted = sorted({*entries} - {*packaged_methods()} | {*missing})
         computed = catalogue(missing, model, classes, options=options, model_options=model_options)
         entries |= {entry.name: entry for entry in computed}
     shown = [entries[each] for each in wanted]

@@ -136,7 +136,7 @@ def test_two_regions_give_the_mean_of_one_coordinator_though_one_is_killed(
         "coordinator.cli", ["start", "--resume", "run", "--runs", str(north.out)], tmp_path / "log", north.environment
     )
     assert north.finish(north.keep(resumed), "coordinator") == 2
-    assert "resume it with `fleet region --run run`" in (tmp_path / "log").read_text()
+    assert "the same `fleet region` command resumes it" in (tmp_path / "log").read_text()
 
     with closing(Store.in_folder(single, check=False)) as store:
         tested_alone = store.results("single", 2, "evaluate")

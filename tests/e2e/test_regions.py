@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "method": "fedavg",
     "rounds": 2,
     "seed": 5,
+    "classes": [str(digit) for digit in range(10)],  # a region has not images of all
     "options": {"batch_size": 8, "epochs": 2, "lr": 0.05, "momentum": 0.9},
     "model_options": CONFIG["model_options"],
     "deadline_s": 120.0,

@@ -5,6 +5,7 @@ A cell's folder holds `cell.json` (its settings), `progress.json`, `runs/` (the 
 `cell.json` belongs to an earlier version of the experiment and is deleted when the cell starts.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -27,9 +28,10 @@ from coordinator.record.summary import RoundSummary, RunSummary, summarise
 from coordinator.run.cohort import select_uniform
 from coordinator.run.display import Display, View
 from fedvit.data.images import normalise, read_image, unfold
-from fedvit.data.layout import find_layout, read_tree
+from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.files import atomic_write
+from fedvit.known_names import TEXTS
 from fedvit.tensors import mapped
 from fleet.devices import device_folders
 from fleet.experiments.grid import Cell
@@ -227,6 +229,8 @@ def run_cell(
 
     def simulated(run: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunSummary:
         values = {**values, "metrics": msgspec.to_builtins(metrics or MetricsConfig())}
+        if values["model"] not in TEXTS:  # some devices alone, as novel ones, may not have images of all classes
+            values["classes"] = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]
         return simulate(
             folders, values, out=out, run=run, label=label, at_once=at_once, display=watcher,
             graph_cache=graph_cache, resume=True, engine=cell.engine, precision=cell.precision,

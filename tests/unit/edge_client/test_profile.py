@@ -82,7 +82,7 @@ def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:
     assert shown["compute speed"].startswith("up to 25 GFLOP/s in products of floats, measured now, stored in ")
     assert shown["temperature"] == "52.5 C (cpu-thermal 51.1, gpu-thermal 52.5, tj-thermal 52.5)"
     assert shown["throttled"] == "no"
-    assert shown["idle power"] == "5.02 W (ina3221 VDD_IN)"
+    assert shown["idle power"] == f"{report.idle_power_w:.2f} W (ina3221 VDD_IN)"
     assert shown["broker"].endswith("round trip")
     assert shown["budgets"] == "memory 512 MB, time of a round 10 min, temperature 85 C"
     assert "not measured" not in shown["disk"] + shown["free disk"]

@@ -56,7 +56,7 @@ def explain(code: str, as_json: bool) -> None:
     explanation = explanations.get(wanted)
     if explanation is None:
         near = difflib.get_close_matches(wanted, explanations, 3, 0.0)
-        raise ConfigError("FV1901", f"error code {code!r} is unknown; similar codes: {', '.join(near)}")
+        raise ConfigError("FV1910", f"error code {code!r} is unknown; similar codes: {', '.join(near)}")
     if as_json:
         click.echo(msgspec.json.encode({"code": wanted, **msgspec.structs.asdict(explanation)}).decode())
         return

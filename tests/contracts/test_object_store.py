@@ -20,7 +20,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from bench.s3_server import S3Server, status_of
 from coordinator.config import BlobsConfig
 from coordinator.run import object_store
 from coordinator.run.object_store import ObjectStore
@@ -32,6 +31,7 @@ from fedvit.transport.urls import is_at
 from fedvit.wire.messages import AnyMessage, BlobAck, BlobNack, BlobPut, BlobUrl, Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
 from tests.support.peers import Peer, blob, drive, settle
+from tests.support.s3_server import S3Server, status_of
 from tests.support.stores import ACCOUNT_KEY, AnyServer, s3_server, set_keys, store_server, usual_stores
 from tests.support.waiting import WAIT_S, wait_until
 

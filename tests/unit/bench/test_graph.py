@@ -12,7 +12,7 @@ import pytest
 from bench import graph
 from bench.cases import Case
 from bench.child import run_child
-from bench.graph import by_operator, run_graph_bench
+from bench.graph import run_graph_bench, sum_by_operator
 from bench.graph_side import node_events, product_flops, random_feeds, whole_number_limits
 from bench.onnx_side import START, start_values
 from bench.prepare import prepare
@@ -112,5 +112,5 @@ def test_the_first_run_and_what_is_no_node_are_not_counted() -> None:
         event(30, "Add", 4), event(10, "Add", 900), event(11, "Mul", 900), event(31, "Mul", 8), event(20, "Add", 2),
         event(21, "Mul", 6), event(5, "", 1, cat="Session"), event(6, "Add", 1, name="n_fence_before"),
     ]  # fmt: skip
-    costs = by_operator(node_events(profile, runs=3), runs=2)
-    assert [(cost.op, cost.nodes, cost.ms) for cost in costs] == [("Mul", 1, 0.007), ("Add", 1, 0.003)]
+    costs = sum_by_operator(node_events(profile, runs=3), runs=2)
+    assert [(cost["op"], cost["nodes"], cost["ms"]) for cost in costs] == [("Mul", 1, 0.007), ("Add", 1, 0.003)]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from bench.pentest.parties import make_deployment
 from coordinator.deployment.folder import Deployment, make_token
 from coordinator.deployment.registry import FORGET_TOKENS_S, Certificate, OpenToken
 from fedvit.errors import ConfigError, Damaged, DiskFull
+from tests.support.deployments import make_deployment
 
 NOW = 1_700_000_000.0
 FORMER = {

@@ -1,4 +1,4 @@
-"""Valid messages of every type about a current run; mutations start from them."""
+"""Valid messages of every type about a current run, from which damage starts."""
 
 from typing import Any
 
@@ -69,17 +69,17 @@ USE = ResourceUse(
 )  # fmt: skip
 
 
-def hello(instance: str, classes: tuple[str, ...]) -> Hello:
+def make_hello(instance: str, classes: tuple[str, ...]) -> Hello:
     return Hello(instance, "0.1.0", PROFILE, classes, 120, 30, {"site": "berlin"}, 1)
 
 
-def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Manifest) -> list[AnyMessage]:
-    """Messages that a device with `task` could send."""
+def list_device_messages(instance: str, classes: tuple[str, ...], task: Task, upload: Manifest) -> list[AnyMessage]:
+    """List messages that a device with `task` could send."""
     run, number = task.run, task.round
     return [
-        hello(instance, classes),
-        hello(instance, classes),  # twice: it has the most fields
-        msgspec.structs.replace(hello(instance, ()), class_list=upload),
+        make_hello(instance, classes),
+        make_hello(instance, classes),  # twice: it has the most fields
+        msgspec.structs.replace(make_hello(instance, ()), class_list=upload),
         DeviceState(instance, online=False, connection=1),
         Progress(run, number, "train", 12, 40, 0.5, task.task),
         Result(run, number, "train", 120, {"loss": 0.25}, USE, upload, task=task.task, program=task.program),
@@ -97,29 +97,29 @@ def from_device(instance: str, classes: tuple[str, ...], task: Task, upload: Man
     ]
 
 
-def from_coordinator(instance: str, task: Task, kept: str) -> list[AnyMessage]:
-    """Messages that a coordinator could send; `kept` is the digest of a blob that the device has."""
+def list_coordinator_messages(instance: str, task: Task, stored: str) -> list[AnyMessage]:
+    """List messages that a coordinator could send; `stored` is the digest of a blob that the device has."""
     return [
         CoordinatorState(task.epoch, True, "owner", task.run, "host", 1.5e9),
         Welcome(instance, task.epoch, "round 1/2: train"),
         Refused("another instance", "unknown class", final=False),
         task,
         task,  # twice: it has the most fields
-        _coded(task, kept),
+        _add_delta_chain(task, stored),
         Extended(task.run, task.round, task.kind, 60.0),
         Cancel(task.run, task.round, task.kind, "the round is over"),
         ResultAck(task.run, task.round, task.kind, accepted=True),
         ResultAck(task.run, task.round, task.kind, accepted=False, reason="another run is served", keep=True),
         RunEnded(task.run, "finished"),
-        BlobNack(kept, ((0, 1),), 1),
-        BlobNack(kept, ((0, 1),), 1, put=UrlPiece("http://127.0.0.1:9/b/1?X=1", 0, 1)),
-        BlobUrl(kept, "http://127.0.0.1:9/b/1?X=1"),
-        BlobAck(kept),
+        BlobNack(stored, ((0, 1),), 1),
+        BlobNack(stored, ((0, 1),), 1, put=UrlPiece("http://127.0.0.1:9/b/1?X=1", 0, 1)),
+        BlobUrl(stored, "http://127.0.0.1:9/b/1?X=1"),
+        BlobAck(stored),
         UseDedicatedTopic(task.blobs[0].digest),
     ]
 
 
-def _coded(task: Task, base: str) -> Task:
-    """With a recipe for one of its groups, from something that the device has, and bytes that nobody described."""
+def _add_delta_chain(task: Task, base: str) -> Task:
+    """Add a recipe for one of the task's groups, from a blob that the device has, and bytes that nobody described."""
     [target, *_] = task.groups.values()
     return msgspec.structs.replace(task, inline=(b"small",), recipes=(DeltaStep(target, base, task.blobs[-1], "fp16"),))

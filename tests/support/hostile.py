@@ -1,6 +1,5 @@
-"""A hostile peer."""
+"""A hostile peer: raw bytes to any topic, and blobs as a correct peer serves them."""
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -8,16 +7,13 @@ from queue import Empty
 from typing import Any
 
 from fedvit.blobs import BlobStore
-from fedvit.errors import BadPayload, FedvitError
+from fedvit.errors import BadPayload
 from fedvit.transport.base import Received, Transport
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import BlobAck, BlobNack, decode
+from tests.support.waiting import wait_until
 
-HANG_S = 30.0
-"""Longest time for a batch of messages, which should take milliseconds."""
-
-SLOW_S = 5.0
-"""Longest processor time of a message, or of a batch of messages: other processes of a busy machine do not count."""
+WAIT_S = 30.0
 
 
 class Peer:
@@ -48,7 +44,7 @@ class Peer:
             self.transport.publish(topic or self.topic, raw)
 
     def receive(self) -> list[Any]:
-        """The messages since the last call."""
+        """Return the messages since the last call."""
         news: list[Any] = []
         while True:
             try:
@@ -58,7 +54,6 @@ class Peer:
             if isinstance(event, Received) and "/b/" not in event.topic:
                 message = decode(event.payload)
                 news.append(message)
-
                 with suppress(BadPayload):
                     if isinstance(message, BlobNack):
                         self.exchange.on_nack("peer", message)
@@ -67,11 +62,12 @@ class Peer:
         self.exchange.tick()
         return news
 
-    def wait_for(self, kind: type, what: str, matches: Callable[[Any], bool] = lambda message: True) -> Any:
-        until = time.monotonic() + HANG_S
-        while time.monotonic() < until:
-            for message in self.receive():
-                if isinstance(message, kind) and matches(message):
-                    return message
-            time.sleep(0.002)
-        raise FedvitError(f"waited {HANG_S:.0f} s for {what}")
+    def wait_for(self, kind: type, matches: Callable[[Any], bool] = lambda message: True) -> Any:
+        """Wait for a message of this type."""
+        messages: list[Any] = []
+
+        def find() -> list[Any]:
+            messages.extend(self.receive())
+            return [message for message in messages if isinstance(message, kind) and matches(message)]
+
+        return wait_until(find, f"no {kind.__name__} came", wait_s=WAIT_S)[0]

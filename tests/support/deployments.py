@@ -1,4 +1,4 @@
-"""A deployment to attack, and devices of every kind: enrolled, expired, revoked, foreign."""
+"""Deployments on free ports, and certificates of every kind: enrolled, expired, foreign."""
 
 import time
 from collections.abc import Iterator
@@ -21,12 +21,11 @@ from coordinator.broker.process import Broker, claim_port
 from coordinator.deployment.authority import Authority
 from coordinator.deployment.folder import Deployment, Settings
 from coordinator.deployment.registry import Certificate
-from fedvit.errors import ConfigError
 from fedvit.transport.address import Address
 
 
 def make_deployment(folder: Path, *, federation: str = "home") -> Deployment:
-    """A deployment on free ports of this machine."""
+    """Make a deployment on free ports of this machine."""
     settings = Settings(
         federation=federation,
         listen="127.0.0.1",
@@ -38,11 +37,10 @@ def make_deployment(folder: Path, *, federation: str = "home") -> Deployment:
 
 
 @contextmanager
-def running(deployment: Deployment) -> Iterator[Broker]:
-    """Run a deployment's broker, without enrolment. Raises ConfigError where there is no mosquitto."""
+def run_broker(deployment: Deployment) -> Iterator[Broker]:
+    """Run a deployment's broker, without enrolment."""
     program = find_mosquitto()
-    if program is None:
-        raise ConfigError("mosquitto was not found on this machine: sudo apt-get install mosquitto")
+    assert program is not None, "the tests need mosquitto"
     log = deployment.run / "mosquitto.log"
     broker = run_mosquitto(program, deployment.configuration, deployment.address, log)
     try:
@@ -54,15 +52,15 @@ def running(deployment: Deployment) -> Iterator[Broker]:
 def make_request(
     key: ec.EllipticCurvePrivateKey | None = None, name: str | None = None
 ) -> tuple[ec.EllipticCurvePrivateKey, bytes]:
-    """A P-256 key and its certificate request (DER) for the subject `name`."""
+    """Make a P-256 key and its certificate request (DER) for the subject `name`."""
     key = key or ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)] if name else [])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
     return key, request.public_bytes(Encoding.DER)
 
 
-def with_beginning(authority: Authority, certificate: x509.Certificate, begin_s: float) -> x509.Certificate:
-    """The same certificate with another beginning, as the authority never issues it."""
+def change_beginning(authority: Authority, certificate: x509.Certificate, begin_s: float) -> x509.Certificate:
+    """Make the same certificate with another beginning, as the authority never issues it."""
     key = load_pem_private_key(authority.key_pem, None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     builder = x509.CertificateBuilder(
@@ -80,7 +78,7 @@ def with_beginning(authority: Authority, certificate: x509.Certificate, begin_s:
 def write_identity(
     deployment: Deployment, folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate
 ) -> Address:
-    """The broker's address with this certificate, whose files are written into `folder`."""
+    """Write this certificate into `folder`; returns the broker's address with it."""
     folder.mkdir(parents=True, exist_ok=True)
     pem, key_file = folder / f"{name}.pem", folder / f"{name}.key"
     pem.write_bytes(certificate.public_bytes(Encoding.PEM))
@@ -90,7 +88,7 @@ def write_identity(
     return Address(address.host, address.port, tls=True, ca_file=authority_file, cert_file=pem, key_file=key_file)
 
 
-def device_address(
+def make_device(
     deployment: Deployment,
     folder: Path,
     name: str,
@@ -99,19 +97,20 @@ def device_address(
     issued_s: float | None = None,
     days: float = 90.0,
     begin_s: float | None = None,
+    registered: bool = True,
 ) -> Address:
-    """The broker's address with a certificate for `name`, by default of the deployment's own authority.
+    """Make the broker's address with a certificate for `name`, by default of the deployment's own authority.
 
     `issued_s` and `days` set its end, `begin_s` its beginning, by default that of the authority. The deployment's
-    registry lists its own certificates.
+    registry lists its own certificates, unless they are not `registered`.
     """
     signer = authority or deployment.authority
     issued_s = time.time() if issued_s is None else issued_s
     key, request = make_request()
     certificate = signer.device(name, request, issued_s, days)
     if begin_s is not None:
-        certificate = with_beginning(signer, certificate, begin_s)
-    if authority is None:
+        certificate = change_beginning(signer, certificate, begin_s)
+    if authority is None and registered:
         end = certificate.not_valid_after_utc.timestamp()
         entry = Certificate(f"{certificate.serial_number:x}", issued_s, end)
         with deployment.change() as rows:

@@ -2,24 +2,20 @@
 
 import socket
 import ssl
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from fedvit.errors import FedvitError
 from fedvit.transport.address import Address
 from fedvit.transport.base import Will
+from tests.support.waiting import wait_until
 
-WAIT_S = 30.0
 FOR_EVER = 2**32 - 1
 """Expiry interval of a session in MQTT 5 that never expires."""
-
-Held = TypeVar("Held")
 
 
 class Client:
@@ -61,7 +57,7 @@ class Client:
         if address.user is not None:
             self._client.username_pw_set(address.user, address.password)
         if address.tls:
-            self._client.tls_set_context(context_of(address))
+            self._client.tls_set_context(make_context(address))
         if will is not None:
             self._client.will_set(will.topic, will.payload, 1, retain_will)
         options: dict[str, Any] = {}
@@ -74,36 +70,45 @@ class Client:
             self.outcome.append(f"failed: {error}")
             return
         self._client.loop_start()
-        wait_for(lambda: self.outcome, "an answer of the broker")
+        wait_until(lambda: self.outcome, "an answer of the broker")
         if self.connected and filters:
             self.subscribe(filters, qos)
 
     def subscribe(self, filters: Sequence[str], qos: int = 1) -> None:
-        """Returns when the broker has answered, or ended the connection."""
+        """Return when the broker has answered, or ended the connection."""
         before = self._subscribed
         self._client.subscribe([(name, qos) for name in filters])
-        wait_for(lambda: self._subscribed > before or not self.connected, "the subscriptions")
+        wait_until(lambda: self._subscribed > before or not self.connected, "the subscriptions")
 
     def _on_subscribe(self, _client: Any, _data: Any, _id: int, reasons: list[Any], _more: Any) -> None:
         self.granted = [str(reason) for reason in reasons]
         self._subscribed += 1
 
     @property
+    def payloads(self) -> set[bytes]:
+        return {payload for _, payload in self.seen}
+
+    @property
+    def has_connected(self) -> bool:
+        """Tell whether the broker ever let it in."""
+        return "Success" in self.outcome
+
+    @property
     def connected(self) -> bool:
         return self.outcome[-1:] == ["Success"]
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
-        """Returns True when the broker has acknowledged the message, False when it ended the connection."""
+        """Return True when the broker has acknowledged the message, False when it ended the connection."""
         sent = self._client.publish(topic, payload, qos, retain)
         if sent.rc != paho.MQTT_ERR_SUCCESS:
             return False
-        wait_for(lambda: sent.is_published() or not self.connected, "an acknowledgement")
+        wait_until(lambda: sent.is_published() or not self.connected, "an acknowledgement")
         return self.connected
 
     def vanish(self) -> None:
         """Drop the connection without DISCONNECT, so that the broker publishes the last will."""
-        if isinstance(found := self._client.socket(), socket.socket):
-            found.shutdown(socket.SHUT_RDWR)
+        if isinstance(open_socket := self._client.socket(), socket.socket):
+            open_socket.shutdown(socket.SHUT_RDWR)
         self._client.loop_stop()
 
     def close(self) -> None:
@@ -117,21 +122,11 @@ class Client:
         self.close()
 
 
-def context_of(address: Address) -> ssl.SSLContext:
-    """TLS as any client would configure it."""
+def make_context(address: Address) -> ssl.SSLContext:
+    """Make a TLS context as any client would configure it."""
     context = ssl.create_default_context(cafile=address.ca_file)
     if address.ca_file is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if address.cert_file is not None:
         context.load_cert_chain(address.cert_file, address.key_file)
     return context
-
-
-def wait_for(holds: Callable[[], Held], what: str, patience_s: float = WAIT_S) -> Held:
-    """Wait until `holds` returns a true value, and return it. Raises FedvitError when the time is over."""
-    until = time.monotonic() + patience_s
-    while not (value := holds()):
-        if time.monotonic() > until:
-            raise FedvitError(f"waited {patience_s:.0f} s for {what}")
-        time.sleep(0.002)
-    return value

@@ -1,28 +1,28 @@
 """A federation to attack: mosquitto, a coordinator and one honest device, each in its own process."""
 
 import secrets
-import time
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 
-from bench.edge import noise_folder, read_memory
-from bench.fuzz.peer import Peer
-from bench.fuzz.seeds import SETTINGS
-from bench.pentest.access import Parties
-from bench.pentest.client import Client, wait_for
-from bench.pentest.parties import device_address, make_deployment
-from bench.pentest.report import Attempt, attempt
+from bench.edge import noise_folder
 from coordinator.deployment.folder import make_token
 from coordinator.record.store import Store
+from coordinator.record.tables import ResultRecord
 from edge_client.join import join
-from fedvit.errors import FedvitError
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import CoordinatorState, DeviceState, Hello, decode, encode
 from fedvit.wire.topics import Topics
 from fleet.processes import Fleet, last_line, program
+from tests.support.access import Parties
+from tests.support.corpus import SETTINGS
+from tests.support.deployments import make_deployment, make_device
+from tests.support.hostile import Peer
+from tests.support.mqtt_client import Client
+from tests.support.waiting import wait_until
 
 RUN = "pentest"
 HONEST, ATTACKER, VICTIM = "honest", "attacker", "victim"
@@ -42,7 +42,7 @@ RUN_SETTINGS: dict[str, Any] = {
 }
 
 
-class Stage:
+class DeployedStage:
     """All files are in `folder`; the processes are in `fleet` and end with it."""
 
     def __init__(self, folder: Path, fleet: Fleet) -> None:
@@ -67,8 +67,8 @@ class Stage:
             self.topics,
             ATTACKER,
             VICTIM,
-            device_address(self.deployment, keys, ATTACKER),
-            device_address(self.deployment, keys, VICTIM),
+            make_device(self.deployment, keys, ATTACKER),
+            make_device(self.deployment, keys, VICTIM),
             self.deployment.address,
         )
         self.instance = secrets.token_hex(8)
@@ -77,8 +77,8 @@ class Stage:
     def coordinator_pid(self) -> int:
         return self._coordinator.pid
 
-    def attacker(self) -> Peer:
-        """A client that speaks the protocol as the compromised device."""
+    def make_attacker(self) -> Peer:
+        """Make a client that speaks the protocol as the compromised device."""
         address = self.parties.as_attacker
         return Peer(
             MqttTransport(SimpleQueue(), address, client_id=f"{ATTACKER}-{secrets.token_hex(4)}"),
@@ -90,70 +90,43 @@ class Stage:
         )
 
     def dismiss(self, peer: Peer) -> None:
-        """The attacker leaves, so that rounds do not wait for it."""
+        """Let the attacker leave, so that rounds do not wait for it."""
         peer.send(encode(DeviceState(self.instance, online=False)), self.topics.device_state(ATTACKER))
         peer.transport.close()
 
     def store(self) -> Store:
-        """The coordinator's record; the caller closes it."""
+        """Open the coordinator's record; the caller closes it."""
         return Store.in_folder(self.folder / "runs")
 
-    def upload_kept(self, round_number: int) -> str | None:
-        """The digest of the attacker's accepted upload of a round."""
-        store = self.store()
-        try:
-            found = store.results(RUN, round_number, "train")
-            return next((result.upload for result in found if result.device == ATTACKER), None)
-        finally:
-            store.close()
-
-    def has_samples(self, samples: int) -> bool:
-        """Whether a result of the attacker with this number of samples was accepted."""
-        store = self.store()
-        try:
-            return any(result.device == ATTACKER and result.samples == samples for result in store.results(RUN))
-        finally:
-            store.close()
+    def list_results(self, round_number: int | None = None) -> list[ResultRecord]:
+        """List accepted results of training."""
+        with closing(self.store()) as store:
+            return list(store.results(RUN, round_number, "train"))
 
     def overhear_hello(self) -> Hello:
-        """The honest device's hello. An attacker could not receive it: this uses the coordinator's certificate."""
+        """Return the honest device's hello.
+
+        An attacker could not receive it: this uses the coordinator's certificate.
+        """
         with Client(self.parties.as_coordinator, "overhears", [self.topics.from_device(HONEST)]) as client:
             # every device sends a hello to a new coordinator
             client.publish(self.topics.coordinator_state, encode(CoordinatorState(secrets.randbits(48), alive=True)))
 
-            def found() -> Hello | None:
+            def find_hello() -> Hello | None:
                 messages = (decode(raw) for _, raw in client.seen)
                 return next((message for message in messages if isinstance(message, Hello)), None)
 
-            overheard = wait_for(found, "a hello of the honest device", WAIT_S)
-            assert overheard is not None  # otherwise wait_for raises
-            return overheard
+            hello = wait_until(find_hello, "the honest device sent no hello", wait_s=WAIT_S)
+            assert hello is not None  # otherwise wait_until fails
+            return hello
 
-    def rss_bytes(self) -> int:
-        """Resident memory of the broker, which may have been restarted."""
-        return read_memory(int((self.deployment.run / "mosquitto.pid").read_text())).get("VmRSS", 0)
-
-    def still_serves(self, group: str) -> Attempt:
-        """Whether the honest device finishes a round that begins after this call."""
-        began = time.monotonic()
-        store = self.store()
-        try:
+    def check_service(self) -> None:
+        """Check that the honest device finishes a round that begins after this call."""
+        with closing(self.store()) as store:
             first = max((record.round for record in store.rounds(RUN)), default=0) + 1
-            wait_for(
-                lambda: (
-                    any(
-                        result.device == HONEST and result.round >= first for result in store.results(RUN, kind="train")
-                    )
-                    or self._coordinator.poll() is not None
-                ),
-                "a round",
-                WAIT_S,
-            )
-            ended = self._coordinator.poll() is not None
-        except FedvitError:
-            ended = True
-        finally:
-            store.close()
-        otherwise = f"not within {time.monotonic() - began:.0f} s: {last_line(self.folder / 'coordinator.log')}"
-        tried = f"the honest device, after {group}"
-        return attempt("afterwards", tried, not ended, "it finishes another round", otherwise)
+
+        def is_in_a_round() -> bool:
+            assert self._coordinator.poll() is None, last_line(self.folder / "coordinator.log")
+            return any(result.device == HONEST and result.round >= first for result in self.list_results())
+
+        wait_until(is_in_a_round, "the honest device is in no round", wait_s=WAIT_S, pause_s=0.05)

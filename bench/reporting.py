@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Table
 
 from bench.machine import Machine
-from coordinator.run.display import choose_display
+from coordinator.rounds.display import choose_display
 from fedvit.files import atomic_write
 from profiles.report.console import Console
 

@@ -13,8 +13,8 @@ import numpy as np
 from bench.cases import Case
 from bench.reporting import Progress, Report
 from coordinator.compute.checkpoint import save_state
+from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig, UpdatesConfig
-from coordinator.planning.planner import Plan, make_plan
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState

@@ -25,9 +25,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 from paho.mqtt.enums import MQTTProtocolVersion
 
-from coordinator.deployment.authority import DAY_S, Authority
-from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
-from coordinator.deployment.service import served
+from coordinator.security.authority import DAY_S, Authority
+from coordinator.security.folder import COORDINATOR, Deployment, make_token
+from coordinator.security.service import served
 from fedvit.transport.address import Address
 from fedvit.transport.base import Will
 from fedvit.wire.enrolment import (

@@ -17,9 +17,9 @@ import pytest
 
 from coordinator.compute.engine import Engine
 from coordinator.record.store import Store
-from coordinator.run.coordinator import Coordinator
-from coordinator.run.display import Display
-from coordinator.run.inbox import Interrupted
+from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.display import Display
+from coordinator.rounds.inbox import Interrupted
 from fedvit.errors import FedvitError
 from fedvit.program import Role, encode_program
 from fedvit.tensors import pack

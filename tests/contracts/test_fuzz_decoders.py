@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.run.validation import check_upload
+from coordinator.rounds.validation import check_upload
 from fedvit.errors import FedvitError
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import decode_program, encode_program

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import pytest
 from paho.mqtt.enums import MQTTProtocolVersion
 
-from coordinator.broker.process import Broker
-from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
+from coordinator.security.broker.process import Broker
+from coordinator.security.folder import COORDINATOR, Deployment, make_token
 from fedvit.transport.address import Address
 from fedvit.transport.base import Will
 from fedvit.wire import topics as topics_module

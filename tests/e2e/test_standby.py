@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from coordinator.broker import start_broker
+from coordinator.security.broker import start_broker
 from tests.support.forked import Forked
 from tests.support.postgresql import Postgresql
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, wait_for

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from bench.edge import noise_folder
-from coordinator.deployment.folder import make_token
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord
+from coordinator.security.folder import make_token
 from edge_client.join import join
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import CoordinatorState, DeviceState, Hello, decode, encode

@@ -16,11 +16,11 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from coordinator.broker.mosquitto import find_mosquitto, run_mosquitto
-from coordinator.broker.process import Broker, claim_port
-from coordinator.deployment.authority import Authority
-from coordinator.deployment.folder import Deployment, Settings
-from coordinator.deployment.registry import Certificate
+from coordinator.security.authority import Authority
+from coordinator.security.broker.mosquitto import find_mosquitto, run_mosquitto
+from coordinator.security.broker.process import Broker, claim_port
+from coordinator.security.folder import Deployment, Settings
+from coordinator.security.registry import Certificate
 from fedvit.transport.address import Address
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 from msgspec import Struct
 
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 from fleet.datasets.digits import read_digits
 from fleet.partition import write_device_folders
 from fleet.partitions import partition
@@ -29,7 +29,7 @@ from tests.support.proxy import Links, Network
 from tests.support.waiting import wait_until
 
 COORDINATOR, BROKER = "coordinator", "broker"
-BROKER_MARKS = ("mosquitto", "coordinator.broker.embedded")
+BROKER_MARKS = ("mosquitto", "coordinator.security.broker.embedded")
 SCENARIO: dict[str, Any] = {
     "method": "eftvit",
     "rounds": 6,

@@ -5,9 +5,9 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from bench.edge import noise_folder
+from coordinator.compute.planning.checks import checked_config
+from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig
-from coordinator.planning.checks import checked_config
-from coordinator.planning.planner import Plan, make_plan
 from edge_client.agent import Agent
 from edge_client.guard import Guard
 from edge_client.runtime import Runtime

@@ -19,8 +19,8 @@ import obstore
 import pytest
 from obstore.store import AzureStore
 
-from coordinator.broker.process import claim_port
 from coordinator.config import BlobsConfig
+from coordinator.security.broker.process import claim_port
 from tests.support.s3_server import BUCKET, KEYS, S3Server, status_of
 from tests.support.waiting import wait_until
 

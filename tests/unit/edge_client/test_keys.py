@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from coordinator.deployment.authority import Authority
+from coordinator.security.authority import Authority
 from edge_client.doctor_context import DAY_S, DoctorContext, Finding
 from edge_client.identity import Identity, Membership
 from edge_client.keys import SOON_DAYS, check_identity, check_vault_key

@@ -79,12 +79,14 @@ dist: install compiler
 # known vulnerabilities of the pinned packages; needs the network
 audit: install
 	@$(UV) pip install --quiet pip-audit
-	@grep -v '^pip==' constraints.txt > build-audit.txt; $(BIN)/pip-audit --no-deps --disable-pip -r build-audit.txt; \
-	  status=$$?; rm -f build-audit.txt; exit $$status
+	@mkdir -p build && grep -v '^pip==' constraints.txt > build/audit.txt
+	@$(BIN)/pip-audit --no-deps --disable-pip -r build/audit.txt
 
 # the pages as a site in build/site, without requests to other hosts; a link that leads nowhere is an error
 docs: install
-	@$(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' build/site --include='*.html'
+	@echo "the site is in build/site; open build/site/index.html"
 
 # the optional operators for this machine's devices; CXX=aarch64-linux-gnu-g++ with `pip wheel` makes those of a board
 kernels: install

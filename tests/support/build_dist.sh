@@ -8,8 +8,8 @@ export SOURCE_DATE_EPOCH TZ=UTC PYTHONHASHSEED=0 VIRTUAL_ENV="${python%/bin/pyth
 umask 022
 mkdir -p "$folder/source" "$folder/files" "$folder/sdist"
 git archive HEAD | tar -x -C "$folder/source"
-"$python" -m build --quiet --installer uv --outdir "$folder/files" "$folder/source"
-"$python" -m build --quiet --installer uv --wheel --outdir "$folder/files" "$folder/source/kernels"
+"$python" -m build --quiet --installer uv --outdir "$folder/files" "$folder/source" > /dev/null
+"$python" -m build --quiet --installer uv --wheel --outdir "$folder/files" "$folder/source/kernels" > /dev/null
 
 # setuptools writes today's dates and this user's name into an sdist
 for sdist in "$folder"/files/*.tar.gz; do

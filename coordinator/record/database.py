@@ -13,15 +13,14 @@ from typing import Any, Self
 import msgspec
 from sqlalchemy import create_engine, event, func, inspect, select, text
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import OperationalError, ProgrammingError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.record.closing import add_broken, sum_up_evaluation, sum_up_training
 from coordinator.record.copies import damaged_database, is_whole, newest_copy
 from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
 from coordinator.record.postgresql import address_of, engine_of, failure_of
 from coordinator.record.rows import BrokenSeal
-from coordinator.record.schema import is_known, other_version, unknown_version, version_of
-from coordinator.record.tables import REFUSALS, ROUNDS, RUNS, SCHEMA, TABLES, VERSION, from_json, to_json
+from coordinator.record.schema import is_older, other_version, version_of
+from coordinator.record.tables import RUNS, SCHEMA, from_json, to_json
 from fedvit.descriptors import are_used_up, how_many
 from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
 from fedvit.files import atomic_write, storage_failed
@@ -92,9 +91,9 @@ class Database:
     or the database's server does not answer, Damaged, with what to do, if its content is damaged, ConfigError if a
     newer or an unknown version of this software wrote it.
 
-    A database of an older version is migrated. With `check` false the whole database is not verified first: for
+    A database of an older schema is migrated. With `check` false the whole database is not verified first: for
     commands that only show it, and for those that call `check` themselves. With `reads_only` nothing is ever written:
-    a database of an older version raises ConfigError, too.
+    a database of an older schema raises ConfigError, too.
     """
 
     def __init__(self, url: str, *, check: bool = True, reads_only: bool = False) -> None:
@@ -118,31 +117,18 @@ class Database:
                 self._bring_up_to_date(connection)
 
     def _bring_up_to_date(self, connection: Connection) -> None:
-        """Create the tables, or migrate those of an older version, in one transaction."""
+        """Create the tables, or migrate those of an older schema, in one transaction."""
         if self._file:
             connection.exec_driver_sql("BEGIN IMMEDIATE")  # otherwise SQLite would commit each change of a table
         else:
             connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
         schema = version_of(connection)
-        if schema is None and not inspect(connection).has_table(RUNS.name):
-            TABLES.create_all(connection)
-            VERSION.create(connection)
-            connection.execute(VERSION.insert().values(version_num=SCHEMA))
-            return
-        if not is_known(schema):
-            raise other_version(self._engine.url, schema)
-        if schema == SCHEMA:  # another process has migrated it
-            return
-        from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
+        if (schema is None and not inspect(connection).has_table(RUNS.name)) or is_older(schema):
+            from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
 
-        try:
             migrate(connection)
-            if schema is None or schema < "0002":  # it has no totals
-                _sum_up_rounds(connection)
-        except (OperationalError, ProgrammingError) as error:  # a statement does not fit the tables
-            if isinstance(error, ProgrammingError) or getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR":
-                raise unknown_version(self._engine.url, schema) from error
-            raise
+        elif schema != SCHEMA:  # otherwise another process has migrated it
+            raise other_version(self._engine.url, schema)
 
     def _check_file(self, file: Path, *, whole: bool) -> None:
         """Check the file before it is used; `whole`: read all of it."""
@@ -294,18 +280,6 @@ class Database:
         if self._file:
             with self._transaction() as connection:
                 connection.exec_driver_sql("VACUUM")
-
-
-def _sum_up_rounds(connection: Connection) -> None:
-    """Compute the totals of all rounds and devices."""
-    closed = select(ROUNDS.c.run, ROUNDS.c.round, ROUNDS.c.evaluated).where(ROUNDS.c.closed_at.is_not(None))
-    for run, number, evaluated in connection.execute(closed.order_by(ROUNDS.c.run, ROUNDS.c.round)).all():
-        sum_up_training(connection, run, number)
-        if evaluated:
-            sum_up_evaluation(connection, run, number)
-    broke = select(REFUSALS.c.run, REFUSALS.c.device, REFUSALS.c.broke).where(REFUSALS.c.broke.is_not(None))
-    for run, device, kind in connection.execute(broke).all():
-        add_broken(connection, run, device, kind)
 
 
 def _prepare_reading(connection: Any, _record: Any) -> None:

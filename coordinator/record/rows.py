@@ -26,7 +26,7 @@ def read_records(
 ) -> Iterator[_R]:
     """The rows of a query, or of a whole table, as records. Raises BrokenSeal."""
     for row in read_rows(connection, select(table) if query is None else query):
-        if row.get(SEAL) not in (None, seal_of(table, row)):  # older versions wrote no seals
+        if SEAL in row and row[SEAL] != seal_of(table, row):
             raise BrokenSeal(f"the seal of a row of table {table.name!r} is broken")
         yield record_of(kind, row)
 

@@ -46,8 +46,6 @@ from tests.support.records import (
 from tests.support.reports import experiment_outcome
 from tests.support.waiting import WAIT_S, wait_until
 
-OLD_RECORD = Path(__file__).parents[1] / "unit" / "coordinator" / "record" / "record-0.1.0.sql"
-
 
 def folder_of(record: Store) -> Path:
     assert record._file is not None
@@ -476,14 +474,6 @@ def refused(folder: Path, *flags: str, password: str | None = None) -> str:
 def test_port_in_use_is_one_line(record: Store, address: str) -> None:
     port = address.rpartition(":")[2]
     assert f"port {port} on 127.0.0.1 is in use" in refused(folder_of(record), "--port", port)
-
-
-def test_record_of_an_older_version_is_one_line_and_stays_as_it_is(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "fedvit.db")) as database:
-        database.executescript(OLD_RECORD.read_text())
-    before = (tmp_path / "fedvit.db").read_bytes()
-    assert "was written by an older version of this software" in refused(tmp_path)
-    assert (tmp_path / "fedvit.db").read_bytes() == before
 
 
 def test_record_that_another_version_takes_over_is_said_in_the_page(tab: Tab, browser: Browser, tmp_path: Path) -> None:

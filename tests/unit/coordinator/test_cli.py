@@ -247,65 +247,6 @@ def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> 
     assert "run done is finished: there is nothing to do" in done.stderr
 
 
-def test_run_recorded_with_the_old_name_of_a_table_is_resumed_and_shown(out: Path) -> None:
-    """That was the name of the table [robust] in an earlier version. A file has to have the new one."""
-    store = Store.in_folder(out)
-    old = {**store.run("half").config, "protection": {"strikes": 7}}
-    del old["robust"]
-    store.update_run("half", config=old)
-    store.close()
-    assert "would resume run half" in said("start", "--check", "--resume", "half", "--runs", out).stdout
-    assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["robust.strikes"] == 7
-    complaint = "robust.strikes = 7, and now robust.strikes = 3 is asked for"
-    assert complaint in refused("start", "--resume", "half", "--robust.strikes", 3, "--runs", out)
-
-
-def test_run_recorded_with_key_rehearsal_is_resumed_and_shown(out: Path) -> None:
-    """That was the name of deterministic_noise in an earlier version."""
-    store = Store.in_folder(out)
-    privacy = {**store.run("half").config["privacy"], "rehearsal": True}
-    del privacy["deterministic_noise"]
-    store.update_run("half", config={**store.run("half").config, "privacy": privacy})
-    store.close()
-    said("start", "--check", "--resume", "half", "--runs", out)
-    assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["privacy.deterministic_noise"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[protection]\nstrikes = 7\n", "the table 'protection' is 'robust' now; rename it"),
-        (
-            "[privacy]\nrehearsal = true\n",
-            "the key 'privacy.rehearsal' is 'privacy.deterministic_noise' now; rename it",
-        ),
-    ],
-)
-def test_file_with_old_name_is_refused_with_new_name(tmp_path: Path, content: str, message: str) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(content)
-    assert refused("start", "--config", file, "--runs", tmp_path / "runs") == f"{file}: {message}"
-
-
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [
-        (("runs",), "--out", "--runs"),
-        (("start",), "--out", "--runs"),
-        (("start",), "--clip", "--privacy.clip"),
-        (("start",), "--clip-norm", "--robust.clip-norm"),
-        (("submit",), "--up-group", "--updates.up-group"),
-        (("start",), "--no-flip", "--images.no-flip"),
-        (("serve",), "--deployment", "--broker.deployment"),
-        (("metrics", "done"), "--writer", "--metrics.writer"),
-    ],
-)
-def test_a_flag_of_an_earlier_version_is_answered_with_the_new_one(
-    command: tuple[str, ...], old: str, new: str
-) -> None:
-    assert refused(*command, f"{old}=x") == f"{old} was renamed to {new}"
-
-
 @pytest.mark.parametrize("how", [("--resume",), ("--resume", "half")])
 def test_a_run_is_served_once(out: Path, how: tuple[str, ...]) -> None:
     """Without a name the newest unfinished run is meant."""

@@ -105,7 +105,7 @@ def is_whole(file: Path) -> bool:
             for table in TABLES.sorted_tables:
                 if SEAL not in table.columns:
                     continue
-                if not all(row[SEAL] == seal_of(table, row) for row in read_rows(connection, select(table))):
+                if not all(row[SEAL] in (None, seal_of(table, row)) for row in read_rows(connection, select(table))):
                     return False
             return True
     except (SQLAlchemyError, ValueError):

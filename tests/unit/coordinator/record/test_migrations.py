@@ -13,7 +13,7 @@ from sqlalchemy import create_engine
 
 from coordinator.cli import cli
 from coordinator.record.migrations import alembic_config
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import SCHEMA, TABLES
 from fedvit.errors import ConfigError
 
@@ -21,7 +21,7 @@ UNNUMBERED = "CREATE TABLE runs (id TEXT PRIMARY KEY, started REAL); INSERT INTO
 
 
 def test_migrations_make_the_tables(tmp_path: Path) -> None:
-    Store.in_folder(tmp_path).close()
+    open_record(tmp_path).close()
     engine = create_engine(f"sqlite:///{tmp_path / 'fedvit.db'}")
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), TABLES) == []
@@ -34,7 +34,7 @@ def test_record_of_another_version_is_named_and_left_alone(tmp_path: Path, schem
     """It is not damaged: the error names its schema and those that this software knows."""
     file = tmp_path / "fedvit.db"
     if schema is not None:
-        Store.in_folder(tmp_path).close()
+        open_record(tmp_path).close()
     with closing(sqlite3.connect(file)) as database, database:
         database.execute("PRAGMA journal_mode = DELETE")
         if schema is None:

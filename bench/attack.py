@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec import field as json_key
 from rich.console import RenderableType
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from edge_client.agent import Agent
 from edge_client.runtime import Seeds, Trained
 from edge_client.task_executor import TaskExecutor
@@ -243,11 +243,11 @@ def _run(
         )  # fmt: skip
     except EmptyCohort as error:  # too few devices may be left for the aggregator
         reason = str(error)
-    store = Store.in_folder(out)
+    store = open_record(out)
     try:
         accuracy = _accuracy(store, run, bad) if reason is None else None
-        refused = {(entry.round, entry.device) for entry in store.refusals(run) if entry.kind == "train"}
-        quarantined = sorted({entry.device for entry in store.quarantines(run)})
+        refused = {(entry.round, entry.device) for entry in store.devices.read_refusals(run) if entry.kind == "train"}
+        quarantined = sorted({entry.device for entry in store.devices.read_quarantines(run)})
     finally:
         store.close()
     shutil.rmtree(out)
@@ -272,10 +272,12 @@ def _values(settings: AttackSettings, robust: Mapping[str, Any]) -> dict[str, An
     }  # fmt: skip
 
 
-def _accuracy(store: Store, run: str, bad: list[str]) -> float:
+def _accuracy(store: Record, run: str, bad: list[str]) -> float:
     """Of the honest devices, each with its own test images, in the last evaluation."""
-    last = max(result.round for result in store.results(run, kind="evaluate"))
-    tested = [entry for entry in store.results(run, last, "evaluate") if entry.device not in bad and entry.samples]
+    last = max(result.round for result in store.tasks.read_results(run, kind="evaluate"))
+    tested = [
+        entry for entry in store.tasks.read_results(run, last, "evaluate") if entry.device not in bad and entry.samples
+    ]
     return fmean(entry.metrics["correct"] / entry.samples for entry in tested)
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bench.child import run_child
 from bench.machine import Machine, this_machine
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.models import SMALL
 from fleet.datasets import read_samples
 from fleet.devices import device_folders
@@ -104,9 +104,9 @@ def run(parts: Path, *, devices: int, cohort: int, rounds: int, engine: Engine) 
     pool = {f"device-{number}": folders[number % len(folders)] for number in range(devices)}
     with tempfile.TemporaryDirectory(prefix="bench-pool-") as made:
         simulate(pool, values, out=Path(made), run=RUN, engine=engine)
-        store = Store.in_folder(Path(made))
+        store = open_record(Path(made))
         try:
-            ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds(RUN)]
+            ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds.read_all(RUN)]
         finally:
             store.close()
     rounds_s = [after - before for before, after in itertools.pairwise(ended)]

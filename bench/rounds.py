@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.edge import noise_folder, read_memory
 from bench.machine import Machine, this_machine
 from bench.viewers import Viewers, viewers
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import ResultRecord, RoundRecord
 from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
@@ -190,7 +190,7 @@ def _sampled(
     """Run and sample one run; the coordinator is started before the devices."""
     home.mkdir(parents=True)
     broker = start_broker(choice, home / "broker", port=0)
-    store = Store.in_folder(home / "runs")
+    store = open_record(home / "runs")
     try:
         with Fleet() as fleet, ExitStack() as stack:
             address = f"mqtt://{broker.address}"
@@ -227,7 +227,7 @@ def _sampled(
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
-                if len(closed := store.closed_rounds(RUN)) > reported:
+                if len(closed := store.rounds.list_closed(RUN)) > reported:
                     reported = len(closed)
                     if watching:
                         watching.watch(_is_watched(reported + 1))
@@ -240,7 +240,7 @@ def _sampled(
                 logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]
                 raise FedvitError("the run failed: " + "; ".join(last_line(log) for log in logs))
             fleet.wait([f"host-{number}" for number in range(hosts)], LEAVE_S + devices / LEAVE_PER_S)
-            seen.rounds, seen.results = store.rounds(RUN), store.results(RUN)
+            seen.rounds, seen.results = store.rounds.read_all(RUN), store.tasks.read_results(RUN)
             seen.left = _left(log_text(home / "coordinator.out"), values["rounds"])
             return seen
     finally:

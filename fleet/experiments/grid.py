@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from coordinator.config import ImageConfig, MetricsConfig, check_new_names, read_toml
+from coordinator.config import ImageConfig, MetricsConfig, read_toml
 from coordinator.views.trackers.writers import check_writers
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean, known_are
@@ -447,7 +447,6 @@ def _tune(table: dict[str, Any]) -> dict[str, list[Any]]:
 def _parts(table: dict[str, Any], where: str) -> tuple[str, dict[str, Any], dict[str, list[Any]]]:
     """Of a method's table: the method, the options that are set, and those that are tuned."""
     kind, own = _named(table, "method", where)
-    check_new_names(own, where)
     tune = _tune(table)
     excluded = {*RUN_KEYS, *([TUNE] if tune else ())}
     return kind, {key: value for key, value in own.items() if key not in excluded}, tune

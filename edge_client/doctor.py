@@ -62,9 +62,8 @@ print(onnxruntime.__version__)
 
 _KERNELS_CHILD = """
 import onnxruntime
-from fedvit.kernels import has_amx, library
-onnxruntime.SessionOptions().register_custom_ops_library(str(library()))
-print("AMX" if has_amx(library()) else "")
+from fedvit.kernels import find_library
+onnxruntime.SessionOptions().register_custom_ops_library(str(find_library()))
 """
 
 
@@ -110,7 +109,7 @@ def check_engine(context: DoctorContext) -> Iterator[Finding]:
 
 def check_kernels(context: DoctorContext) -> Iterator[Finding]:
     """Load the optional kernels in a separate process, if they are installed."""
-    if kernels.library() is None:
+    if kernels.find_library() is None:
         what = f"{kernels.EXTRA} is not installed: steps take longer, and are the same otherwise"
         yield Finding(check="kernels", level="ok", what=what)
         return
@@ -129,8 +128,7 @@ def check_kernels(context: DoctorContext) -> Iterator[Finding]:
             hint="install the fedvit-kernels of this version of fedvit for this processor: pip wheel ./kernels",
         )
     else:
-        amx = ", with AMX" if b"AMX" in done.stdout else ""
-        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads{amx}")
+        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads")
 
 
 def check_memory(context: DoctorContext) -> Iterator[Finding]:

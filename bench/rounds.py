@@ -25,9 +25,9 @@ from rich.table import Table
 from bench.edge import noise_folder, read_memory
 from bench.machine import Machine, this_machine
 from bench.viewers import Viewers, viewers
-from coordinator.broker import start_broker
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
+from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
 from fleet.processes import Fleet, last_line, log_text, program
 from profiles.probes.host import usable_cores

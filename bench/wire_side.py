@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.config import BlobsConfig
-from coordinator.run.object_store import ObjectStore
+from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received

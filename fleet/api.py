@@ -19,7 +19,7 @@ from coordinator.commands.start import usual_name
 from coordinator.config import RunConfig, check_settings
 from coordinator.config.reading import convert_table
 from coordinator.record.summary import RoundSummary, RunSummary
-from coordinator.run.display import choose_display
+from coordinator.rounds.display import choose_display
 from edge_client.vault import Vault
 from fedvit.choices import known_are
 from fedvit.errors import ConfigError
@@ -199,7 +199,7 @@ def run(
 def _checked(values: dict[str, Any]) -> RunConfig:
     config = convert_table(values, RunConfig, WHERE)
     check_settings(config, WHERE)
-    from coordinator.planning.checks import check_run  # torch: seconds that a mistyped name need not wait
+    from coordinator.compute.planning.checks import check_run  # torch: seconds that a mistyped name need not wait
 
     check_run(config, WHERE)
     return config

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import click
 import msgspec
 
-from coordinator.run.display import Display, choose_display
+from coordinator.rounds.display import Display, choose_display
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write

@@ -13,11 +13,11 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from coordinator.broker.process import FLEET_USER, claim_port
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.show import print_summary
 from coordinator.config import BrokerConfig, StartConfig, read_toml, with_listen_port
+from coordinator.security.broker.process import FLEET_USER, claim_port
 from edge_client.commands.options import BROKER_VARIABLE
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, FedvitError
@@ -62,7 +62,7 @@ def run_fleet(
     `values` is a configuration as in a file. Logs of devices are in `out/run/devices`, their states in `out/run/state`.
     Raises FedvitError when the run failed.
     """
-    from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
+    from coordinator.compute.planning.checks import checked_config  # imports torch, which takes seconds
 
     config = checked_config({**_with_free_port(values), "devices": len(folders)}, "run")
     home = out / run
@@ -95,7 +95,7 @@ def run_virtual(
     `values` override VIRTUAL_DEFAULTS. Logs of hosts are in `out/run/devices`. With `cluster` the hosts run on its
     nodes, and their states are copied back to `out/run/state`.
     """
-    from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
+    from coordinator.compute.planning.checks import checked_config  # imports torch, which takes seconds
 
     config = checked_config({**VIRTUAL_DEFAULTS, **_with_free_port(values), "devices": count}, "run")
     home = out / run
@@ -384,7 +384,7 @@ def _simulate(
     quiet: bool,
 ) -> FleetOutcome:
     """Virtual devices in this process, without a broker: see `fleet.simulate`."""
-    from coordinator.run.display import Display, choose_display
+    from coordinator.rounds.display import Display, choose_display
     from fedvit.roles import ProductPrecision
     from fleet.simulate import Engine, simulate  # with torch: seconds that a mistyped flag need not wait
 

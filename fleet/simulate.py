@@ -13,11 +13,11 @@ from typing import Any, Literal
 import msgspec
 
 from coordinator.config import RunConfig
-from coordinator.metrics.following import following
-from coordinator.metrics.writers import check_writers
 from coordinator.record.store import Store
 from coordinator.record.summary import summarise
-from coordinator.run.display import Display
+from coordinator.rounds.display import Display
+from coordinator.views.trackers.following import following
+from coordinator.views.trackers.writers import check_writers
 from edge_client.agent import Agent
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
@@ -67,9 +67,9 @@ def simulate(
     """
     from coordinator.compute.accelerator import choose_accelerator, torch_devices
     from coordinator.compute.engine import Engine as Compute
-    from coordinator.planning.checks import checked_config  # imports torch, which takes seconds
-    from coordinator.run.coordinator import Coordinator
-    from coordinator.run.inbox import Interrupted
+    from coordinator.compute.planning.checks import checked_config  # imports torch, which takes seconds
+    from coordinator.rounds.coordinator import Coordinator
+    from coordinator.rounds.inbox import Interrupted
     from fleet.engines.simulation import check_engine_config
 
     devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}

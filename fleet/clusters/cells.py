@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from coordinator.config import MetricsConfig
-from coordinator.run.display import Display
+from coordinator.rounds.display import Display
 from fedvit.errors import ConfigError, FedvitError
 from fleet.clusters.cluster import Cluster, NodeLost, Reports
 from fleet.clusters.programs import ProgramJob, pack, unpack

@@ -25,8 +25,8 @@ from msgspec.structs import replace
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
 from coordinator.record.summary import RoundSummary, RunSummary, summarise
-from coordinator.run.cohort import select_uniform
-from coordinator.run.display import Display, View
+from coordinator.rounds.cohort import select_uniform
+from coordinator.rounds.display import Display, View
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
@@ -314,7 +314,7 @@ def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
     """
     import torch
 
-    from coordinator.planning.batch import method_batch  # these import torch, which takes seconds
+    from coordinator.compute.planning.batch import method_batch  # these import torch, which takes seconds
     from fedvit.methods.base import Images
     from fleet.experiments.pictures import served
 

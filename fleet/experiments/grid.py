@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from coordinator.config import ImageConfig, MetricsConfig, check_new_names, read_toml
-from coordinator.metrics.writers import check_writers
+from coordinator.views.trackers.writers import check_writers
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean, known_are
 from fedvit.errors import ConfigError
@@ -543,7 +543,7 @@ def _runs(experiment: Experiment, method: Mapping[str, Any], keys: dict[str, Any
 
 
 def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
-    from coordinator.planning.checks import (
+    from coordinator.compute.planning.checks import (
         checked_config,  # imports torch, which takes seconds: after the check of keys
     )
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from coordinator.planning.batch import method_batch
+from coordinator.compute.planning.batch import method_batch
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from coordinator.config import MetricsConfig
-from coordinator.run.display import DeviceLine, Display, View
+from coordinator.rounds.display import DeviceLine, Display, View
 from fedvit.data.layout import PARTITION_FILE
 from fedvit.files import atomic_write
 from fleet.datasets import read_dataset

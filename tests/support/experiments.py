@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
-from coordinator.run.display import Display
+from coordinator.rounds.display import Display
 from fleet.experiments.cell import LOG_FILE, CellFolder, run_cell
 from fleet.experiments.grid import read_grid
 from fleet.experiments.outcome import Outcome, make_outcome

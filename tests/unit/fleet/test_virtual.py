@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import coordinator.run.coordinator
-from coordinator.run.coordinator import Coordinator
+import coordinator.rounds.coordinator
+from coordinator.rounds.coordinator import Coordinator
 from fedvit.errors import ConfigError
 from fleet import simulate as simulation
 from fleet.devices import virtual_devices
@@ -59,7 +59,7 @@ def test_nothing_accumulates(
             super().__init__(*args, **kwargs)
             hosts.append(self)
 
-    monkeypatch.setattr(coordinator.run.coordinator, "Coordinator", Counted)
+    monkeypatch.setattr(coordinator.rounds.coordinator, "Coordinator", Counted)
     monkeypatch.setattr(simulation, "Host", Remembered)
     values = {"method": method, "rounds": ROUNDS, "options": {"batch_size": 8}, "model_options": TINY_MODEL}
     devices = virtual_devices(parts, DEVICES)

@@ -33,7 +33,7 @@ DTYPES: dict[torch.dtype, int] = {
 Shape = tuple[int, ...]
 
 _ZERO, _STEPS = 128, 127
-"""Of rows that become integers of 8 bits: where zero is, and how far they go to both sides."""
+"""The zero and the largest step, to both sides, of rows that become integers of 8 bits."""
 _LEAST_WIDTH = 128
 """The least length of both sides of a trained weight whose products are rounded. Where a side is shorter, as in a head,
 rounding the other operand takes as long as the product saves."""
@@ -291,7 +291,7 @@ class Graph:
         return replace(weight, name=integers, scale=scales)
 
     def _is_trained(self, weight: Value) -> bool:
-        """Whether this is a large enough weight that the device trains."""
+        """Return whether the device trains this weight and it is large enough."""
         given = weight.name.startswith("tensor/") and weight.name in self.inputs and weight.scale is None
         return given and weight.dtype is torch.float32 and min(weight.shape) >= _LEAST_WIDTH
 

@@ -84,7 +84,7 @@ for _kind, _operators in {
 
 
 def _is_product_for(reader: fx.Node, node: Any) -> bool:
-    """Whether `node` is a matrix product that nothing but `reader` sees."""
+    """Return whether `node` is a matrix product that only `reader` reads."""
     while isinstance(node, fx.Node) and len(node.users) == 1:
         if node.target is aten.mm.default:
             return True
@@ -209,7 +209,7 @@ def _bmm(graph: Graph, node: fx.Node, left: Value, right: Value) -> Value:
 
 
 def _ends_swapped(node: fx.Node) -> bool:
-    """Whether what finally happens to a product alone is that its last two axes change places."""
+    """Return whether a product is only used with its last two axes exchanged."""
     last, turned = _shape(node)[-2:], False
     while len(node.users) == 1:
         [node] = node.users
@@ -295,7 +295,7 @@ def _unbind(graph: Graph, node: fx.Node, value: Value, axis: int = 0) -> list[Va
 
 @_lowers(aten.stack.default)
 def _stack(graph: Graph, node: fx.Node, values: Sequence[Value], axis: int = 0) -> Value:
-    """Of pieces that are permuted as what is made of them will be, if all that is made of them is a permutation."""
+    """Lower aten.stack. If the result is only transposed, transpose the inputs instead, which saves a copy."""
     shape = _shape(node)
     axis %= len(shape)
     order = tuple(range(len(shape)))
@@ -519,7 +519,7 @@ def _weight_gradient(
 
 
 def _every(graph: Graph, value: Value, stride: list[int], places: Shape) -> Value:
-    """Of rows and columns those that a convolution of one pixel reads."""
+    """Take the rows and columns that a convolution of one pixel reads."""
     if stride == [1, 1]:
         return value
     bounds = [graph.constant(np.array(numbers, np.int64)) for numbers in ([0, 0], value.shape[2:], [2, 3], stride)]

@@ -33,7 +33,7 @@ OURS = (fedvit, export)
 
 
 class _Unknown(Exception):
-    """It is not known whether a graph depends on this value."""
+    """A graph may depend on this value in an unknown way."""
 
 
 def origin_of(method: Method, vit: PatchViT, batch: Batch, graph: str) -> str | None:
@@ -58,7 +58,7 @@ def _surroundings() -> bytes:
 
 
 def _described(value: object) -> Any:
-    """As JSON. Raises _Unknown."""
+    """Describe a value as JSON. Raises _Unknown."""
     match value:
         case None | bool() | int() | float() | str():
             return value

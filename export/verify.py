@@ -50,7 +50,7 @@ NEGLIGIBLE = 1e-2
 """Size of a tensor beside the largest of its kind (roots of mean squares) below which it is judged by that one."""
 
 REPEATED = "ConstantOfShape"
-"""What makes a large constant that repeats one number; its only attribute is that number."""
+"""Operator that makes a large constant of one number, its only attribute."""
 
 Run = Callable[[Mapping[str, Tensor]], dict[str, Any]]
 
@@ -277,12 +277,12 @@ def _near(inputs: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def _start(name: str, inputs: Mapping[str, Tensor]) -> Any:
-    """What a new value is a change of, in float64; nothing, of other outputs."""
+    """Return the value that an output is a change of, in float64; 0 for other outputs."""
     return inputs[name.removeprefix("new/")].double().numpy() if name.startswith("new/") else 0.0
 
 
 def _last_digits(want: Any, start: Any) -> Any:
-    """What float32 counts in, at a new value or where it came from; other outputs are not stored."""
+    """Return the spacing of float32 at a new value or its origin; other outputs are not stored."""
     return np.spacing(np.maximum(np.abs(want), np.abs(start)).astype(np.float32)) if np.ndim(start) else 0.0
 
 

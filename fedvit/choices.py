@@ -39,7 +39,7 @@ def allowed(hint: Any) -> str:
 
 
 def why_invalid(error: msgspec.ValidationError, value: Any, hint: Any) -> str:
-    """Why a value could not be converted to `hint`, with the allowed values if they are few."""
+    """Explain why a value could not be converted to `hint`, with the allowed values if they are few."""
     reason = str(error).partition(" - at")[0].replace("Invalid enum", "invalid")
     kinds = msgspec.inspect.type_info(hint)
     values = choices(hint)

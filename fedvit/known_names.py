@@ -22,7 +22,7 @@ TEXTS = (TEXT, LSTM)
 """The models of text."""
 TIMM_OPTIONS = ("image_size", "patch_size")
 HUB, LOCAL = "hf-hub:", "local-dir:"
-"""How timm names models outside of its own list: on the hub of weights, and in a folder with their `config.json`."""
+"""Prefixes of timm's model names outside of its own list: the hub of weights, and a folder with a `config.json`."""
 METHOD_GROUP = "fedvit.methods"
 """Group of the entry points with which an installed package declares its methods."""
 
@@ -80,7 +80,7 @@ def packaged_methods() -> Mapping[str, list[EntryPoint]]:
 
 
 def packaged_method(name: str) -> EntryPoint | None:
-    """Where an installed package declares that the method is; None for a method of fedvit itself.
+    """Return the place that an installed package declares for a method; None for one of fedvit's own.
 
     Raises ConfigError when more than one package has a method of that name.
     """

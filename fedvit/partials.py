@@ -201,7 +201,7 @@ def _lock(handle: int, path: Path) -> bool:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process receives into this `.part` file now."""
+    """Return whether a process receives into this `.part` file now."""
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError:

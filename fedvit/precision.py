@@ -16,7 +16,7 @@ from fedvit.tensors import Array, Tensors
 SCALE = "/scale"
 
 STEPS, STEPS_OF_FACTORS = 127, 64
-"""How far int8 goes to both sides of zero: in weights that are unpacked where they are read, and in factors of integer
+"""Largest absolute values of int8: in weights that are unpacked where they are read, and in factors of integer
 products. x86 processors without VNNI saturate sums of two products at 2^15: 2 x 255 x 64 is below it."""
 
 
@@ -52,7 +52,7 @@ def as_specified(tensors: Mapping[str, Array], specs: Mapping[str, TensorSpec]) 
 
 
 def is_packed(name: str, shape: Iterable[int]) -> bool:
-    """Whether a tensor is a weight worth packing: norms, biases, tokens and positions are not.
+    """Return whether a tensor is a weight worth packing: norms, biases, tokens and positions are not.
 
     >>> [is_packed(*each) for each in (("mlp.fc1.weight", (8, 4)), ("norm.weight", (4,)), ("pos_embed", (1, 5, 4)))]
     [True, False, False]

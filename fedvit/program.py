@@ -111,7 +111,7 @@ class Text(Struct, frozen=True, kw_only=True):
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """How a device turns its images, or its text, into graph inputs."""
+    """The form in which a device passes its images, or its text, to a graph."""
 
     batch_size: Samples  # samples of one optimizer step
     text: Text | None = None  # None: samples are images, as the fields below say
@@ -140,7 +140,7 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Of a training sample, as a model reads it: patches or characters."""
+        """Number of patches or characters of a training sample."""
         return self.text.context if self.text else self.kept_patches
 
     @property
@@ -276,7 +276,7 @@ class Program(Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys(names))
 
     def expected_upload(self) -> dict[str, tuple[tuple[int | None, ...], str]]:
-        """What a training result carries, coded: deltas of the groups that are sent back, and what was collected.
+        """Return the coded form of a training result: deltas of the groups that are sent back, and what was collected.
 
         Collected values have a first axis of any length; `labels` are theirs.
         """
@@ -293,7 +293,7 @@ class Program(Struct, frozen=True, kw_only=True):
         return expected
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, as sparse ones are decoded with."""
+        """Shapes of all tensors; sparse ones are decoded with them."""
         return {name: spec.shape for name, spec in self.tensors.items()}
 
     def expected(self, groups: list[str]) -> dict[str, tuple[tuple[int | None, ...], str]]:
@@ -356,7 +356,7 @@ def _nonsense(program: Program) -> Iterator[str]:
 
 
 def kept_patches(patches: int, mask_ratio: float) -> int:
-    """How many patches survive masking: floor(patches * (1 - ratio)), at least 1.
+    """Count the patches that survive masking: floor(patches * (1 - ratio)), at least 1.
 
     Rounded in a way that floating-point error cannot lower (1 - 0.9 is not 0.1 in binary).
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fedvit.errors import BadPayload
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-"""How a field is written; groups (3 and 4) are long out of use."""
+"""Encodings of a field; groups (3 and 4) are long out of use."""
 
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _NUMBERS = range(1, 2**29)
@@ -100,7 +100,7 @@ def bytes_field(number: int, content: bytes | str) -> bytes:
 
 
 def length_prefix(number: int, length: int) -> bytes:
-    """What stands before the `length` bytes of a field that is written piece by piece."""
+    """Encode the start of a field whose `length` bytes are written piece by piece."""
     return varint(number << 3 | LENGTH) + varint(length)
 
 

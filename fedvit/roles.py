@@ -4,7 +4,7 @@ import enum
 from typing import Literal
 
 ProductPrecision = Literal["fp32", "tf32", "bf16"]
-"""Of products on a server: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32 always."""
+"""Precision of a server's products: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32."""
 Precision = Literal["fp32", "fp16", "int8"]
 """Numbers in which weights that a device does not train are sent."""
 Compute = Literal["fp32", "fp16", "int8"]

@@ -265,7 +265,7 @@ def release_pages(tensors: Iterable[Array]) -> None:
 
 
 def delta(after: Mapping[str, Array], start: Mapping[str, Array]) -> Tensors:
-    """What training changed: `after - start`, name by name.
+    """Subtract `start` from `after`, name by name.
 
     >>> delta({"w": np.float32([3.0])}, {"w": np.float32([1.0])})
     {'w': array([2.], dtype=float32)}

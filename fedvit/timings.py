@@ -1,4 +1,4 @@
-"""How long something takes that happens again and again, and whether a loop turns; for metrics and watchdogs."""
+"""Durations of repeated work, and signs that a loop still turns; for metrics and watchdogs."""
 
 import threading
 import time

@@ -38,7 +38,7 @@ def compile_library(target: Path, only: str = "") -> None:
 
 
 def is_aarch64() -> bool:
-    """Whether the compiler makes code for aarch64."""
+    """Return whether the compiler makes code for aarch64."""
     return _said("-dumpmachine").startswith("aarch64")
 
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 FOLDER = Path(__file__).parent / "probes" / "graphs"
 OPSET, IR_VERSION = 20, 10
-"""As those of the graphs that are trained with."""
+"""Versions of the operator sets in training graphs."""
 CHAIN = 200
 """Operators one after another, on one number: what an operator takes at least."""
 

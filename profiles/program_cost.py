@@ -18,7 +18,7 @@ from profiles.cost import GraphCost, flop_shares
 from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
 
 ARENA_SLACK = 1.4
-"""What onnxruntime holds for activations, divided by what is live at a time: pieces of different sizes leave gaps,
+"""Ratio of onnxruntime's memory for activations to the live activations: pieces of different sizes leave gaps,
 and kernels have their own buffers. 1.2 to 1.6 over the cases of `python -m bench profile`."""
 
 
@@ -119,7 +119,7 @@ def _runs(program: Program, phase: Train) -> int:
 
 
 def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> Work:
-    """Of one optimizer step, averaged over those of all phases."""
+    """Sum the work of one optimizer step, averaged over the steps of all phases."""
     steps = {phase: program.steps_of(phase, images) for phase in program.train}
     total = max(1, sum(steps.values()))
     parts = [(graphs[phase.graph].work, _runs_of_round(program, phase, images) / total) for phase in steps]
@@ -139,11 +139,11 @@ def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -
 
 
 PIECE_ELEMENTS = 1 << 17
-"""Of one run of an update (edge_client.steps)."""
+"""Parts of one run of an update (edge_client.steps)."""
 
 
 def _together(*parts: tuple[Work, float]) -> Work:
-    """So much of each."""
+    """Sum the parts' work, each multiplied by its count."""
     products: dict[ProductWork, float] = defaultdict(float)  # by size, with a count of 1
     moved_bytes: dict[str, float] = defaultdict(float)
     for work, times in parts:
@@ -159,7 +159,7 @@ def _together(*parts: tuple[Work, float]) -> Work:
 
 
 def _flop_shares(graphs: Mapping[str, GraphCost], runs: Mapping[str, int]) -> list[FlopShare]:
-    """Of one optimizer step; where a round has phases of several graphs, of one step of each."""
+    """Sum the FLOPs of one optimizer step, or of one step of each phase's graph."""
     return [
         FlopShare(block=block, kind=kind, forward=forward, backward=backward)
         for name, count in runs.items()

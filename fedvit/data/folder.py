@@ -141,7 +141,7 @@ class Split:
         return replace(self, labels=table[self.labels])
 
     def unfit(self, batch: Batch) -> str | None:
-        """Why a Program's batches cannot be made of these samples, or None."""
+        """Reason why these samples cannot form a Program's batches, or None."""
         return "the run trains on text, this folder holds images" if batch.text else None
 
 
@@ -185,7 +185,7 @@ class DeviceData:
 
     @property
     def counts(self) -> tuple[tuple[str, ...], int, int]:
-        """What a device announces: its classes, and the number of its training and test images."""
+        """Count the training and test images of each class, for a device's hello."""
         return self.classes, len(self.train), len(self.test)
 
     @classmethod

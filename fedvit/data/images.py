@@ -41,7 +41,7 @@ _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file name is that of an image; hidden files are not images.
+    """Return whether a file name is that of an image; hidden files are not images.
 
     >>> [is_image_name(name) for name in ("a.JPG", "notes.txt", "._a.jpg")]
     [True, False, False]
@@ -61,7 +61,7 @@ def decoded_bytes_within(memory_budget_bytes: int | None) -> int:
 
 
 def header_problem(path: Path, file: BinaryIO | None = None, *, decoded_bytes: int = DECODED_BYTES) -> str | None:
-    """Why the image cannot be opened, or None; reads the header only.
+    """Return the reason why the image cannot be opened, or None; read the header only.
 
     `file` holds the bytes if `path` is only a name (a member of an archive). An image that would take more than
     `decoded_bytes` of memory is refused.

@@ -1,4 +1,4 @@
-"""Which files of a tree are images of which class, on disk or in an archive.
+"""Find the images of each class in a tree, on disk or in an archive.
 
 Two layouts are supported: `train/<class>/*` with `test/<class>/*`, and plain `<class>/*`. Hidden files and
 folders are ignored.
@@ -48,7 +48,7 @@ class Layout(Generic[File]):
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder is hidden; __MACOSX is added to archives by macOS."""
+    """Return whether a file or folder is hidden; __MACOSX is added to archives by macOS."""
     return name.startswith(".") or name == "__MACOSX"
 
 

@@ -77,7 +77,7 @@ METHODS: dict[str, type[Method]] = {
     "single_vpt": SingleVpt,
     "vanilla_attention": VanillaAttention,
 }
-"""Those of fedvit itself."""
+"""Names of fedvit's own methods."""
 
 
 def method_names() -> list[str]:

@@ -1,4 +1,4 @@
-"""How the deltas of a cohort become one: the mean, and rules that a malicious minority cannot move at will.
+"""Aggregation of a cohort's deltas: the mean, and rules that a malicious minority cannot move at will.
 
 All rules but the mean weigh devices equally, as an attacker could claim any number of samples.
 A delta is loaded by a function. If that returns a reader of a file (`TensorReader`), also of coded or clipped

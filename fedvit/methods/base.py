@@ -41,7 +41,7 @@ PART_NAMES: Mapping[ModelPart, str] = {
     "patches": "patches",
     "blocks": "the blocks of a Transformer",
 }
-"""Of what a method may need of a model, as errors have them."""
+"""Error texts for model features that a method may need."""
 UPDATE = "update"
 """The graph of the optimizer, if a phase sums gradients before it updates."""
 
@@ -93,7 +93,7 @@ class Forward(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one step on a device gives; the optimizer's state is the calculus's."""
+    """Results of one step on a device; the optimizer's state belongs to the calculus."""
 
     loss: Tensor
     updated: dict[str, Tensor]  # new value of every tensor that the phase moves
@@ -160,26 +160,26 @@ class RoundContext(NamedTuple):
 
 
 class ServerRule(ABC):
-    """How a server turns one round's uploads into its next state."""
+    """The server's computation of its next state from one round's uploads."""
 
     @property
     def why_never_late(self) -> str | None:
-        """Why an upload for an older state cannot be used; None if it can."""
+        """Reason why the rule cannot use an upload for an older state; None if it can."""
         return "its server needs updates of its newest tensors"
 
     @property
     def discounts(self) -> bool:
-        """Whether the rule uses an upload's `discount`."""
+        """Return whether the rule uses an upload's `discount`."""
         return False
 
     @property
     def why_no_regions(self) -> str | None:
-        """Why the rule cannot use one weighted mean in place of the uploads that it is of; None if it can."""
+        """Reason why a region may not send the weighted mean of its devices' updates; None if it may."""
         return "its server needs the update of each single device"
 
     @property
     def is_divided(self) -> bool:
-        """Whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
+        """Return whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
         return False
 
     def begin(self, seed: int) -> Tensors:
@@ -193,7 +193,7 @@ class ServerRule(ABC):
     def generate_for(
         self, state: ServerState, devices: Sequence[str], seed: int, place: torch.device
     ) -> dict[str, Tensor]:
-        """As `generate`, for D devices at once: (D, ...) on `place`."""
+        """Generate, like `generate`, for D devices at once: (D, ...) on `place`."""
         made = [self.generate(state, device, seed) for device in devices]
         return {name: torch.from_numpy(np.stack([one[name] for one in made])).to(place) for name in made[0]}
 
@@ -227,7 +227,7 @@ class Method(ABC):
     source: ClassVar[str]
     """The paper, and where the implementation differs from it."""
     one_gradient: ClassVar[bool] = True
-    """Whether a step is one gradient and one update: then a batch can be processed in parts."""
+    """True if a step is one gradient and one update: a batch can then be processed in parts."""
     loop_options: ClassVar[tuple[str, ...]] = ("epochs",)
     """Options on which no graph depends."""
 
@@ -279,7 +279,7 @@ class Method(ABC):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the method can train a model of text: it runs the model as it is, and changes nothing in it."""
+        """Return whether the method can train a model of text: it runs the model without changes."""
         return type(self).forward is Method.forward and not self.all_patches() and not self.mask
 
     @property
@@ -351,7 +351,7 @@ class Method(ABC):
 
     @abstractmethod
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
-        """Which group each tensor is in; the first rule that matches a name takes it."""
+        """Rules that put each tensor into a group; the first that matches a name applies."""
 
     # --- the device's half, traced into graphs: pure tensor arithmetic only -----------------------------
 
@@ -364,7 +364,7 @@ class Method(ABC):
         return Forward(run_model(vit, tensors, body), {})
 
     def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        """What a step minimises: the mean cross-entropy."""
+        """Return the loss that a step minimises: the mean cross-entropy."""
         logits, collected = self.forward(vit, tensors, inputs.images)
         return Objective(inputs.mean(cross_entropy(logits, inputs.labels)), collected)
 

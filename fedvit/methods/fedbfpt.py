@@ -86,14 +86,14 @@ class FedBFPT(FedAvg):
         return min(self.stage, vit.depth - 1)
 
     def _sampled(self, vit: PatchViT) -> int:
-        """How many blocks a device draws."""
+        """Return the number of blocks that a device draws."""
         local = self.local_blocks or (vit.depth + 1) // 2
         block = self._block(vit)
         return max(0, local - block - 1) if block < vit.depth - 1 else 0
 
 
 def stage_of(round_number: int, rounds: int) -> int:
-    """How often half of the rounds that were left are over, before a round that counts from 1.
+    """Count how often half of the remaining rounds have passed before a round; rounds count from 1.
 
     >>> [number for number in range(2, 201) if stage_of(number, 200) > stage_of(number - 1, 200)]
     [101, 151, 176, 189, 195, 198, 200]

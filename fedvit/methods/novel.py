@@ -1,4 +1,4 @@
-"""What is left of a method for novel devices, which join after the training: they learn their own part alone.
+"""A method's part for novel devices, which join after the training and learn only their own tensors.
 
 `Method.groups` lets everything that devices share stand still; the phases and the server's rule follow from that here.
 """

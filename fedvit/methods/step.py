@@ -37,7 +37,7 @@ PIECE = 4099
 
 
 def train_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = TracedCalculus) -> Step:
-    """What `phase` runs: a gradient that is added to those before, or a whole optimizer step."""
+    """Trace the step of a phase: a gradient added to those before, or a whole optimizer step."""
     return (_gradient_step if phase.update else whole_step)(method, vit, phase, calculus)
 
 
@@ -108,7 +108,7 @@ def update_step(rule: Optimizer, calculus: Calculi = TracedCalculus) -> Step:
 
 
 def gather_step(method: Method, vit: PatchViT, gather: Gather) -> Step:
-    """What an evaluation gathers from full images."""
+    """Compute the values that an evaluation gathers from full images."""
 
     def run(inputs: Named) -> dict[str, Tensor]:
         forward = method.forward(vit, _tensors(inputs), _samples(inputs))

@@ -20,7 +20,7 @@ PRIME = 2**31 - 1
 SPREAD = 2_654_435_761
 """2^32 divided by the golden ratio: its multiples are spread evenly."""
 PLACE_BITS = 24
-"""Of the number of a value within one sample; above them is the number of the place in the model."""
+"""Bits of a value's number within one sample; above them is the number of the place in the model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ class SampleSeeds:
 
 
 def recomputed(block: nn.Module, x_BND: Tensor, seeds: SampleSeeds) -> Tensor:
-    """What `block(x_BND)` gives; computed again, it drops the same values."""
+    """Compute `block(x_BND)`, and again in the backward pass, with the same values dropped."""
     first = seeds.now
     used = _Used(block)
     names, values = zip(*used.named_parameters(), strict=True)

@@ -18,25 +18,25 @@ from fedvit.models.attend import attention_pool, class_token
 from fedvit.models.recompute import SampleSeeds, recomputed
 
 _POOLS = ("token", "avg", "map")
-"""How a model makes one vector of its tokens: by the class token, their mean, or an attention with a learned query."""
+"""Ways to make one vector of all tokens: the class token, their mean, or attention with a learned query."""
 
 ModelPart = Literal["attention", "mlp", "norms", "positions", "patches", "blocks"]
-"""What a method may need of a model; "blocks": those of a Transformer, of which each has tokens of the same width."""
+"""Features that a method may need; "blocks": Transformer blocks whose tokens have the same width."""
 
 
 class TokenHooks(nn.Module):
     """A child of the timm model that adds or replaces tokens between stages; the base class changes nothing."""
 
     def embedded(self, x_BND: Tensor) -> Tensor:
-        """What `embed` returns."""
+        """Result of `embed`."""
         return x_BND
 
     def before_block(self, block: int, x_BND: Tensor) -> Tensor:
-        """What enters block `block`; a run may begin at any block."""
+        """Return the input of block `block`; a run may begin at any block."""
         return x_BND
 
     def after_block(self, block: int, x_BND: Tensor) -> Tensor:
-        """What leaves block `block`; not called after the last, of which only the class token is computed."""
+        """Return the output of block `block`. It is not called after the last, which computes only the class token."""
         return x_BND
 
 
@@ -103,7 +103,7 @@ class PatchViT(nn.Module):
 
     @property
     def heads(self) -> int:
-        """Of each block's attention."""
+        """Heads of each block's attention."""
         return int(cast(Any, self.vit.blocks[0]).attn.num_heads)
 
     @property
@@ -112,7 +112,7 @@ class PatchViT(nn.Module):
 
     @property
     def pools_class_token(self) -> bool:
-        """Whether the head reads the class token; else it reads what the other tokens are pooled to."""
+        """True if the head reads the class token; else it reads the pooled other tokens."""
         return self.vit.global_pool == "token"
 
     @property
@@ -147,8 +147,8 @@ class PatchViT(nn.Module):
         return [child for child in self.vit.children() if isinstance(child, TokenHooks)]
 
     def activation_bytes(self, tokens: int) -> int:
-        """Of one sample: what pre-norm blocks keep for their backward pass, 16 units of tokens x width, and twice the
-        attention weights."""
+        """Memory of pre-norm blocks for one sample's backward pass: 16 units of tokens x width, and twice the attention
+        weights."""
         return 4 * self.depth * (16 * tokens * self.width + 2 * self.heads * tokens**2)
 
     def product_rows(self, tokens: int) -> int:
@@ -166,7 +166,7 @@ class PatchViT(nn.Module):
 
     @contextmanager
     def recomputing(self, recompute: bool) -> Iterator[None]:
-        """Within the context, blocks are recomputed in the backward pass, or not."""
+        """Choose, until the context ends, whether the backward pass recomputes blocks."""
         before, self.recompute = self.recompute, recompute
         try:
             yield

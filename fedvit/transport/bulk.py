@@ -107,7 +107,7 @@ class BulkLink:
         self._wake()
 
     def up(self) -> bool:
-        """Whether chunks can be sent now; begins to connect if not."""
+        """Return whether chunks can be sent now; begin to connect if not."""
         with self._lock:
             self._begin()
             return self._up

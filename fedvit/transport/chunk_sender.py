@@ -110,7 +110,7 @@ class ChunkSender:
         return len(self._sending)
 
     def sends_to(self, peer: str, digest: str) -> bool:
-        """Whether a receiver gets chunks of this blob."""
+        """Return whether a receiver gets chunks of this blob."""
         with self._lock:
             keys = ((digest, ""), (digest, peer))
             return any(peer in self._sending[key].heard_at for key in keys if key in self._sending)
@@ -174,7 +174,7 @@ class ChunkSender:
             sending.sent_at = time.monotonic()
 
     def _credit(self, sending: _Sending) -> int:
-        """How many chunks of a blob may be in flight, given those of other blobs; dedicated topics do not count."""
+        """Count the chunks of a blob that may be in flight beside other blobs; dedicated topics do not count."""
         if sending.window == DEDICATED_WINDOW_CHUNKS:
             return DEDICATED_WINDOW_CHUNKS
         return max(DEDICATED_WINDOW_CHUNKS, CREDIT_CHUNKS - (self._under_way - sending.credited))

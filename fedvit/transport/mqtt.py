@@ -142,7 +142,7 @@ class Link:
 
     @property
     def waits(self) -> bool:
-        """Whether messages wait until more may be published."""
+        """True while messages wait until more may be published."""
         return bool(self._waiting)
 
     def pending_bytes(self) -> int:

@@ -49,7 +49,7 @@ class LoopMember(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether this side ends the connection."""
+        """True if this side ends the connection."""
 
     @abstractmethod
     def publish_due(self) -> float | None:
@@ -259,6 +259,6 @@ class MqttLoop:
 
 
 def _more_to_read(client: Client) -> bool:
-    """Whether TLS holds decrypted bytes, which select does not report."""
+    """Return whether TLS holds decrypted bytes, which select does not report."""
     pending = getattr(client.socket(), "pending", None)
     return bool(pending and pending())

@@ -38,7 +38,7 @@ def in_thread(work: Callable[[], None]) -> None:
 
 
 def is_at(url: str, origin: str) -> bool:
-    """Whether a URL is one of `origin`, such as `https://store.example:9000`.
+    """Return whether a URL is one of `origin`, such as `https://store.example:9000`.
 
     >>> is_at("https://store:9000/b?X=1", "https://store:9000"), is_at("https://a@store:9000/", "https://store:9000")
     (True, False)

@@ -58,7 +58,7 @@ def decode(coded: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 class Decoded(TensorReader):
-    """As `decode`, but each tensor, or part of one, is decoded at access.
+    """The result of `decode` with each tensor, or part of one, decoded at access.
 
     Of a part as little is read as its codec allows: of `none`, `fp16` and `int8` its own numbers (and scales), of
     `top_k` what was sent of the blocks of 65,536 entries that it lies in.
@@ -98,7 +98,7 @@ class Decoded(TensorReader):
 
 
 def decode_one(name: str, coded: Mapping[str, Array], shape: tuple[int, ...] | None) -> Array:
-    """As `decode`, for one tensor."""
+    """Decode one tensor, like `decode`."""
     if name + INDEX in coded:
         shape = _known_shape(name, shape)
         parts = (name, name + INDEX, name + COUNT)

@@ -17,7 +17,7 @@ BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """Of each tensor the `share` of entries that are largest by absolute value; of equal ones the first.
+    """Send the `share` of each tensor's entries with the largest absolute values; among equal ones the first.
 
     An entry that is sent has float16's error, one that is not its own size: at most the smallest that is sent.
     The rest is not lost if the sender adds it to its next update (error feedback).
@@ -100,7 +100,7 @@ def from_top_k(name: str, coded: Tensors, shape: tuple[int, ...]) -> Array:
 
 
 def part_of_top_k(name: str, coded: TensorReader, first: int, last: int) -> Array:
-    """As `from_top_k`, for some flat places of a tensor whose parts belong together."""
+    """Decode, like `from_top_k`, some flat places of a tensor whose parts belong together."""
     begin, end = 0, math.prod(coded.shape(name))
     blocks = range(first // BLOCK, _blocks(last))
     counts: Any = np.array([end])

@@ -1,4 +1,4 @@
-"""How a device gets its certificate: the one-time token, and the messages of a join. Pure, like all of the wire.
+"""The one-time token and the messages with which a device gets its certificate. Pure, like all of the wire.
 
 A device that requests its first certificate cannot authenticate itself by TLS, and cannot verify the broker yet. So
 every message of a join has an HMAC-SHA256 with the token's secret, with a separate key for each direction: without the
@@ -46,7 +46,7 @@ class Token(Struct, frozen=True, array_like=True):
     enrolment_port: int  # for those without
 
     def text(self) -> str:
-        """As people copy it: letters, digits, '-' and '_'."""
+        """Form that people copy: letters, digits, '-' and '_'."""
         raw = msgspec.msgpack.encode(self)
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode().rstrip("=")
 

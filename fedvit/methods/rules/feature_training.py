@@ -216,7 +216,7 @@ def _by_shape(shelves: list[TensorReader]) -> list[_Bucket]:
 def _shuffled(
     buckets: list[_Bucket], size: int, draw: np.random.Generator, process: tuple[int, int]
 ) -> list[Callable[[], _Batch]]:
-    """What reads each batch of an epoch, over all buckets in shuffled order; each batch comes from one bucket.
+    """Return readers of an epoch's batches, over all buckets in shuffled order; each batch comes from one bucket.
 
     `process` is the rank and the number of those that share a batch.
     """

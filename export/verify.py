@@ -36,7 +36,7 @@ MARGIN = 8.0
 """Errors of sums in another order are as large as what one rounding of the inputs does, a few times more by chance."""
 
 NEAR = 8
-"""Number of perturbed inputs that are tried until one shows the effect of rounding. If a single number decides (for
+"""Number of perturb inputs that are tried until one shows the effect of rounding. If a single number decides (for
 example one row that is nearly constant), one in twelve shows less than an eighth of it."""
 
 TOLERANCE = 1e-2
@@ -266,12 +266,12 @@ def _near(inputs: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Every float32 of a tensor a rounding larger or smaller; whole numbers, which are counts and marks, stay."""
     draw = torch.Generator().manual_seed(seed)
 
-    def perturbed(value: Tensor) -> Tensor:
+    def perturb(value: Tensor) -> Tensor:
         signs = 2 * torch.randint(0, 2, value.shape, generator=draw) - 1
         return torch.where(value == value.round(), value, value * (1 + ROUNDING * signs))
 
     return {
-        name: perturbed(value) if value.dtype is torch.float32 and value.dim() else value
+        name: perturb(value) if value.dtype is torch.float32 and value.dim() else value
         for name, value in inputs.items()
     }
 

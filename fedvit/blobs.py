@@ -212,7 +212,7 @@ class BlobStore:
         return PartialBlob(self.path(manifest.digest), manifest)
 
     @contextlib.contextmanager
-    def batched_commit(self) -> "Iterator[BatchedCommit]":
+    def commit_together(self) -> "Iterator[BatchedCommit]":
         """Store many blobs together, which is much faster than one by one: they are durable when the block ends.
 
         After an exception none of them is stored. Raises DiskFull when the disk is full.

@@ -37,7 +37,7 @@ def private_files() -> Iterator[None]:
 
 
 def make_private(paths: Iterable[Path]) -> None:
-    """Make files and folders of an earlier version private; missing ones are ignored.
+    """Remove the rights of other users from files and folders; missing ones are ignored.
 
     Files of another user are left as they are, with a warning. A private folder protects everything below it.
     """

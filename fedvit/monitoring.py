@@ -149,7 +149,7 @@ class Monitor:
 
 
 @contextmanager
-def monitored(address: ListenAddress | None) -> Iterator[Monitor]:
+def serve_metrics(address: ListenAddress | None) -> Iterator[Monitor]:
     """Serve metrics within the block; without an address do nothing. Raises ConfigError if the port is taken."""
     if address is None:
         yield Monitor(None)

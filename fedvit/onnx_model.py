@@ -135,7 +135,7 @@ def read_model(content: bytes) -> Model:
         if field.number == _MODEL_GRAPH:
             graph = field.content
         else:
-            rest += field.encoded()
+            rest += field.encode()
     if not graph:
         raise BadPayload(f"{len(content)} bytes are not an ONNX model: they have no graph")
     nodes: list[Node] = []
@@ -154,7 +154,7 @@ def read_model(content: bytes) -> Model:
             name, port = _read_port(field.content)
             ports[field.number][name] = port
         else:
-            graph_rest += field.encoded()
+            graph_rest += field.encode()
     return Model(tuple(nodes), constants, ports[_GRAPH_INPUT], ports[_GRAPH_OUTPUT], values, rest, graph_rest)
 
 
@@ -253,7 +253,7 @@ def _read_node(content: bytes) -> Node:
         elif field.number == _NODE_KIND:
             kind = field.text
         else:
-            rest += field.encoded()
+            rest += field.encode()
     return Node(kind, tuple(inputs), tuple(outputs), rest)
 
 

@@ -20,7 +20,7 @@ STEPS, STEPS_OF_FACTORS = 127, 64
 products. x86 processors without VNNI saturate sums of two products at 2^15: 2 x 255 x 64 is below it."""
 
 
-def packed(tensors: Mapping[str, Array], precision: Precision, *, steps: int = STEPS) -> Tensors:
+def pack_weights(tensors: Mapping[str, Array], precision: Precision, *, steps: int = STEPS) -> Tensors:
     """The tensors as they are sent: matrices and larger in `precision`, vectors as they are.
 
     int8: w = q s, with s = max |w| / `steps` over an output channel, the first axis; a weight's error is at most s / 2.
@@ -47,7 +47,7 @@ def as_specified(tensors: Mapping[str, Array], specs: Mapping[str, TensorSpec]) 
     result: Tensors = {}
     for name, value in tensors.items():
         wanted = specs[name].dtype
-        result |= packed({name: value}, "fp32" if wanted == str(value.dtype) else precisions[wanted])
+        result |= pack_weights({name: value}, "fp32" if wanted == str(value.dtype) else precisions[wanted])
     return result
 
 

@@ -33,13 +33,13 @@ class Field(NamedTuple):
 
     @property
     def signed(self) -> int:
-        return _signed(self.value)
+        return _to_signed(self.value)
 
     @property
     def text(self) -> str:
         return self.content.decode()
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The field as it came."""
         tag = varint(self.number << 3 | self.kind)
         if self.kind == VARINT:
@@ -114,11 +114,11 @@ def integers(entries: Iterable[Field]) -> tuple[int, ...]:
         place = field.begin
         while place < field.end:
             value, place = _varint_at(field.message, place, field.end)
-            found.append(_signed(value))
+            found.append(_to_signed(value))
     return tuple(found)
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 

@@ -30,9 +30,9 @@ class Role(enum.StrEnum):
         return self in (Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED)
 
     @property
-    def trained_on_device(self) -> bool:
+    def is_trained_on_device(self) -> bool:
         return self in (Role.SEEDED, Role.SHARED, Role.GENERATED, Role.LOCAL)
 
     @property
-    def sent_back(self) -> bool:
+    def is_sent_back(self) -> bool:
         return self in (Role.SHARED, Role.GENERATED)

@@ -54,7 +54,7 @@ class LoopWatch:
         self._clock = clock
         self._turned_at = clock()
 
-    def turned(self) -> None:
+    def turn(self) -> None:
         now = self._clock()
         self.delays.add(max(0.0, now - self._turned_at - self._expected_s))
         self._turned_at = now

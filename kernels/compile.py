@@ -39,14 +39,14 @@ def compile_library(target: Path, only: str = "") -> None:
 
 def is_aarch64() -> bool:
     """Return whether the compiler makes code for aarch64."""
-    return _said("-dumpmachine").startswith("aarch64")
+    return _ask_compiler("-dumpmachine").startswith("aarch64")
 
 
 def _compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def _said(*arguments: str) -> str:
+def _ask_compiler(*arguments: str) -> str:
     return subprocess.run([_compiler(), *arguments], check=True, capture_output=True, text=True).stdout
 
 

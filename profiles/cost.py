@@ -82,7 +82,7 @@ def graph_cost(content: bytes) -> GraphCost:
     """
     graph = onnx.load_from_string(content).graph
     tensors = _tensors(graph)
-    forward, fused, gradients = _forward(graph), _fused(graph), _gradients(graph)
+    forward, fused, gradients = _forward(graph), _find_fused(graph), _gradients(graph)
     places = _places(graph, tensors, gradients)
     nodes = []
     for node in graph.node:
@@ -193,7 +193,7 @@ def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
     return sum(tensors[name].size_bytes for name in (*node.input, *node.output) if name in tensors)
 
 
-def _fused(graph: onnx.GraphProto) -> set[str]:
+def _find_fused(graph: onnx.GraphProto) -> set[str]:
     """Transposed values that onnxruntime replaces by a flag of the products which read them."""
     readers: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:

@@ -52,12 +52,12 @@ def open_batch(model: Model, source: str, batch: int, length: str) -> Model:
     """
     opened = _Opened(model, batch, length, {source: BatchAxis(0, 1)})
     for entry in model.nodes:
-        _RULES.get(entry.kind, _kept)(opened, entry)
+        _RULES.get(entry.kind, _keep_axes)(opened, entry)
     constants = {**model.constants, **opened.constants}
     return replace(model, nodes=tuple(opened.nodes), constants=constants, values={})  # engines infer the new shapes
 
 
-def _kept(opened: _Opened, entry: Node) -> None:
+def _keep_axes(opened: _Opened, entry: Node) -> None:
     """Axes keep their position, counted from the last: elementwise and row-wise operators, and products."""
     opened.nodes.append(entry)
     for output in entry.outputs:
@@ -83,7 +83,7 @@ def _reshape(opened: _Opened, entry: Node) -> None:
             opened.nodes.append(replace(entry, inputs=(source, wanted)))
             _settle(opened, entry, entry.outputs[0], {BatchAxis(axis, step // behind)})
             return
-    raise _lost(entry, f"reshapes {before} to {after}")
+    raise _describe_failure(entry, f"reshapes {before} to {after}")
 
 
 def _expand(opened: _Opened, entry: Node) -> None:
@@ -92,7 +92,7 @@ def _expand(opened: _Opened, entry: Node) -> None:
     after = opened.model.shape(entry.outputs[0])
     before = (1,) * (len(after) - len(opened.model.shape(source))) + opened.model.shape(source)
     if source in opened.places:
-        raise _lost(entry, f"repeats {before} up to {after}")
+        raise _describe_failure(entry, f"repeats {before} up to {after}")
     grown = [axis for axis, length in enumerate(after) if before[axis] == 1 and length == opened.batch]
     if not grown:
         opened.nodes.append(entry)
@@ -124,7 +124,7 @@ def _gather(opened: _Opened, entry: Node) -> None:
         found.add(place._replace(axis=place.axis + taken))
     if place := opened.places.get(source):
         if place.axis == taken:
-            raise _lost(entry, "chooses among the images")
+            raise _describe_failure(entry, "chooses among the images")
         wider = len(opened.model.shape(chosen)) - 1
         found.add(place if place.axis < taken else place._replace(axis=place.axis + wider))
     _settle(opened, entry, entry.outputs[0], found)
@@ -139,7 +139,7 @@ def _reduce(opened: _Opened, entry: Node) -> None:
     gone = opened.numbers(entry.inputs[1]) if len(entry.inputs) > 1 else entry.integers("axes") or tuple(range(axes))
     gone = tuple(axis % axes for axis in gone)
     if place.axis in gone:
-        raise _lost(entry, "sums over the images")
+        raise _describe_failure(entry, "sums over the images")
     fewer = 0 if entry.integer("keepdims", 1) else sum(axis < place.axis for axis in gone)
     _settle(opened, entry, entry.outputs[0], {place._replace(axis=place.axis - fewer)})
 
@@ -152,7 +152,7 @@ def _gemm(opened: _Opened, entry: Node) -> None:
             continue
         axis = 1 - place.axis if flag and entry.integer(flag, 0) else place.axis
         if number < 2 and axis != number:
-            raise _lost(entry, "multiplies over the images")
+            raise _describe_failure(entry, "multiplies over the images")
         axes = len(opened.model.shape(name))
         found.add(place._replace(axis=axis + 2 - axes))
     _settle(opened, entry, entry.outputs[0], found)
@@ -163,15 +163,15 @@ def _settle(opened: _Opened, entry: Node, output: str, found: set[BatchAxis]) ->
     if not found:
         return
     if len(found) > 1:
-        raise _lost(entry, f"reads the images from {len(found)} axes")
+        raise _describe_failure(entry, f"reads the images from {len(found)} axes")
     [place] = found
     shape = opened.model.shape(output)
     if not 0 <= place.axis < len(shape) or shape[place.axis] % (place.inner * opened.batch):
-        raise _lost(entry, f"has no axis of {opened.batch} images in {shape}")
+        raise _describe_failure(entry, f"has no axis of {opened.batch} images in {shape}")
     opened.places[output] = place
 
 
-def _lost(entry: Node, what: str) -> BadPayload:
+def _describe_failure(entry: Node, what: str) -> BadPayload:
     return BadPayload(f"the graph cannot be opened for any number of images: {entry.kind} {entry.outputs[0]!r} {what}")
 
 

@@ -137,7 +137,7 @@ def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) ->
         f"Measured on {card.pictures}. Equal answers and differences are against the fp32 file. Seconds: median, one "
         f"image at a time, {_threads(card)}, on {card.machine.machine} with {card.machine.cores} cores, onnxruntime "
         f"{card.machine.onnxruntime}.",
-        *_reported(card.reported),
+        *_report_accuracy(card.reported),
         "",
         "How the weights lie in the files (all calculations are float32):",
         "",
@@ -215,7 +215,7 @@ def _threads(card: Card) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
-def _reported(reported: Reported | None) -> list[str]:
+def _report_accuracy(reported: Reported | None) -> list[str]:
     if reported is None:
         return []
     whose = f"mean of {reported.devices} devices" if reported.devices > 1 else "one device"

@@ -89,10 +89,10 @@ def find_layout(tree: Tree[File], where: str) -> Layout[File]:
         raise DataError(
             f"{where}: no class folders{beside}; images belong in train/<class>/ and test/<class>/, or in <class>/"
         )
-    return Layout(classes, _labelled(train, classes), _labelled(test, classes) if test else None, divided)
+    return Layout(classes, _label(train, classes), _label(test, classes) if test else None, divided)
 
 
-def _labelled(part: Tree[File], classes: tuple[str, ...]) -> list[tuple[File, int]]:
+def _label(part: Tree[File], classes: tuple[str, ...]) -> list[tuple[File, int]]:
     return [
         (file, label)
         for label, name in enumerate(classes)

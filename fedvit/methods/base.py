@@ -343,10 +343,10 @@ class Method(ABC):
         """All tensors of the Program by name, with their first values."""
         return {**vit.tensors(), **self.extra_tensors(vit)}
 
-    def untrained(self, vit: PatchViT) -> list[str]:
+    def list_untrained(self, vit: PatchViT) -> list[str]:
         """The tensors that a device moves neither in training nor when it tunes a copy before a test."""
         tuned = {group for phase in self.evaluate(vit).adapt for group in phase.groups}
-        still = (group for group, (role, _) in self.groups(vit).items() if not role.trained_on_device)
+        still = (group for group, (role, _) in self.groups(vit).items() if not role.is_trained_on_device)
         return self.names_in(vit, *(group for group in still if group not in tuned))
 
     @abstractmethod
@@ -376,7 +376,7 @@ class Method(ABC):
             lambda at: self.objective(vit, phase, {**fixed, **at}, inputs), updated
         )
         if self.clip_norm is not None:
-            grads = clipped(grads, self.clip_norm)
+            grads = clip_grads(grads, self.clip_norm)
         return StepResult(loss, calculus.update(updated, grads), collected)
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
@@ -402,7 +402,9 @@ class Method(ABC):
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         """The round's local work in order: by default one phase, all groups that the device trains."""
-        groups = tuple(group for group, (role, names) in self.groups(vit).items() if role.trained_on_device and names)
+        groups = tuple(
+            group for group, (role, names) in self.groups(vit).items() if role.is_trained_on_device and names
+        )
         return (self.phase(groups),)
 
     def evaluate(self, vit: PatchViT) -> Evaluate:
@@ -448,12 +450,12 @@ def run_model(vit: PatchViT, tensors: Named, body: Callable[[PatchViT], Any]) ->
     return vit.call({name: tensors[name] for name, _ in vit.vit.named_parameters()}, body)
 
 
-def trained_names(method: Method, vit: PatchViT, phase: Train) -> list[str]:
+def list_trained(method: Method, vit: PatchViT, phase: Train) -> list[str]:
     """The tensors that a phase moves, in the model's order."""
     return method.names_in(vit, *phase.groups)
 
 
-def clipped(grads: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
+def clip_grads(grads: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
     """Scaled down so that all together have at most this Euclidean norm."""
     length = torch.sqrt(torch.stack([grad.square().sum() for grad in grads.values()]).sum())
     scale = norm / length.clamp(min=norm)

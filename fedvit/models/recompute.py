@@ -20,7 +20,7 @@ class SampleSeeds:
     now: Tensor | None = None
 
 
-def recomputed(block: nn.Module, x_BND: Tensor, seeds: SampleSeeds) -> Tensor:
+def recompute_block(block: nn.Module, x_BND: Tensor, seeds: SampleSeeds) -> Tensor:
     """Compute `block(x_BND)`, and again in the backward pass, with the same values dropped."""
     first = seeds.now
     used = _Used(block)

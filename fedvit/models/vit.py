@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
 from fedvit.models.attend import attention_pool, class_token
-from fedvit.models.recompute import SampleSeeds, recomputed
+from fedvit.models.recompute import SampleSeeds, recompute_block
 
 _POOLS = ("token", "avg", "map")
 """Ways to make one vector of all tokens: the class token, their mean, or attention with a learned query."""
@@ -27,7 +27,7 @@ ModelPart = Literal["attention", "mlp", "norms", "positions", "patches", "blocks
 class TokenHooks(nn.Module):
     """A child of the timm model that adds or replaces tokens between stages; the base class changes nothing."""
 
-    def embedded(self, x_BND: Tensor) -> Tensor:
+    def after_embedding(self, x_BND: Tensor) -> Tensor:
         """Result of `embed`."""
         return x_BND
 
@@ -198,7 +198,7 @@ class PatchViT(nn.Module):
             x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
         x_BND = vit.norm_pre(x_BND)
         for hooks in self._token_hooks():
-            x_BND = hooks.embedded(x_BND)
+            x_BND = hooks.after_embedding(x_BND)
         return x_BND
 
     def run_blocks(self, x_BND: Tensor, first: int, last: int) -> Tensor:
@@ -207,7 +207,7 @@ class PatchViT(nn.Module):
         for index, block in enumerate(self.vit.blocks[first:last], start=first):
             for hooks in token_hooks:
                 x_BND = hooks.before_block(index, x_BND)
-            x_BND = recomputed(block, x_BND, self.seeds) if self.recompute else block(x_BND)
+            x_BND = recompute_block(block, x_BND, self.seeds) if self.recompute else block(x_BND)
             for hooks in reversed(token_hooks):
                 x_BND = hooks.after_block(index, x_BND)
         return x_BND
@@ -240,14 +240,14 @@ class PatchViT(nn.Module):
         if self.pools_class_token:
             cls_BD = (x_BND if x_BND.shape[1] == 1 else self._class_token(x_BND)).squeeze(1)
             return cast(Tensor, vit.fc_norm(vit.norm(cls_BD))) if normed else cls_BD
-        tokens_BND = self._pooled_tokens(x_BND)
+        tokens_BND = self._select_pooled(x_BND)
         if self.vit.global_pool == "map":
             pooled_BD = attention_pool(vit.attn_pool, vit.norm(tokens_BND))
         else:
             pooled_BD = (vit.norm(tokens_BND) if normed else tokens_BND).mean(dim=1)
         return cast(Tensor, vit.fc_norm(pooled_BD)) if normed else pooled_BD
 
-    def _pooled_tokens(self, x_BND: Tensor) -> Tensor:
+    def _select_pooled(self, x_BND: Tensor) -> Tensor:
         """The tokens that are pooled: most models leave class token and registers out."""
         prefix = self.prefix_tokens
         if self.vit.pool_include_prefix or prefix == 0:

@@ -71,7 +71,7 @@ class _Sending:
 
     def laggards(self, now: float) -> list[str]:
         """Receivers that have delayed the others for long; each is returned once in LAGGARD_S."""
-        slow = self.outgoing.held_up_by()
+        slow = self.outgoing.list_slow_receivers()
         self.lags_since = {peer: self.lags_since.get(peer, now) for peer in slow}
         long = [peer for peer, since in self.lags_since.items() if now - since >= LAGGARD_S]
         for peer in long:
@@ -197,7 +197,7 @@ class ChunkSender:
                     self._send(peer, UseDedicatedTopic(key[0]))
             self._forget_if_idle(key)
 
-    def acknowledged(self, peer: str, digest: str) -> None:
+    def note_receipt(self, peer: str, digest: str) -> None:
         """A receiver has the blob."""
         for key in ((digest, ""), (digest, peer)):
             self._drop(peer, key)

@@ -576,7 +576,7 @@ class BlobExchange:
     def on_ack(self, peer: str, ack: BlobAck) -> None:
         with self._lock:
             self._putting.discard(ack.digest)
-            self._chunks.acknowledged(peer, ack.digest)
+            self._chunks.note_receipt(peer, ack.digest)
 
     def stop_sending(self, digest: str) -> None:
         """Stop sending a blob whose file is replaced; receivers ask again, and get the new file."""
@@ -613,7 +613,7 @@ class BlobExchange:
                     self._send_nack(receiving)
         self._report_ended()
 
-    def reconnected(self) -> None:
+    def on_reconnect(self) -> None:
         """The link came back: chunks in flight are lost."""
         with self._lock:
             for receiving in self._receiving.values():

@@ -89,7 +89,7 @@ def read_packet(buffer: memoryview, start: int, end: int, largest: int) -> Packe
     return Packet(buffer[start] & 0xF0, buffer[start] & 0x0F, position, position + size)
 
 
-def published(buffer: memoryview, packet: Packet) -> tuple[bytes, memoryview]:
+def parse_publish(buffer: memoryview, packet: Packet) -> tuple[bytes, memoryview]:
     """Topic and payload of a PUBLISH at any QoS. Raises BadPayload when it is cut."""
     view = buffer[packet.start : packet.end]
     if len(view) >= 2:

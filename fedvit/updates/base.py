@@ -37,7 +37,7 @@ class Codec(ABC):
         """Return the coded form of a tensor of this shape, so that its size is known before it is coded."""
 
     @abstractmethod
-    def _coded(self, name: str, value: Array) -> Tensors:
+    def _code(self, name: str, value: Array) -> Tensors:
         """The parts of one tensor; only called where `form` says that it is coded."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Codec(ABC):
                 raise BadPayload(f"{name!r} holds NaN or infinite values, which {self.name} does not code")
             shape = (None, *value.shape[1:]) if samples else value.shape
             plain = self.form(name, shape) == {name: (shape, "float32")}
-            parts = {name: value} if plain else self._coded(name, value)
+            parts = {name: value} if plain else self._code(name, value)
             if not np.isfinite(parts[name]).all():
                 largest = float(np.abs(value).max())
                 raise BadPayload(f"{name!r} holds values up to {largest:g}, beyond the range of {self.name}")

@@ -37,15 +37,15 @@ class TopK(Codec):
         count = numbers(shape)
         if count is None or is_small(shape):
             return {name: (shape, "float32")}
-        kept = _kept(count, self.share)
+        kept = _count_kept(count, self.share)
         form: Form = {name: ((kept,), "float16"), name + INDEX: ((kept,), "uint16")}
         if count > BLOCK:
             form[name + COUNT] = ((_blocks(count),), "int32")
         return form
 
-    def _coded(self, name: str, value: Array) -> Tensors:
+    def _code(self, name: str, value: Array) -> Tensors:
         flat = value.reshape(-1)
-        places = _largest(np.abs(flat), _kept(flat.size, self.share))
+        places = _largest(np.abs(flat), _count_kept(flat.size, self.share))
         with np.errstate(over="ignore"):  # what is beyond the range is refused by `encode`
             parts: Tensors = {name: flat[places].astype(np.float16), name + INDEX: (places % BLOCK).astype(np.uint16)}
         if flat.size > BLOCK:
@@ -57,13 +57,13 @@ class TopK(Codec):
             return np.zeros((), np.float32)
         size = np.abs(value)
         flat = size.reshape(-1)
-        smallest = flat[_largest(flat, _kept(flat.size, self.share))].min()
+        smallest = flat[_largest(flat, _count_kept(flat.size, self.share))].min()
         coded = np.maximum(size * np.float32(2**-11), np.float32(2**-25))
         bound: Array = np.where(size > smallest, coded, np.maximum(size, coded))
         return bound
 
 
-def _kept(count: int, share: float) -> int:
+def _count_kept(count: int, share: float) -> int:
     return max(1, math.ceil(share * count - 1e-9))
 
 

@@ -22,7 +22,7 @@ class BrokerLimits(Struct, frozen=True, array_like=True):
     topics_per_subscribe: TopicsPerSubscribe = 8
     max_inflight: Inflight = 32  # messages of QoS 1 that the broker has not acknowledged
 
-    def announced(self) -> "BrokerLimits | None":
+    def non_default(self) -> "BrokerLimits | None":
         """Return the limits that a welcome names: None for the usual ones."""
         return None if self == BrokerLimits() else self
 

@@ -64,7 +64,7 @@ class Topics(NamedTuple):
     def to_device(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/ctl"
 
-    def dedicated(self, device: str, digest: str) -> str:
+    def chunks_for(self, device: str, digest: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/b/{blob_level(digest)}"
 
     def from_device(self, device: str) -> str:
@@ -82,13 +82,13 @@ class Topics(NamedTuple):
     def renewal(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/up/cert"
 
-    def renewed(self, device: str) -> str:
+    def certificate_for(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/cert"
 
     def enrolment(self, token: str) -> str:
         return f"{ROOT}/{self.federation}/enrol/{token}/up"
 
-    def enrolled(self, token: str) -> str:
+    def enrolment_reply(self, token: str) -> str:
         return f"{ROOT}/{self.federation}/enrol/{token}/dn"
 
     @property

@@ -109,7 +109,7 @@ class Host(Struct, frozen=True, kw_only=True):
 
 def host(root: Path = ROOT) -> Host:
     """Facts that need no measurement; files are read below `root`."""
-    engine, engine_version = installed_engine()
+    engine, engine_version = find_engine()
     memory = _memory(root)
     libc = " ".join(platform.libc_ver()).strip()
     return Host(
@@ -197,7 +197,7 @@ def _memory(root: Path) -> dict[str, int]:
 ENGINES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-qnn")
 
 
-def installed_engine() -> tuple[str | None, str | None]:
+def find_engine() -> tuple[str | None, str | None]:
     """Return the name and version of the installed package of onnxruntime, without an import."""
     for name in ENGINES:
         try:

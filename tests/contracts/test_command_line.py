@@ -110,14 +110,6 @@ def test_out_is_what_is_written() -> None:
         assert option.default != Path("runs"), name
 
 
-@pytest.mark.parametrize("name", sorted(WITH_RUNS - WITH_OUT))
-def test_out_in_its_old_meaning_is_answered_with_runs(name: str) -> None:
-    program, command = name.split()
-    result = CliRunner().invoke(PROGRAMS[program], [command, "--out", "here"])
-    assert str(result.exception) == "--out was renamed to --runs"
-    assert getattr(result.exception, "exit_code", None) == 2
-
-
 def test_a_flag_that_several_commands_have_means_the_same() -> None:
     """Values of one kind, whatever each command does with them."""
     kinds: dict[str, set[str]] = {}

@@ -287,25 +287,6 @@ def test_file_with_old_name_is_refused_with_new_name(tmp_path: Path, content: st
     assert refused("start", "--config", file, "--runs", tmp_path / "runs") == f"{file}: {message}"
 
 
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [
-        (("runs",), "--out", "--runs"),
-        (("start",), "--out", "--runs"),
-        (("start",), "--clip", "--privacy.clip"),
-        (("start",), "--clip-norm", "--robust.clip-norm"),
-        (("submit",), "--up-group", "--updates.up-group"),
-        (("start",), "--no-flip", "--images.no-flip"),
-        (("serve",), "--deployment", "--broker.deployment"),
-        (("metrics", "done"), "--writer", "--metrics.writer"),
-    ],
-)
-def test_a_flag_of_an_earlier_version_is_answered_with_the_new_one(
-    command: tuple[str, ...], old: str, new: str
-) -> None:
-    assert refused(*command, f"{old}=x") == f"{old} was renamed to {new}"
-
-
 @pytest.mark.parametrize("how", [("--resume",), ("--resume", "half")])
 def test_a_run_is_served_once(out: Path, how: tuple[str, ...]) -> None:
     """Without a name the newest unfinished run is meant."""

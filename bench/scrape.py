@@ -20,7 +20,7 @@ from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.views.prometheus import CoordinatorCollector, Observed, Served
-from fedvit.monitoring import ListenAddress, Watched, monitored
+from fedvit.monitoring import ListenAddress, Watched, serve_metrics
 from fedvit.resources import DeviceProfile, ResourceUse
 from fedvit.timings import LoopWatch
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -64,7 +64,7 @@ def run_scrape(*, devices: int, scrapes: int, progress: Callable[[str], None] = 
         served = [Served(coordinator, loop)]
         observed = Observed(coordinator.transport, lambda: True, store, Path(made), lambda: served, {})
         collector = CoordinatorCollector(observed)
-        with monitored(ListenAddress("127.0.0.1", 0)) as monitor:
+        with serve_metrics(ListenAddress("127.0.0.1", 0)) as monitor:
             monitor.show(lambda: Watched(collector, collector.loops, collector.why_not_ready))
             progress(monitor.url)
             times, answer = [], b""

@@ -35,7 +35,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import Role, decode_program, encode_program
-from fedvit.tensors import mapped, pack
+from fedvit.tensors import map_tensors, pack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
     CoordinatorState,
@@ -84,7 +84,7 @@ class Scene(NamedTuple):
             group: self.blobs.put(pack({name: self.plan.state.tensors[name] for name in program.names(group)})).digest
             for group in program.common_groups()
         }
-        digests = [self.plan.first.digest, *program.fetched_once(), *groups.values()]
+        digests = [self.plan.first.digest, *program.list_fetched_once(), *groups.values()]
         manifests = tuple(self.blobs.manifest(digest) for digest in digests)
         return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
 
@@ -139,7 +139,7 @@ def _decoders(scene: Scene, messages: int, seed: int) -> Part:
 
     def read_mapped(raw: bytes) -> None:
         file.write_bytes(raw)
-        mapped(file)
+        map_tensors(file)
 
     def read_upload(raw: bytes) -> None:
         file.write_bytes(raw)
@@ -470,9 +470,7 @@ def _bombard(
 def _damaged_upload(scene: Scene, mutator: Mutator, peer: Peer) -> Manifest:
     program = scene.plan.first.program
     sent_back = (program.tensors[name] for group in program.with_role(Role.SHARED) for name in program.names(group))
-    raw = pack(
-        dict(zip(program.expected_upload(), (np.zeros(spec.shape, spec.dtype) for spec in sent_back), strict=True))
-    )
+    raw = pack(dict(zip(program.upload_form(), (np.zeros(spec.shape, spec.dtype) for spec in sent_back), strict=True)))
     return peer.blobs.put(mutator.tensors(raw, raw)[1] or b"\0")
 
 

@@ -36,7 +36,7 @@ from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import make_private, private_files
 from fedvit.hints import command
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.systemd import Notifier
 from fedvit.wire.topics import check_name
 
@@ -159,7 +159,7 @@ def run_to_end(
         store = opened_store(folder, stack) if has_record(folder) else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         if record is None:
             check_metrics(given.run, where)
             webhook_of(given.run.alerts)  # before a run begins
@@ -269,7 +269,7 @@ def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
         f"run {run} can begin: {_described(of_run)}, server on {checked.accelerator}",
         f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
         f"  {settings_words(run_settings(of_run))}",
-        f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
+        f"  waits for {format_count(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
         f"what it costs on a board: {plan}",
     ]
 
@@ -450,7 +450,7 @@ def _serve(
     revoked = endpoint.all_revoked()  # while no coordinator served the run
 
     def watch() -> None:
-        loop.turned()
+        loop.turn()
         endpoint.watch()
         endpoint.note_seen(coordinator.state.presence.seen_since)
         for device in (*revoked, *endpoint.revoked()):

@@ -90,7 +90,7 @@ def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by:
     summary = summarise(store, run)
     values |= _generated(program, record, summary, files, device)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
-    check_tensors(held, program.expected([*program.groups]), f"run {run!r}")
+    check_tensors(held, program.forms_of([*program.groups]), f"run {run!r}")
     origin = Origin(
         run=run,
         method=program.method,

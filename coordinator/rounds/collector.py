@@ -371,7 +371,7 @@ class ResultCollector:
     def _write(self, batch: list[Task]) -> None:
         """Write first the uploads, then a note outside the record, then the record."""
         state = self._state
-        with state.blobs.batched_commit() as batched_commit:
+        with state.blobs.commit_together() as batched_commit:
             for task in batch:
                 if task.content is not None:
                     batched_commit.put(task.content)

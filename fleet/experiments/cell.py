@@ -32,7 +32,7 @@ from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.known_names import TEXTS
-from fedvit.tensors import mapped
+from fedvit.tensors import map_tensors
 from fleet.devices import device_folders
 from fleet.experiments.grid import Cell
 from fleet.partition import GLOBAL_TEST
@@ -319,7 +319,7 @@ def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
     from fleet.experiments.pictures import served
 
     layout = find_layout(read_tree(parts / GLOBAL_TEST, 1), str(parts))
-    method, vit, tensors = served(cell.run, len(layout.classes), cell.seed, mapped(server))
+    method, vit, tensors = served(cell.run, len(layout.classes), cell.seed, map_tensors(server))
     batch = method_batch(method, vit)
     right = 0
     for begin in range(0, len(layout.train), AT_A_TIME):

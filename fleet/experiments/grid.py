@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 from coordinator.config import ImageConfig, MetricsConfig, read_toml
 from coordinator.views.trackers.writers import check_writers
 from fedvit.blobs import digest_of
-from fedvit.choices import did_you_mean, known_are
+from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
 from fedvit.roles import Novel, ProductPrecision
@@ -228,7 +228,7 @@ def read_grid(file: Path, dataset: str | None = None) -> Grid:
         raise ConfigError(f"{file}: {error}") from None
     check_writers(experiment.metrics, f"{file}: [metrics]")
     if experiment.reference is not None and experiment.reference not in experiment.methods:
-        hint = known_are(experiment.reference, list(experiment.methods), "methods are")
+        hint = suggest_names(experiment.reference, list(experiment.methods), "methods are")
         raise ConfigError(f"{file}: reference = {experiment.reference!r} is no method of the file{hint}")
     if experiment.novel and experiment.novel.devices >= experiment.devices:
         raise ConfigError(

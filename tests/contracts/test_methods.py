@@ -32,7 +32,7 @@ from edge_client.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods import METHODS, build_model, make_method, method_class, method_names
-from fedvit.methods.base import PREDICT, Method, trained_names
+from fedvit.methods.base import PREDICT, Method, list_trained
 from fedvit.methods.calculus import TorchCalculus
 from fedvit.methods.optimizers import AdamW
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of, whole_step
@@ -185,7 +185,7 @@ def test_phases_move_what_the_device_trains(case: Case) -> None:
         vit = build_model(method, SMALL, 5, seed=0, options=MODEL)
         groups = method.groups(vit)
         updated = {group for phase in method.phases(vit) for group in phase.groups}
-    assert updated == {group for group, (role, names) in groups.items() if role.trained_on_device and names}
+    assert updated == {group for group, (role, names) in groups.items() if role.is_trained_on_device and names}
 
 
 # --- the graphs ---------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def step_of(made: Tiny, phase: Train) -> Run:
     graph = Session(made.graphs[phase.graph].content)
     if not phase.update:
         return graph
-    update, names = Session(made.graphs[phase.update].content), trained_names(made.method, made.vit, phase)
+    update, names = Session(made.graphs[phase.update].content), list_trained(made.method, made.vit, phase)
     return in_parts(phase, names, graph, update, made.batch.run_size)
 
 
@@ -291,7 +291,7 @@ def test_padding_is_as_if_it_were_not_there(case: Case, tiny: Any) -> None:
         want = reference(made, phase)(alone)
         got = step_of(made, phase)(inputs)
         assert_agree(got["metric/loss"], want["metric/loss"], None, "metric/loss")
-        for updated in trained_names(method, vit, phase):
+        for updated in list_trained(method, vit, phase):
             key = f"new/tensor/{updated}"
             assert_agree(got[key], want[key], inputs[f"tensor/{updated}"], key)
 
@@ -762,7 +762,7 @@ def test_coded_bytes_are_known_beforehand(case: Case, recorded: Record) -> None:
             assert generated or fetched == cost.bytes_down
         assert result.upload is not None
         content = unpack(run.up[result.upload.digest])
-        check_tensors(content, program.expected_upload(), "upload")
+        check_tensors(content, program.upload_form(), "upload")
         if not any(phase.collect for phase in program.train):
             assert cost.bytes_up == result.use.upload_bytes == result.upload.size
         assert any("#" in name or value.dtype == np.float16 for name, value in content.items())

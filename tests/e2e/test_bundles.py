@@ -121,7 +121,7 @@ def refused(done: Result, kind: type[FedvitError], *named: object) -> None:
 
 def pictures(run: Trained) -> tuple[Any, Any]:
     """The device's test images as any tool would prepare them, and their labels."""
-    images = DeviceData.open(run.data).relabelled(run.program()[0].classes).test
+    images = DeviceData.open(run.data).relabel(run.program()[0].classes).test
     pixels, readable = images.load(np.arange(len(images)), 32)
     assert readable.all()
     return ((pixels / 255 - 0.5) / 0.5).astype(np.float32).transpose(0, 3, 1, 2), images.labels

@@ -309,7 +309,7 @@ def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
     blobs.put(content)
     assert blobs.get(digest) == content
     flip(blobs.path(digest), keep_date=False)
-    with blobs.batched_commit() as batched_commit:
+    with blobs.commit_together() as batched_commit:
         batched_commit.put(content)
     assert blobs.manifest(digest).size == 200
     blobs.path(digest).unlink()

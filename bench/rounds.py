@@ -21,7 +21,7 @@ from msgspec import Struct
 from bench.edge import noise_folder, read_memory
 from bench.machine import this_machine
 from bench.reporting import Progress, Report
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import ResultRecord, RoundRecord
 from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
@@ -122,7 +122,7 @@ def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pr
     home.mkdir(parents=True)
     devices, hosts = fleets.devices, fleets.hosts
     broker = start_broker(fleets.broker, home / "broker", port=0)
-    store = Store.in_folder(home / "runs")
+    store = open_record(home / "runs")
     try:
         with Fleet() as fleet:
             address = f"mqtt://{broker.address}"
@@ -156,7 +156,7 @@ def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pr
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
-                if len(closed := store.closed_rounds(RUN)) > reported:
+                if len(closed := store.rounds.list_closed(RUN)) > reported:
                     reported = len(closed)
                     progress(f"{devices} devices: round {reported} closed")
                 if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
@@ -167,7 +167,7 @@ def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pr
                 logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]
                 raise FedvitError("the run failed: " + "; ".join(last_line(log) for log in logs))
             fleet.wait([f"host-{number}" for number in range(hosts)], LEAVE_S + devices / LEAVE_PER_S)
-            seen.rounds, seen.results = store.rounds(RUN), store.results(RUN)
+            seen.rounds, seen.results = store.rounds.read_all(RUN), store.tasks.read_results(RUN)
             seen.left = _list_left(log_text(home / "coordinator.out"), values["rounds"])
             return seen
     finally:

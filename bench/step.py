@@ -14,7 +14,7 @@ from bench.child import run_child
 from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, installed_bytes, this_machine
 from bench.reporting import MEGA, Progress, Report
 from fedvit.errors import FedvitError
-from fedvit.kernels import EXTRA, library
+from fedvit.kernels import EXTRA, find_library
 from profiles.probes.host import usable_cores
 
 PRODUCT_SIDE = 2048
@@ -38,7 +38,7 @@ def run_step_bench(
     All cases are prepared first, so that a faulty case fails before anything is measured. Raises FedvitError when the
     kernels are not installed, and when a case cannot be prepared or run.
     """
-    if settings.kernels and library() is None:
+    if settings.kernels and find_library() is None:
         raise FedvitError(f"{EXTRA} is not installed, expected for --kernels: make kernels")
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
         home, side = Path(folder), settings.product_side

@@ -113,7 +113,7 @@ class Peer:
         match event:
             case Connected():
                 self.connected = True
-                self.exchange.reconnected()
+                self.exchange.on_reconnect()
             case Received(topic, payload) if topic.startswith("ctl/"):
                 peer, message = topic.rsplit("/", 1)[1], decode(payload)
                 match message:

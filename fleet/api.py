@@ -21,11 +21,11 @@ from coordinator.config.reading import convert_table
 from coordinator.record.summary import RoundSummary, RunSummary
 from coordinator.rounds.display import choose_display
 from edge_client.vault import Vault
-from fedvit.choices import known_are
+from fedvit.choices import suggest_names
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
 from fedvit.known_names import TEXTS
-from fedvit.tensors import Array, Tensors, mapped
+from fedvit.tensors import Array, Tensors, map_tensors
 from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
 from fleet.partition import deal
@@ -72,12 +72,12 @@ class FinishedRun:
         StorageFailed and BadPayload for a file that is damaged.
         """
         if device is None:
-            return mapped(self.folder / "model.safetensors")
+            return map_tensors(self.folder / "model.safetensors")
         known = [entry.device for entry in self.summary.devices]
         if device not in known:
             raise ConfigError(f"no device {device!r} in run {self.name!r}; its devices are: {', '.join(known)}")
         made = self.folder / "generated" / f"{device}.safetensors"
-        return {**(mapped(made) if made.is_file() else {}), **self._kept_by(device)}
+        return {**(map_tensors(made) if made.is_file() else {}), **self._kept_by(device)}
 
     def embeddings(self) -> dict[str, Array]:
         """The server's embedding of each device that trained, all its numbers in one vector.
@@ -87,7 +87,7 @@ class FinishedRun:
         from fedvit.methods.rules.generator_update import PERSONAL  # imports torch, which takes seconds
 
         file = self.folder / "generator.safetensors"
-        held = mapped(file) if file.is_file() else {}
+        held = map_tensors(file) if file.is_file() else {}
         vectors: dict[str, list[Array]] = {}
         for name in sorted(name for name in held if name.startswith(PERSONAL)):
             vectors.setdefault(name.split("/")[1], []).append(held[name].ravel())
@@ -157,7 +157,7 @@ def run(
     """
     began = time.monotonic()
     if engine not in get_args(Engine):
-        raise ConfigError(f"{WHERE}: unknown engine {engine!r}{known_are(engine, get_args(Engine))}")
+        raise ConfigError(f"{WHERE}: unknown engine {engine!r}{suggest_names(engine, get_args(Engine))}")
     if resume and name is None:
         raise ConfigError(f"{WHERE}: resume=True needs the run's name")
     values = config if engine == "onnx" else {"accelerator": "auto", **config}

@@ -1,13 +1,11 @@
 """`fleet`: a whole fleet on one machine."""
 
-import shlex
 import signal
 from importlib import import_module
 
 import click
 
 from fedvit import command_line
-from fedvit.errors import ConfigError
 
 COMMANDS = {
     "demo": "Partition handwritten digits over devices, and train on them with real processes over MQTT.",
@@ -43,31 +41,6 @@ class _Group(command_line.Group):
 @click.version_option(package_name="fedvit")
 def cli() -> None:
     """Partition data over devices, run fleets on one machine, compare methods, see the demo."""
-
-
-REMOVED = {
-    "bench": "python -m bench",
-    "chaos": "python -m bench chaos",
-    "fuzz": "python -m bench fuzz",
-    "pentest": "python -m bench pentest",
-}
-"""Former commands of `fleet`, and the commands that replace them."""
-
-
-def _removed(name: str, now: str) -> click.Command:
-    """A command that raises ConfigError, which names its replacement."""
-
-    @click.command(name, hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    def removed(arguments: tuple[str, ...]) -> None:
-        line = f"{now} {shlex.join(arguments)}".rstrip()
-        raise ConfigError(f"`fleet {name}` is no longer installed; run this in a checkout of the source: {line}")
-
-    return removed
-
-
-for name, now in REMOVED.items():
-    cli.add_command(_removed(name, now))
 
 
 def main() -> None:

@@ -193,7 +193,7 @@ def _run_processes(
     The processes are started by `devices`, by default on this machine, and find the broker at `address`, by default
     where this machine does.
     """
-    from coordinator.record.store import Store  # imports SQLAlchemy, which takes half a second
+    from coordinator.record.record import open_record  # imports SQLAlchemy, which takes half a second
     from coordinator.record.summary import summarise
 
     own = _is_own(config)
@@ -235,7 +235,7 @@ def _run_processes(
             )
         seconds = time.monotonic() - began
         devices.wait(list(commands), DEVICES_LEAVE_S)
-    store = Store.in_folder(out)
+    store = open_record(out)
     try:
         return FleetOutcome(summarise(store, run), seconds, home)
     finally:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.record.summary import summarise
 from coordinator.rounds.display import Display
 from coordinator.views.trackers.following import following
@@ -83,9 +83,9 @@ def simulate(
         check_engine_config(config)
     home = out / run
     broker = MemoryBroker()
-    store = Store.in_folder(out)
+    store = open_record(out)
     if not (resume and _is_there(store, run, config)):
-        store.create_run(run, msgspec.to_builtins(config))
+        store.runs.create(run, msgspec.to_builtins(config))
     display = display or Display()
     written = following(run, config, store, home, display.line, label=label)
     if on_torch:
@@ -138,7 +138,7 @@ def simulate(
         raise
     except KeyboardInterrupt:
         with suppress(StorageFailed):
-            store.update_run(run, status="interrupted")
+            store.runs.update(run, status="interrupted")
         raise
     finally:
         stop.set()
@@ -163,7 +163,7 @@ def _torch_threads(count: int) -> Iterator[None]:
 def _on_torch(
     run: str,
     config: RunConfig,
-    store: Store,
+    store: Record,
     home: Path,
     devices: Mapping[str, Path],
     accelerator: str,
@@ -196,8 +196,8 @@ def _on_torch(
         store.close()
 
 
-def _is_there(store: Store, run: str, config: RunConfig) -> bool:
-    records = [record for record in store.runs() if record.id == run]
+def _is_there(store: Record, run: str, config: RunConfig) -> bool:
+    records = [record for record in store.runs.read_all() if record.id == run]
     if records and _of_training(records[0].config) != _of_training(msgspec.json.decode(msgspec.json.encode(config))):
         raise ConfigError(f"run {run!r} began with another configuration; resume it with that, or choose another name")
     return bool(records)

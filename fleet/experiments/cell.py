@@ -23,7 +23,7 @@ from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from coordinator.config import MetricsConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.record.summary import RoundSummary, RunSummary, summarise
 from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.display import Display, View
@@ -32,7 +32,7 @@ from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.known_names import TEXTS
-from fedvit.tensors import mapped
+from fedvit.tensors import map_tensors
 from fleet.devices import device_folders
 from fleet.experiments.grid import Cell
 from fleet.partition import GLOBAL_TEST
@@ -179,7 +179,7 @@ class ProgressWriter(Display):
         self._before_s = read_progress(folder).wall_s
         self._began = time.monotonic()
         self._written_at = -self.EVERY_S
-        self._store: Store | None = None
+        self._store: Record | None = None
 
     @property
     def wall_s(self) -> float:
@@ -191,8 +191,8 @@ class ProgressWriter(Display):
 
     def show(self, view: View) -> None:
         self._written_at = time.monotonic()
-        self._store = self._store or Store.in_folder(self._folder / "runs")
-        finished = [entry.round for entry in self._store.rounds(RUN) if entry.closed_at]
+        self._store = self._store or open_record(self._folder / "runs")
+        finished = [entry.round for entry in self._store.rounds.read_all(RUN) if entry.closed_at]
         number = max(finished, default=0)
         rounds = summarise(self._store, RUN).rounds
         evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
@@ -319,7 +319,7 @@ def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
     from fleet.experiments.pictures import served
 
     layout = find_layout(read_tree(parts / GLOBAL_TEST, 1), str(parts))
-    method, vit, tensors = served(cell.run, len(layout.classes), cell.seed, mapped(server))
+    method, vit, tensors = served(cell.run, len(layout.classes), cell.seed, map_tensors(server))
     batch = method_batch(method, vit)
     right = 0
     for begin in range(0, len(layout.train), AT_A_TIME):

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from coordinator.config import ImageConfig, MetricsConfig, check_new_names, read_toml
+from coordinator.config import ImageConfig, MetricsConfig, read_toml
 from coordinator.views.trackers.writers import check_writers
 from fedvit.blobs import digest_of
-from fedvit.choices import did_you_mean, known_are
+from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
 from fedvit.roles import Novel, ProductPrecision
@@ -228,7 +228,7 @@ def read_grid(file: Path, dataset: str | None = None) -> Grid:
         raise ConfigError(f"{file}: {error}") from None
     check_writers(experiment.metrics, f"{file}: [metrics]")
     if experiment.reference is not None and experiment.reference not in experiment.methods:
-        hint = known_are(experiment.reference, list(experiment.methods), "methods are")
+        hint = suggest_names(experiment.reference, list(experiment.methods), "methods are")
         raise ConfigError(f"{file}: reference = {experiment.reference!r} is no method of the file{hint}")
     if experiment.novel and experiment.novel.devices >= experiment.devices:
         raise ConfigError(
@@ -447,7 +447,6 @@ def _tune(table: dict[str, Any]) -> dict[str, list[Any]]:
 def _parts(table: dict[str, Any], where: str) -> tuple[str, dict[str, Any], dict[str, list[Any]]]:
     """Of a method's table: the method, the options that are set, and those that are tuned."""
     kind, own = _named(table, "method", where)
-    check_new_names(own, where)
     tune = _tune(table)
     excluded = {*RUN_KEYS, *([TUNE] if tune else ())}
     return kind, {key: value for key, value in own.items() if key not in excluded}, tune

@@ -18,7 +18,7 @@ from fedvit.data.layout import PARTITION_FILE
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Images, Method
 from fedvit.methods.calculus import Named
-from fedvit.methods.packed import as_sent, unpacked
+from fedvit.methods.packed import as_sent, unpack_tensors
 from fedvit.models.prompts import Prompts
 from fedvit.models.vit import PatchViT
 from fedvit.tensors import Array, Tensors
@@ -43,7 +43,7 @@ def served(run: Mapping[str, Any], classes: int, seed: int, tensors: Tensors) ->
     )
     first = {name: value.numpy() for name, value in method.tensors(vit).items()}
     sent = as_sent(method, vit, {**first, **tensors})
-    return method, vit, unpacked({name: torch.tensor(value) for name, value in sent.items()})
+    return method, vit, unpack_tensors({name: torch.tensor(value) for name, value in sent.items()})
 
 
 # --- embeddings ---------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def attention_pictures(
         method, vit, tensors = served(config, len(classes), seed, own)
         if not {"attention", "patches"} <= vit.has or _changes_tokens(method):
             return []
-        test = DeviceData.open(folder).relabelled(classes).test
+        test = DeviceData.open(folder).relabel(classes).test
         if not len(test):
             continue
         batch = method_batch(method, vit)

@@ -314,7 +314,7 @@ def ask(stage: Stage, token: Token, sealed: Sequence[bytes]) -> list[AnyEnrolmen
 
     def connect() -> bool:
         """Connect again until the broker knows the token."""
-        clients.append(Client(address, f"join-{secrets.token_hex(4)}", [HOME.enrolled(token.id)]))
+        clients.append(Client(address, f"join-{secrets.token_hex(4)}", [HOME.enrolment_reply(token.id)]))
         return clients[-1].connected
 
     def list_answers() -> list[AnyEnrolment]:

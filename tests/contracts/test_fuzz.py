@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from coordinator.compute.engine import Engine
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Interrupted
@@ -210,8 +210,8 @@ def test_coordinator_bears_hostile_devices(scene: Scene) -> None:
     """Its rounds go on with a healthy device, while devices send damage and after they have left."""
     random, counts, topics, broker = Random(7), Counts(), Topics(scene.config.federation), MemoryBroker()
     folder = scene.folder / "runs" / RUN
-    store = Store.in_folder(folder.parent)
-    store.create_run(RUN, msgspec.to_builtins(scene.config))
+    store = open_record(folder.parent)
+    store.runs.create(RUN, msgspec.to_builtins(scene.config))
     coordinator = Coordinator(
         run=RUN,
         config=scene.config,
@@ -267,7 +267,7 @@ def test_coordinator_bears_hostile_devices(scene: Scene) -> None:
     healthy.check_end()
     coordinator.stop()
     server.check_end()
-    assert {"train", "message", "hello"} <= {entry.kind for entry in store.refusals(RUN)}
+    assert {"train", "message", "hello"} <= {entry.kind for entry in store.devices.read_refusals(RUN)}
     store.close()
     counts.check()
 
@@ -276,13 +276,13 @@ def damage_upload(random: Random, scene: Scene, peer: Peer) -> Manifest:
     program = scene.plan.first.program
     specs = (program.tensors[name] for group in program.with_role(Role.SHARED) for name in program.names(group))
     zeros = (np.zeros(spec.shape, spec.dtype) for spec in specs)
-    raw = pack(dict(zip(program.expected_upload(), zeros, strict=True)))
+    raw = pack(dict(zip(program.upload_form(), zeros, strict=True)))
     return peer.blobs.put(damage_tensors(random, raw, raw) or b"\0")
 
 
-def check_rounds(coordinator: Coordinator, store: Store, peer: Peer, topics: Topics) -> None:
+def check_rounds(coordinator: Coordinator, store: Record, peer: Peer, topics: Topics) -> None:
     """Check that two more rounds close with the healthy device's result after the hostile devices leave."""
-    closed = [record.round for record in store.rounds(RUN) if record.closed_at]
+    closed = [record.round for record in store.rounds.read_all(RUN) if record.closed_at]
     wanted = (closed[-1] if closed else 0) + 2
 
     def dismiss() -> None:
@@ -293,6 +293,6 @@ def check_rounds(coordinator: Coordinator, store: Store, peer: Peer, topics: Top
         peer.receive()
 
     wait_until(
-        lambda: "healthy" in {result.device for result in store.results(RUN, wanted, "train")},
+        lambda: "healthy" in {result.device for result in store.tasks.read_results(RUN, wanted, "train")},
         f"the healthy device did not finish round {wanted}", pause_s=0.05, meanwhile=dismiss,
     )  # fmt: skip

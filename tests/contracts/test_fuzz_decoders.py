@@ -16,7 +16,7 @@ from coordinator.rounds.validation import check_upload
 from fedvit.errors import FedvitError
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import decode_program, encode_program
-from fedvit.tensors import mapped, pack, unpack
+from fedvit.tensors import map_tensors, pack, unpack
 from fedvit.wire.messages import AnyMessage, Manifest, Task, decode
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk, decode_chunk
 from tests.support.corpus import list_coordinator_messages, list_device_messages
@@ -65,7 +65,7 @@ def make_targets(scene: Scene) -> dict[str, Target]:
         "program": Target([encode_program(program)], damage_structure, decode_program),
         "program's bytes": Target([encode_program(program)], damage_bytes, decode_program),
         "tensors": Target([upload], damage_tensors, unpack),
-        "tensors in a file": Target([upload], damage_tensors, written(mapped)),
+        "tensors in a file": Target([upload], damage_tensors, written(map_tensors)),
         "upload": Target([upload], damage_tensors, written(lambda path: check_upload(path, program, "upload"))),
         "graph": Target(graphs, damage_bytes, written(check_self_contained)),
     }

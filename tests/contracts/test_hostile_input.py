@@ -15,7 +15,7 @@ from fedvit.blobs import BlobStore, digest_of
 from fedvit.engine import open_session
 from fedvit.errors import BadPayload
 from fedvit.onnx_file import check_self_contained
-from fedvit.tensors import mapped, unpack
+from fedvit.tensors import map_tensors, unpack
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
@@ -176,7 +176,7 @@ def test_tensor_files_that_lie(header: bytes, claimed: int | None, tmp_path: Pat
     with pytest.raises(BadPayload):
         unpack(raw)
     with pytest.raises(BadPayload):
-        mapped(tmp_path / "file")
+        map_tensors(tmp_path / "file")
 
 
 @pytest.mark.parametrize("where", ["graph", "node"])

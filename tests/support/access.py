@@ -32,14 +32,14 @@ def list_topics(topics: Topics, device: str, token: str = "0123456789abcdef") ->
         "broadcast": topics.broadcast(DIGEST),
         "to_device": topics.to_device(device),
         "from_device": topics.from_device(device),
-        "dedicated": topics.dedicated(device, DIGEST),
+        "dedicated": topics.chunks_for(device, DIGEST),
         "upload": topics.upload(device, DIGEST),
         "device_state": topics.device_state(device),
         "probe": topics.probe(device),
         "renewal": topics.renewal(device),
-        "renewed": topics.renewed(device),
+        "renewed": topics.certificate_for(device),
         "enrolment": topics.enrolment(token),
-        "enrolled": topics.enrolled(token),
+        "enrolled": topics.enrolment_reply(token),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from bench.edge import noise_folder
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.record.tables import ResultRecord
 from coordinator.security.folder import make_token
 from edge_client.join import join
@@ -94,14 +94,14 @@ class DeployedStage:
         peer.send(encode(DeviceState(self.instance, online=False)), self.topics.device_state(ATTACKER))
         peer.transport.close()
 
-    def store(self) -> Store:
+    def store(self) -> Record:
         """Open the coordinator's record; the caller closes it."""
-        return Store.in_folder(self.folder / "runs")
+        return open_record(self.folder / "runs")
 
     def list_results(self, round_number: int | None = None) -> list[ResultRecord]:
         """List accepted results of training."""
         with closing(self.store()) as store:
-            return list(store.results(RUN, round_number, "train"))
+            return list(store.tasks.read_results(RUN, round_number, "train"))
 
     def overhear_hello(self) -> Hello:
         """Return the honest device's hello.
@@ -123,7 +123,7 @@ class DeployedStage:
     def check_service(self) -> None:
         """Check that the honest device finishes a round that begins after this call."""
         with closing(self.store()) as store:
-            first = max((record.round for record in store.rounds(RUN)), default=0) + 1
+            first = max((record.round for record in store.rounds.read_all(RUN)), default=0) + 1
 
         def is_in_a_round() -> bool:
             assert self._coordinator.poll() is None, last_line(self.folder / "coordinator.log")

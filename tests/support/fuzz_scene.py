@@ -38,7 +38,7 @@ class Scene(NamedTuple):
             group: self.blobs.put(pack({name: self.plan.state.tensors[name] for name in program.names(group)})).digest
             for group in program.common_groups()
         }
-        digests = [self.plan.first.digest, *program.fetched_once(), *groups.values()]
+        digests = [self.plan.first.digest, *program.list_fetched_once(), *groups.values()]
         manifests = tuple(self.blobs.manifest(digest) for digest in digests)
         return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
 

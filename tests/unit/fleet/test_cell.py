@@ -24,11 +24,11 @@ CELL = Cell(
 def summary(folder: Path, *, tested: bool) -> RunSummary:
     """Round 1 has 500 FLOPs in two devices, round 2 has 600 in one; 11 and 3.1 MB went down and up in round 1."""
     store = begun_run(folder)
-    store.close_round(RUN, 2, SavedState({}, None, {}), {"dp_epsilon": 1.5})
+    store.rounds.close(RUN, 2, SavedState({}, None, {}), {"dp_epsilon": 1.5})
     if tested:
         evaluated(store, 2, "a", 1, 2)
         evaluated(store, 2, "b", 2, 2)
-        store.round_evaluated(RUN, 2)
+        store.rounds.close_evaluation(RUN, 2)
     made = summarise(store, RUN)
     store.close()
     return made

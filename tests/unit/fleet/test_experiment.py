@@ -23,7 +23,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from coordinator.config import MetricsConfig
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fedvit.models import SMALL, build_vit
 from fleet.experiment import chosen, experiment_command, write_results
@@ -559,9 +559,9 @@ def test_experiment_that_was_interrupted_is_resumed(
 
 
 def closed(home: Path) -> list[tuple[int, str]]:
-    store = Store.in_folder(home / "runs")
+    store = open_record(home / "runs")
     try:
-        return [(entry.round, entry.closed_at) for entry in store.rounds("run") if entry.closed_at]
+        return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]
     finally:
         store.close()
 

@@ -129,7 +129,7 @@ class TestWriteDeviceFolders:
         write_device_folders(self.SAMPLES, self.PARTS, tmp_path / "parts", test_share=0.2, seed=0)
         data = DeviceData.open(tmp_path / "parts/device-1")
         assert sorted([*data.classes, *data.empty]) == sorted(CLASSES)
-        assert data.relabelled(CLASSES).train.labels.tolist() == [1] * 4
+        assert data.relabel(CLASSES).train.labels.tolist() == [1] * 4
         images, readable = data.train.load(np.arange(4), 4)
         assert readable.all()
         assert set(images.ravel()) <= set(range(10, 15))

@@ -12,7 +12,7 @@ import scipy.stats
 from click.testing import CliRunner
 from rich.console import Console
 
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fleet.experiment import chosen, experiment_command
 from fleet.experiments.cell import RESULT_FILE, Accuracy, CellResult, RoundFigures
@@ -276,9 +276,9 @@ def test_search_that_was_killed_is_resumed(
 
 
 def closed(home: Path) -> list[tuple[int, str]]:
-    store = Store.in_folder(home / "runs")
+    store = open_record(home / "runs")
     try:
-        return [(entry.round, entry.closed_at) for entry in store.rounds("run") if entry.closed_at]
+        return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]
     finally:
         store.close()
 

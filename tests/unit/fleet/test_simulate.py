@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from edge_client.runtime import Runtime
 from fedvit.errors import ConfigError, PeerRefused
 from fleet.devices import device_folders
@@ -86,9 +86,9 @@ def test_run_that_exists(folders: list[Path], tmp_path: Path, graph_cache: Path)
     """Again with `resume` it is finished at once, its rounds untouched; with another configuration it is refused."""
 
     def rounds() -> list[tuple[int, str | None]]:
-        store = Store.in_folder(tmp_path)
+        store = open_record(tmp_path)
         try:
-            return [(entry.round, entry.closed_at) for entry in store.rounds("run")]
+            return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run")]
         finally:
             store.close()
 

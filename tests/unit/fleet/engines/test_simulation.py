@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
@@ -123,8 +123,8 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     calm = everything(run(folders, COLLECTING, tmp_path / "calm"))
     with pytest.raises(KeyboardInterrupt):
         run(folders, COLLECTING, tmp_path / "broken", display=Lines(until="round   2"))
-    store = Store.in_folder(tmp_path / "broken")
-    assert store.run("run").status == "interrupted"
+    store = open_record(tmp_path / "broken")
+    assert store.runs.read("run").status == "interrupted"
     store.close()
     assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
 
@@ -184,8 +184,8 @@ def test_diverged_devices_are_refused_and_a_round_without_any_other_ends_the_run
     values = {**VALUES, "options": {"batch_size": 16, "lr": rate}, "updates": updates}
     with pytest.raises(EmptyCohort, match=f"round [12]: no device returned a result; device-0: .*{why}"):
         run(folders, values, tmp_path)
-    store = Store.in_folder(tmp_path)
-    assert (store.run("run").status, why in str(store.run("run").reason)) == ("failed", True)
+    store = open_record(tmp_path)
+    assert (store.runs.read("run").status, why in str(store.runs.read("run").reason)) == ("failed", True)
     store.close()
 
 

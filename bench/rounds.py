@@ -212,7 +212,15 @@ def _sampled(
             seen = Sampled(broker.kind, time.time(), [], [], [], [], set(), None)
             pids = []
             for number in range(hosts):
-                host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
+                host = [
+                    *program("fleet.commands.host"),
+                    "--broker",
+                    address,
+                    "--parts",
+                    str(parts),
+                    "--devices",
+                    str(devices),
+                ]
                 host += ["--number", str(number), "--hosts", str(hosts), "--state", str(state), "--once"]
                 pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
             reported, worker = 0, list[int]()

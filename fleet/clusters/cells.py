@@ -14,7 +14,7 @@ from fedvit.errors import ConfigError, FedvitError
 from fleet.clusters.cluster import Cluster, NodeLost, Reports
 from fleet.clusters.programs import ProgramJob, pack, unpack
 from fleet.clusters.resources import RayTable, Resources
-from fleet.experiments.cell import LOG_FILE, PROGRESS_FILE, CellFolder
+from fleet.experiments.folder import LOG_FILE, PROGRESS_FILE, CellFolder
 
 MAX_RESTARTS = 3
 """Times that a cell is restarted on another node after the loss of its node."""

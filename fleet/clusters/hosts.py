@@ -43,7 +43,7 @@ class HostsOnRay:
     ) -> None:
         """Start a host, or start it again; `command` are the arguments of `fleet host`, with paths as on a node."""
         job = ProgramJob(
-            name, "fleet.host", tuple(command), progress=None, software=version("fedvit"),
+            name, "fleet.commands.host", tuple(command), progress=None, software=version("fedvit"),
             environment=dict(environment or {}),
         )  # fmt: skip
         folder = self._states / name
@@ -109,7 +109,7 @@ def check_hosts(cluster: Cluster, hosts: int | None, threads: int) -> int:
     return hosts or most
 
 
-def broker_for_nodes(cluster: Cluster, broker: BrokerConfig) -> str:
+def find_broker_host(cluster: Cluster, broker: BrokerConfig) -> str:
     """The host at which the nodes reach the run's own broker. Raises ConfigError where they cannot."""
     if broker.listen in ("0.0.0.0", "::"):
         return str(cluster.ray.util.get_node_ip_address())

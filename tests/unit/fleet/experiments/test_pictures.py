@@ -20,13 +20,13 @@ from fedvit.methods.base import Images, Method
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fleet.api import FinishedRun
-from fleet.experiments.pictures import attention_rollout, embedded_devices, kinds_of
+from fleet.experiments.pictures import attention_rollout, device_kinds, embedded_devices
 from fleet.experiments.report import html_report
 from fleet.partition import DeviceCounts, PartitionSummary
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.tiny import TINY_MODEL
 
-DOCS = Path(__file__).parents[3] / "docs" / "methods.md"
+DOCS = Path(__file__).parents[4] / "docs" / "methods.md"
 FILE = """
 # Embeddings and attention.
 dataset = "digits"
@@ -112,9 +112,9 @@ def summary(**more: Any) -> PartitionSummary:
 
 
 def test_device_is_of_its_domain_or_of_the_class_that_it_has_most_of() -> None:
-    assert [*kinds_of(summary()).values()] == ["b", *["a"] * 7]
+    assert [*device_kinds(summary()).values()] == ["b", *["a"] * 7]
     dealt = summary(domains=("clipart", "photo"), options={"per_domain": 4})
-    assert [*kinds_of(dealt).values()] == [*["clipart"] * 4, *["photo"] * 4]
+    assert [*device_kinds(dealt).values()] == [*["clipart"] * 4, *["photo"] * 4]
 
 
 def test_like_embeddings_lie_together_on_the_plane(tmp_path: Path) -> None:

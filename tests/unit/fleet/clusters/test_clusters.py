@@ -15,7 +15,7 @@ from fleet.clusters.programs import ProgramJob, pack, run_program, stopped, unpa
 from fleet.clusters.resources import RayTable, Request, Resources
 from fleet.experiments.grid import read_grid
 from fleet.processes import Fleet
-from tests.unit.fleet.test_experiment import FILE, written
+from tests.unit.fleet.experiments.test_experiment import FILE, written
 
 
 class TestFiles:

@@ -147,7 +147,7 @@ build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kerne
 
 # after a change of methods or models: what `coordinator methods` shows of them
 methods: install
-	@$(BIN)/python -c "from coordinator.planning.catalogue import store_entries; store_entries()"
+	@$(BIN)/python -c "from coordinator.compute.planning.catalogue import store_entries; store_entries()"
 
 # after an upgrade that passed `make check`
 constraints: install

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from bench.bytecode import with_bytecode
 from bench.edge import read_memory
-from coordinator.broker import start_broker
 from coordinator.config import make_config
 from coordinator.record.store import Store
-from coordinator.run.status import read_status
+from coordinator.rounds.status import read_status
+from coordinator.security.broker import start_broker
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.resources import DeviceProfile
 from fedvit.transport.address import Address

@@ -29,10 +29,10 @@ from bench.chaos.network import Links
 from bench.chaos.outcome import count_duplicates
 from bench.chaos.scenario import SCENARIO, undisturbed_run
 from bench.postgresql_server import Postgresql
-from coordinator.broker import start_broker
 from coordinator.config import make_config
 from coordinator.record.store import Store
-from coordinator.run.status import read_status
+from coordinator.rounds.status import read_status
+from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError, NoRoom
 from fedvit.wire.messages import CoordinatorState, Task, decode, term_of
 from fleet.processes import Fleet, last_line, log_text, program

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from bench.edge import edge_command
-from coordinator.broker import start_broker
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord
+from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
 from fleet.processes import Fleet, last_line, program
 

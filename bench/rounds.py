@@ -25,9 +25,9 @@ from rich.table import Table
 from bench.edge import noise_folder, read_memory
 from bench.machine import Machine, this_machine
 from bench.viewers import Viewers, viewers
-from coordinator.broker import start_broker
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
+from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
 from fleet.processes import Fleet, last_line, log_text, program
 from profiles.probes.host import usable_cores
@@ -242,7 +242,7 @@ def _sampled(
                     progress(f"{devices} devices: round {reported} closed")
                 if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
                     seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_threads, pids))
-                if any(code for name, code in fleet.ended().items() if name != "coordinator"):
+                if any(code for name, code in fleet.exit_codes().items() if name != "coordinator"):
                     break
             if coordinator.poll() != 0:
                 logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]

@@ -16,10 +16,10 @@ from rich.table import Table
 
 from coordinator.compute.process import Worker
 from coordinator.config import make_config
-from coordinator.monitoring.collector import CoordinatorCollector, Observed, Served
 from coordinator.record.store import Store
-from coordinator.run.coordinator import Coordinator
-from coordinator.run.display import Display
+from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.display import Display
+from coordinator.views.prometheus import CoordinatorCollector, Observed, Served
 from fedvit.monitoring import ListenAddress, Watched, monitored
 from fedvit.resources import DeviceProfile, ResourceUse
 from fedvit.timings import LoopWatch

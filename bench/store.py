@@ -22,7 +22,7 @@ from coordinator.record.backups import NOTED_SHARE, Accepted, Backups, Closed, N
 from coordinator.record.copies import notes_in
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, SavedState, TaskRecord
-from coordinator.run.round_line import round_line
+from coordinator.rounds.round_line import round_line
 from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result

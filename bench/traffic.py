@@ -16,8 +16,8 @@ from rich.table import Table
 
 from bench.cases import Case
 from coordinator.compute.checkpoint import save_state
+from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig, UpdatesConfig
-from coordinator.planning.planner import Plan, make_plan
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import ServerState

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from coordinator.commands.start import usual_name
+from coordinator.compute.planning.checks import check_run
 from coordinator.config import RunConfig, check_settings
 from coordinator.config.reading import convert_table
-from coordinator.planning.checks import check_run
-from coordinator.run.display import choose_display
+from coordinator.rounds.display import choose_display
 from fedvit.choices import known_are
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
@@ -54,43 +54,37 @@ def run(
     `parts` if that is set, which must then be free, else into the run's folder.
 
     All other keyword arguments are keys of a run's configuration, as in `run.toml` (docs/configuration.md): `method`,
-    `options`, `rounds`, `model_options`, ...; tables are mappings. They override the defaults of a simulation
-    (`fleet.simulate`). `engine` is "onnx", "torch" or "auto".
+    `options`, ...; tables are mappings. They override a simulation's defaults. `engine` is "onnx", "torch" or "auto".
 
-    The run's folder is `out`/`name`, by default with a new name. Ctrl-C or a crash costs at most the current round: the
-    same call with the same `name` and `resume=True` resumes the run, and returns it at once when it is finished.
-    `progress` shows on standard error what `coordinator start` shows.
+    The run's folder is `out`/`name`, by default with a new name. After Ctrl-C or a crash the same call with the same
+    `name` and `resume=True` resumes the run after its last round. `progress` shows what `coordinator start` shows.
 
     Raises ConfigError before anything is written if settings are wrong, and FedvitError when the run fails.
     """
     began = time.monotonic()
-    if engine not in get_args(Engine):
-        raise ConfigError(f"{WHERE}: unknown engine {engine!r}{known_are(engine, get_args(Engine))}")
     if resume and name is None:
         raise ConfigError(f"{WHERE}: resume=True needs the run's name")
     values = config if engine == "onnx" else {"accelerator": "auto", **config}
-    checked = _check(values)
+    checked = _check(values, engine)
     out, name = Path(out), check_name(name or usual_name(checked), "run")
     home = out / name
     if home.exists() and not resume:
         raise ConfigError(f"{WHERE}: {home} exists already; resume the run with resume=True, or choose another name")
-    folders: list[Path] | dict[str, Path]
     if dataset is not None:
         dealt = Path(parts or home / "parts")
         if not (resume and dealt.exists()):
-            size = checked.model_options.get("context" if checked.model in TEXTS else "image_size")
-            settings = DealSettings(partition_options or {}, checked.seed, size=size)
             with private_files():
+                settings = DealSettings(partition_options or {}, checked.seed, size=_sample_size(checked))
                 deal(
                     dataset, partition or "dirichlet", DEFAULT_DEVICES if devices is None else devices, dealt, settings
                 )
-        folders = device_folders(dealt, None)
+        folders = _choose_folders(dealt, None)
     elif parts is None or partition is not None or partition_options is not None:
         raise ConfigError(
             f"{WHERE}: expected parts, a folder that was dealt out before, or dataset, which partition deals out"
         )
     else:
-        folders = device_folders(Path(parts), None) if devices is None else virtual_devices(Path(parts), devices)
+        folders = _choose_folders(Path(parts), devices)
     request = RunRequest(folders, values, out=out, run=name, resume=resume, engine=engine)
     with choose_display(quiet=not progress) as display:
         try:
@@ -101,8 +95,18 @@ def run(
     return FinishedRun(name, outcome.folder, time.monotonic() - began, outcome.summary)
 
 
-def _check(values: dict[str, Any]) -> RunConfig:
+def _choose_folders(parts: Path, devices: int | None) -> list[Path] | dict[str, Path]:
+    return device_folders(parts, None) if devices is None else virtual_devices(parts, devices)
+
+
+def _check(values: dict[str, Any], engine: str) -> RunConfig:
+    if engine not in get_args(Engine):
+        raise ConfigError(f"{WHERE}: unknown engine {engine!r}{known_are(engine, get_args(Engine))}")
     config = convert_table(values, RunConfig, WHERE)
     check_settings(config, WHERE)
     check_run(config, WHERE)
     return config
+
+
+def _sample_size(config: RunConfig) -> int | None:
+    return config.model_options.get("context" if config.model in TEXTS else "image_size")

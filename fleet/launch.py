@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from coordinator.broker.process import FLEET_USER, claim_port
+from coordinator.compute.planning.checks import checked_config
 from coordinator.config import BrokerConfig, StartConfig, with_listen_port
-from coordinator.planning.checks import checked_config
 from coordinator.record.store import Store
 from coordinator.record.summary import summarise
+from coordinator.security.broker.process import FLEET_USER, claim_port
 from edge_client.commands.options import BROKER_VARIABLE
 from fedvit.errors import FedvitError
 from fedvit.files import private_files
@@ -25,7 +25,7 @@ from fleet.processes import Fleet, last_line, program
 from fleet.request import LONG_DEADLINE_S, RunOutcome, RunRequest
 
 DEVICES_LEAVE_S = 30.0
-"""Time for devices to leave after the run; they are ended then, since one that was not connected never hears of it."""
+"""Time for devices to leave after the run; a device that was not connected then never hears of its end."""
 MAX_RESTARTS = 3
 """Times that a process of virtual devices is started again when it was killed."""
 VIRTUAL_DEFAULTS: dict[str, Any] = {"deadline_s": LONG_DEADLINE_S}
@@ -47,7 +47,7 @@ class Devices(Protocol):
         self, name: str, command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
     ) -> object: ...
 
-    def ended(self) -> dict[str, int]: ...
+    def exit_codes(self) -> dict[str, int]: ...
 
     def wait(self, names: Sequence[str], timeout_s: float) -> bool: ...
 
@@ -199,7 +199,7 @@ class _DeviceProcesses:
 
     def restart_killed(self) -> None:
         """Start killed processes again, as a real device starts again. Raises FedvitError for any other end."""
-        for name, code in self._devices.ended().items():
+        for name, code in self._devices.exit_codes().items():
             if name not in self._restarts or code == 0:
                 continue
             if code > 0 or not self._restarts[name]:

@@ -63,7 +63,7 @@ class PartitionSummary(Struct, frozen=True, kw_only=True):
 
 
 class DealSettings(NamedTuple):
-    """How a data set is dealt out. The same settings write the same files."""
+    """Settings of a partition and its folders. The same settings write the same files."""
 
     options: Mapping[str, Option | str] = {}  # of the partition
     seed: int = 0
@@ -156,8 +156,9 @@ def write_division(samples: Samples, division: Division, out: Path, settings: De
                         " devices more images"
                     )
             std = division.noise_stds[number] if division.noise_stds else 0.0
-            counts = [writer.write(rows, partial / name / split, std) for split, rows in ((TRAIN, train), (TEST, test))]
-            devices.append(DeviceCounts(name, *counts, std))
+            train_counts = writer.write(train, partial / name / TRAIN, std)
+            test_counts = writer.write(test, partial / name / TEST, std)
+            devices.append(DeviceCounts(name, train_counts, test_counts, std))
         if division.apart is not None:
             writer.write(division.apart, partial / GLOBAL_TEST)
         summary = PartitionSummary(

@@ -165,7 +165,7 @@ class _Page:
         return self.font.getlength(_LEGEND) + discs + sum(self.font.getlength(str(size)) for size in sizes)
 
     def radius(self, share: float) -> float:
-        """Of a disc whose area is this share of the largest one's."""
+        """Radius of a disc whose area is this share of the largest one."""
         return max(0.48 * self.cell * math.sqrt(share), 1.0)
 
     def x(self, column: int) -> float:

@@ -24,7 +24,7 @@ from coordinator.commands.config_flags import config_flags
 from coordinator.commands.flags import record_flag, runs_flag
 from coordinator.commands.start import run_to_end
 from coordinator.config import CENTRE, REGION
-from coordinator.run.regional import CentralTask, RegionalCoordinator, RegionAnswer, RegionCounts
+from coordinator.rounds.regional import CentralTask, RegionalCoordinator, RegionAnswer, RegionCounts
 from edge_client.agent import RETURN_SPREAD_S, TICK_S, Agent
 from edge_client.endpoint import find_endpoint
 from edge_client.guard import Guarded
@@ -195,7 +195,7 @@ def _images(counts: RegionCounts, folder: Path) -> DeviceData:
 
 
 class CentreLink:
-    """The link of a region to its centre: an edge client in a thread; see `coordinator.run.regional.Centre`.
+    """The link of a region to its centre: an edge client in a thread; see `coordinator.rounds.regional.Centre`.
 
     `transport` makes its connection to the centre's broker. What a device keeps is in the folder `state`: its
     unacknowledged result, and blobs of the newest task.

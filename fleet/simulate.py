@@ -14,15 +14,15 @@ import torch
 
 from coordinator.compute.accelerator import choose_accelerator, torch_devices
 from coordinator.compute.engine import Engine as Compute
+from coordinator.compute.planning.checks import checked_config
 from coordinator.config import RunConfig
-from coordinator.metrics.following import following
-from coordinator.metrics.writers import check_writers
-from coordinator.planning.checks import checked_config
 from coordinator.record.store import Store
 from coordinator.record.summary import summarise
-from coordinator.run.coordinator import Coordinator
-from coordinator.run.display import Display
-from coordinator.run.inbox import Interrupted
+from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.display import Display
+from coordinator.rounds.inbox import Interrupted
+from coordinator.views.trackers.following import following
+from coordinator.views.trackers.writers import check_writers
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.transport.memory import MemoryBroker, MemoryTransport

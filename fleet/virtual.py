@@ -171,8 +171,8 @@ def _images(devices: Mapping[str, Path], state: Path) -> dict[str, OwnFolder]:
     opened: dict[Path, SharedFolder] = {}
     for name, folder in devices.items():
         if folder not in opened:
-            kept = split_file(state / name)
-            opened[folder] = SharedFolder(folder, split_file=kept, cache_bytes=cache_bytes, share=share)
+            split = split_file(state / name)
+            opened[folder] = SharedFolder(folder, split_file=split, cache_bytes=cache_bytes, share=share)
 
     def own(data: DeviceData) -> DeviceData:
         train, test = (replace(part, files=Files(part.paths, cache_bytes)) for part in (data.train, data.test))

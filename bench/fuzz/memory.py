@@ -18,14 +18,14 @@ from bench.fuzz.peer import HANG_S, SLOW_S, Peer
 from bench.fuzz.report import FuzzReport, Part, describe
 from bench.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
 from coordinator.compute.engine import Engine
+from coordinator.compute.planning.checks import checked_config
+from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig
-from coordinator.planning.checks import checked_config
-from coordinator.planning.planner import Plan, make_plan
 from coordinator.record.store import Store
-from coordinator.run.coordinator import Coordinator
-from coordinator.run.display import Display
-from coordinator.run.inbox import Interrupted
-from coordinator.run.validation import check_upload
+from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.display import Display
+from coordinator.rounds.inbox import Interrupted
+from coordinator.rounds.validation import check_upload
 from edge_client.agent import Agent
 from edge_client.guard import Guard
 from edge_client.runtime import Runtime

@@ -20,8 +20,8 @@ from bench.edge import noise_folder
 from bench.fuzz.mutations import Mutator
 from bench.fuzz.report import FuzzReport, Part
 from bench.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
-from coordinator.broker import start_broker
 from coordinator.record.store import Store
+from coordinator.security.broker import start_broker
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from coordinator.run.cohort import select_uniform
+from coordinator.rounds.cohort import select_uniform
 from fedvit.errors import ConfigError
 from fedvit.models import SMALL
 from fleet.datasets import read_samples

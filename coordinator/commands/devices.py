@@ -14,7 +14,7 @@ from fedvit.errors import ConfigError
 from fedvit.hints import command
 
 if TYPE_CHECKING:
-    from coordinator.deployment.registry import Device
+    from coordinator.security.registry import Device
 
 
 @click.command(
@@ -38,8 +38,8 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
     """List the devices of a deployment: when they joined, were last seen, and when their certificates expire."""
     from rich.text import Text
 
-    from coordinator.deployment import clock
-    from coordinator.deployment.folder import Deployment
+    from coordinator.security import clock
+    from coordinator.security.folder import Deployment
     from profiles.report.console import Console
     from profiles.report.terminal import column
     from profiles.report.terminal import table as new_table

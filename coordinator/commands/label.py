@@ -25,7 +25,7 @@ def label(device: str, labels: tuple[str, ...], removed: tuple[str, ...], folder
     They replace labels of the same names that the device's owner gave. A service uses them within seconds, a run of
     `coordinator start` from the device's next connection on.
     """
-    from coordinator.service.labelling import set_labels
+    from coordinator.rounds.service.labelling import set_labels
 
     store = existing_store(folder, writes=bool(labels or removed))
     try:

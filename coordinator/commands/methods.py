@@ -51,7 +51,7 @@ def methods(
             check_settings(each, options, model, model_options)
         except ConfigError as error:
             raise ConfigError(f"{error}{'' if chosen else HINT}") from None
-    from coordinator.planning.method_entry import STORED_CLASSES, page, read_stored_entries, table
+    from coordinator.compute.planning.method_entry import STORED_CLASSES, page, read_stored_entries, table
     from profiles.report.console import Console
 
     own = (
@@ -62,7 +62,7 @@ def methods(
     entries = {entry.name: entry for entry in own or ()}
     wanted = chosen or sorted({*method_classes(), *packaged_methods()})
     if missing := [each for each in wanted if each not in entries or each in packaged_methods()]:
-        from coordinator.planning.catalogue import catalogue, usable
+        from coordinator.compute.planning.catalogue import catalogue, usable
 
         if not chosen:
             missing = usable(missing, lambda text: click.echo(f"left out: {text}", err=True))

@@ -23,9 +23,9 @@ from fedvit.quantities import counted
 @private_files()
 def metrics(run: str, folder: Path, **flags: Any) -> None:
     """Write the rounds of RUN that a writer lacks; flags override the writers of its configuration."""
-    from coordinator.metrics.following import write_all
-    from coordinator.metrics.writers import check_writers, make_writers
     from coordinator.record.retention import lock_run
+    from coordinator.views.trackers.following import write_all
+    from coordinator.views.trackers.writers import check_writers, make_writers
 
     store = existing_store(folder, writes=True)
     try:

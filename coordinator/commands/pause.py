@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @private_files()
 def pause(run: str, folder: Path, as_json: bool) -> None:
     """Pause RUN: it finishes its open round, and opens no new one until `coordinator unpause`, also after a restart."""
-    from coordinator.service.pausing import pause as pause_run
+    from coordinator.rounds.service.pausing import pause as pause_run
 
     _change(run, folder, as_json, pause_run)
 
@@ -34,7 +34,7 @@ def pause(run: str, folder: Path, as_json: bool) -> None:
 @private_files()
 def unpause(run: str, folder: Path, as_json: bool) -> None:
     """Let the paused RUN open rounds again. A run whose process has ended needs `coordinator start --resume`, too."""
-    from coordinator.service.pausing import unpause as unpause_run
+    from coordinator.rounds.service.pausing import unpause as unpause_run
 
     _change(run, folder, as_json, unpause_run)
 

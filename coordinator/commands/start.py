@@ -43,12 +43,12 @@ from fedvit.wire.topics import check_name
 if typing.TYPE_CHECKING:
     from coordinator.compute.messages import Checked
     from coordinator.compute.process import Worker
-    from coordinator.monitoring.collector import Observed
     from coordinator.record.store import Store
     from coordinator.record.tables import RunRecord
-    from coordinator.run.coordinator import Coordinator
-    from coordinator.run.display import Display
-    from coordinator.service.broker import BrokerEndpoint
+    from coordinator.rounds.coordinator import Coordinator
+    from coordinator.rounds.display import Display
+    from coordinator.rounds.service.broker import BrokerEndpoint
+    from coordinator.views.prometheus import Observed
     from fedvit.transport.base import Transport
 
 
@@ -138,8 +138,8 @@ def run_to_end(
     `region` makes the coordinator of a region's run; None: the run is no region's. Raises FedvitError if the run cannot
     begin or continue, click.Abort if it is interrupted.
     """
-    from coordinator.run.alerts import webhook_of
-    from coordinator.run.display import choose_display
+    from coordinator.rounds.alerts import webhook_of
+    from coordinator.rounds.display import choose_display
 
     notifier = Notifier.from_environment()
     where = str(file) if file else "flags"
@@ -205,7 +205,7 @@ def run_to_end(
             stack.enter_context(display)
             worker, server = _worker(stack), config.run.accelerator
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
-        from coordinator.service.broker import broker_endpoint
+        from coordinator.rounds.service.broker import broker_endpoint
 
         broker_folder = folder / run / "broker"
         endpoint = stack.enter_context(
@@ -224,7 +224,7 @@ def run_to_end(
 
 def _check_broker(settings: BrokerConfig) -> None:
     """Connect once to the broker of a run, if another program runs it. Raises LinkDown if that fails."""
-    from coordinator.service.broker import check_broker  # the first line of a run need not wait for its imports
+    from coordinator.rounds.service.broker import check_broker  # the first line of a run need not wait for its imports
 
     check_broker(settings)
 
@@ -245,7 +245,7 @@ def _checked(
     Raises ConfigError if the run cannot begin.
     """
     from coordinator.compute.messages import Check
-    from coordinator.service.broker import federation_of
+    from coordinator.rounds.service.broker import federation_of
 
     config, worker = make_config(federation_of(values), where), _worker(stack)
     return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(folder), is_region=is_region))
@@ -338,7 +338,9 @@ def check_new(store: "Store | None", run: str) -> None:
 def check_metrics(config: RunConfig, where: str) -> None:
     """Raises ConfigError if the library of a metrics writer is missing."""
     if config.metrics.writers:
-        from coordinator.metrics.writers import check_writers  # imports SQLAlchemy, which other runs do not need here
+        from coordinator.views.trackers.writers import (
+            check_writers,  # imports SQLAlchemy, which other runs do not need here
+        )
 
         check_writers(config.metrics, where)
 
@@ -429,12 +431,12 @@ def _serve(
     region: "Callable[..., Coordinator] | None",
 ) -> None:
     """Serve the run to its end. Raises click.Abort if it is interrupted."""
-    from coordinator.metrics.following import following
-    from coordinator.run.coordinator import Cancelled, Coordinator
-    from coordinator.run.inbox import TICK_S, Interrupted
-    from coordinator.run.lease import FederationTaken
-    from coordinator.service.broker import REVOKED
-    from coordinator.service.cancelling import Cancellation
+    from coordinator.rounds.coordinator import Cancelled, Coordinator
+    from coordinator.rounds.inbox import TICK_S, Interrupted
+    from coordinator.rounds.lease import FederationTaken
+    from coordinator.rounds.service.broker import REVOKED
+    from coordinator.rounds.service.cancelling import Cancellation
+    from coordinator.views.trackers.following import following
     from fedvit.logs import configure_logging
     from fedvit.timings import LoopWatch
 
@@ -472,7 +474,7 @@ def _serve(
         signal.signal(number, lambda *_: coordinator.stop())
 
     def observed() -> "Observed":
-        from coordinator.monitoring.collector import Observed, Served
+        from coordinator.views.prometheus import Observed, Served
 
         served = [Served(coordinator, loop)]
         return Observed(transport, lambda: coordinator.inbox.connected, store, folder, lambda: served, {})

@@ -26,7 +26,7 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
     from coordinator.record.liveness import current_status
     from coordinator.record.summary import run_head
     from coordinator.record.tables import ENDED
-    from coordinator.run.status import lines, read_status
+    from coordinator.rounds.status import lines, read_status
 
     store = existing_store(folder)
     if run is None and _service_status(store, folder, as_json=as_json):
@@ -51,7 +51,7 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
 
 def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
     """Print the status of a folder's service; False if there is no service and no submitted run."""
-    from coordinator.service.status import read_service_status
+    from coordinator.rounds.service.status import read_service_status
 
     status, submitted = read_service_status(folder), store.submitted()
     alive = status is not None and not status.is_stale()
@@ -89,7 +89,7 @@ def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
 
 def _doing(store: "Store", record: "RunRecord", folder: Path) -> str:
     from coordinator.record.liveness import current_status
-    from coordinator.run.status import read_status
+    from coordinator.rounds.status import read_status
 
     try:
         doing = read_status(folder / record.id).doing

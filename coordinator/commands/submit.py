@@ -71,7 +71,7 @@ def _check_earlier_run(config: RunConfig, store: "Store | None") -> None:
 
 def _warning(config: RunConfig, folder: Path) -> str | None:
     """A warning if no known device has the labels of the run."""
-    from coordinator.service.status import labels_seen, read_service_status
+    from coordinator.rounds.service.status import labels_seen, read_service_status
 
     status = read_service_status(folder)
     fits = status and any(why_not_asked(config.devices_where, member.labels) is None for member in status.members)

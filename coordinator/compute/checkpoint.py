@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from coordinator.compute.planning.planner import Plan
 from coordinator.config import UpdatesConfig
-from coordinator.planning.planner import Plan
 from coordinator.record.integrity import DamagedBlob, VerifiedBlobs, blob_description
 from coordinator.record.references import references
 from coordinator.record.store import Store

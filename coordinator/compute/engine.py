@@ -21,13 +21,13 @@ from coordinator.compute.messages import (
     Request,
     Step,
 )
+from coordinator.compute.planning.planned_device import PlannedDevice
+from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.compute.process import drained
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
-from coordinator.planning.planned_device import PlannedDevice
-from coordinator.planning.planner import Plan, make_plan
 from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.references import snapshot
 from coordinator.record.store import Store

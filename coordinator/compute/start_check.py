@@ -8,9 +8,9 @@ import torch
 from coordinator.compute.accelerator import choose_accelerator
 from coordinator.compute.checkpoint import start_state
 from coordinator.compute.messages import Check, Checked
+from coordinator.compute.planning.checks import check_region, check_run
+from coordinator.compute.planning.planner import check_start_fits
 from coordinator.config import RunConfig
-from coordinator.planning.checks import check_region, check_run
-from coordinator.planning.planner import check_start_fits
 from coordinator.record.store import Store
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method

@@ -128,9 +128,9 @@ def host_command(devices: int, number: int, hosts: int, **flags: Any) -> None:
 def _allow_sockets(devices: int) -> None:
     """Raise the limit on open files, if it is too low for a socket per device, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * devices + 256
-    if soft < wanted and (hard == resource.RLIM_INFINITY or soft < hard):
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = 4 * devices + 256
+    if soft < needed and (hard == resource.RLIM_INFINITY or soft < hard):
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 

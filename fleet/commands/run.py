@@ -13,12 +13,12 @@ from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.show import print_summary
 from coordinator.config import read_toml
-from coordinator.run.display import Display, choose_display
+from coordinator.rounds.display import Display, choose_display
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.roles import ProductPrecision
 from fedvit.wire.topics import check_name
-from fleet.clusters.cluster import connected
+from fleet.clusters.cluster import connect
 from fleet.clusters.hosts import check_hosts
 from fleet.devices import device_folders, virtual_devices
 from fleet.request import Engine, RunOutcome, RunRequest
@@ -141,7 +141,7 @@ def _run(folders: list[Path] | dict[str, Path], values: dict[str, Any], flags: R
     if in_process:
         with Display() if flags.as_json else choose_display() as display:
             return simulate.simulate(request, display)
-    with connected(flags.ray) if flags.ray else nullcontext() as cluster:
+    with connect(flags.ray) if flags.ray else nullcontext() as cluster:
         hosts = check_hosts(cluster, flags.hosts, request.threads) if cluster else flags.hosts or usable_cores()
         virtual = launch.VirtualFleet(flags.parts, hosts, cluster)
         return launch.run_virtual(request, virtual, is_quiet=flags.as_json)

@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 import torch
 
+from coordinator.compute.planning.planner import Plan
 from coordinator.config import RunConfig
-from coordinator.planning.planner import Plan
 from coordinator.record.references import snapshot
 from coordinator.record.tables import Reference
-from coordinator.run.display import Display
+from coordinator.rounds.display import Display
 from edge_client.private import clipped, noisy_rows
 from edge_client.runtime import Seeds
 from edge_client.uplink import coded_upload

@@ -16,19 +16,19 @@ import msgspec
 import torch
 
 from coordinator.compute.checkpoint import load_state, save_state, start_state, write_models
+from coordinator.compute.planning.planner import make_plan
 from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
-from coordinator.planning.planner import make_plan
 from coordinator.record.privacy import cohort_seed, round_figures
 from coordinator.record.references import references
 from coordinator.record.store import Store, now
 from coordinator.record.tables import Asked, Reference, SavedState, TaskRecord
-from coordinator.run.cohort import cohort_size, select_fair, select_uniform
-from coordinator.run.display import Display, View
-from coordinator.run.quarantine import Quarantine
-from coordinator.run.round_line import round_line
-from coordinator.run.selector import EVALUATION_DRAW
+from coordinator.rounds.cohort import cohort_size, select_fair, select_uniform
+from coordinator.rounds.display import Display, View
+from coordinator.rounds.quarantine import Quarantine
+from coordinator.rounds.round_line import round_line
+from coordinator.rounds.selector import EVALUATION_DRAW
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError

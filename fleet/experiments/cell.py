@@ -17,12 +17,12 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from coordinator.compute.planning.batch import method_batch
 from coordinator.config import MetricsConfig
-from coordinator.planning.batch import method_batch
 from coordinator.record.store import Store
 from coordinator.record.summary import RoundSummary, RunSummary, summarise
-from coordinator.run.cohort import select_uniform
-from coordinator.run.display import Display, View
+from coordinator.rounds.cohort import select_uniform
+from coordinator.rounds.display import Display, View
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
@@ -42,7 +42,7 @@ from fleet.experiments.folder import (
     Unusable,
     read_progress,
 )
-from fleet.experiments.pictures import attention_pictures, embedded_devices, restore_model
+from fleet.experiments.pictures import attention_pictures, embed_devices, restore_model
 from fleet.finished import FinishedRun
 from fleet.partition import GLOBAL_TEST
 from fleet.request import RunRequest
@@ -61,7 +61,7 @@ AT_A_TIME = 128
 
 
 class CellOptions(NamedTuple):
-    """How a cell is run; its outcome does not depend on it."""
+    """Options of running a cell; its outcome does not depend on them."""
 
     at_once: int  # devices that compute at the same time
     keep: bool = False  # what the devices stored, too; otherwise only the server's tensors and the record
@@ -243,7 +243,7 @@ def _add_pictures(result: CellResult, cell: Cell, out: Path, parts: Path, runs: 
     folders = [folder for folder in device_folders(parts, None) if folder.name in trained][:count]
     return replace(
         result,
-        embeddings=embedded_devices(run, parts, cell.seed, later),
+        embeddings=embed_devices(run, parts, cell.seed, later),
         attention=attention_pictures(run, cell.run, folders, cell.seed),
     )
 

@@ -20,7 +20,7 @@ SCHEMA = 2
 
 
 class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a data set is dealt out; cells with an equal one share their device folders."""
+    """Device folders of a cell; cells with an equal one share them."""
 
     dataset: str
     image_size: int  # of a text its context

@@ -13,18 +13,18 @@ from typing import NamedTuple
 import click
 import msgspec
 
-from coordinator.run.display import Display, choose_display
+from coordinator.rounds.display import Display, choose_display
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
-from fleet.clusters.cells import CellsOnRay
-from fleet.clusters.cluster import connected
+from fleet.clusters.cluster import connect
 from fleet.experiments.cells import Cell, Grid, Search, as_text
+from fleet.experiments.cells_on_ray import CellsOnRay
 from fleet.experiments.folder import CellFolder
 from fleet.experiments.grid import plan_grid
 from fleet.experiments.outcome import make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.scheduler import CellProcess, Launcher, run_cells
-from fleet.experiments.search import Schedule, planned_rounds, search_state
+from fleet.experiments.search import Schedule, list_rounds, search_state
 from fleet.experiments.settings import ExperimentFile
 from profiles.probes.host import usable_cores
 from profiles.report.console import Console
@@ -108,7 +108,7 @@ def _launcher(grid: Grid, folders: list[CellFolder], display: Display, flags: Ex
         cores = max(1, usable_cores() // jobs)
         yield Launcher(partial(CellProcess, at_once=cores, keep=flags.keep, metrics=metrics), jobs, jobs)
         return
-    with connected(flags.address) as cluster:
+    with connect(flags.address) as cluster:
         cells = CellsOnRay(cluster, grid.experiment.ray, display, keep=flags.keep, metrics=metrics)
         waiting = [folder for folder in folders if folder.result() is None]
         cells.check(waiting)
@@ -169,7 +169,7 @@ def _list(grid: Grid, out: Path, as_json: bool) -> None:
             f"{search.method}/{search.partition}: search among {len(search.points)} points: {steps}"
             f"{f'; chosen: {as_text(chosen.values)}' if chosen else ''}"
         )
-        planned = planned_rounds(search)
+        planned = list_rounds(search)
         cells, rounds = cells + len(planned), rounds + sum(planned)
     total = schedule.total()
     click.echo(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from coordinator.planning.checks import checked_config
+from coordinator.compute.planning.checks import checked_config
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method, method_class
 from fedvit.wire.topics import check_name
@@ -22,7 +22,7 @@ from fleet.experiments.settings import (
     divide_named,
     list_points,
     read_experiment,
-    tuned_options,
+    read_tune,
 )
 from fleet.partitions import make_partition
 from fleet.request import SIMULATION_DEFAULTS
@@ -79,7 +79,7 @@ def plan_grid(file: ExperimentFile) -> Grid:
     }
     _check_novel_options(experiment, methods, where)
     rules = {name: _complete_partition(name, table, where) for name, table in experiment.partitions.items()}
-    tuned = {name: tuned_options(table) for name, table in experiment.methods.items()}
+    tuned = {name: read_tune(table) for name, table in experiment.methods.items()}
     return Grid(
         name=file.path.stem,
         description=file.description,

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from coordinator.planning.batch import method_batch
+from coordinator.compute.planning.batch import method_batch
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE
@@ -50,9 +50,7 @@ def restore_model(run: Mapping[str, Any], classes: int, seed: int, tensors: Tens
 # --- embeddings ---------------------------------------------------------------------------------------
 
 
-def embedded_devices(
-    run: FinishedRun, parts: Path, seed: int, novel: FinishedRun | None = None
-) -> list[EmbeddedDevice]:
+def embed_devices(run: FinishedRun, parts: Path, seed: int, novel: FinishedRun | None = None) -> list[EmbeddedDevice]:
     """Devices with an embedding on the server, novel ones among them; empty if there are few, or no embeddings.
 
     The plane is that of t-SNE (van der Maaten and Hinton, 2008), as scikit-learn computes it.

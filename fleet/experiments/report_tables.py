@@ -143,7 +143,7 @@ def search_rows(search: SearchOutcome) -> Rows:
 
 
 def protocol_lines(outcome: ExperimentOutcome) -> list[str]:
-    """How accuracy is measured; if methods differ, a line for each way, naming the methods."""
+    """A line on the measurement of accuracy; if methods differ, a line for each protocol, naming its methods."""
     if len(outcome.protocols) < 2:
         return [f"accuracy: {protocol}" for protocol in outcome.protocols]
     methods = {

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from coordinator.config import MetricsConfig
-from coordinator.run.display import DeviceLine, Display, View
+from coordinator.rounds.display import DeviceLine, Display, View
 from fedvit.data.layout import PARTITION_FILE
 from fedvit.files import atomic_write
 from fleet.datasets import read_dataset
@@ -55,7 +55,7 @@ class CellProcess:
 
 
 class Launcher(NamedTuple):
-    """How cells are started."""
+    """Starts cells."""
 
     launch: Callable[[CellFolder], CellJob]
     jobs: int = 1  # most cells that are launched at a time
@@ -146,7 +146,7 @@ class _Work:
             over = entry.folder.end(entry.job.code() or 0)
             self._done += 1
             self.add(self._end(over))
-            self._display.line(_result_line(over, time_left(self._left_s())))
+            self._display.line(_result_line(over, time_left(self._estimate_s())))
 
     def view(self) -> View:
         """Return the state of all cells for a display."""
@@ -157,20 +157,20 @@ class _Work:
             state = f"round {progress.round}/{rounds}{accuracy}" if progress.round else progress.headline or "starting"
             devices.append(DeviceLine(folder.cell.path, state, progress.round, rounds))
         total = self._done + len(self.pending) + len(self.running) + len(self._schedule.ahead())
-        return View(f"{self._done} of {total} cells done{time_left(self._left_s())}", devices)
+        return View(f"{self._done} of {total} cells done{time_left(self._estimate_s())}", devices)
 
     def _end(self, over: FinishedCell) -> list[CellFolder]:
         if over.result:
             self._pace.learn(over.cell, over.result.wall_s, len(over.result.rounds))
         return self._schedule.add(over)
 
-    def _left_s(self) -> float | None:
+    def _estimate_s(self) -> float | None:
         left = [(folder.cell.method, folder.cell.rounds) for folder in self.pending] + self._schedule.ahead()
         for folder, _ in self.running:
             progress = folder.progress()
             self._pace.learn(folder.cell, progress.wall_s, progress.round)
             left.append((folder.cell.method, folder.cell.rounds - progress.round))
-        return self._pace.left_s(left, min(self._launcher.at_once, len(left))) if left else None
+        return self._pace.estimate_s(left, min(self._launcher.at_once, len(left))) if left else None
 
 
 class Dealer:
@@ -181,24 +181,24 @@ class Dealer:
 
     def deal(self, folder: CellFolder) -> None:
         """Make the device folders of a cell, unless they exist. Raises FedvitError."""
-        wanted = folder.cell.deal
+        division = folder.cell.deal
         note = folder.parts.with_name(f"{folder.parts.name}.digest")
-        if (folder.parts / PARTITION_FILE).is_file() and note.is_file() and note.read_text() == wanted.digest:
+        if (folder.parts / PARTITION_FILE).is_file() and note.is_file() and note.read_text() == division.digest:
             return
-        key = (wanted.dataset, wanted.image_size)
+        key = (division.dataset, division.image_size)
         if key not in self._samples:
             self._samples = {key: read_dataset(*key)}
         note.unlink(missing_ok=True)
         settings = DealSettings(
-            options=wanted.options,
-            seed=wanted.seed,
-            test_share=wanted.test_share,
-            validation_share=wanted.validation_share,
-            global_test=wanted.global_test,
+            options=division.options,
+            seed=division.seed,
+            test_share=division.test_share,
+            validation_share=division.validation_share,
+            global_test=division.global_test,
             overwrite=True,
         )
-        deal(self._samples[key], wanted.partition, wanted.devices, folder.parts, settings)
-        atomic_write(note, wanted.digest.encode())
+        deal(self._samples[key], division.partition, division.devices, folder.parts, settings)
+        atomic_write(note, division.digest.encode())
 
 
 class RoundTimes:
@@ -212,12 +212,12 @@ class RoundTimes:
         if rounds:
             self._round_s[cell.method] = wall_s / rounds
 
-    def left_s(self, left: Sequence[tuple[str, int]], jobs: int) -> float | None:
+    def estimate_s(self, left: Sequence[tuple[str, int]], jobs: int) -> float | None:
         """Seconds for these rounds, (method, rounds), of `jobs` cells at a time; None before any time is known.
 
         >>> pace = RoundTimes()
         >>> pace._round_s = {"fedavg": 2.0, "eftvit": 4.0}
-        >>> pace.left_s([("fedavg", 10), ("new", 10)], jobs=2)
+        >>> pace.estimate_s([("fedavg", 10), ("new", 10)], jobs=2)
         25.0
         """
         if not self._round_s:

@@ -48,16 +48,14 @@ def search_state(search: Search, ended: Ended) -> SearchState:
             tries[index] = _try(search.points[index], number, rung.rounds, ended)
         cells = [cell for index in left for cell in search.points[index].tries[number]]
         if not all(_is_finished(cell, ended) for cell in cells):
-            return SearchState(
-                tuple(tries), tuple(cells), (*planned_rounds(search, number + 1), *own), None, over=False
-            )
+            return SearchState(tuple(tries), tuple(cells), (*list_rounds(search, number + 1), *own), None, over=False)
         ranked = {index: accuracy for index in left if (accuracy := tries[index].accuracy) is not None}
         left = sorted(ranked, key=ranked.__getitem__, reverse=True)
     chosen = search.points[left[0]] if left else None
     return SearchState(tuple(tries), chosen.cells if chosen else (), (), chosen, over=True)
 
 
-def planned_rounds(search: Search, first_rung: int = 0) -> list[int]:
+def list_rounds(search: Search, first_rung: int = 0) -> list[int]:
     """Rounds of every cell that a search has from a rung on, if all of its points are usable."""
     return [
         rung.rounds

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from coordinator.config import ImageConfig, MetricsConfig, check_new_names, read_toml
-from coordinator.metrics.writers import check_writers
+from coordinator.views.trackers.writers import check_writers
 from fedvit.choices import did_you_mean, known_are
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names
@@ -137,7 +137,7 @@ def divide_method(table: dict[str, Any], where: str) -> MethodTable:
     """Divide a method's table. Raises ConfigError for one without a method's name, and for a key's old name."""
     kind, own = divide_named(table, "method", where)
     check_new_names(own, where)
-    tune = tuned_options(table)
+    tune = read_tune(table)
     excluded = {*RUN_KEYS, *([TUNE] if tune else ())}
     options = {key: value for key, value in own.items() if key not in excluded}
     return MethodTable(kind, options, tune, {key: table[key] for key in RUN_KEYS if key in table})
@@ -151,7 +151,7 @@ def divide_named(table: dict[str, Any], key: str, where: str) -> tuple[str, dict
     return kind, {option: value for option, value in table.items() if option != key}
 
 
-def tuned_options(table: dict[str, Any]) -> dict[str, list[Any]]:
+def read_tune(table: dict[str, Any]) -> dict[str, list[Any]]:
     """Options of a method's table with values to search among."""
     tune = table.get(TUNE)
     return tune if isinstance(tune, dict) else {}
@@ -187,12 +187,12 @@ def _convert(values: dict[str, Any], where: str) -> Experiment:
             raise ConfigError(f"{where}: {error}") from None
         key = path.strip(".`")
         value = values.get(key)
-        shown = f" = {value!r}" if value is not None and not isinstance(value, dict) else ""
-        raise ConfigError(f"{where}: {key}{shown}: {reason.lower().replace('`object`', 'a table')}") from None
+        text = f" = {value!r}" if value is not None and not isinstance(value, dict) else ""
+        raise ConfigError(f"{where}: {key}{text}: {reason.lower().replace('`object`', 'a table')}") from None
 
 
 def _check_tuning(experiment: Experiment, where: str) -> None:
-    if experiment.tuning and not any(map(tuned_options, experiment.methods.values())):
+    if experiment.tuning and not any(map(read_tune, experiment.methods.values())):
         raise ConfigError(f"{where}: [tuning]: none of the methods has a table {TUNE!r} of values to search among")
     tuning = experiment.tuning or TuningTable()
     if tuning.keep is not None and tuning.search != "halving":

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bench.cases import Case
 from bench.prepare import prepare
+from coordinator.compute.planning.planner import make_plan
 from coordinator.config import make_config
-from coordinator.planning.planner import make_plan
 from export import verify
 from fedvit.blobs import BlobStore
 from fedvit.methods import make_method

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from coordinator.planning.batch import method_batch
+from coordinator.compute.planning.batch import method_batch
 from export.graphs import export_graphs
 from export.verify import reference_step
 from fedvit.errors import ConfigError

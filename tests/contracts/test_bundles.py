@@ -6,7 +6,7 @@ import onnx
 import pytest
 import torch
 
-from coordinator.planning.batch import method_batch
+from coordinator.compute.planning.batch import method_batch
 from export.bundle.assemble import LOGITS, PROBABILITIES, Precision, assemble, open_predict_graph
 from export.bundle.measure import TOLERANCES, RunGraph, are_probabilities, open_session
 from export.bundle.model import read_model

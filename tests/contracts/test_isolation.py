@@ -31,9 +31,9 @@ from bench.pentest.client import Client, wait_for
 from bench.pentest.floods import REDUCED, floods
 from bench.pentest.parties import device_address, make_deployment, running
 from bench.pentest.report import Attempt
-from coordinator.broker.process import Broker
-from coordinator.deployment.authority import DAY_S, Authority
-from coordinator.deployment.folder import COORDINATOR, Deployment, make_token
+from coordinator.security.authority import DAY_S, Authority
+from coordinator.security.broker.process import Broker
+from coordinator.security.folder import COORDINATOR, Deployment, make_token
 from fedvit.transport.address import Address
 from fedvit.wire import topics as topics_module
 from fedvit.wire.topics import Topics

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fedvit.methods
-from coordinator.broker import start_broker
 from coordinator.compute.checkpoint import load_state
 from coordinator.compute.engine import Engine
 from coordinator.config import make_config
 from coordinator.record.store import Store
 from coordinator.record.summary import RunSummary, summarise
-from coordinator.run.coordinator import Coordinator
-from coordinator.run.display import Display
+from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.display import Display
+from coordinator.security.broker import start_broker
 from edge_client.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from coordinator.deployment.folder import Deployment
-from coordinator.deployment.registry import Certificate
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.store import Store
 from coordinator.record.tables import DeviceLog, SavedState
-from coordinator.run.status import MEMBERS, AtWork, Member, Status
-from coordinator.service.status import MemberStatus, write_service_status
+from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.rounds.status import MEMBERS, AtWork, Member, Status
+from coordinator.security.folder import Deployment
+from coordinator.security.registry import Certificate
 from edge_client import status as device_status
 from edge_client.state import status_file
 from fedvit import command_line

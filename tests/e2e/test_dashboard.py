@@ -20,13 +20,13 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from coordinator.cli import cli
-from coordinator.dashboard.connections import MOST_OF_ONE_ADDRESS
-from coordinator.dashboard.frame import clock
-from coordinator.deployment.folder import Deployment, Settings
-from coordinator.deployment.registry import Certificate
-from coordinator.planning.forecast import BoardForecast, Forecast, write_forecast
+from coordinator.compute.planning.forecast import BoardForecast, Forecast, write_forecast
 from coordinator.record.store import Store
-from coordinator.run.status import read_members
+from coordinator.rounds.status import read_members
+from coordinator.security.folder import Deployment, Settings
+from coordinator.security.registry import Certificate
+from coordinator.views.dashboard.connections import MOST_OF_ONE_ADDRESS
+from coordinator.views.dashboard.frame import clock
 from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.broker.process import claim_port
 from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord
+from coordinator.security.broker.process import claim_port
 from fedvit.tensors import unpack
 from fleet.request import RunRequest
 from fleet.simulate import simulate

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from coordinator.broker.process import PICKED_PORTS
+from coordinator.security.broker.process import PICKED_PORTS
 from fleet.devices import virtual_devices
 from fleet.request import RunRequest
 from fleet.simulate import simulate

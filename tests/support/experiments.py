@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from coordinator.config import MetricsConfig
 from coordinator.record.store import Store
-from coordinator.run.display import Display
+from coordinator.rounds.display import Display
 from fleet.experiments.cell import CellOptions, run_cell
 from fleet.experiments.folder import LOG_FILE, CellFolder
 from fleet.experiments.grid import read_grid

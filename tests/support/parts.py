@@ -12,9 +12,9 @@ import numpy as np
 from coordinator.compute.engine import Engine
 from coordinator.config import make_config
 from coordinator.record.store import Store
-from coordinator.run.coordinator import Coordinator
-from coordinator.run.open_round import OpenRound
-from coordinator.run.tasks import Task, Work
+from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.tasks import Task, Work
 from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train, encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import pack

@@ -7,7 +7,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from coordinator.run.object_store import ObjectStore
+from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.transport.base import Connected, Disconnected, Received, Transport

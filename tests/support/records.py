@@ -11,7 +11,7 @@ from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.store import Store
 from coordinator.record.summary import RunLine, RunSummary
 from coordinator.record.tables import SavedState, TaskRecord
-from coordinator.run.status import MEMBERS, AtWork, Member, Status, read_status
+from coordinator.rounds.status import MEMBERS, AtWork, Member, Status, read_status
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Result
 from profiles.prediction import Expected, Prediction

@@ -17,8 +17,8 @@ from torch import Tensor
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
 from coordinator.record.store import Store
-from coordinator.run.coordinator import Coordinator
-from coordinator.run.inbox import Interrupted
+from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.inbox import Interrupted
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import GroupRule, ServerRule
 from fedvit.methods.calculus import Named

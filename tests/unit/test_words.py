@@ -64,9 +64,9 @@ VERBS = {
 MODULES = {
     "admission.py": "validation.py",
     "conduct.py": "scheduler.py",
-    "coordinator/planning/fitting.py": "configuration search",
-    "coordinator/planning/targets.py": "device profiles",
-    "coordinator/run/rounds.py": "coordinator.py",
+    "coordinator/compute/planning/fitting.py": "configuration search",
+    "coordinator/compute/planning/targets.py": "device profiles",
+    "coordinator/rounds/rounds.py": "coordinator.py",
     "moved.py": "traffic.py",
 }
 """Ends of paths that no module has -> what to call it."""

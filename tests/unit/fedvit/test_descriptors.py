@@ -43,7 +43,7 @@ from queue import SimpleQueue
 from fedvit.transport.base import Disconnected
 from fedvit.transport.address import Address
 from fedvit.transport.mqtt import MqttTransport
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 
 def reasons():
     event = transport.inbox.get(timeout=60)

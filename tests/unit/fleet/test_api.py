@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from coordinator.cli import cli
 from coordinator.record.store import Store
-from coordinator.run.display import Display
+from coordinator.rounds.display import Display
 from fedvit.errors import ConfigError, FedvitError
 from fleet import api
 from fleet.api import FinishedRun, run

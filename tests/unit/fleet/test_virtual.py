@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.run.coordinator import Coordinator
+from coordinator.rounds.coordinator import Coordinator
 from fedvit.errors import ConfigError
 from fleet import simulate as simulation
 from fleet.devices import virtual_devices

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 from torch.utils.flop_counter import FlopCounterMode
 
-from coordinator.planning.batch import method_batch
+from coordinator.compute.planning.batch import method_batch
 from export.graphs import unverified_graphs
 from export.verify import reference_step
 from fedvit.methods import make_method

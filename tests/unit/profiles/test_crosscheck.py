@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.planning.batch import method_batch
+from coordinator.compute.planning.batch import method_batch
 from export.graphs import unverified_graphs
 from fedvit.methods import build_model, make_method
 from profiles.cost import graph_cost

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.cli import cli
-from coordinator.planning.forecast import read_forecast
-from coordinator.planning.profiling import BoardMode
+from coordinator.compute.planning.forecast import read_forecast
+from coordinator.compute.planning.profiling import BoardMode
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, FedvitError, OverBudget

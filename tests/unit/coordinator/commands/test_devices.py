@@ -7,11 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.commands.devices import devices
-from coordinator.dashboard.fleet_page import rows, view
-from coordinator.deployment.folder import Deployment, Settings
-from coordinator.deployment.registry import Certificate
 from coordinator.record.store import Store
 from coordinator.record.tables import SavedState
+from coordinator.security.folder import Deployment, Settings
+from coordinator.security.registry import Certificate
+from coordinator.views.dashboard.fleet_page import rows, view
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
 from tests.support.records import add_result

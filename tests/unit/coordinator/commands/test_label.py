@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from coordinator.commands.label import label
 from coordinator.record.store import Store
-from coordinator.service.labelling import set_labels
+from coordinator.rounds.service.labelling import set_labels
 from fedvit.errors import ConfigError
 from tests.support.runs import Stage
 

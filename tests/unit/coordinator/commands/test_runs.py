@@ -16,11 +16,11 @@ from coordinator.commands.runs import runs
 from coordinator.commands.show import show
 from coordinator.commands.status import status
 from coordinator.config import make_config
-from coordinator.dashboard.reader import Reader
 from coordinator.record.liveness import STALE_S, STATUS_FILE
 from coordinator.record.store import Store
 from coordinator.record.summary import RunHead, progress
-from coordinator.run.status import Status
+from coordinator.rounds.status import Status
+from coordinator.views.dashboard.reader import Reader
 from tests.support.records import RUN, begun_run
 from tests.support.waiting import wait_until
 

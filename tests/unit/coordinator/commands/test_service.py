@@ -10,14 +10,14 @@ import psycopg
 import pytest
 from click.testing import CliRunner
 
-from coordinator.broker.process import claim_port
 from coordinator.cli import cli
 from coordinator.commands import submit as submit_module
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
 from coordinator.record.database import use_database
 from coordinator.record.store import Store
-from coordinator.service.status import MemberStatus, write_service_status
+from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone
 from tests.support.forked import ForkedWorker
 from tests.support.postgresql import Postgresql

@@ -16,7 +16,7 @@ from coordinator.record.copies import is_whole, notes_in, number_in, read_runs
 from coordinator.record.retention import collect, remove_runs
 from coordinator.record.store import Store
 from coordinator.record.tables import DeviceRecord, ResultRecord
-from coordinator.run.quarantine import Quarantine
+from coordinator.rounds.quarantine import Quarantine
 from fedvit.errors import ConfigError, Damaged
 
 NAMES = ["a", "b", "c"]

@@ -8,10 +8,10 @@ from typing import Any
 import psycopg
 import pytest
 
-from coordinator.broker.process import claim_port
 from coordinator.record.database import use_database
 from coordinator.record.leadership import Leadership, ServiceHost
 from coordinator.record.store import Store
+from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone, LeadershipLost
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.compute.planning.checks import checked_config
 from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
-from coordinator.planning.checks import checked_config
 from coordinator.record.privacy import (
     Step,
     cohort_seed,

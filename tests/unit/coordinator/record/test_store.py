@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.broker.process import claim_port
 from coordinator.record.backups import Backups, Struck
 from coordinator.record.database import use_database
 from coordinator.record.store import Store
 from coordinator.record.tables import Asked, ResultRecord, SavedState, TaskRecord, TaskTimes
+from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone, StorageFailed
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result

@@ -39,7 +39,7 @@ RUN_SLOWLY = """
 import sys
 import msgspec
 from pathlib import Path
-from coordinator.run.display import Display
+from coordinator.rounds.display import Display
 from fleet.engines import simulation
 from fleet.request import RunRequest
 from fleet.simulate import simulate

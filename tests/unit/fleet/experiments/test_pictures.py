@@ -20,7 +20,7 @@ from fedvit.methods.base import Images, Method
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fleet.api import FinishedRun
-from fleet.experiments.pictures import attention_rollout, device_kinds, embedded_devices
+from fleet.experiments.pictures import attention_rollout, device_kinds, embed_devices
 from fleet.experiments.report import html_report
 from fleet.partition import DeviceCounts, PartitionSummary
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
@@ -131,7 +131,7 @@ def test_like_embeddings_lie_together_on_the_plane(tmp_path: Path) -> None:
     assert {device: vector.shape for device, vector in run.embeddings().items()} == dict.fromkeys(
         [f"device-{n}" for n in range(7)], (16,)
     )
-    points = embedded_devices(run, tmp_path, 0, novel)
+    points = embed_devices(run, tmp_path, 0, novel)
     assert [entry.device for entry in points if entry.novel] == ["device-7"]
     plane = np.array([(entry.x, entry.y) for entry in points])
     nearest = [
@@ -139,7 +139,7 @@ def test_like_embeddings_lie_together_on_the_plane(tmp_path: Path) -> None:
         for one in range(8)
     ]
     assert all(points[one].kind == points[other].kind for one, other in enumerate(nearest))
-    assert embedded_devices(FinishedRun("none", tmp_path, 0.0, SimpleNamespace()), tmp_path, 0) == []  # type: ignore[arg-type]
+    assert embed_devices(FinishedRun("none", tmp_path, 0.0, SimpleNamespace()), tmp_path, 0) == []  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from fleet.experiments.folder import RESULT_FILE, FinishedCell
 from fleet.experiments.grid import read_grid
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from fleet.experiments.search import Schedule, planned_rounds, search_state
+from fleet.experiments.search import Schedule, list_rounds, search_state
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
@@ -175,7 +175,7 @@ class TestStanding:
         assert [one.rounds for one in at.tries] == [10] * 6 + [30] * 3
         assert at.chosen.values == {"lr": 0.3, "clip_norm": 2}
         assert len(schedule.cells) == 9 + 3 + 2 == schedule.total()
-        assert planned_rounds(grid.searches[0]) == [10] * 9 + [30] * 3
+        assert list_rounds(grid.searches[0]) == [10] * 9 + [30] * 3
 
     def test_of_equal_points_the_first_is_chosen(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE))

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from bench.child import run_child
 from bench.machine import Machine, this_machine
+from coordinator.record.record import open_record
 from fedvit.models import SMALL
 from fleet.datasets import read_samples
 from fleet.devices import device_folders

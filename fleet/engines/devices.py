@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import psutil
 import torch
-from coordinator.compute.references import snapshot
 
 from coordinator.compute.planning.planner import Plan
 from coordinator.config import RunConfig
+from coordinator.record.references import snapshot
 from coordinator.record.tables import Reference
 from coordinator.rounds.display import Display
 from edge_client.private import clipped, noisy_rows

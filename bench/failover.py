@@ -29,6 +29,7 @@ from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError, NoRoom
 from fedvit.wire.messages import CoordinatorState, Task, decode, term_of
 from fleet.processes import Fleet, last_line, log_text, program
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.federation import SCENARIO, count_duplicates, deal_digits
 from tests.support.postgresql import Postgresql
@@ -123,7 +124,7 @@ class _Scene:
         self._config = {**values, "devices": len(DEVICES)}
         self._rounds = settings.rounds
         progress("a calm run, for comparison")
-        calm = simulate(folders, values, out=home / "calm", run="calm")
+        calm = simulate(RunRequest(folders, values, out=home / "calm", run="calm"))
         self._calm = (calm.folder / "model.safetensors").read_bytes()
         for folder in folders:
             flags = {"--broker": f"127.0.0.1:{self._broker.address.port}", "--data": str(folder), "--threads": "1"}

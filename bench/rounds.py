@@ -136,7 +136,7 @@ def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pr
             pids = []
             for number in range(hosts):
                 host = [
-                    *program("fleet.host"),
+                    *program("fleet.commands.host"),
                     "--broker",
                     address,
                     "--parts",
@@ -161,7 +161,7 @@ def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pr
                     progress(f"{devices} devices: round {reported} closed")
                 if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
                     seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_threads, pids))
-                if any(code for name, code in fleet.ended().items() if name != "coordinator"):
+                if any(code for name, code in fleet.exit_codes().items() if name != "coordinator"):
                     break
             if coordinator.poll() != 0:
                 logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]

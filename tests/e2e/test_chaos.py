@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fleet.processes import last_line
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.federation import BROKER, COORDINATOR, PATIENCE_S, SCENARIO, Fault, Federation, count_duplicates
 from tests.support.once import made_once
@@ -44,7 +45,8 @@ def reference(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     """The tensors of a run without faults."""
     folders = [parts / name for name in DEVICES]
     out = made_once(
-        shared / "e2e" / "calm", lambda out: simulate(folders, VALUES, out=out, run="calm", graph_cache=graph_cache)
+        shared / "e2e" / "calm",
+        lambda out: simulate(RunRequest(folders, VALUES, out=out, run="calm", graph_cache=graph_cache)),
     )
     return (out / "calm" / "model.safetensors").read_bytes()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.child import with_bytecode
-from bench.edge import MemoryWatch, noise_folder
+from bench.edge import MemoryWatch, make_noise_folder
 from bench.memory_limit import MemoryLimit, limit_memory
-from bench.one_round import one_round
+from bench.one_round import start_round
 from bench.reporting import MEGA, Progress, Report
 
 
@@ -49,10 +49,10 @@ def run_cap(settings: CapSettings, progress: Progress = lambda line: None) -> Re
     """
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder, contextlib.ExitStack() as stack:
         home = Path(folder)
-        data = noise_folder(home / "parts", images=settings.images, size=settings.image_size)
+        data = make_noise_folder(home / "parts", images=settings.images, size=settings.image_size)
         limit = stack.enter_context(limit_memory(settings.limit_bytes))
         session = stack.enter_context(
-            one_round(home, settings.run, data, command=lambda plain: limit.command(with_bytecode(plain)))
+            start_round(home, settings.run, data, command=lambda plain: limit.command(with_bytecode(plain)))
         )
         progress(f"{session.broker}; {settings.limit_bytes / MEGA:.0f} MB for the device, limited by {limit.kind}")
         watch = stack.enter_context(MemoryWatch(session.device.pid, "VmHWM", "RssAnon"))

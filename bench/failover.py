@@ -86,12 +86,12 @@ class _Watch:
         with self._lock:
             times.setdefault(term_of(epoch), time.monotonic())
 
-    def first_after(self, times: dict[int, float], term: int) -> float | None:
+    def find_first_after(self, times: dict[int, float], term: int) -> float | None:
         """Find when a later term did it first."""
         with self._lock:
             return min((at for later, at in times.items() if later > term), default=None)
 
-    def newest_term(self) -> int:
+    def find_newest_term(self) -> int:
         with self._lock:
             return max(self.announced, default=0)
 
@@ -197,15 +197,15 @@ class _Scene:
         self.wait(lambda: self.watch.tasks > tasks, "a task")
         name = self.wait(self.find_leader, "a leader")
         time.sleep(after_s)
-        doing, term = self.read_doing(), self.watch.newest_term()
+        doing, term = self.read_doing(), self.watch.find_newest_term()
         process, log = self.services[name]
         began = time.monotonic()
         if kind in ("kill", "stop"):
             process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         else:
             (self.links.cut if kind == "cut" else self.links.silence)(name)
-        leads = self.wait(lambda: self.watch.first_after(self.watch.announced, term), "another leader") - began
-        works = self.wait(lambda: self.watch.first_after(self.watch.first_task, term), "its first task") - began
+        leads = self.wait(lambda: self.watch.find_first_after(self.watch.announced, term), "another leader") - began
+        works = self.wait(lambda: self.watch.find_first_after(self.watch.first_task, term), "its first task") - began
         ended = None
         if kind != "kill":
             back = time.monotonic()

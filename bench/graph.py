@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.cases import Case
 from bench.child import run_child
-from bench.machine import this_machine
+from bench.machine import describe_machine
 from bench.reporting import Progress, Report
 from bench.step import prepare_case
 
@@ -26,7 +26,7 @@ def run_graph_bench(
 
     Raises FedvitError when a case cannot be prepared, or has no graph of this name.
     """
-    machine = this_machine()
+    machine = describe_machine()
     results = []
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:

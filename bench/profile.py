@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.cases import Case
-from bench.edge import noise_folder
-from bench.machine import this_machine
-from bench.one_round import RUN, OneRound, one_round
+from bench.edge import make_noise_folder
+from bench.machine import describe_machine
+from bench.one_round import RUN, OneRound, start_round
 from bench.reporting import MEGA, Progress, Report
 from coordinator.record.tables import ResultRecord
 from export.verify import reference_step
@@ -44,7 +44,7 @@ def run_profile_bench(cases: Sequence[Case], progress: Progress = lambda line: N
         with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
             results.append(_profile(case, Path(folder), progress))
     return {
-        "machine": this_machine(),
+        "machine": describe_machine(),
         "cases": results,
         "flops_exact": all(case["flops_step"] == case["flops_torch"] for case in results),
         "bytes_exact": all(case[way]["error"] == 0 for case in results for way in ("bytes_down", "bytes_up")),
@@ -55,18 +55,18 @@ def run_profile_bench(cases: Sequence[Case], progress: Progress = lambda line: N
 
 def _profile(case: Case, home: Path, progress: Progress) -> Report:
     progress(f"{case.name}: making images, counting the step in torch")
-    size = image_size(case)
+    size = find_image_size(case)
     images = STEPS * case.batch_size + TEST_IMAGES
-    data = noise_folder(home / "parts", images=images, size=size, test_share=TEST_IMAGES / images)
-    speeds = [measure_speed(this_machine().cores)]
-    with one_round(home, make_run(case), data) as session:
+    data = make_noise_folder(home / "parts", images=images, size=size, test_share=TEST_IMAGES / images)
+    speeds = [measure_speed(describe_machine().cores)]
+    with start_round(home, make_run(case), data) as session:
         progress(f"{case.name}: a round on a real device")
         reason = session.wait(PATIENCE_S, report=progress)
         if reason:
             raise FedvitError(f"{case.name}: {reason}")
         results = session.results
-        program, cost = _cost(case, session, results)
-    speeds.append(measure_speed(this_machine().cores))
+        program, cost = _price(case, session, results)
+    speeds.append(measure_speed(describe_machine().cores))
     predictions = [predict(cost, speed, device="this machine", source="measured") for speed in speeds]
     figures = _compare_case(case, program, cost, predictions, results)
     step, memory = figures["step_time"], figures["peak_memory"]
@@ -85,11 +85,11 @@ def make_run(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def image_size(case: Case) -> int:
+def find_image_size(case: Case) -> int:
     return int(case.model_options.get("image_size", 224))
 
 
-def _cost(case: Case, session: OneRound, results: dict[str, ResultRecord]) -> tuple[Program, ProgramCost]:
+def _price(case: Case, session: OneRound, results: dict[str, ResultRecord]) -> tuple[Program, ProgramCost]:
     digest = session.store.runs.read(RUN).program
     blobs = BlobStore(session.home / "runs" / RUN / "blobs")
     assert digest is not None  # a run that finished has one

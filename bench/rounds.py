@@ -18,8 +18,8 @@ import numpy as np
 import psutil
 from msgspec import Struct
 
-from bench.edge import noise_folder, read_memory
-from bench.machine import this_machine
+from bench.edge import make_noise_folder, read_memory
+from bench.machine import describe_machine
 from bench.reporting import Progress, Report
 from coordinator.record.record import open_record
 from coordinator.record.tables import ResultRecord, RoundRecord
@@ -99,7 +99,7 @@ def run_rounds_bench(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rounds-")))
         parts = folder / "parts"
-        noise_folder(parts, images=FOLDERS * IMAGES, size=32, test_share=1 / 3, devices=FOLDERS)
+        make_noise_folder(parts, images=FOLDERS * IMAGES, size=32, test_share=1 / 3, devices=FOLDERS)
         states = stack.enter_context(_choose_storage())
 
         def sample(name: str, count: int, values: dict[str, Any]) -> Sampled:
@@ -135,24 +135,18 @@ def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pr
             seen = Sampled(broker.kind, time.time(), [], [], [], [], set(), None)
             pids = []
             for number in range(hosts):
-                host = [
-                    *program("fleet.commands.host"),
-                    "--broker",
-                    address,
-                    "--parts",
-                    str(fleets.parts),
-                    "--devices",
-                    str(devices),
-                ]
-                host += ["--number", str(number), "--hosts", str(hosts), "--state", str(fleets.states), "--once"]
+                flags = {"--broker": address, "--parts": fleets.parts, "--devices": devices, "--number": number}
+                flags |= {"--hosts": hosts, "--state": fleets.states}
+                words = [str(word) for flag in flags.items() for word in flag]
+                host = [*program("fleet.commands.host"), *words, "--once"]
                 pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
             reported, worker = 0, list[int]()
             while coordinator.poll() is None:
                 time.sleep(POLL_S)
                 if memory := read_memory(coordinator.pid):
                     used = {"control": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
-                    used["worker"] = worker = worker or _children(coordinator.pid)
-                    cpu_s = {name: sum(map(_cpu_s, those)) for name, those in used.items()}
+                    used["worker"] = worker = worker or _list_children(coordinator.pid)
+                    cpu_s = {name: sum(map(_read_cpu_s, members)) for name, members in used.items()}
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
@@ -160,7 +154,7 @@ def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pr
                     reported = len(closed)
                     progress(f"{devices} devices: round {reported} closed")
                 if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
-                    seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_threads, pids))
+                    seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_count_threads, pids))
                 if any(code for name, code in fleet.exit_codes().items() if name != "coordinator"):
                     break
             if coordinator.poll() != 0:
@@ -205,7 +199,7 @@ def _report_cohort(seen: Sampled, devices: int) -> Report:
         "upload_bytes": max(result.use.upload_bytes or 0 for result in seen.results if result.kind == "train"),
         "peak_rss_bytes": seen.peak_rss_bytes,
         "before_bytes": before[-1] if before else None,  # after the devices have joined, before the round
-        "round_s": _duration_s(entry),
+        "round_s": _measure_duration(entry),
     }
 
 
@@ -216,17 +210,17 @@ def _report(seen: Sampled, devices: int, hosts: int) -> Report:
     later = seen.rounds[1:] or seen.rounds
     numbers = {entry.round for entry in later}
     results = [result for result in seen.results if result.kind == "train" and result.round in numbers]
-    compute_s = _compute_s(results) / _count_parallel(hosts) / len(later)
-    round_s = float(np.median([_duration_s(entry) for entry in later]))
+    compute_s = _sum_compute_s(results) / _count_parallel(hosts) / len(later)
+    round_s = float(np.median([_measure_duration(entry) for entry in later]))
     return {
-        "machine": this_machine(),
+        "machine": describe_machine(),
         "broker": seen.broker,
         "devices": devices,
         "hosts": hosts,
         "rounds": len(seen.rounds),
         "joined_s": seen.joined[devices - 1] - seen.hosts_began if len(seen.joined) >= devices else None,
         "dropped_devices": len(seen.left | _without_result(seen)),
-        "first_round_s": _duration_s(seen.rounds[0]),
+        "first_round_s": _measure_duration(seen.rounds[0]),
         "round_s": round_s,
         "compute_s": compute_s,
         "server_s": float(np.median([entry.figures["server_s"] for entry in later])),
@@ -239,7 +233,7 @@ def _report(seen: Sampled, devices: int, hosts: int) -> Report:
 
 def _report_processes(seen: Sampled, devices: int) -> Report:
     """Report memory and processor time of the programs."""
-    after = [_find_sample(seen.samples, _closed_at(entry)) for entry in seen.rounds]
+    after = [_find_sample(seen.samples, _find_end(entry)) for entry in seen.rounds]
     rss = [sample.rss_bytes for sample in after]
     half = rss[len(rss) // 2 :]  # in the first half, caches of database and allocator fill
     turns = (len(after) - 1) * devices
@@ -261,7 +255,7 @@ def _count_parallel(hosts: int) -> int:
     return hosts * max(1, usable_cores() // hosts)
 
 
-def _compute_s(results: Sequence[ResultRecord]) -> float:
+def _sum_compute_s(results: Sequence[ResultRecord]) -> float:
     """Sum the time of all training steps."""
     return sum((result.use.step_s or 0.0) * (result.use.steps or 0) for result in results)
 
@@ -272,13 +266,13 @@ def _without_result(seen: Sampled) -> set[str]:
     return {device for entry in seen.rounds for device in entry.cohort if (entry.round, device) not in answered}
 
 
-def _duration_s(entry: RoundRecord) -> float:
+def _measure_duration(entry: RoundRecord) -> float:
     """Return the time from the opening of a round until its state was saved."""
     opened, closed = (datetime.fromisoformat(str(text)) for text in (entry.opened_at, entry.closed_at))
     return (closed - opened).total_seconds()
 
 
-def _closed_at(entry: RoundRecord) -> float:
+def _find_end(entry: RoundRecord) -> float:
     """Return when a round's state was saved, as time.time()."""
     return datetime.fromisoformat(str(entry.closed_at)).timestamp()
 
@@ -288,7 +282,7 @@ def _find_sample(samples: list[Sample], moment: float) -> Sample:
     return min(samples, key=lambda sample: abs(sample.at - moment))
 
 
-def _cpu_s(pid: int) -> float:
+def _read_cpu_s(pid: int) -> float:
     """Read the processor time of a process, all threads; 0 when it has ended."""
     with suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
@@ -296,13 +290,13 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
-def _children(pid: int) -> list[int]:
+def _list_children(pid: int) -> list[int]:
     with suppress(psutil.Error):
         return [child.pid for child in psutil.Process(pid).children()]
     return []
 
 
-def _threads(pid: int) -> int:
+def _count_threads(pid: int) -> int:
     with suppress(psutil.Error):
         return int(psutil.Process(pid).num_threads())
     return 0

@@ -21,7 +21,7 @@ import torch
 from msgspec import Struct
 
 from bench.child import run_child
-from bench.machine import this_machine
+from bench.machine import describe_machine
 from bench.reporting import Progress, Report
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
@@ -81,7 +81,7 @@ def run_server_bench(models: Iterable[str], settings: ServerSettings, progress: 
     device = torch.device(settings.accelerator)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     builtins = msgspec.to_builtins(settings)
-    return {"machine": this_machine(), "accelerator": name, "settings": builtins, "results": results}
+    return {"machine": describe_machine(), "accelerator": name, "settings": builtins, "results": results}
 
 
 def _measure(model: str, settings: ServerSettings, progress: Progress) -> Report:

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from bench.cases import Case, encode_case
 from bench.child import run_child
-from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, installed_bytes, this_machine
+from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, count_installed_bytes, describe_machine
 from bench.reporting import MEGA, Progress, Report
 from fedvit.errors import FedvitError
 from fedvit.kernels import EXTRA, find_library
@@ -56,10 +56,10 @@ def run_step_bench(
         "torch_gflops": find_best("torch", "fp32"),
         "torch_bf16_gflops": find_best("torch_bf16", "bf16"),
     }
-    sizes = {"onnx": installed_bytes(DEVICE_PACKAGES), "torch": installed_bytes(TORCH_PACKAGES)}
+    sizes = {"onnx": count_installed_bytes(DEVICE_PACKAGES), "torch": count_installed_bytes(TORCH_PACKAGES)}
     results = [_summarize(case, each, products, sizes) for case, each in zip(cases, runs, strict=True)]
     return {
-        "machine": this_machine(), "steps": settings.steps, "rounds": settings.rounds, "products": products,
+        "machine": describe_machine(), "steps": settings.steps, "rounds": settings.rounds, "products": products,
         "cases": results,
     }  # fmt: skip
 

@@ -46,7 +46,7 @@ def run_store_bench(*, rounds: int = 10_000, devices: int = 100, progress: Progr
         store.runs.update(RUN, classes=["ant", "bee"], status="running")
         began, resident = time.monotonic(), list[int]()
         for number in range(1, rounds + 1):
-            one_round(store, number, names, batch=devices)
+            write_round(store, number, names, batch=devices)
             resident.append(psutil.Process().memory_info().rss)
             if number % max(1, rounds // 10) == 0:
                 progress(f"{number} rounds of {devices} devices, {time.monotonic() - began:.0f} s")
@@ -55,7 +55,7 @@ def run_store_bench(*, rounds: int = 10_000, devices: int = 100, progress: Progr
         backups = Backups(store, RUN, out / RUN, 1)
         copy_s = _time(lambda: backups.after_round(rounds, last=True))
         began_cpu_s = time.process_time()
-        times = [_time(partial(one_round, store, number, names, backups=backups)) for number in following]
+        times = [_time(partial(write_round, store, number, names, backups=backups)) for number in following]
         cpu_s = time.process_time() - began_cpu_s
         noted = sum(file.stat().st_size for file in notes_in(out / RUN))
         copied = backups.copies()[-1].stat().st_size
@@ -85,7 +85,7 @@ def run_store_bench(*, rounds: int = 10_000, devices: int = 100, progress: Progr
         }
 
 
-def one_round(
+def write_round(
     store: Record,
     number: int,
     names: list[str],
@@ -156,7 +156,7 @@ def _resume(out: Path) -> None:
     store.close()
 
 
-def _command(*arguments: str) -> list[str]:
+def _make_command(*arguments: str) -> list[str]:
     return [*program("coordinator.cli"), *arguments]
 
 
@@ -168,7 +168,7 @@ def _make_environment(out: Path) -> dict[str, str]:
 
 def _time_command(out: Path, *arguments: str) -> tuple[float, float]:
     """Return wall and processor seconds of one command."""
-    before, began, command = os.times(), time.monotonic(), _command(*arguments, "--runs", str(out))
+    before, began, command = os.times(), time.monotonic(), _make_command(*arguments, "--runs", str(out))
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=_make_environment(out))
     wall, after = time.monotonic() - began, os.times()
     if ended.returncode:
@@ -179,7 +179,7 @@ def _time_command(out: Path, *arguments: str) -> tuple[float, float]:
 
 def _time_resume(out: Path) -> float:
     """Return seconds from the start of `coordinator start --resume` until it waits for devices."""
-    arguments = _command("start", "--resume", RUN, "--runs", str(out), "--broker.port", "0")
+    arguments = _make_command("start", "--resume", RUN, "--runs", str(out), "--broker.port", "0")
     began, lines = time.monotonic(), list[str]()
     with subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_make_environment(out)

@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.child import with_bytecode
 from bench.edge import MemoryWatch, read_memory
-from bench.machine import this_machine
+from bench.machine import describe_machine
 from bench.reporting import MEGA, Progress, Report
 from bench.wire_side import WARM_BYTES
 from coordinator.config import BlobsConfig
@@ -65,7 +65,7 @@ class Side:
         )
 
     def await_ready(self) -> None:
-        if self._line() != "ready":
+        if self._read_line() != "ready":
             raise FedvitError(f"the {self._what} did not start")
 
     def go(self) -> None:
@@ -74,7 +74,7 @@ class Side:
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._line())
+        answer: dict[str, Any] = json.loads(self._read_line())
         return answer
 
     def end_input(self) -> None:
@@ -88,7 +88,7 @@ class Side:
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr] # both are pipes
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         """The next line of its output. Raises FedvitError, with the last line of its errors, when it has ended."""
         assert self.process.stdout is not None
         timer = threading.Timer(PATIENCE_S, self.process.kill)
@@ -161,7 +161,7 @@ class _Bench:
         return size / MEGA / (ended - began), {}
 
     def measure_store(self, server: S3Server) -> dict[str, float]:
-        """Measure MB/s of a plain GET, and of ours, of the same content; it is put into the store before."""
+        """Put content into the store, and measure MB/s of a plain GET of it and of our transfer."""
         config = server.config()
         s3, _ = self._measure_ours(1, {"store": msgspec.structs.asdict(config), "store_origin": config.origin})
         store = ObjectStore(config, "bench", BlobStore(self.folder / "put"))
@@ -293,7 +293,7 @@ def run_wire_bench(
     with tempfile.TemporaryDirectory(prefix="fleet-bench-", dir=home) as folder:
         store = _measure_store(Path(folder), blob_bytes, rounds, progress)
     return {
-        "machine": this_machine(), "blob_bytes": blob_bytes, "rounds": rounds, "stores_in": str(home),
+        "machine": describe_machine(), "blob_bytes": blob_bytes, "rounds": rounds, "stores_in": str(home),
         "brokers": reports, "store": store,
     }  # fmt: skip
 

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from bench.child import run_child
-from bench.machine import this_machine
+from bench.machine import describe_machine
 from bench.reporting import Progress, Report
 from bench.simulate.jobs import COHORT, SEED, Job, Measured, encode_job, rounds_until_all_were_asked
 from fedvit.errors import FedvitError
@@ -67,7 +67,7 @@ def run_simulate_bench(
         threads = {1, usable_cores()} if settings.accelerator == "cpu" else {usable_cores()}
         settings = msgspec.structs.replace(settings, threads=tuple(sorted(threads)))
     return {
-        "machine": this_machine(),
+        "machine": describe_machine(),
         "accelerator": settings.accelerator,
         "precision": settings.precision,
         "devices": len(folders),

@@ -51,7 +51,7 @@ def make_targets(scene: Scene) -> dict[str, Target]:
     graphs = [scene.blobs.get(graph.digest) for graph in program.graphs.values()]
     messages = [path.read_bytes() for path in sorted(GOLDEN.glob("*.bin"))]
 
-    def written(read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    def make_file_reader(read: Callable[[Path], object]) -> Callable[[bytes], object]:
         def read_file(raw: bytes) -> object:
             file.write_bytes(raw)
             return read(file)
@@ -65,9 +65,11 @@ def make_targets(scene: Scene) -> dict[str, Target]:
         "program": Target([encode_program(program)], damage_structure, decode_program),
         "program's bytes": Target([encode_program(program)], damage_bytes, decode_program),
         "tensors": Target([upload], damage_tensors, unpack),
-        "tensors in a file": Target([upload], damage_tensors, written(map_tensors)),
-        "upload": Target([upload], damage_tensors, written(lambda path: check_upload(path, program, "upload"))),
-        "graph": Target(graphs, damage_bytes, written(check_self_contained)),
+        "tensors in a file": Target([upload], damage_tensors, make_file_reader(map_tensors)),
+        "upload": Target(
+            [upload], damage_tensors, make_file_reader(lambda path: check_upload(path, program, "upload"))
+        ),
+        "graph": Target(graphs, damage_bytes, make_file_reader(check_self_contained)),
     }
 
 

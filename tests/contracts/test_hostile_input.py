@@ -46,13 +46,13 @@ TASK = Task("i", 1, "run", 1, "train", 0, DIGEST, {"model": DIGEST}, (MANIFEST,)
 # --- claims -------------------------------------------------------------------------------------------
 
 
-def as_sent(message: AnyMessage) -> bytes:
-    """As a peer writes it that checks nothing."""
+def encode_unchecked(message: AnyMessage) -> bytes:
+    """Encode a message as a peer that checks nothing."""
     return b"\x01" + msgspec.msgpack.encode(message)
 
 
-def changed(message: AnyMessage, **values: object) -> bytes:
-    return as_sent(msgspec.structs.replace(message, **values))
+def encode_change(message: AnyMessage, **values: object) -> bytes:
+    return encode_unchecked(msgspec.structs.replace(message, **values))
 
 
 HELLO = Hello("i", "0.1", PROFILE, ("a", "b"), 10, 5)
@@ -62,22 +62,22 @@ RESULT = Result("run", 1, "train", 10, {"loss": 0.5}, USE, MANIFEST)
 @pytest.mark.parametrize(
     "raw",
     {
-        "a name of 1 MB": changed(HELLO, instance="x" * 60_000),
-        "a host whose name fills a message": changed(
+        "a name of 1 MB": encode_change(HELLO, instance="x" * 60_000),
+        "a host whose name fills a message": encode_change(
             HELLO, profile=msgspec.structs.replace(PROFILE, host="x" * 60_000)
         ),
-        "a class whose name fills a message": changed(HELLO, classes=("\0" * 60_000,)),
-        "no core": changed(HELLO, profile=msgspec.structs.replace(PROFILE, cores=0)),
-        "an infinite time": changed(RESULT, use=msgspec.structs.replace(USE, train_s=float("inf"))),
-        "a time that is no number": changed(RESULT, use=msgspec.structs.replace(USE, train_s=float("nan"))),
-        "a negative memory": changed(RESULT, use=msgspec.structs.replace(USE, peak_rss_bytes=-1)),
-        "more labels than a device may have": changed(HELLO, labels={f"l{number}": "x" for number in range(17)}),
-        "a label whose text fills a message": changed(HELLO, labels={"site": "x" * 60_000}),
-        "a program's name of 60 kB": changed(RESULT, program="x" * 60_000),
-        "no time between two messages of progress": changed(TASK, progress_s=0.0),
-        "thousands of metrics": changed(RESULT, metrics={f"m{number}": 1.0 for number in range(2000)}),
-        "a deadline that never comes": changed(TASK, deadline_s=float("nan")),
-        "too long": as_sent(HELLO) + bytes(MAX_MESSAGE_BYTES),
+        "a class whose name fills a message": encode_change(HELLO, classes=("\0" * 60_000,)),
+        "no core": encode_change(HELLO, profile=msgspec.structs.replace(PROFILE, cores=0)),
+        "an infinite time": encode_change(RESULT, use=msgspec.structs.replace(USE, train_s=float("inf"))),
+        "a time that is no number": encode_change(RESULT, use=msgspec.structs.replace(USE, train_s=float("nan"))),
+        "a negative memory": encode_change(RESULT, use=msgspec.structs.replace(USE, peak_rss_bytes=-1)),
+        "more labels than a device may have": encode_change(HELLO, labels={f"l{number}": "x" for number in range(17)}),
+        "a label whose text fills a message": encode_change(HELLO, labels={"site": "x" * 60_000}),
+        "a program's name of 60 kB": encode_change(RESULT, program="x" * 60_000),
+        "no time between two messages of progress": encode_change(TASK, progress_s=0.0),
+        "thousands of metrics": encode_change(RESULT, metrics={f"m{number}": 1.0 for number in range(2000)}),
+        "a deadline that never comes": encode_change(TASK, deadline_s=float("nan")),
+        "too long": encode_unchecked(HELLO) + bytes(MAX_MESSAGE_BYTES),
     }.items(),
     ids=lambda item: item[0],
 )
@@ -89,7 +89,9 @@ def test_nonsense_is_refused_with_the_message(raw: tuple[str, bytes]) -> None:
 @pytest.mark.parametrize(("size", "chunk"), [(2**62, 1024), (2**40, 1024), (MAX_BLOB_CHUNKS * 1024 + 1, 1024)])
 def test_no_claim_allocates(size: int, chunk: int) -> None:
     """A receiver keeps a byte for each chunk of what is announced."""
-    raw = as_sent(RESULT).replace(msgspec.msgpack.encode(MANIFEST), msgspec.msgpack.encode([DIGEST, size, chunk]))
+    raw = encode_unchecked(RESULT).replace(
+        msgspec.msgpack.encode(MANIFEST), msgspec.msgpack.encode([DIGEST, size, chunk])
+    )
     with pytest.raises(BadPayload, match="chunks"):
         decode(raw)
 
@@ -97,7 +99,9 @@ def test_no_claim_allocates(size: int, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [2**20 + 1, 2**32, 2**63])
 def test_no_chunk_is_larger_than_a_message(chunk: int) -> None:
     """Blobs under construction note the size of a chunk in 32 bits."""
-    raw = as_sent(RESULT).replace(msgspec.msgpack.encode(MANIFEST), msgspec.msgpack.encode([DIGEST, 2**40, chunk]))
+    raw = encode_unchecked(RESULT).replace(
+        msgspec.msgpack.encode(MANIFEST), msgspec.msgpack.encode([DIGEST, 2**40, chunk])
+    )
     with pytest.raises(BadPayload, match="1048576"):
         decode(raw)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bench.edge import noise_folder
+from bench.edge import make_noise_folder
 from coordinator.record.record import Record, open_record
 from coordinator.record.tables import ResultRecord
 from coordinator.security.folder import make_token
@@ -59,7 +59,7 @@ class DeployedStage:
         )
         identity = folder / HONEST / "identity"
         join(make_token(self.deployment, HONEST, 3600.0), identity, patience_s=WAIT_S)
-        data = noise_folder(folder / "data", images=16, size=8)
+        data = make_noise_folder(folder / "data", images=16, size=8)
         flags = ["--data", str(data), "--state", str(folder / HONEST), "--threads", "1"]
         fleet.start(HONEST, [*program("edge_client.cli"), *flags], log=folder / f"{HONEST}.log")
         keys = folder / "keys"

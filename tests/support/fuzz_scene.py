@@ -4,7 +4,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from bench.edge import noise_folder
+from bench.edge import make_noise_folder
 from coordinator.compute.planning.checks import checked_config
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig
@@ -60,7 +60,7 @@ class Scene(NamedTuple):
 
 def make_scene(home: Path, graph_cache: Path) -> Scene:
     config = checked_config(SETTINGS, "fuzz").run
-    data = noise_folder(home / "data", images=16, size=8)
+    data = make_noise_folder(home / "data", images=16, size=8)
     blobs = BlobStore(home / "server")
     plan = make_plan(config, DeviceData.open(data).classes, blobs, cache=graph_cache)
     return Scene(home, config, plan, blobs, data, graph_cache)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from bench.cap import CapSettings, run_cap
-from bench.edge import MemoryWatch, noise_folder, read_memory
+from bench.edge import MemoryWatch, make_noise_folder, read_memory
 from bench.memory_limit import FILES, Kind, MemoryLimit, limit_memory
 from fedvit.data.folder import DeviceData
 from fedvit.models import SMALL
@@ -122,6 +122,6 @@ def test_the_highest_memory_is_kept() -> None:
 
 
 def test_a_made_up_device_has_images_to_train_and_to_test(tmp_path: Path) -> None:
-    data = DeviceData.open(noise_folder(tmp_path / "parts", images=16, size=8))
+    data = DeviceData.open(make_noise_folder(tmp_path / "parts", images=16, size=8))
     assert (len(data.train), len(data.test)) == (12, 4)
     assert data.classes == ("class-0", "class-1")

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.machine import this_machine
+from bench.machine import describe_machine
 from bench.reporting import list_measurements, make_tables
 
 
@@ -23,7 +23,7 @@ def test_units_follow_from_keys() -> None:
 
 def test_results_are_columns_and_figures_rows() -> None:
     sides = [{"name": name, "onnx": {"step_s": step_s, "peak_bytes": None}} for name, step_s in (("a", 0.25), ("b", 2))]
-    lines = render({"machine": this_machine(), "rounds": 3, "step_s_runs": [0.5, 1.5], "cases": sides})
+    lines = render({"machine": describe_machine(), "rounds": 3, "step_s_runs": [0.5, 1.5], "cases": sides})
     assert ["a", "b"] in lines
     assert ["onnx.step_s", "0.25", "2", "s"] in lines
     assert ["onnx.peak_bytes", "MB"] in lines, "nothing was measured"

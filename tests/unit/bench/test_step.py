@@ -15,7 +15,7 @@ from torch import nn
 from bench.cases import CASES, Case, choose
 from bench.child import run_child
 from bench.commands import bench_command
-from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, needed_by, this_machine
+from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, describe_machine, list_requirements
 from bench.step import StepSettings, run_step_bench
 from bench.torch_models import MODELS, make_optimizer
 from fedvit.data.images import unfold
@@ -159,7 +159,7 @@ def test_ratios_are_ours_by_torchs(report: dict[str, Any]) -> None:
 
 
 def test_report_has_the_machine_and_rates_of_products(report: dict[str, Any]) -> None:
-    assert report["machine"] == json.loads(msgspec.json.encode(this_machine()))
+    assert report["machine"] == json.loads(msgspec.json.encode(describe_machine()))
     assert {"onnxruntime", "torch", "timm"} <= report["machine"]["versions"].keys()
     products = report["products"]
     assert products.pop("side") == 64
@@ -194,8 +194,8 @@ def test_an_unknown_case_is_refused_with_those_that_there_are() -> None:
 
 def test_packages_are_counted_with_what_they_need() -> None:
     """A device has no torch; torch's side has what torch and timm bring along."""
-    device = {package.name for package in needed_by(DEVICE_PACKAGES)}
-    theirs = {package.name for package in needed_by(TORCH_PACKAGES)}
+    device = {package.name for package in list_requirements(DEVICE_PACKAGES)}
+    theirs = {package.name for package in list_requirements(TORCH_PACKAGES)}
     assert {"onnxruntime", "numpy", "pillow", "protobuf"} <= device
     assert not {"torch", "timm", "onnx"} & device
     assert {"torch", "torchvision", "timm", "numpy", "sympy"} <= theirs

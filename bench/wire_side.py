@@ -52,7 +52,7 @@ def main() -> None:
     ENDS[transport, role](options)
 
 
-def say_ready() -> None:
+def print_ready() -> None:
     """Print `ready`, and wait for the line that starts the measurement."""
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -158,7 +158,7 @@ def receive_ours(options: dict[str, Any]) -> None:
     warm, manifest = (Manifest(**given) for given in options["manifests"])
     peer.fetch(warm)
     peer.run_until(lambda: peer.finished == 1)
-    say_ready()
+    print_ready()
     peer.fetch(manifest)
     third = threading.Event()
     while peer.finished < 2:
@@ -178,7 +178,7 @@ def send_tcp(options: dict[str, Any]) -> None:
     content = Path(options["content"]).read_bytes()
     with socket.create_server(("127.0.0.1", options["port"])) as server:
         taken = [server.accept()[0] for _ in range(options["receivers"])]
-    say_ready()
+    print_ready()
     threads = [threading.Thread(target=one.sendall, args=(content,)) for one in taken]
     for thread in threads:
         thread.start()
@@ -190,7 +190,7 @@ def send_tcp(options: dict[str, Any]) -> None:
 def receive_tcp(options: dict[str, Any]) -> None:
     buffer = bytearray(options["size"])
     opened = _connect_patiently(lambda: socket.create_connection(("127.0.0.1", options["port"])))
-    say_ready()
+    print_ready()
     view = memoryview(buffer)
     while view:
         view = view[opened.recv_into(view[:PIECE_BYTES]) :]
@@ -200,7 +200,7 @@ def receive_tcp(options: dict[str, Any]) -> None:
 def receive_get(options: dict[str, Any]) -> None:
     """A plain GET of a signed URL, into memory."""
     buffer = memoryview(bytearray(options["size"]))
-    say_ready()
+    print_ready()
     with urllib.request.urlopen(options["url"], timeout=PATIENCE_S) as answer:
         while buffer:
             buffer = buffer[answer.readinto(buffer[:PIECE_BYTES]) :]
@@ -221,7 +221,7 @@ def send_grpc(options: dict[str, Any]) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", {"Get": method}),))
     server.add_insecure_port(f"127.0.0.1:{options['port']}")
     server.start()
-    say_ready()
+    print_ready()
     sys.stdin.read()
     server.stop(0)
     print_report(sent=True)
@@ -232,7 +232,7 @@ def receive_grpc(options: dict[str, Any]) -> None:
 
     with grpc.insecure_channel(f"127.0.0.1:{options['port']}") as channel:
         grpc.channel_ready_future(channel).result(timeout=30)
-        say_ready()
+        print_ready()
         buffer, filled = bytearray(options["size"]), 0
         for piece in channel.unary_stream("/bench/Get")(b""):
             buffer[filled : filled + len(piece)] = piece
@@ -256,7 +256,7 @@ def _start_client(options: dict[str, Any], name: str) -> Any:
 def send_message(options: dict[str, Any]) -> None:
     model = {"weights": np.frombuffer(Path(options["content"]).read_bytes(), np.float32)}
     client = _start_client(options, "message-sender")
-    say_ready()
+    print_ready()
     raw = _serialize(options["transport"], model)
     client.publish("model", raw, qos=2).wait_for_publish(PATIENCE_S)
     print_report(sent_bytes=len(raw))
@@ -271,7 +271,7 @@ def receive_message(options: dict[str, Any]) -> None:
     client.on_subscribe = lambda *_: subscribed.set()
     client.subscribe("model", 2)
     subscribed.wait(30)
-    say_ready()
+    print_ready()
     model = _deserialize(options["transport"], received.get(timeout=PATIENCE_S))
     at = time.monotonic()
     assert model["weights"].nbytes == options["size"]
@@ -298,7 +298,7 @@ def send_echo(options: dict[str, Any]) -> None:
     """Send questions, and measure the time until each answer."""
     transport = _connect(options, "asker", "answer")
     payload = bytes(options["size"])
-    say_ready()
+    print_ready()
     waits = []
     for _ in range(options["count"] + 20):
         began = time.perf_counter()
@@ -311,7 +311,7 @@ def send_echo(options: dict[str, Any]) -> None:
 
 def receive_echo(options: dict[str, Any]) -> None:
     transport = _connect(options, "answerer", "question")
-    say_ready()
+    print_ready()
     for _ in range(options["count"] + 20):
         transport.publish("answer", _receive(transport))
     time.sleep(0.2)  # for the last answer

@@ -106,7 +106,7 @@ LONGEST = (
     "unit/coordinator/compute/planning/test_planner.py",
     "unit/edge_client/test_cli.py",
     "unit/edge_client/test_agent.py",
-    "unit/coordinator/run/test_damage.py",
+    "unit/coordinator/rounds/test_damage.py",
     "unit/bench/test_store.py",
     "unit/export/test_lower.py",
     "contracts/test_blob_exchange.py",

@@ -146,7 +146,7 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
     inbox: SimpleQueue[object] = SimpleQueue()
     device = MqttTransport(inbox, stage.victim, client_id(stage.victim))
     for each in sorted(MAY_RECEIVE):
-        device.subscribe(topics[each], 0 if each in ("broadcast", "dedicated") else 1)
+        device.subscribe(topics[each], 0 if each in ("broadcast", "chunks_for") else 1)
     events: list[object] = []
 
     def look() -> None:

@@ -172,9 +172,9 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
         for topic in names.values():
             pi_1.publish(topic, b"up")
             coordinator.publish(topic, b"down")
-        coordinator.publish(names["dedicated"], b"last")
-        wait_until(lambda: (names["dedicated"], b"last") in pi_1.seen, "the last")
-        wait_until(lambda: (names["dedicated"], b"last") in coordinator.seen, "the last")
+        coordinator.publish(names["chunks_for"], b"last")
+        wait_until(lambda: (names["chunks_for"], b"last") in pi_1.seen, "the last")
+        wait_until(lambda: (names["chunks_for"], b"last") in coordinator.seen, "the last")
     heard = {topic for topic, payload in pi_1.seen if payload == b"down"}
     said = {topic for topic, payload in coordinator.seen if payload == b"up"}
     assert heard == {names[name] for name in MAY_RECEIVE}

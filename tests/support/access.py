@@ -9,7 +9,7 @@ from fedvit.wire.topics import Topics
 
 DIGEST = "blake3:" + "0123456789abcdef" * 4
 MAY_PUBLISH = {"from_device", "upload", "device_state", "probe", "renewal"}
-MAY_RECEIVE = {"coordinator_state", "broadcast", "to_device", "renewed", "dedicated"}
+MAY_RECEIVE = {"coordinator_state", "broadcast", "to_device", "certificate_for", "chunks_for"}
 FOR_ALL = {"coordinator_state", "broadcast"}
 WIDEST = ("#", "+/#", "fl1/#", "+/+/+/+/+/+/+", "$SYS/#", "$SYS/broker/clients/total", "$share/all/#")
 
@@ -32,14 +32,14 @@ def list_topics(topics: Topics, device: str, token: str = "0123456789abcdef") ->
         "broadcast": topics.broadcast(DIGEST),
         "to_device": topics.to_device(device),
         "from_device": topics.from_device(device),
-        "dedicated": topics.chunks_for(device, DIGEST),
+        "chunks_for": topics.chunks_for(device, DIGEST),
         "upload": topics.upload(device, DIGEST),
         "device_state": topics.device_state(device),
         "probe": topics.probe(device),
         "renewal": topics.renewal(device),
-        "renewed": topics.certificate_for(device),
+        "certificate_for": topics.certificate_for(device),
         "enrolment": topics.enrolment(token),
-        "enrolled": topics.enrolment_reply(token),
+        "enrolment_reply": topics.enrolment_reply(token),
     }
 
 

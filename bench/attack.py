@@ -29,7 +29,8 @@ from fedvit.program import Program
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import Refused
 from fleet.devices import device_folders
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from profiles.report.terminal import column
 from profiles.report.terminal import table as new_table
@@ -194,9 +195,12 @@ def run_attacks(settings: AttackSettings, progress: Callable[[str], None] = lamb
         home = Path(made)
         size = settings.model["image_size"]
         deal(
-            "digits", settings.partition, settings.devices, home / "parts", options=dict(settings.partition_options),
-            seed=settings.seed, test_share=0.3, size=size,
-        )  # fmt: skip
+            "digits",
+            settings.partition,
+            settings.devices,
+            home / "parts",
+            DealSettings(options=dict(settings.partition_options), seed=settings.seed, test_share=0.3, size=size),
+        )
         folders = device_folders(home / "parts", None)
         bad = [folder.name for folder in folders[-settings.malicious :]]
         clean = _run(settings, home, folders, bad, CLEAN, "mean", PLAIN, None)
@@ -238,9 +242,16 @@ def _run(
     reason = None
     try:
         simulate(
-            folders, _values(settings, robust), out=out, run=run, at_once=1, graph_cache=home / "graphs",
-            agent_kinds=dict.fromkeys(bad, attacker(ATTACKS[attack])) if attack != CLEAN else None,
-        )  # fmt: skip
+            RunRequest(
+                folders,
+                _values(settings, robust),
+                out=out,
+                run=run,
+                at_once=1,
+                graph_cache=home / "graphs",
+                agent_kinds=dict.fromkeys(bad, attacker(ATTACKS[attack])) if attack != CLEAN else {},
+            )
+        )
     except EmptyCohort as error:  # too few devices may be left for the aggregator
         reason = str(error)
     store = open_record(out)

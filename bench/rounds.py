@@ -212,7 +212,15 @@ def _sampled(
             seen = Sampled(broker.kind, time.time(), [], [], [], [], set(), None)
             pids = []
             for number in range(hosts):
-                host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
+                host = [
+                    *program("fleet.commands.host"),
+                    "--broker",
+                    address,
+                    "--parts",
+                    str(parts),
+                    "--devices",
+                    str(devices),
+                ]
                 host += ["--number", str(number), "--hosts", str(hosts), "--state", str(state), "--once"]
                 pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
             reported, worker = 0, list[int]()
@@ -234,7 +242,7 @@ def _sampled(
                     progress(f"{devices} devices: round {reported} closed")
                 if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
                     seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_threads, pids))
-                if any(code for name, code in fleet.ended().items() if name != "coordinator"):
+                if any(code for name, code in fleet.exit_codes().items() if name != "coordinator"):
                     break
             if coordinator.poll() != 0:
                 logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]

@@ -49,6 +49,7 @@ from fedvit.wire.transfer import decode_chunk
 from fleet.datasets.digits import read_digits
 from fleet.datasets.samples import Samples
 from fleet.partition import write_device_folders
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from profiles.cost import graph_cost
 from profiles.program_cost import PricedProgram
@@ -390,7 +391,7 @@ def record(case: Case, seed: int, folders: list[Path], out: Path, cache: Path) -
     recorder.open()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fleet.simulate.MemoryBroker", lambda: broker)
-        outcome = simulate(folders, settings(case, seed), out=out, run=case.id, graph_cache=cache)
+        outcome = simulate(RunRequest(folders, settings(case, seed), out=out, run=case.id, graph_cache=cache))
     heard = recorder.heard
     run = Recorded(
         summary=outcome.summary,
@@ -484,7 +485,15 @@ def test_torch_engine_makes_the_same_run(
     elif isinstance(case.method().optimizer_rule(), AdamW):
         slack = 1e-2  # gradients that are zero but for rounding become whole steps
     theirs = simulate(
-        device_folders, settings(case, 0), out=tmp_path, run=case.id, engine="torch", at_once=1, graph_cache=graph_cache
+        RunRequest(
+            device_folders,
+            settings(case, 0),
+            out=tmp_path,
+            run=case.id,
+            engine="torch",
+            at_once=1,
+            graph_cache=graph_cache,
+        )
     )
     assert far(unpack(ours.model), load_file(theirs.folder / "model.safetensors")) <= slack
     kept = load_file(theirs.folder / "state" / f"devices-{ROUNDS}.safetensors")
@@ -807,10 +816,10 @@ def test_devices_that_come_later_learn_an_embedding(
     still and is sent once; the hypernetwork stands still, too; the third device's embedding moves, and with it what
     is made for it."""
     plain = Case("first", "fedtp", {"server_lr": 0.5})
-    simulate(device_folders[:2], settings(plain, 0), out=tmp_path, run="first", graph_cache=graph_cache)
+    simulate(RunRequest(device_folders[:2], settings(plain, 0), out=tmp_path, run="first", graph_cache=graph_cache))
     novel = Case("later", "fedtp", {"server_lr": 0.5, "novel": "own"})
     values = {**settings(novel, 0), "start_from": "first"}
-    later = simulate(device_folders[2:], values, out=tmp_path, run="later", graph_cache=graph_cache)
+    later = simulate(RunRequest(device_folders[2:], values, out=tmp_path, run="later", graph_cache=graph_cache))
     store = open_record(tmp_path)
     [*_, trained] = [record.state for record in store.rounds.read_all("first") if record.state]
     [*_, adapted] = [record.state for record in store.rounds.read_all("later") if record.state]

@@ -23,6 +23,7 @@ from fedvit.data.images import unfold
 from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.programs import CONFIG, program
 
@@ -83,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, graph_cache: 
             options = {"batch_size": 8, "epochs": 1, "lr": 0.01, **METHODS[method]}
             values = {**CONFIG, "method": method, "rounds": 2, "options": options, "variants": {}}
             folders = [parts / name for name in DEVICES]
-            simulate(folders, values, out=runs, run=method, graph_cache=graph_cache)
+            simulate(RunRequest(folders, values, out=runs, run=method, graph_cache=graph_cache))
             for name in DEVICES:
                 (runs / method / "state" / name / "device-id").write_text(name)
             made[method] = Trained(method, runs, parts)

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from fedvit.errors import ConfigError, StorageFailed
-from fleet.clusters.programs import ProgramJob, pack, run_program, stopped, unpack
+from fleet.clusters.programs import ProgramJob, pack, pause, run_program, unpack
 from fleet.clusters.resources import RayTable, Request, Resources
 from fleet.experiments.grid import read_grid
 from fleet.processes import Fleet
-from tests.unit.fleet.test_experiment import FILE, written
+from tests.unit.fleet.experiments.test_experiment import FILE, written
 
 
 class TestFiles:
@@ -35,13 +35,13 @@ class TestFiles:
 
 
 def test_stopped(tmp_path: Path) -> None:
-    """A process that writes without end writes nothing while it is stopped."""
+    """A process that writes without end writes nothing while it is paused."""
     with Fleet() as fleet:
         file = tmp_path / "log"
         process = fleet.start("writer", [sys.executable, "-uc", "while True: print(1)"], file)
         while not file.read_bytes():
             time.sleep(0.01)
-        with stopped(process.pid):
+        with pause(process.pid):
             assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
             size = file.stat().st_size
             time.sleep(0.05)
@@ -98,14 +98,14 @@ class TestResources:
 
 
 def test_a_stopped_program_ends_with_its_parent(tmp_path: Path) -> None:
-    """Of signals that a stopped process gets, SIGKILL alone ends it."""
+    """Of signals that a paused process gets, SIGKILL alone ends it."""
     source = """
 import sys, signal
 from fleet.processes import Fleet
-from fleet.clusters.programs import KILLED_WITH_PARENT, stopped
+from fleet.clusters.programs import KILLED_WITH_PARENT, pause
 fleet = Fleet(ends_with_parent=KILLED_WITH_PARENT)
 child = fleet.start("child", [sys.executable, "-c", "import time; time.sleep(600)"])
-with stopped(child.pid):
+with pause(child.pid):
     print(child.pid, flush=True)
     signal.raise_signal(signal.SIGKILL)
 """

@@ -26,17 +26,16 @@ from coordinator.config import MetricsConfig
 from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fedvit.models import SMALL, build_vit
-from fleet.experiment import chosen, experiment_command, write_results
-from fleet.experiments.cell import (
-    Accuracy,
-    CellResult,
-    RoundFigures,
-    read_progress,
-)
-from fleet.experiments.grid import Grid, read_grid
-from fleet.experiments.outcome import Outcome, make_outcome
+from fleet.commands.experiment import experiment_command
+from fleet.experiments.cells import Grid
+from fleet.experiments.command import select_cells, write_results
+from fleet.experiments.folder import FinishedCell, read_progress
+from fleet.experiments.grid import read_grid
+from fleet.experiments.outcome import find_leader, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from fleet.experiments.scheduler import FinishedCell
+from fleet.experiments.report_tables import describe_spread
+from profiles.report.curves import Accuracy, RoundFigures
+from profiles.report.experiment import CellResult, ExperimentOutcome
 from tests.support.event_files import steps
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.forked import Forked
@@ -44,8 +43,8 @@ from tests.support.reports import experiment_outcome
 from tests.support.tiny import TINY_MODEL
 from tests.support.waiting import wait_until
 
-SHIPPED = sorted((Path(__file__).parents[3] / "fleet" / "experiments").rglob("*.toml"))
-DOCS = Path(__file__).parents[3] / "docs" / "experiments.md"
+SHIPPED = sorted((Path(__file__).parents[4] / "fleet" / "experiments").rglob("*.toml"))
+DOCS = Path(__file__).parents[4] / "docs" / "experiments.md"
 FILE = """
 # Two methods, two partitions.
 # A few seconds.
@@ -196,12 +195,12 @@ class TestGrid:
 
     def test_only(self, tmp_path: Path) -> None:
         grid = read_grid(written(tmp_path))
-        assert [cell.path for cell in chosen(grid, ("*/even", "fedavg/*")).cells] == [
+        assert [cell.path for cell in select_cells(grid, ("*/even", "fedavg/*")).cells] == [
             "fedavg/skewed/seed-0", "fedavg/even/seed-0", "eftvit/even/seed-0",
         ]  # fmt: skip
-        assert chosen(grid, ()) == grid
+        assert select_cells(grid, ()) == grid
         with pytest.raises(ConfigError, match=r"--only 'fedavg' names no cell; there are: eftvit/even"):
-            chosen(grid, ("fedavg",))
+            select_cells(grid, ("fedavg",))
 
     def test_dataset_of_the_command_line(self, tmp_path: Path) -> None:
         file = written(tmp_path, FILE.replace('"digits"', '"not-there.zip"'))
@@ -265,7 +264,7 @@ class TestRun:
             shares = list(cell.result.accuracy_by_device.values())
             assert cell.result.accuracy.mean == pytest.approx(sum(shares) / 3)
         assert all(entry.std_over_seeds is None for entry in outcome.comparisons)
-        assert outcome.spread.startswith("single seed")
+        assert describe_spread(outcome).startswith("single seed")
 
     def test_generic_model_is_tested_on_images_of_no_device(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         """As timm's own model answers with the server's tensors; EFTViT's first blocks are on devices alone."""
@@ -346,7 +345,7 @@ class TestReports:
         _, (outcome, _, _) = tiny_run
         write_results(outcome, tmp_path)
         record = json.loads((tmp_path / "results.json").read_text())
-        assert msgspec.convert(record, Outcome) == outcome
+        assert msgspec.convert(record, ExperimentOutcome) == outcome
         page = (tmp_path / "report.html").read_text()
         table = (tmp_path / "results.md").read_text()
         assert len(record["comparisons"]) == 4
@@ -384,7 +383,7 @@ class TestOutcome:
     def grid(self, tmp_path: Path) -> Grid:
         return read_grid(written(tmp_path, FILE.replace("seeds = [0]", "seeds = [0, 1]")))
 
-    def outcome(self, grid: Grid, known: dict[str, float]) -> Outcome:
+    def outcome(self, grid: Grid, known: dict[str, float]) -> ExperimentOutcome:
         return make_outcome(
             grid, [FinishedCell(cell, figures(known[cell.path]), None) for cell in grid.cells if cell.path in known]
         )
@@ -396,8 +395,8 @@ class TestOutcome:
         assert entry.seeds == [0, 1]
         assert entry.accuracy == pytest.approx(0.3)
         assert entry.std_over_seeds == pytest.approx(0.02**0.5)
-        assert outcome.leader("even") is None  # a seed of the best one is not finished
-        assert outcome.leader("skewed") is None
+        assert find_leader(outcome, "even") is None  # a seed of the best one is not finished
+        assert find_leader(outcome, "skewed") is None
         table = markdown_report(outcome)
         assert "| fedavg | - | 0.300 ± 0.141 [-0.971, 1.571] |" in table
         assert "| eftvit | - | 0.500 (1 of 2 seeds) |" in table
@@ -407,10 +406,10 @@ class TestOutcome:
 
     def test_all_seeds(self, grid: Grid) -> None:
         outcome = self.outcome(grid, {cell.path: 0.1 * (1 + cell.seed) for cell in grid.cells})
-        assert outcome.spread.startswith(
+        assert describe_spread(outcome).startswith(
             "± is the sample standard deviation over 2 seeds of the mean over devices, [ ]"
         )
-        assert outcome.leader("even") is None  # all are equal
+        assert find_leader(outcome, "even") is None  # all are equal
 
     @pytest.mark.parametrize(
         ("eftvit", "leader"),
@@ -426,7 +425,7 @@ class TestOutcome:
         known = {"fedavg/even/seed-0": 0.2, "fedavg/even/seed-1": 0.4}
         known |= {f"eftvit/even/seed-{seed}": value for seed, value in enumerate(eftvit)}
         outcome = self.outcome(grid, known)
-        assert outcome.leader("even") == leader
+        assert find_leader(outcome, "even") == leader
         assert ("| **" in markdown_report(outcome)) == (leader is not None)
 
     def test_a_terminal_of_80_columns(self, grid: Grid) -> None:
@@ -509,8 +508,8 @@ def test_gains_are_of_the_same_device_and_seed(tmp_path: Path) -> None:
     known = {("fedavg", 0): 0.4, ("eftvit", 0): 0.5, ("fedavg", 1): 0.6, ("eftvit", 1): 0.3}
     ended = [FinishedCell(cell, figures(known[cell.method, cell.seed]), None) for cell in grid.cells]
     outcome = make_outcome(grid, ended)
-    assert outcome.gains_of("eftvit", "even") == pytest.approx([-0.3, 0.1])
-    assert outcome.gains_of("fedavg", "even") == []
+    assert outcome.sort_gains("eftvit", "even") == pytest.approx([-0.3, 0.1])
+    assert outcome.sort_gains("fedavg", "even") == []
     assert "| eftvit | even | -0.100 | -0.300 | -0.100 | +0.100 | 50% |" in markdown_report(outcome)
     page = html_report(outcome)
     assert page.count("<svg") == 6  # curves, spread and gains of two partitions

@@ -7,8 +7,8 @@ import pytest
 from coordinator.record.summary import RunSummary, summarise
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError
-from fleet.experiments.cell import cell_result
-from fleet.experiments.grid import SCHEMA, Cell, Deal
+from fleet.experiments.cell import make_result
+from fleet.experiments.cells import SCHEMA, Cell, Deal
 from tests.support.records import RUN, begun_run, evaluated
 
 CELL = Cell(
@@ -35,7 +35,7 @@ def summary(folder: Path, *, tested: bool) -> RunSummary:
 
 
 def test_a_cell_has_means_over_devices_and_rounds(tmp_path: Path) -> None:
-    result = cell_result(CELL, summary(tmp_path, tested=True), wall_s=3.0)
+    result = make_result(CELL, summary(tmp_path, tested=True), wall_s=3.0)
     first, second = result.rounds
     assert (result.accuracy.mean, result.accuracy.std_over_devices, result.accuracy.weighted) == (0.75, 0.25, 0.75)
     assert result.accuracy_by_device == {"a": 0.5, "b": 1.0}
@@ -47,4 +47,4 @@ def test_a_cell_has_means_over_devices_and_rounds(tmp_path: Path) -> None:
 
 def test_a_cell_without_test_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no device has test images"):
-        cell_result(CELL, summary(tmp_path, tested=False), wall_s=3.0)
+        make_result(CELL, summary(tmp_path, tested=False), wall_s=3.0)

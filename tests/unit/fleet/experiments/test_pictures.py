@@ -20,13 +20,13 @@ from fedvit.methods.base import Images, Method
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fleet.api import FinishedRun
-from fleet.experiments.pictures import attention_rollout, embedded_devices, kinds_of
+from fleet.experiments.pictures import attention_rollout, device_kinds, embed_devices
 from fleet.experiments.report import html_report
 from fleet.partition import DeviceCounts, PartitionSummary
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.tiny import TINY_MODEL
 
-DOCS = Path(__file__).parents[3] / "docs" / "methods.md"
+DOCS = Path(__file__).parents[4] / "docs" / "methods.md"
 FILE = """
 # Embeddings and attention.
 dataset = "digits"
@@ -112,9 +112,9 @@ def summary(**more: Any) -> PartitionSummary:
 
 
 def test_device_is_of_its_domain_or_of_the_class_that_it_has_most_of() -> None:
-    assert [*kinds_of(summary()).values()] == ["b", *["a"] * 7]
+    assert [*device_kinds(summary()).values()] == ["b", *["a"] * 7]
     dealt = summary(domains=("clipart", "photo"), options={"per_domain": 4})
-    assert [*kinds_of(dealt).values()] == [*["clipart"] * 4, *["photo"] * 4]
+    assert [*device_kinds(dealt).values()] == [*["clipart"] * 4, *["photo"] * 4]
 
 
 def test_like_embeddings_lie_together_on_the_plane(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_like_embeddings_lie_together_on_the_plane(tmp_path: Path) -> None:
     assert {device: vector.shape for device, vector in run.embeddings().items()} == dict.fromkeys(
         [f"device-{n}" for n in range(7)], (16,)
     )
-    points = embedded_devices(run, tmp_path, 0, novel)
+    points = embed_devices(run, tmp_path, 0, novel)
     assert [entry.device for entry in points if entry.novel] == ["device-7"]
     plane = np.array([(entry.x, entry.y) for entry in points])
     nearest = [
@@ -139,7 +139,7 @@ def test_like_embeddings_lie_together_on_the_plane(tmp_path: Path) -> None:
         for one in range(8)
     ]
     assert all(points[one].kind == points[other].kind for one, other in enumerate(nearest))
-    assert embedded_devices(FinishedRun("none", tmp_path, 0.0, SimpleNamespace()), tmp_path, 0) == []  # type: ignore[arg-type]
+    assert embed_devices(FinishedRun("none", tmp_path, 0.0, SimpleNamespace()), tmp_path, 0) == []  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from fedvit.errors import ConfigError, FedvitError
 from fleet.clusters.cluster import Cluster, NodeLost, Reports
 from fleet.clusters.programs import ProgramJob, pack, unpack
 from fleet.clusters.resources import RayTable, Resources
-from fleet.experiments.cell import LOG_FILE, PROGRESS_FILE, CellFolder
+from fleet.experiments.folder import LOG_FILE, PROGRESS_FILE, CellFolder
 
 MAX_RESTARTS = 3
 """Times that a cell is restarted on another node after the loss of its node."""
@@ -46,8 +46,8 @@ class CellsOnRay:
     def __call__(self, folder: CellFolder) -> "CellOnRay":
         if folder.parts not in self._parts:
             self._parts[folder.parts] = self.cluster.ray.put(pack(folder.parts))
-        wanted = self.resources(folder)
-        at_once = str(max(1, int(wanted.num_cpus)))
+        needs = self.resources(folder)
+        at_once = str(max(1, int(needs.num_cpus)))
         job = ProgramJob(
             name=folder.cell.path,
             module="fleet.experiments.cell",
@@ -55,27 +55,27 @@ class CellsOnRay:
             progress=PROGRESS_FILE,
             software=version("fedvit"),
         )
-        return CellOnRay(self.cluster, folder, job, self._parts[folder.parts], wanted, self._display)
+        return CellOnRay(self.cluster, folder, job, self._parts[folder.parts], needs, self._display)
 
 
 class CellOnRay:
     """A cell on a node; after the loss of the node on another one, from the last files that were copied back."""
 
     def __init__(
-        self, cluster: Cluster, folder: CellFolder, job: ProgramJob, parts: Any, wanted: Resources, display: Display
+        self, cluster: Cluster, folder: CellFolder, job: ProgramJob, parts: Any, needs: Resources, display: Display
     ) -> None:
         self._cluster = cluster
         self._folder = folder
         self._order = job
         self._parts = parts
-        self._wanted = wanted
+        self._needs = needs
         self._display = display
         self._left = MAX_RESTARTS
         self._code: int | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._task = self._cluster.run(self._order, self._parts, pack(self._folder.folder), self._wanted)
+        self._task = self._cluster.run(self._order, self._parts, pack(self._folder.folder), self._needs)
         self._reports = Reports(self._cluster.ray, self._task)
         self._node: str | None = None
         self._nowhere_since: float | None = None
@@ -88,7 +88,7 @@ class CellOnRay:
             except FedvitError as error:
                 self._fail(str(error))
             except NodeLost as error:
-                self._lost(str(error))
+                self._restart(str(error))
         return self._code
 
     def _look(self) -> None:
@@ -108,7 +108,7 @@ class CellOnRay:
             self._check_somewhere()
 
     def _check_somewhere(self) -> None:
-        why = self._cluster.lack_of(self._wanted)
+        why = self._cluster.lack_of(self._needs)
         if why is None:
             self._nowhere_since = None
             return
@@ -116,7 +116,7 @@ class CellOnRay:
         if time.monotonic() - self._nowhere_since >= NODE_BACK_S:
             raise FedvitError(f"{why}, for {NODE_BACK_S:.0f} s")
 
-    def _lost(self, reason: str) -> None:
+    def _restart(self, reason: str) -> None:
         if not self._left:
             self._fail(f"its node was lost {MAX_RESTARTS + 1} times, the last time: {reason}")
             return

@@ -8,8 +8,11 @@ import signal
 import threading
 from importlib.metadata import version
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import click
+from paho.mqtt.enums import MQTTProtocolVersion
 
 from edge_client.agent import RETURN_SPREAD_S
 from edge_client.commands.options import BROKER_VARIABLE
@@ -18,11 +21,30 @@ from fedvit import command_line
 from fedvit.command_line import Command, log_format_flag
 from fedvit.files import make_private, private_files
 from fedvit.logs import configure_logging
+from fedvit.transport.address import Address
+from fedvit.transport.base import Transport
+from fedvit.transport.mqtt import MqttTransport
+from fedvit.transport.mqtt_loop import MqttLoop
 from fedvit.wire.topics import check_name
 from fleet.devices import virtual_devices
+from fleet.virtual import Host, HostSettings, share
 from profiles.probes.host import usable_cores
 
 log = logging.getLogger(__name__)
+
+
+class HostFlags(NamedTuple):
+    """The command's flags, without those that select the devices."""
+
+    broker: str
+    ca_file: Path | None
+    federation: str
+    parts: Path
+    state: Path
+    threads: int
+    at_once: int | None
+    once: bool
+    quiet: bool
 
 
 @click.command(
@@ -62,73 +84,53 @@ log = logging.getLogger(__name__)
 @click.option("--quiet", is_flag=True, help="Log warnings only.")
 @log_format_flag
 @private_files()
-def host_command(
-    broker: str,
-    ca_file: Path | None,
-    federation: str,
-    parts: Path,
-    devices: int,
-    number: int,
-    hosts: int,
-    state: Path,
-    threads: int,
-    at_once: int | None,
-    once: bool,
-    quiet: bool,
-) -> None:
+def host_command(devices: int, number: int, hosts: int, **flags: Any) -> None:
     """Host virtual devices in this process, each with its own name, vault and connection."""
-    from paho.mqtt.enums import MQTTProtocolVersion
-
-    from fedvit.transport.address import Address
-    from fedvit.transport.mqtt import MqttTransport
-    from fedvit.transport.mqtt_loop import MqttLoop
-    from fleet.virtual import Host, share
-
-    configure_logging(level=logging.WARNING if quiet else logging.INFO)
+    own = HostFlags(**flags)
+    configure_logging(level=logging.WARNING if own.quiet else logging.INFO)
     if number >= hosts:
         raise click.BadParameter(f"{number} of {hosts} hosts, which count from 0", param_hint="--number")
-    address = Address.parse(broker, ca_file=ca_file)
-    mine = share(virtual_devices(parts, devices), number, hosts)
-    lock = lock_state(state / f"host-{number}")
-    make_private([state / f"host-{number}", *(state / name for name in mine)])
-    _allow_sockets(len(mine))
+    address = Address.parse(own.broker, ca_file=own.ca_file)
+    folders = share(virtual_devices(own.parts, devices), number, hosts)
+    home = own.state / f"host-{number}"
+    lock = lock_state(home)
+    make_private([home, *(own.state / name for name in folders)])
+    _allow_sockets(len(folders))
     loop = MqttLoop()
-    host = Host(
-        mine,
-        federation=check_name(federation, "federation"),
-        transport=lambda name, inbox: MqttTransport(
-            inbox,
-            address,
-            f"{name}-{secrets.token_hex(4)}",
-            versions=(MQTTProtocolVersion.MQTTv311,),
-            return_spread_s=RETURN_SPREAD_S,
-            loop=loop,
-        ),
-        state=state,
-        blobs=state / f"host-{number}" / "blobs",
-        threads=threads,
-        at_once=at_once or max(1, usable_cores() // (threads * hosts)),
+
+    def connect(name: str, inbox: SimpleQueue[object]) -> Transport:
+        client = f"{name}-{secrets.token_hex(4)}"
+        versions = (MQTTProtocolVersion.MQTTv311,)
+        return MqttTransport(inbox, address, client, versions=versions, return_spread_s=RETURN_SPREAD_S, loop=loop)
+
+    settings = HostSettings(
+        federation=check_name(own.federation, "federation"),
+        state=own.state,
+        blobs=home / "blobs",
+        threads=own.threads,
+        at_once=own.at_once or max(1, usable_cores() // (own.threads * hosts)),
         software=version("fedvit"),
         watches=True,
     )
+    host = Host(folders, connect, settings)
     stop = threading.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())
-    log.info("devices ready", extra={"count": len(mine)})
+    log.info("devices ready", extra={"count": len(folders)})
     try:
-        host.serve(stop, once=once)
+        host.serve(stop, once=own.once)
     finally:
         loop.close()
-    log.info("devices left", extra={"count": len(mine)})
+    log.info("devices left", extra={"count": len(folders)})
     os.close(lock)
 
 
 def _allow_sockets(devices: int) -> None:
     """Raise the limit on open files, if it is too low for a socket per device, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * devices + 256
-    if soft < wanted and (hard == resource.RLIM_INFINITY or soft < hard):
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = 4 * devices + 256
+    if soft < needed and (hard == resource.RLIM_INFINITY or soft < hard):
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 

@@ -14,13 +14,16 @@ from rich.console import Console
 
 from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
-from fleet.experiment import chosen, experiment_command
-from fleet.experiments.cell import RESULT_FILE, Accuracy, CellResult, RoundFigures
-from fleet.experiments.grid import Cell, Grid, as_text, read_grid
+from fleet.commands.experiment import experiment_command
+from fleet.experiments.cells import Cell, Grid, as_text
+from fleet.experiments.command import select_cells
+from fleet.experiments.folder import RESULT_FILE, FinishedCell
+from fleet.experiments.grid import read_grid
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from fleet.experiments.scheduler import FinishedCell
-from fleet.experiments.search import Schedule, planned_rounds, search_state
+from fleet.experiments.search import Schedule, list_rounds, search_state
+from profiles.report.curves import Accuracy, RoundFigures
+from profiles.report.experiment import CellResult
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.forked import Forked
 
@@ -69,7 +72,7 @@ def result(cell: Cell, mean: float) -> CellResult:
 def followed(grid: Grid, accuracy: Callable[[Cell], float | str | None]) -> Schedule:
     """All cells come to their end: with an accuracy, unusable for the reason given, or failed."""
     schedule = Schedule(grid, Path("nowhere"))
-    places = schedule.runnable()
+    places = schedule.take_runnable()
     for place in places:
         value = accuracy(place.cell)
         if isinstance(value, float):
@@ -142,8 +145,8 @@ class TestFile:
     def test_only(self, tmp_path: Path) -> None:
         text = FILE + '\n[methods.other]\nmethod = "fedper"\n'
         grid = read_grid(written_experiment(tmp_path, text))
-        assert chosen(grid, ("other/*",)).searches == ()
-        assert chosen(grid, ("fedavg/*",)) == grid._replace(cells=())
+        assert select_cells(grid, ("other/*",)).searches == ()
+        assert select_cells(grid, ("fedavg/*",)) == grid._replace(cells=())
 
     def test_dry_run(self, tmp_path: Path) -> None:
         """Nine points for 10 rounds and three for 30, then two seeds of 30 rounds."""
@@ -172,7 +175,7 @@ class TestStanding:
         assert [one.rounds for one in at.tries] == [10] * 6 + [30] * 3
         assert at.chosen.values == {"lr": 0.3, "clip_norm": 2}
         assert len(schedule.cells) == 9 + 3 + 2 == schedule.total()
-        assert planned_rounds(grid.searches[0]) == [10] * 9 + [30] * 3
+        assert list_rounds(grid.searches[0]) == [10] * 9 + [30] * 3
 
     def test_of_equal_points_the_first_is_chosen(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE))
@@ -197,7 +200,7 @@ class TestStanding:
 
     def test_single_value_needs_no_search(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE.replace("[1e-6, 0.05, 50]", "[0.05]")))
-        assert [place.cell.path for place in Schedule(grid, tmp_path).runnable()] == [
+        assert [place.cell.path for place in Schedule(grid, tmp_path).take_runnable()] == [
             "fedavg/even/seed-0", "fedavg/even/seed-1",
         ]  # fmt: skip
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from fleet.experiments.grid import Cell, read_grid
+from fleet.experiments.cells import Cell
+from fleet.experiments.grid import read_grid
 
-FOLDER = Path(__file__).parents[3] / "fleet" / "experiments"
+FOLDER = Path(__file__).parents[4] / "fleet" / "experiments"
 FEDTP = sorted((FOLDER / "fedtp").glob("*.toml"))
 RELEASED_MODEL = {
     "patch_size": 4, "width": 128, "heads": 8, "head_width": 64, "qkv_bias": False, "position_std": 1.0,

@@ -21,8 +21,8 @@ from rich.console import RenderableType
 
 from coordinator.record.store import Store
 from edge_client.agent import Agent
-from edge_client.runtime import Seeds, Trained
-from edge_client.task_executor import TaskExecutor
+from edge_client.work.runtime import Seeds, Trained
+from edge_client.work.task_executor import TaskExecutor
 from fedvit.data.layout import TRAIN
 from fedvit.errors import ConfigError, EmptyCohort, PeerRefused
 from fedvit.program import Program

@@ -15,20 +15,20 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
-from edge_client.answers import Answer, Answers
-from edge_client.delta_chains import delta_chains
-from edge_client.disk import DiskBudget
-from edge_client.evaluation import blobs_of_model
-from edge_client.guard import Exceeded, Guard
-from edge_client.identity import Renewal
-from edge_client.integrity import DamagedBlobs, Integrity
-from edge_client.readiness import Readiness
-from edge_client.resending import Resend
-from edge_client.retention import retired
-from edge_client.runtime import Runtime, Stopped
-from edge_client.status import LastError, LastTask, StatusFile
-from edge_client.task_executor import TaskExecution, TaskExecutor
-from edge_client.vault import Vault
+from edge_client.health.guard import Exceeded, Guard
+from edge_client.health.status import LastError, LastTask, StatusFile
+from edge_client.link.answers import Answer, Answers
+from edge_client.link.identity import Renewal
+from edge_client.link.resending import Resend
+from edge_client.owner.readiness import Readiness
+from edge_client.storage.delta_chains import delta_chains
+from edge_client.storage.disk import DiskBudget
+from edge_client.storage.evaluation import blobs_of_model
+from edge_client.storage.integrity import DamagedBlobs, Integrity
+from edge_client.storage.retention import retired
+from edge_client.storage.vault import Vault
+from edge_client.work.runtime import Runtime, Stopped
+from edge_client.work.task_executor import TaskExecution, TaskExecutor
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import Growing

@@ -20,7 +20,7 @@ from coordinator.config import RunConfig, check_settings
 from coordinator.config.reading import convert_table
 from coordinator.record.summary import RoundSummary, RunSummary
 from coordinator.run.display import choose_display
-from edge_client.vault import Vault
+from edge_client.storage.vault import Vault
 from fedvit.choices import known_are
 from fedvit.errors import ConfigError
 from fedvit.files import private_files

@@ -26,13 +26,13 @@ from coordinator.commands.start import run_to_end
 from coordinator.config import CENTRE, REGION
 from coordinator.run.regional import CentralTask, RegionalCoordinator, RegionAnswer, RegionCounts
 from edge_client.agent import RETURN_SPREAD_S, TICK_S, Agent
-from edge_client.endpoint import find_endpoint
-from edge_client.guard import Guarded
-from edge_client.identity import Identity, Renewal
-from edge_client.runtime import Runtime, Stopped
-from edge_client.task_executor import TaskExecution, TaskExecutor
-from edge_client.uplink import coded_upload
-from edge_client.vault import Vault
+from edge_client.health.guard import Guarded
+from edge_client.link.endpoint import find_endpoint
+from edge_client.link.identity import Identity, Renewal
+from edge_client.storage.vault import Vault
+from edge_client.work.runtime import Runtime, Stopped
+from edge_client.work.task_executor import TaskExecution, TaskExecutor
+from edge_client.work.uplink import coded_upload
 from fedvit import monitoring
 from fedvit.blobs import BlobStore
 from fedvit.command_line import Command, log_format_flag

@@ -17,9 +17,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from edge_client.agent import TICK_S, Agent
-from edge_client.integrity import Integrity
-from edge_client.state import split_file
-from edge_client.vault import Vault
+from edge_client.storage.integrity import Integrity
+from edge_client.storage.state import split_file
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData, Files
 from fedvit.resources import IMAGE_CACHE_BYTES

@@ -27,9 +27,9 @@ from coordinator.run.display import Display
 from coordinator.run.inbox import Interrupted
 from coordinator.run.validation import check_upload
 from edge_client.agent import Agent
-from edge_client.guard import Guard
-from edge_client.runtime import Runtime
-from edge_client.vault import Vault
+from edge_client.health.guard import Guard
+from edge_client.storage.vault import Vault
+from edge_client.work.runtime import Runtime
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError

@@ -8,8 +8,8 @@ import click
 import msgspec
 
 from edge_client.commands.options import OF_DEVICE, given_to, of_program
-from edge_client.endpoint import endpoint_of, state_and_name
-from edge_client.state import identity_folder
+from edge_client.link.endpoint import endpoint_of, state_and_name
+from edge_client.storage.state import identity_folder
 from fedvit.command_line import Command, json_flag
 from fedvit.resources import Budget
 from fedvit.wire.topics import Topics
@@ -29,8 +29,8 @@ def doctor(context: click.Context, /, *, deep: bool, as_json: bool, **own: Any) 
 
     Exit code 0: all is well; 1: warnings; 2: errors.
     """
-    from edge_client.doctor import lines, run_checks, worst
-    from edge_client.doctor_context import LEVELS, MOST_DECODED, DoctorContext, Finding
+    from edge_client.health.doctor import lines, run_checks, worst
+    from edge_client.health.doctor_context import LEVELS, MOST_DECODED, DoctorContext, Finding
 
     given = given_to(context, own)
     endpoint = endpoint_of(given)

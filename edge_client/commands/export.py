@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import kept_device_id, split_file, state_folder
+from edge_client.storage.state import kept_device_id, split_file, state_folder
 from export.bundle.command import out_flag, precisions_flag, write
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
@@ -32,7 +32,7 @@ def export(
 
     The model is the server's newest that this device received, with the device's personal tensors.
     """
-    from edge_client.trained import trained_here
+    from edge_client.owner.trained import trained_here
     from export.bundle.write import check_new
     from fedvit.data.folder import DeviceData
     from fedvit.data.split import KeptSplit

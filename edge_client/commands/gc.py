@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import existing_state, lock_state, state_base, stray_states
+from edge_client.storage.state import existing_state, lock_state, state_base, stray_states
 from fedvit.command_line import Command, json_flag
 
 
@@ -37,7 +37,7 @@ def gc(
 
     Runs with an unacknowledged result and runs that may be resumed are kept.
     """
-    from edge_client.retention import collect, lines, locked, remove_strays
+    from edge_client.storage.retention import collect, lines, locked, remove_strays
 
     given = given_to(context, {**own, "keep_runs": keep_runs})
     if strays:

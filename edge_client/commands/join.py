@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import identity_folder
+from edge_client.storage.state import identity_folder
 from fedvit.command_line import Command, amount
 from fedvit.hints import command
 from fedvit.quantities import parse_seconds
@@ -36,8 +36,8 @@ def join_command(
 
     From then on no flag is needed to reach its broker.
     """
-    from edge_client.identity import host_and_port
-    from edge_client.join import join
+    from edge_client.link.identity import host_and_port
+    from edge_client.link.join import join
     from fedvit.wire.enrolment import Token
 
     given = given_to(context, own)

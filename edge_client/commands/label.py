@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import kept_device_id, split_file, state_folder
+from edge_client.storage.state import kept_device_id, split_file, state_folder
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError, DataError, FedvitError
 from profiles.probes.host import fast_cores
@@ -24,7 +24,7 @@ def label(context: click.Context, /, **own: Any) -> None:
 
     The model of the device's newest run guesses the class. In a terminal, also over SSH.
     """
-    from edge_client.label import Guesser, Labelling, newest_guesser, run, summary
+    from edge_client.owner.label import Guesser, Labelling, newest_guesser, run, summary
     from fedvit.data.folder import DeviceData
     from fedvit.data.split import KeptSplit
 

@@ -7,7 +7,7 @@ import click
 import msgspec
 
 from edge_client.commands.options import OF_DEVICE, given_to, of_program
-from edge_client.endpoint import endpoint_of, state_and_name
+from edge_client.link.endpoint import endpoint_of, state_and_name
 from fedvit.command_line import Command, json_flag
 from fedvit.resources import Budget
 from fedvit.wire.topics import Topics
@@ -25,7 +25,7 @@ from profiles.probes.host import fast_cores
 @click.pass_context
 def profile_command(context: click.Context, /, *, fresh: bool, as_json: bool, **own: Any) -> None:
     """Measure this device: speed, memory, disk, temperature, power, the connection to the broker. Takes seconds."""
-    from edge_client.profile import Installation, measure_self, table
+    from edge_client.owner.profile import Installation, measure_self, table
     from profiles.probes.speed import measure_speed
 
     given = given_to(context, own)

@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import existing_state, lock_state
+from edge_client.storage.state import existing_state, lock_state
 from fedvit.command_line import Command, json_flag
 
 
@@ -25,7 +25,7 @@ def rm(
     context: click.Context, /, *, runs: tuple[str, ...], force: bool, dry_run: bool, as_json: bool, **own: Any
 ) -> None:
     """Remove the vaults of RUNS, also of the newest. A run with an unacknowledged result is refused."""
-    from edge_client.retention import lines, locked, remove_runs
+    from edge_client.storage.retention import lines, locked, remove_runs
 
     state = existing_state(given_to(context, own))
     with locked(state, lock_state):

@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 
-from edge_client.endpoint import find_endpoint
-from edge_client.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
+from edge_client.link.endpoint import find_endpoint
+from edge_client.storage.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
 from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
@@ -63,14 +63,14 @@ def serve(
     """Build the device, and take part until it is stopped."""
     # onnxruntime and the data readers are imported here, so that --help and usage errors are fast
     from edge_client.agent import RETURN_SPREAD_S, TICK_S, Agent
-    from edge_client.guard import Guard
-    from edge_client.identity import Renewal
-    from edge_client.readiness import Hours, Readiness
-    from edge_client.recent_log import RecentLog
-    from edge_client.runtime import Runtime
-    from edge_client.status import StatusFile
-    from edge_client.vault import Vault
-    from edge_client.vault_key import VaultKey
+    from edge_client.health.guard import Guard
+    from edge_client.health.recent_log import RecentLog
+    from edge_client.health.status import StatusFile
+    from edge_client.link.identity import Renewal
+    from edge_client.owner.readiness import Hours, Readiness
+    from edge_client.storage.vault import Vault
+    from edge_client.storage.vault_key import VaultKey
+    from edge_client.work.runtime import Runtime
     from fedvit.blobs import BlobStore
     from fedvit.data.growing import GrowingFolder
     from fedvit.data.images import decoded_bytes_within
@@ -155,7 +155,7 @@ def serve(
     loop = LoopWatch(TICK_S, notifier.alive)
 
     def watched() -> Watched:
-        from edge_client.monitoring import AgentCollector  # imports prometheus_client, which is optional
+        from edge_client.health.monitoring import AgentCollector  # imports prometheus_client, which is optional
 
         collector = AgentCollector(agent, folder, loop, sensors)
         return Watched(collector, lambda: [loop], collector.why_not_ready)
@@ -175,7 +175,7 @@ def serve(
 
 def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
     """Return the stored compute speed; with `measure` a missing one is measured now, which takes seconds."""
-    from edge_client.speed import find_speed, read_stored
+    from edge_client.owner.speed import find_speed, read_stored
     from profiles.probes.speed import measure_speed
 
     known = read_stored(state, threads)
@@ -193,7 +193,7 @@ def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
 
 def default_disk_budget(state: Path) -> int | None:
     """Return half of the space that the state uses or that is free; None if that is not known."""
-    from edge_client.disk import DEFAULT_SHARE
+    from edge_client.storage.disk import DEFAULT_SHARE
 
     free_bytes = free_disk_bytes(state)
     return None if free_bytes is None else int(DEFAULT_SHARE * (free_bytes + folder_bytes(state)))
@@ -201,7 +201,7 @@ def default_disk_budget(state: Path) -> int | None:
 
 def check_memory_budget(limit_bytes: int) -> None:
     """Load the engine, so that the process's reported memory includes it; warn if that alone exceeds the budget."""
-    from edge_client.guard import memory_message
+    from edge_client.health.guard import memory_message
     from fedvit.engine import load_engine
 
     load_engine()

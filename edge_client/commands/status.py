@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from edge_client.commands.options import given_to, of_program
-from edge_client.state import in_use, state_folder, status_file
+from edge_client.storage.state import in_use, state_folder, status_file
 from fedvit.command_line import Command, json_flag
 
 
@@ -23,7 +23,7 @@ def status(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
 
     Reads a file that the running device writes; needs no network.
     """
-    from edge_client.status import lines, read_status
+    from edge_client.health.status import lines, read_status
 
     given = given_to(context, own)
     folder = state_folder(given["data"], given["state"])

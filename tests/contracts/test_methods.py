@@ -28,7 +28,7 @@ from coordinator.record.store import Store
 from coordinator.record.summary import RunSummary, summarise
 from coordinator.run.coordinator import Coordinator
 from coordinator.run.display import Display
-from edge_client.vault import Vault
+from edge_client.storage.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods import METHODS, build_model, make_method, method_class, method_names

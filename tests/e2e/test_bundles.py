@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 import coordinator.cli
 import edge_client.cli
 from coordinator.record.store import Store
-from edge_client.vault import Vault
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import unfold

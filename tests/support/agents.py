@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 
 from edge_client.agent import Agent
-from edge_client.guard import Guard
-from edge_client.readiness import Readiness
-from edge_client.runtime import Runtime, Seeds, Watch
-from edge_client.status import StatusFile
-from edge_client.vault import Vault
+from edge_client.health.guard import Guard
+from edge_client.health.status import StatusFile
+from edge_client.owner.readiness import Readiness
+from edge_client.storage.vault import Vault
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder

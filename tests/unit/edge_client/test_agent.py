@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from edge_client import agent as agent_module
-from edge_client import resending
-from edge_client import task_executor as task_executor_module
-from edge_client.guard import Guard
-from edge_client.readiness import Readiness
-from edge_client.runtime import Seeds
+from edge_client.health.guard import Guard
+from edge_client.link import resending
+from edge_client.owner.readiness import Readiness
+from edge_client.work import task_executor as task_executor_module
+from edge_client.work.runtime import Seeds
 from fedvit.blobs import digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.errors import DataError, PeerRefused

@@ -16,8 +16,8 @@ import pytest
 import fedvit.data
 import profiles.probes.host
 from coordinator.broker import Broker
-from edge_client.speed import find_speed
-from edge_client.state import device_id
+from edge_client.owner.speed import find_speed
+from edge_client.storage.state import device_id
 from fedvit.errors import ConfigError, DataError
 from fedvit.resources import Budget
 from fedvit.transport.base import Received
@@ -415,9 +415,20 @@ def test_a_device_needs_no_framework() -> None:
     probes = [f"profiles.probes.{path.stem}" for path in here.glob("*.py") if path.stem != "__init__"]
     assert len(probes) >= 7
     modules = [
-        *("edge_client.cli", "edge_client.agent", "edge_client.runtime", "edge_client.vault", "edge_client.sampler"),
-        *("edge_client.trained", "export.bundle.write", "export.bundle.read"),
-        *("edge_client.doctor", "edge_client.guard", "edge_client.profile", "edge_client.speed"),
+        *(
+            "edge_client.cli",
+            "edge_client.agent",
+            "edge_client.work.runtime",
+            "edge_client.storage.vault",
+            "edge_client.work.sampler",
+        ),
+        *("edge_client.owner.trained", "export.bundle.write", "export.bundle.read"),
+        *(
+            "edge_client.health.doctor",
+            "edge_client.health.guard",
+            "edge_client.owner.profile",
+            "edge_client.owner.speed",
+        ),
         *probes,
         *("fedvit.data", "fedvit.transport.mqtt", "fedvit.transport.memory"),
         *data,

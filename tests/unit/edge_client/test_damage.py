@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 import fedvit.blobs
-from edge_client import integrity as integrity_module
-from edge_client import resending
+from edge_client.link import resending
+from edge_client.storage import integrity as integrity_module
 from fedvit.blobs import is_whole
 from fedvit.program import Program
 from fedvit.tensors import pack

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from edge_client.trained import trained_here
+from edge_client.owner.trained import trained_here
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.models import TEXT
 from fleet.devices import device_folders

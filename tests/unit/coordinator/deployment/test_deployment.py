@@ -39,16 +39,16 @@ from coordinator.deployment.service import Service, served
 from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
 from coordinator.service.broker import broker_endpoint
-from edge_client import identity as identity_module
-from edge_client import join as join_module
 from edge_client.cli import cli as edge_cli
-from edge_client.clocks import explain_refusal
-from edge_client.doctor import check_broker
-from edge_client.doctor_context import DoctorContext, Finding
-from edge_client.endpoint import Endpoint, find_endpoint
-from edge_client.identity import Identity, Membership, Renewal
-from edge_client.join import join
-from edge_client.keys import check_identity
+from edge_client.health.clocks import explain_refusal
+from edge_client.health.doctor import check_broker
+from edge_client.health.doctor_context import DoctorContext, Finding
+from edge_client.health.keys import check_identity
+from edge_client.link import identity as identity_module
+from edge_client.link import join as join_module
+from edge_client.link.endpoint import Endpoint, find_endpoint
+from edge_client.link.identity import Identity, Membership, Renewal
+from edge_client.link.join import join
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused
 from fedvit.files import atomic_write
 from fedvit.transport.address import Address, tls_context
@@ -589,7 +589,7 @@ def test_a_device_falls_back_to_its_former_certificate_until_the_next_one_is_acc
 _RENEWING = """
 import sys
 from pathlib import Path
-from edge_client.identity import Identity
+from edge_client.link.identity import Identity
 identity, *renewed = Identity(Path(sys.argv[1])), *map(bytes.fromhex, sys.argv[2:])
 while True:
     for der in renewed:

@@ -16,7 +16,7 @@ from coordinator.monitoring import collector as collector_module
 from coordinator.monitoring.collector import CoordinatorCollector, Observed, Served
 from coordinator.record.store import Store
 from edge_client.agent import TICK_S
-from edge_client.monitoring import AgentCollector
+from edge_client.health.monitoring import AgentCollector
 from fedvit.errors import StorageFailed
 from fedvit.timings import LoopWatch
 from fedvit.transport.memory import MemoryBroker, MemoryTransport

@@ -27,7 +27,7 @@ from fedvit.data.layout import TRAIN
 from fedvit.errors import ConfigError, EmptyCohort, PeerRefused
 from fedvit.program import Program
 from fedvit.tensors import Array, Tensors
-from fedvit.wire.messages import Refused
+from fedvit.wire.messages import AnyMessage
 from fleet.devices import device_folders
 from fleet.partition import deal
 from fleet.simulate import simulate
@@ -46,10 +46,10 @@ class Attacker(Agent):
     def over(self) -> str | None:
         return "in quarantine" if self.quarantined else super().over
 
-    def _on_refused(self, refused: Refused) -> None:
-        """A device in quarantine leaves; the run continues without it."""
+    def on_message(self, message: AnyMessage) -> None:
+        """Leave in quarantine; the run continues without this device."""
         try:
-            super()._on_refused(refused)
+            super().on_message(message)
         except PeerRefused:
             self.quarantined = True
 
@@ -116,7 +116,7 @@ ATTACKS: Mapping[str, type[Tampering]] = {
 
 def attacker(bench: type[Tampering]) -> type[Attacker]:
     """The class of devices with this task executor."""
-    return type(f"{bench.__name__}Attacker", (Attacker,), {"executor_class": bench})
+    return type(f"{bench.__name__}Attacker", (Attacker,), {"worker_class": bench})
 
 
 PLAIN: Mapping[str, Any] = {"aggregator": "mean", "strikes": 0}

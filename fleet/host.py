@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from edge_client.agent import RETURN_SPREAD_S
 from edge_client.commands.options import BROKER_VARIABLE
+from edge_client.link.session import RETURN_SPREAD_S
 from edge_client.storage.state import lock_state
 from fedvit import command_line
 from fedvit.command_line import Command, log_format_flag

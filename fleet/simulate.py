@@ -4,7 +4,7 @@ memory. The same seed gives the same tensors.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -44,7 +44,7 @@ def simulate(
     display: Display | None = None,
     graph_cache: Path | None = None,
     resume: bool = False,
-    agent_kinds: Mapping[str, Callable[..., Agent]] | None = None,
+    agent_kinds: Mapping[str, type[Agent]] | None = None,
     engine: Engine = "onnx",
     precision: ProductPrecision = "fp32",
     fused: bool | None = None,

@@ -17,6 +17,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from edge_client.agent import TICK_S, Agent
+from edge_client.health.guard import Guard
+from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.settings import OwnerPolicy
+from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.integrity import Integrity
 from edge_client.storage.state import split_file
 from edge_client.storage.vault import Vault
@@ -78,7 +82,7 @@ class Host:
         at_once: int,
         software: str,
         watches: bool = False,
-        kinds: Mapping[str, Callable[..., Agent]] | None = None,
+        kinds: Mapping[str, type[Agent]] | None = None,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._work = WorkQueue(at_once + WRITING)
@@ -87,26 +91,19 @@ class Host:
         vaults = {name: Vault(state / name / "vault") for name in devices}
         integrity = Integrity(BlobStore(blobs), lambda: chain.from_iterable(one.files() for one in vaults.values()))
         images = _images(devices, state)
-        profile = device_profile(threads)
+        profile, policy = device_profile(threads), OwnerPolicy()
         self.agents: dict[str, Agent] = {}
         for name in devices:
             home = state / name
             _link(home / "blobs", blobs)
-            self.agents[name] = (kinds or {}).get(name, Agent)(
-                device=name,
-                federation=federation,
-                transport=transport(name, _Inbox(name, self._inbox)),
-                data=images[name].data,
-                growing=images[name] if watches else None,
-                vault=vaults[name],
-                blobs=shared.view(),
-                runtime=runtime,
-                profile=profile,
-                software=software,
-                begin=self._work.begin,
-                exchange=fetches.exchange,
-                integrity=integrity,
-            )
+            identity = DeviceIdentity(device=name, federation=federation, software=software, profile=profile)
+            own = images[name] if watches else FixedImages(images[name].data)
+            storage = DeviceStorage(vaults[name], shared.view(), own, integrity=integrity)
+            connection = transport(name, _Inbox(name, self._inbox))
+            link = DeviceLink(identity, connection, storage, exchange=fetches.exchange)
+            kind = (kinds or {}).get(name, Agent)
+            worker = kind.worker_class(link, storage, runtime, Guard(), policy, begin=self._work.begin)
+            self.agents[name] = kind(link, storage, worker, policy)
 
     def serve(self, stop: threading.Event, *, once: bool = False) -> None:
         """Take part until `stop` is set; with `once`, until the run has ended for all devices.
@@ -139,7 +136,7 @@ class Host:
         """The agents whose timers run in this tick: those that transfer blobs, and of the others each in its turn."""
         self._ticks += 1
         turns = min(LONGEST_TURN_TICKS, -(-len(here) // AGENTS_PER_TICK))
-        waiting = {name for name, agent in here.items() if agent.exchange.is_busy}
+        waiting = {name for name, agent in here.items() if agent.link.exchange.is_busy}
         return waiting.union(list(here)[self._ticks % turns :: turns])
 
     def _handle(self, here: Mapping[str, Agent], timeout_s: float) -> set[str]:

@@ -28,8 +28,12 @@ from coordinator.run.inbox import Interrupted
 from coordinator.run.validation import check_upload
 from edge_client.agent import Agent
 from edge_client.health.guard import Guard
+from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.settings import OwnerPolicy
+from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.vault import Vault
 from edge_client.work.runtime import Runtime
+from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
@@ -222,18 +226,13 @@ class _Serving:
 
 
 def _make_agent(scene: Scene, broker: MemoryBroker, name: str, home: Path) -> Agent:
-    return Agent(
-        device=name,
-        federation=scene.config.federation,
-        transport=MemoryTransport(SimpleQueue(), broker, name),
-        data=DeviceData.open(scene.data),
-        vault=Vault(home / "vault"),
-        blobs=BlobStore(home / "blobs"),
-        runtime=Runtime(1),
-        profile=device_profile(1),
-        software="fuzz",
-        guard=Guard(device_profile(1).budget),
+    policy, images = OwnerPolicy(), FixedImages(DeviceData.open(scene.data))
+    identity = DeviceIdentity(
+        device=name, federation=scene.config.federation, software="fuzz", profile=device_profile(1)
     )
+    storage = DeviceStorage(Vault(home / "vault"), BlobStore(home / "blobs"), images)
+    link = DeviceLink(identity, MemoryTransport(SimpleQueue(), broker, name), storage)
+    return Agent(link, storage, TaskExecutor(link, storage, Runtime(1), Guard(), policy), policy)
 
 
 def _decoded(raw: bytes) -> object:
@@ -262,7 +261,7 @@ def _agent(scene: Scene, messages: int, seed: int) -> Part:
     )
     agent = _make_agent(scene, broker, "victim", scene.folder / "victim")
     stop = threading.Event()
-    device = _Serving("the agent", lambda: agent.serve(stop), agent.transport.inbox)
+    device = _Serving("the agent", lambda: agent.serve(stop), agent.link.transport.inbox)
     instance = peer.wait_for(Hello, "the agent's hello").instance
     task = scene.task(instance, 1)
     kept = "blake3:" + "0" * 64
@@ -399,7 +398,7 @@ def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
     server = _Serving("the coordinator", coordinator.serve, coordinator.transport.inbox)
     agent = _make_agent(scene, broker, "healthy", scene.folder / "healthy")
     stop = threading.Event()
-    healthy = _Serving("the healthy device", lambda: agent.serve(stop), agent.transport.inbox)
+    healthy = _Serving("the healthy device", lambda: agent.serve(stop), agent.link.transport.inbox)
     try:
         peer.wait_for(CoordinatorState, "the coordinator")
         peer.send(encode(hello(instance, scene.classes)))

@@ -134,7 +134,7 @@ def check_kernels(context: DoctorContext) -> Iterator[Finding]:
 
 
 def check_memory(context: DoctorContext) -> Iterator[Finding]:
-    here, limit = host(context.root), context.budget.memory_bytes
+    here, limit = host(context.root), context.policy.budget.memory_bytes
     available, whole = here.available_bytes, here.ram_bytes
     if available is None or whole is None:
         yield Finding(check="memory", level="ok", what="not measured")
@@ -195,20 +195,20 @@ def check_clock(context: DoctorContext) -> Iterator[Finding]:
 
 
 def check_heat(context: DoctorContext) -> Iterator[Finding]:
-    celsius, limit = Thermometer(context.root).celsius(), context.temperature_limit_c
+    celsius, limit = Thermometer(context.root).celsius(), context.policy.temperature_limit_c
     cool = "cool the processor: a fan, a heat sink, more air; or train with fewer --threads"
     if celsius is None:
         level: Level = "ok" if limit is None else "warning"
         hint = None if limit is None else "--temperature-limit cannot work without a sensor"
-        if context.most_celsius is not None:
+        if context.policy.start_limit_c is not None:
             flag = "--temperature-limit and --max-temperature" if limit is not None else "--max-temperature"
             level, hint = "warning", f"{flag} cannot work without a sensor"
         yield Finding(check="temperature", level=level, what="not measured", hint=hint)
     elif limit is not None and celsius > limit:
         what = f"{celsius:.1f} C, the limit is {limit:g} C: tasks will be stopped at once"
         yield Finding(check="temperature", level="error", what=what, hint=cool)
-    elif context.most_celsius is not None and celsius > context.most_celsius:
-        what = f"{celsius:.1f} C, tasks are declined above {context.most_celsius:g} C"
+    elif context.policy.start_limit_c is not None and celsius > context.policy.start_limit_c:
+        what = f"{celsius:.1f} C, tasks are declined above {context.policy.start_limit_c:g} C"
         yield Finding(check="temperature", level="warning", what=what, hint=cool)
     else:
         hot = celsius >= HOT_C
@@ -230,7 +230,7 @@ def check_heat(context: DoctorContext) -> Iterator[Finding]:
 
 
 def check_battery(context: DoctorContext) -> Iterator[Finding]:
-    state, least = battery(context.root), context.least_battery
+    state, least = battery(context.root), context.policy.min_battery_percent
     if state is None:
         level: Level = "ok" if least is None else "warning"
         hint = None if least is None else "--min-battery has no effect without a battery that reports its charge"
@@ -301,7 +301,7 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
             context.data,
             test_share=context.test_share,
             cache_bytes=0,
-            decoded_bytes=decoded_bytes_within(context.budget.memory_bytes),
+            decoded_bytes=decoded_bytes_within(context.policy.budget.memory_bytes),
             split=split,
         )
     except (DataError, StorageFailed) as error:

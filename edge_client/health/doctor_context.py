@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from edge_client.link.identity import Identity
-from fedvit.resources import Budget
+from edge_client.settings import OwnerPolicy
 from fedvit.transport.address import Address
 from fedvit.wire.topics import Topics
 from profiles.probes.kernel import ROOT
@@ -44,10 +44,7 @@ class DoctorContext:
     data: Path | None
     test_share: float
     decoded_images: int | None = MOST_DECODED  # images that are decoded on trial; None: all
-    budget: Budget = field(default_factory=Budget)
-    temperature_limit_c: float | None = None
-    most_celsius: float | None = None  # tasks are declined above it
-    least_battery: int | None = None  # percent; tasks are declined below it
+    policy: OwnerPolicy = field(default_factory=OwnerPolicy)
     vault_key: Path | None = None
     identity: Identity | None = None  # None: the device has not joined a deployment
     identity_folder: Path | None = None

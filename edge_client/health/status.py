@@ -6,22 +6,20 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
+from edge_client.health.history import AgentState, LastError, LastTask
+from edge_client.link.device_link import DeviceIdentity
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.quantities import counted, format_bytes, format_seconds
 from fedvit.terminal import escape_line
-from fedvit.wire.messages import TaskKind
 from profiles.probes.host import resident_bytes
-
-if TYPE_CHECKING:
-    from edge_client.agent import Agent
 
 log = logging.getLogger(__name__)
 
@@ -30,23 +28,6 @@ LEAST_INTERVAL_S = 1.0
 """Between two writes of the file."""
 MOST_EXAMPLES = 5
 """Files that are named for each reason."""
-
-
-class LastTask(Struct, frozen=True, kw_only=True):
-    """The newest task that ended on this device."""
-
-    run: str
-    round: int
-    kind: TaskKind
-    outcome: str  # "done", "failed", or "declined" with the reason
-    samples: int | None = None
-    metrics: dict[str, float] = {}
-    ended_s: float  # seconds since 1970, as all times here
-
-
-class LastError(Struct, frozen=True, kw_only=True):
-    what: str
-    at_s: float
 
 
 class ClassCount(Struct, frozen=True):
@@ -95,8 +76,9 @@ class Status(Struct, frozen=True, kw_only=True):
 class StatusFile:
     """Writes the status of one agent, at most once a second, and only when something has changed."""
 
-    def __init__(self, path: Path, *, broker: str) -> None:
+    def __init__(self, path: Path, identity: DeviceIdentity, *, broker: str) -> None:
         self.path = path
+        self._identity = identity
         self._broker = broker
         self._started_s = time.time()
         self._next = 0.0  # monotonic
@@ -104,32 +86,32 @@ class StatusFile:
         self._counted: _Counted | None = None
         self._failed = False  # the last write
 
-    def tick(self, agent: "Agent") -> None:
+    def tick(self, state: AgentState) -> None:
         """Call it a few times a second."""
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + LEAST_INTERVAL_S
-        if (doing := self._doing(agent, agent.doing)) != self._written:
-            self._write(agent, doing)
+        if (doing := self._describe(state, state.activity)) != self._written:
+            self._write(state, doing)
 
-    def close(self, agent: "Agent") -> None:
-        """The last write of a process."""
-        self._write(agent, self._doing(agent, "stopped"))
+    def close(self, state: AgentState) -> None:
+        """Write the file for the last time."""
+        self._write(state, self._describe(state, "stopped"))
 
-    def _write(self, agent: "Agent", doing: Doing) -> None:
+    def _write(self, state: AgentState, doing: Doing) -> None:
         try:
             status = Status(
-                device=agent.device,
-                federation=agent.topics.federation,
+                device=self._identity.device,
+                federation=self._identity.federation,
                 broker=self._broker,
-                software=agent.software,
+                software=self._identity.software,
                 process=os.getpid(),
                 started_s=self._started_s,
                 written_s=time.time(),
                 doing=doing,
                 rss_bytes=resident_bytes(),
-                peak_rss_bytes=agent.peak_rss_bytes,
-                memory_budget_bytes=agent.profile.budget.memory_bytes,
+                peak_rss_bytes=state.peak_rss_bytes,
+                memory_budget_bytes=self._identity.profile.budget.memory_bytes,
             )
             atomic_write(self.path, msgspec.json.encode(status), durable=False)
         except (StorageFailed, OSError) as error:  # the device continues without a status
@@ -139,9 +121,9 @@ class StatusFile:
         else:
             self._written, self._failed = doing, False
 
-    def _doing(self, agent: "Agent", state: str) -> Doing:
-        task, progress = agent.task, agent.progress
-        images = self._count(agent.data)
+    def _describe(self, state: AgentState, activity: str) -> Doing:
+        task, progress = state.task, state.progress
+        images = self._count(state.data)
         if (
             task is None
             or progress is None
@@ -149,13 +131,13 @@ class StatusFile:
         ):
             progress = None
         return Doing(
-            state=state,
+            state=activity,
             run=task.run if task else None,
             round=task.round if task else None,
             done_steps=progress.done_steps if progress else None,
             total_steps=progress.total_steps if progress else None,
-            last=agent.last_task,
-            last_error=agent.last_error,
+            last=state.last_task,
+            last_error=state.last_error,
             classes=images.classes,
             unusable=images.unusable,
         )

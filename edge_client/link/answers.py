@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import msgspec
 
 from edge_client.link.resending import Resend
-from edge_client.storage.integrity import DamagedBlobs, Integrity
-from edge_client.storage.vault import Vault
-from fedvit.blobs import BlobStore
+from edge_client.storage.device_storage import DeviceStorage
+from edge_client.storage.integrity import DamagedBlobs
 from fedvit.errors import StorageFailed
-from fedvit.wire.messages import Declined, Failed, Result, ResultAck, TaskKind, inline_room
+from fedvit.resources import BudgetKind, ResourceUse
+from fedvit.wire.messages import Declined, Failed, Result, ResultAck, Task, TaskKind, inline_room
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +37,13 @@ class Answers:
     returns the lines of the log that go with a failure."""
 
     def __init__(
-        self,
-        *,
-        vault: Vault,
-        blobs: BlobStore,
-        integrity: Integrity,
-        send: Callable[[Answer], None],
-        recent_log: Callable[[], str],
+        self, storage: DeviceStorage, *, send: Callable[[Answer], None], recent_log: Callable[[], str]
     ) -> None:
         self.counts: Counter[tuple[TaskKind, str]] = Counter()  # since the start, by kind of task and of message
         self.least_resend_s = 0.0  # for answers from now on: a large cohort keeps the coordinator busy
-        self._vault = vault
-        self._blobs = blobs
-        self._integrity = integrity
+        self._vault = storage.vault
+        self._blobs = storage.blobs
+        self._integrity = storage.integrity
         self._send = send
         self._recent_log = recent_log
         self._waiting: dict[AnswerKey, _Waiting] = {}
@@ -85,6 +79,13 @@ class Answers:
         self.counts[answer.kind, type(answer).__name__.lower()] += 1
         self.keep(answer)
         self.send(answer)
+
+    def fail(
+        self, task: Task | Result, reason: str, broke: BudgetKind | None = None, use: ResourceUse | None = None
+    ) -> None:
+        """Report with the last lines of the log why a task failed, or why its result cannot be sent."""
+        lines = self._recent_log()
+        self.add(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task, lines))
 
     def send_due(self) -> None:
         """Send again what has waited for too long."""
@@ -129,8 +130,7 @@ class Answers:
         log.error("result lost", extra={"run": result.run, "round": result.round, "reason": reason})
         if result.kind == "train":
             self._settle(result.run, result.round, accepted=False)
-        lines = self._recent_log()
-        self.add(Failed(result.run, result.round, result.kind, reason[:500], task=result.task, log=lines))
+        self.fail(result, reason)
 
     def acknowledge(self, ack: ResultAck, epoch: int | None) -> bool:
         """Take an acknowledgement by the coordinator of this epoch into account. False if it refused a result."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from edge_client.owner.speed import Measure, find_speed
+from edge_client.settings import OwnerPolicy
 from fedvit.errors import FedvitError
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, Speed
@@ -61,20 +62,20 @@ class Installation(Struct, frozen=True, kw_only=True):
     address: Address
     client_id: str
     probe_topic: str
+    threads: int
+    policy: OwnerPolicy
 
 
 def measure_self(
     installation: Installation,
-    threads: int,
     measure: Measure,
     report_step: Report,
     *,
-    budget: Budget,
-    temperature_limit_c: float | None = None,
     fresh: bool = False,
     root: Path = ROOT,
 ) -> SelfReport:
     """Measure the device, which takes seconds; `report_step` gets the name of each part. Raises StorageFailed."""
+    threads, policy = installation.threads, installation.policy
     base_rss_bytes = resident_bytes()
     why: dict[str, str] = {}
     sensors = Sensors.find(root)
@@ -121,8 +122,8 @@ def measure_self(
         idle_power_w=idle_w,
         busy_power_w=busy_w,
         power_source=sensors.power.source if sensors.power else None,
-        budget=budget,
-        temperature_limit_c=temperature_limit_c,
+        budget=policy.budget,
+        temperature_limit_c=policy.temperature_limit_c,
         not_measured=why,
     )
 

@@ -7,10 +7,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from edge_client.settings import DeviceSettings
 from fedvit.blobs import digest_of
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
@@ -60,9 +60,9 @@ def status_file(state: Path) -> Path:
     return state / "status.json"
 
 
-def existing_state(given: Mapping[str, Any]) -> Path:
-    """The state folder of a device that has taken part in a run."""
-    folder = state_folder(given["data"], given["state"])
+def existing_state(settings: DeviceSettings) -> Path:
+    """Return the state folder of a device that has taken part in a run. Raises ConfigError."""
+    folder = state_folder(settings.data, settings.state)
     if not (folder / "vault").is_dir():
         raise ConfigError(f"no state of a device with a run in {folder}; --state names another folder")
     return folder
@@ -135,7 +135,7 @@ def device_id(folder: Path, wanted: str | None, data: Path) -> str:
     """The device's permanent name: given, stored, or made from the data folder's name."""
     file = folder / "device-id"
     if wanted is None and file.is_file():
-        return kept_device_id(file)
+        return read_device_id(file)
     if wanted is None:
         stem = re.sub("[^A-Za-z0-9_-]", "-", data.resolve().name).lstrip("-")
         wanted = f"{stem[:48] or 'device'}-{secrets.token_hex(2)}"
@@ -146,7 +146,7 @@ def device_id(folder: Path, wanted: str | None, data: Path) -> str:
     return wanted
 
 
-def kept_device_id(file: Path) -> str:
+def read_device_id(file: Path) -> str:
     """The name in a file: its first line; the second line, if any, is the name's digest. Raises ConfigError."""
     name, _, digest = file.read_text(errors="replace").strip().partition("\n")
     if digest and digest != digest_of(name.encode()):

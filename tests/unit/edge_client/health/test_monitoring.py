@@ -15,7 +15,7 @@ def test_metrics_of_a_device(world: World, fedavg: Setting, tmp_path: Path) -> N
     """It has done one task, and failed another one."""
     device = world.device()
     registry = CollectorRegistry()
-    collector = AgentCollector(device.agent, tmp_path, LoopWatch(TICK_S), Sensors.find())
+    collector = AgentCollector(device.agent.link, device.agent.state, tmp_path, LoopWatch(TICK_S), Sensors.find())
     registry.register(collector)
 
     def value(name: str, **labels: str) -> float | None:
@@ -31,7 +31,7 @@ def test_metrics_of_a_device(world: World, fedavg: Setting, tmp_path: Path) -> N
     assert value("fedvit_device_answers_total", kind="train", answer="result") == 1
     assert value("fedvit_broker_connected") == value("fedvit_device_joined") == 1
     assert value("fedvit_device_at_work", kind="train") == 0
-    assert value("fedvit_device_images", part="train") == len(device.agent.data.train)
+    assert value("fedvit_device_images", part="train") == len(device.agent.storage.data.train)
     assert value("fedvit_device_info", device="pi", version="9.9") == 1
     assert value("fedvit_sent_bytes_total")
     assert value("fedvit_peak_rss_bytes")
@@ -42,7 +42,6 @@ def test_metrics_of_a_device(world: World, fedavg: Setting, tmp_path: Path) -> N
 
 def test_failure_of_a_task_brings_the_last_log_lines(world: World, fedavg: Setting) -> None:
     """What the device's log gives at that moment."""
-    device = world.device()
-    device.agent._recent_log = lambda: "the last lines"
+    world.device(recent_log=lambda: "the last lines")
     world.give(fedavg, groups={"model": FAR_OFF})
     assert world.server.expect(Failed).log == "the last lines"

@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.broker import Broker, start_broker
 from edge_client.owner.profile import Installation, SelfReport, measure_self, table
+from edge_client.settings import OwnerPolicy
 from fedvit.errors import OverBudget
 from fedvit.resources import Budget, ProductRate, Speed
 from fedvit.transport.address import Address
@@ -33,8 +34,15 @@ def dead(threads: int) -> Speed:
     raise OverBudget("the process was ended by SIGILL")
 
 
-def place(address: Address, state: Path | None) -> Installation:
-    return Installation(state=state, address=address, client_id="pi-1", probe_topic="fl1/home/d/pi/up/probe")
+def place(address: Address, state: Path | None, policy: OwnerPolicy | None = None, threads: int = 1) -> Installation:
+    return Installation(
+        state=state,
+        address=address,
+        client_id="pi-1",
+        probe_topic="fl1/home/d/pi/up/probe",
+        threads=threads,
+        policy=policy or OwnerPolicy(),
+    )
 
 
 def rows(report: SelfReport) -> dict[str, str]:
@@ -49,7 +57,7 @@ def test_products_of_all_kinds_are_shown(tmp_path: Path, broker: Broker) -> None
         speed = some_speed(threads)
         return msgspec.structs.replace(speed, products=(*speed.products, integers, halves))
 
-    report = measure_self(place(broker.address, tmp_path), 2, both, lambda what: None, budget=BUDGET)
+    report = measure_self(place(broker.address, tmp_path), both, lambda what: None)
     shown = rows(report)["compute speed"]
     assert shown.startswith("up to 25 GFLOP/s in products of floats, 90 GFLOP/s of integers, 40 GFLOP/s of float16, ")
 
@@ -57,12 +65,9 @@ def test_products_of_all_kinds_are_shown(tmp_path: Path, broker: Broker) -> None
 def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:
     said: list[str] = []
     report = measure_self(
-        place(broker.address, tmp_path / "state"),
-        4,
+        place(broker.address, tmp_path / "state", OwnerPolicy(budget=BUDGET, temperature_limit_c=85.0), threads=4),
         fast,
         said.append,
-        budget=BUDGET,
-        temperature_limit_c=85.0,
         root=orin_nano(tmp_path / "root"),
     )
     assert report.host.board == "NVIDIA Jetson Orin Nano Developer Kit"
@@ -91,7 +96,7 @@ def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:
 def test_a_board_without_sensors_engine_and_broker(tmp_path: Path) -> None:
     """Everything that is missing says so, with the reason where there is one; nothing is 0."""
     root = write_tree(tmp_path / "root", {"proc/device-tree/model": "Orange Pi Zero\0"})
-    report = measure_self(place(NOBODY, None), 1, dead, lambda _: None, budget=Budget(), root=root)
+    report = measure_self(place(NOBODY, None), dead, lambda _: None, root=root)
     nothing = (report.speed, report.disk, report.round_trip_s, report.temperature_c, report.slowed_now)
     assert {*nothing, report.idle_power_w, report.free_disk_bytes, report.slowed_since_start} == {None}
     assert report.not_measured.keys() == {"power", "compute speed", "disk", "broker"}
@@ -107,13 +112,13 @@ def test_a_board_without_sensors_engine_and_broker(tmp_path: Path) -> None:
 
 def test_what_happened_since_the_start_is_shown(tmp_path: Path) -> None:
     root = pi_4(tmp_path, throttled="0x50000")
-    shown = rows(measure_self(place(NOBODY, None), 1, dead, lambda _: None, budget=Budget(), root=root))
+    shown = rows(measure_self(place(NOBODY, None), dead, lambda _: None, root=root))
     assert (shown["throttled"], shown["since start"]) == ("no", "throttled, under-voltage")
 
 
 def test_machines_read_the_same(tmp_path: Path) -> None:
     """JSON with None as null, and back."""
-    report = measure_self(place(NOBODY, None), 1, fast, lambda _: None, budget=BUDGET, root=pi_4(tmp_path))
+    report = measure_self(place(NOBODY, None, OwnerPolicy(budget=BUDGET)), fast, lambda _: None, root=pi_4(tmp_path))
     raw = msgspec.json.encode(report)
     assert msgspec.json.decode(raw, type=SelfReport) == report
     assert msgspec.json.decode(raw)["idle_power_w"] is None

@@ -13,7 +13,9 @@ from click.testing import Result as Done
 
 import edge_client.owner.trained
 from edge_client.cli import cli
+from edge_client.settings import OwnerPolicy
 from edge_client.storage.state import lock_state
+from edge_client.settings import OwnerPolicy
 from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
@@ -155,8 +157,7 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     vault.settle("resumable", 1)
     kept(vault, "waiting", upload=BlobStore(world.state / "blobs").put(b"upload"))
     over(vault, "second")
-    device = world.device(once=True)
-    device.agent.keep_runs = 2
+    device = world.device(once=True, policy=OwnerPolicy(keep_runs=2))
     assert world.server.expect(Result).run == "waiting"
     world.server.acknowledge(world.result(fedavg))
     finish(world, device)
@@ -192,7 +193,7 @@ def test_invented_runs_stay_within_the_disk_budget(world: World, fedavg: Setting
     world.server.wait(lambda: device.vault.pending() == [])
     own = pack(device.vault.local("run") or {})
     before = used(device)
-    device.agent.disk.limit_bytes = limit_bytes = before + 100_000
+    device.agent.storage.disk.limit_bytes = limit_bytes = before + 100_000
     refused = ""
     for number in range(40):
         world.give(fedavg, program=program, run=f"invented-{number}")
@@ -202,14 +203,14 @@ def test_invented_runs_stay_within_the_disk_budget(world: World, fedavg: Setting
             break
     assert "raise --disk-budget" in refused
     assert pack(device.vault.local("run") or {}) == own
-    device.agent.disk.limit_bytes = 2 * limit_bytes
+    device.agent.storage.disk.limit_bytes = 2 * limit_bytes
     world.give(fedavg, program=program, round=3)
     world.server.wait(lambda: device.vault.round_of("run") == 3)
 
 
 def test_blobs_that_exceed_the_disk_budget_are_not_fetched(world: World, fedavg: Setting) -> None:
     device = world.device()
-    device.agent.disk.limit_bytes = 1000
+    device.agent.storage.disk.limit_bytes = 1000
     reason = world.failure(fedavg)
     assert "--disk-budget" in reason
     assert digests(device.blobs) == set()
@@ -236,7 +237,7 @@ def test_finished_runs_make_room_the_oldest_first(world: World, fedavg: Setting)
     kept(vault, "resumable")
     vault.settle("resumable", 1)
     device = world.device()
-    device.agent.disk.limit_bytes = used(device) - 10**6
+    device.agent.storage.disk.limit_bytes = used(device) - 10**6
     world.result(fedavg)
     assert set(device.vault.runs()) == {"run", "older", "resumable"}
 

@@ -106,7 +106,7 @@ class Agent:
 
     @property
     def over(self) -> str | None:
-        """How the run ended; None while it goes on or after another one began."""
+        """The end of the run; None while it goes on or after another one began."""
         return f"run {self._ended.run} {self._ended.status}" if self._ended and not self.task else None
 
     @property
@@ -243,4 +243,4 @@ class Agent:
             return  # an earlier run's end, late
         self._ended = ended
         if is_final:
-            self.storage.free_space(ended.run, self._policy.keep_runs, self.link.pinned())
+            self.storage.free_space(ended.run, self._policy.keep_runs, self.link.list_served())

@@ -38,7 +38,7 @@ class Hours(NamedTuple):
             raise ConfigError(f"quiet hours {text!r}: start and end are equal")
         return hours
 
-    def left_s(self, now: datetime.datetime) -> float:
+    def remaining_s(self, now: datetime.datetime) -> float:
         """Return the seconds until they end; 0 outside of them."""
         time = now.time()
         inside = self.first <= time < self.end if self.first < self.end else time >= self.first or time < self.end

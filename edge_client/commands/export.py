@@ -7,10 +7,8 @@ from typing import Any
 import click
 
 from edge_client.commands.options import program_options, read_settings
-from edge_client.owner.trained import trained_here
 from edge_client.storage.state import read_device_id, split_file, state_folder
 from export.bundle.command import out_flag, precisions_flag, write
-from export.bundle.write import check_new
 from fedvit.command_line import Command, json_flag
 from fedvit.data.folder import DeviceData
 from fedvit.data.split import KeptSplit
@@ -37,6 +35,9 @@ def command(
     The model is the server's newest that this device received, with the device's personal tensors.
     """
 
+    from edge_client.owner.trained import load_own_model  # onnxruntime takes seconds
+    from export.bundle.write import check_new
+
     settings = read_settings(context, own)
     data, threads = settings.data, settings.threads
     folder = state_folder(data, settings.state)
@@ -45,7 +46,7 @@ def command(
         raise ConfigError(f"no state of a device in {folder}; --state names another folder")
     split = KeptSplit.load(split_file(folder), settings.test_share)
     images = DeviceData.open(data, test_share=settings.test_share, split=split) if data else None
-    trained, labelled = trained_here(
+    trained, labelled = load_own_model(
         run,
         device=read_device_id(folder / "device-id"),
         state=folder,

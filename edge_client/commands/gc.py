@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from edge_client.commands.options import program_options, read_settings
-from edge_client.storage.retention import collect, lines, locked, remove_strays
+from edge_client.storage.retention import collect, lines, lock_states, remove_strays
 from edge_client.storage.state import existing_state, lock_state, state_base, stray_states
 from fedvit.command_line import Command, json_flag
 
@@ -44,6 +44,6 @@ def command(
         report = remove_strays(state_base(), stray_states(), dry_run=dry_run)
     else:
         state = existing_state(settings)
-        with locked(state, lock_state):
+        with lock_states(state, lock_state):
             report = collect(state, keep_runs=settings.policy.keep_runs or 1, dry_run=dry_run)
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))

@@ -35,7 +35,7 @@ CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
 def command(
     context: click.Context, /, *, token: str, enrolment_port: int | None, replace: bool, patience: float, **own: Any
 ) -> None:
-    """Join a deployment with the one-time TOKEN of `coordinator enroll`.
+    """Join a deployment with the one-time TOKEN of coordinator enroll.
 
     From then on no flag is needed to reach its broker.
     """

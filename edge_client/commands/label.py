@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 from edge_client.commands.options import program_options, read_settings
-from edge_client.owner.label import Guesser, Labelling, newest_guesser, run, summary
 from edge_client.storage.state import read_device_id, split_file, state_folder
 from fedvit.command_line import Command
 from fedvit.data.folder import DeviceData
@@ -26,6 +25,8 @@ def command(context: click.Context, /, **own: Any) -> None:
 
     The model of the device's newest run guesses the class. In a terminal, also over SSH.
     """
+
+    from edge_client.owner.label import Guesser, Labelling, newest_guesser, run, summary  # onnxruntime takes seconds
 
     settings = read_settings(context, own)
     data: Path | None = settings.data

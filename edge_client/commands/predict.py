@@ -8,7 +8,6 @@ import click
 
 from edge_client.commands.options import program_options, read_settings
 from export.bundle.assemble import Precision
-from export.bundle.read import Bundle
 from fedvit.command_line import Command, json_flag
 from fedvit.data.images import is_image_name
 from fedvit.errors import DataError
@@ -42,6 +41,8 @@ def command(
     **own: Any,
 ) -> None:
     """Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all images in it."""
+
+    from export.bundle.read import Bundle  # onnxruntime takes seconds
 
     threads = read_settings(context, own).threads
     model = Bundle.open(bundle, Precision(precision) if precision else None, threads)

@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from edge_client.commands.options import program_options, read_settings
-from edge_client.storage.retention import lines, locked, remove_runs
+from edge_client.storage.retention import lines, lock_states, remove_runs
 from edge_client.storage.state import existing_state, lock_state
 from fedvit.command_line import Command, json_flag
 
@@ -28,6 +28,6 @@ def command(
     """Remove the vaults of RUNS, also of the newest. A run with an unacknowledged result is refused."""
 
     state = existing_state(read_settings(context, own))
-    with locked(state, lock_state):
+    with lock_states(state, lock_state):
         report = remove_runs(state, list(dict.fromkeys(runs)), force=force, dry_run=dry_run)
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))

@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from cryptography import x509
+
 from edge_client.health.doctor_context import DAY_S, DoctorContext
 from fedvit.transport.address import Address, tls_context
 
@@ -38,8 +40,6 @@ def explain_refusal(context: DoctorContext) -> tuple[str, str] | None:
     identity = context.identity
     if identity is None:
         return None
-    from cryptography import x509
-
     try:
         certificate, authority = (
             x509.load_pem_x509_certificate(file.read_bytes()) for file in (identity.certificate, identity.authority)

@@ -85,7 +85,7 @@ class Guard:
 
     @property
     def is_needed(self) -> bool:
-        """Whether tasks are monitored while a step runs: the many devices of one process have no limits."""
+        """Return True if tasks are monitored while a step runs: the many devices of one process have no limits."""
         return self.owns_process or self.budget != Budget() or self.temperature_limit_c is not None
 
     def watching(self, kind: TaskKind) -> "Guarded":
@@ -129,7 +129,7 @@ class Guarded:
             self._meter.__exit__()
 
     def over(self) -> bool:
-        """Whether the task has to stop."""
+        """Return True if the task has to stop."""
         self._sample()
         return bool(self._broke)
 
@@ -149,7 +149,7 @@ class Guarded:
         metered = self._meter.metered() if self._meter else Metered(None, None, None, None)
         charge = battery(sensors.root) if sensors else None
         return ResourceUse(
-            train_s=self._elapsed_s(),
+            train_s=self._measure_elapsed_s(),
             step_s=self.tally.step_s,
             steps=self.tally.steps,
             flops=self.tally.flops if flops is None else flops,
@@ -164,7 +164,7 @@ class Guarded:
             charging=charge.charging if charge else None,
         )
 
-    def _elapsed_s(self) -> float:
+    def _measure_elapsed_s(self) -> float:
         return time.perf_counter() - self._began
 
     def _watch(self) -> None:
@@ -183,7 +183,7 @@ class Guarded:
             )
             if self._training:
                 samples += (
-                    ("time", self._elapsed_s(), budget.round_deadline_s),
+                    ("time", self._measure_elapsed_s(), budget.round_deadline_s),
                     ("flops", self.tally.flops, budget.flops_per_round),
                 )
             for kind, value, limit in samples:
@@ -204,7 +204,7 @@ class Guarded:
                 return memory_message(self._peak_bytes, budget.memory_bytes or 0, guard.base_bytes or 0)
             case "time":
                 return (
-                    f"training took {format_seconds(self._elapsed_s())} with {self.tally.steps} steps, "
+                    f"training took {format_seconds(self._measure_elapsed_s())} with {self.tally.steps} steps, "
                     f"the deadline of a round on this device is {format_seconds(budget.round_deadline_s or 0)}"
                 )
             case "flops":

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import NameOID
 
 from edge_client.health.clocks import SET_CLOCK
 from edge_client.health.doctor_context import DAY_S, DoctorContext, Finding
 from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
 from fedvit.errors import ConfigError, StorageFailed
-
-if TYPE_CHECKING:
-    from cryptography import x509
 
 SOON_DAYS = 10
 """A certificate is renewed when a third of its 90 days is left: with fewer days the device was offline for weeks."""
@@ -72,10 +72,6 @@ def check_identity(context: DoctorContext) -> Iterator[Finding]:
                 check=check, level="ok", what="this device has not joined a deployment, or uses another broker"
             )
         return
-    from cryptography import x509
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    from cryptography.x509.oid import NameOID
-
     name = identity.membership.device
     again = f"join again: coordinator enroll {name} --replace on the server, edge-client join TOKEN --replace here"
     files = (identity.key, identity.certificate, identity.authority, identity.folder / "request.der")
@@ -105,7 +101,7 @@ def check_identity(context: DoctorContext) -> Iterator[Finding]:
     yield _validity(context.now_s, name, certificate, again)
 
 
-def _validity(now_s: float, name: str, certificate: "x509.Certificate", again: str) -> Finding:
+def _validity(now_s: float, name: str, certificate: x509.Certificate, again: str) -> Finding:
     begin, end = (at.timestamp() for at in (certificate.not_valid_before_utc, certificate.not_valid_after_utc))
     until = f"the certificate of {name!r} is valid until {certificate.not_valid_after_utc:%Y-%m-%d}"
     if now_s > end:

@@ -18,7 +18,7 @@ BATTERY_AGAIN_S = 900.0
 
 
 class NotNow(NamedTuple):
-    """Why a device declines, and the time after which it may be asked again."""
+    """The reason why a device declines, and the time after which it may be asked again."""
 
     reason: str
     again_s: float
@@ -43,7 +43,7 @@ class Readiness:
         policy = self.policy
         if policy.busy_file is not None and policy.busy_file.exists():
             return NotNow(f"busy: {policy.busy_file} exists", BUSY_AGAIN_S)
-        if policy.quiet_hours and (left_s := policy.quiet_hours.left_s(self.clock())):
+        if policy.quiet_hours and (left_s := policy.quiet_hours.remaining_s(self.clock())):
             return NotNow(f"quiet hours until {policy.quiet_hours.end:%H:%M}", left_s)
         if (limit_c := policy.start_limit_c) is not None:
             celsius = self.celsius()

@@ -1,4 +1,4 @@
-"""What a device is doing and did: a small file that the agent writes, and `edge-client status` reads."""
+"""The status of a device: a small file that the agent writes, and `edge-client status` reads."""
 
 import logging
 import os

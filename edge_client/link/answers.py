@@ -65,7 +65,7 @@ class Answers:
         return {answer.upload.digest for answer in answers if isinstance(answer, Result) and answer.upload}
 
     def has_served_results(self) -> bool:
-        """Whether a result waits whose run the coordinator serves."""
+        """Return True if a result waits whose run the coordinator serves."""
         return any(
             isinstance(waiting.answer, Result) and waiting.not_known_in is None for waiting in self._waiting.values()
         )

@@ -78,7 +78,7 @@ class DeviceLink:
             storage.blobs,
             send=self._send_transfer_message,
             topic_for=lambda digest: self.topics.upload(identity.device, digest),
-            may_read=lambda peer, digest: digest in self.pinned(),
+            may_read=lambda peer, digest: digest in self.list_served(),
         )
         self.answers = Answers(storage, send=self.send, recent_log=recent_log)
         self._blobs = storage.blobs
@@ -132,7 +132,7 @@ class DeviceLink:
     def take_bulk(self, topic: str, payload: bytes) -> bool:
         """Take a certificate or a piece of a blob; False for a message of the coordinator."""
         if self.renewal and topic == self.renewal.answers:
-            self.renewal.answered(payload)
+            self.renewal.on_answer(payload)
             return True
         if topic in (self.topics.coordinator_state, self.topics.to_device(self.identity.device)):
             return False
@@ -171,10 +171,10 @@ class DeviceLink:
         chunk_bytes = chunk_bytes_within(limits.max_payload_bytes)
         if chunk_bytes != self._blobs.chunk_bytes:
             self._blobs.chunk_bytes = chunk_bytes
-            for digest in self.pinned():
+            for digest in self.list_served():
                 self.exchange.stop_sending(digest)  # it was being sent in chunks of another size
 
-    def pinned(self) -> set[str]:
+    def list_served(self) -> set[str]:
         """Return the digests of blobs that the coordinator may fetch from this device."""
         uploads = self.answers.uploads()
         return uploads | {self.class_list.digest} if self.class_list else uploads

@@ -152,7 +152,7 @@ class Renewal:
         except (FedvitError, OSError) as error:
             log.warning("the next certificate cannot be requested", extra={"reason": str(error)})
 
-    def answered(self, raw: bytes) -> None:
+    def on_answer(self, raw: bytes) -> None:
         try:
             message = decode_enrolment(raw)
             if not isinstance(message, Renewed):

@@ -19,6 +19,11 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from paho.mqtt.client import MQTT_ERR_SUCCESS, Client, MQTTv311
 from paho.mqtt.enums import CallbackAPIVersion
 
@@ -96,12 +101,6 @@ def _request(folder: Path, token: Token) -> bytes:
     key_file, request_file = (folder / f"joining-{token.id}.{kind}" for kind in ("key", "request"))
     if request_file.is_file() and key_file.is_file():
         return request_file.read_bytes()
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-    from cryptography.x509.oid import NameOID
-
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)

@@ -18,7 +18,7 @@ class Resend:
         self._due = self._began + self._wait_s
 
     def is_overdue(self) -> bool:
-        """Whether an answer should have come by now, however often it was asked for since."""
+        """Return True if an answer should have come by now, however often it was asked for since."""
         return time.monotonic() >= self._began + AGAIN_S
 
     def due(self) -> bool:

@@ -54,7 +54,7 @@ class Session:
 
     @property
     def is_joined(self) -> bool:
-        """Whether a coordinator has answered the newest hello."""
+        """Return True if a coordinator has answered the newest hello."""
         return self.connected and self.epoch is not None and self._hello is None
 
     def is_for_this_process(self, message: Welcome | Refused | Task) -> bool:
@@ -187,7 +187,7 @@ class Session:
         return self._hello is None
 
     def _is_outdated(self, epoch: int) -> bool:
-        """Whether an epoch is of a coordinator that led before the one that leads now."""
+        """Return True if an epoch belongs to a coordinator that led before the present one."""
         term = term_of(epoch)
         if 0 < term < self._term:
             log.info("a coordinator that no longer leads is ignored", extra={"term": term, "leads": self._term})

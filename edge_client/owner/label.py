@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edge_client.owner.trained import trained_here
+from edge_client.owner.trained import load_own_model
 from edge_client.storage.vault import Vault
 from export.bundle.measure import RunGraph, are_probabilities, as_input
 from fedvit.data.folder import DeviceData
@@ -50,7 +50,7 @@ def newest_guesser(
     runs = Vault(state / "vault").runs()
     if not runs:
         return None
-    trained, _ = trained_here(
+    trained, _ = load_own_model(
         runs[0], device=device, state=state, data=data, threads=threads, made_by="", vault_key=vault_key
     )
     graph = RunGraph(trained.graph, trained.values, trained.batch, threads)
@@ -81,14 +81,14 @@ class Labelling:
         self.classes = layout.classes
         self.labelled = 0
         self._target = folder / TRAIN if layout.divided else folder
-        waiting = sorted(path for path in self._unlabelled(folder) if is_image_name(path.name))
+        waiting = sorted(path for path in self._list_unlabelled(folder) if is_image_name(path.name))
         self.unreadable = [(path, reason) for path in waiting if (reason := header_problem(path))]
         unreadable = {path for path, _ in self.unreadable}
         self._waiting = [path for path in waiting if path not in unreadable]
         self._place = 0
         self._decisions: list[Path | None] = []  # for each image before `current`: where it is now; None: skipped
 
-    def _unlabelled(self, folder: Path) -> list[Path]:
+    def _list_unlabelled(self, folder: Path) -> list[Path]:
         try:
             return [path for path in (folder / UNLABELLED).iterdir() if path.is_file()]
         except FileNotFoundError:
@@ -101,7 +101,7 @@ class Labelling:
 
     @property
     def number(self) -> int:
-        """Of the current image, from 1."""
+        """Return the number of the current image, from 1."""
         return self._place + 1
 
     @property
@@ -164,9 +164,9 @@ def run(labelling: Labelling, guesser: Guesser | None) -> None:
     keys = dict(zip(KEYS, labelling.classes, strict=False))
     with _single_keys():
         while labelling.current is not None:
-            guess = _guessed(guesser, labelling.current)
+            guess = _try_guess(guesser, labelling.current)
             write_styled(_screen(labelling, guess, keys))
-            for key in _typed():
+            for key in _read_keys():
                 if key == QUIT:
                     return
                 if _act(labelling, key, keys, guess):
@@ -190,14 +190,14 @@ def _act(labelling: Labelling, key: str, keys: dict[str, str], guess: Guess | No
     return True
 
 
-def _guessed(guesser: Guesser | None, path: Path) -> Guess | None:
+def _try_guess(guesser: Guesser | None, path: Path) -> Guess | None:
     try:
         return guesser(path) if guesser else None
     except DataError:
         return None  # the screen says why
 
 
-def _typed() -> Iterator[str]:
+def _read_keys() -> Iterator[str]:
     """The keys that were typed, at least one; QUIT when the terminal is gone. Arrows and the like are none."""
     try:
         typed = os.read(sys.stdin.fileno(), 64).decode(errors="replace") or QUIT
@@ -208,7 +208,7 @@ def _typed() -> Iterator[str]:
 
 @contextmanager
 def _single_keys() -> Iterator[None]:
-    """Within the context keys arrive at once and are not shown."""
+    """Make keys arrive at once, and not be shown, within the context."""
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
@@ -221,7 +221,7 @@ def _screen(labelling: Labelling, guess: Guess | None, keys: dict[str, str]) -> 
     assert labelling.current is not None
     columns, rows = shutil.get_terminal_size()
     try:
-        picture = drawn(read_thumbnail(labelling.current, columns, 2 * max(rows - _LINES_BELOW, 4)))
+        picture = draw_image(read_thumbnail(labelling.current, columns, 2 * max(rows - _LINES_BELOW, 4)))
     except DataError as error:
         picture = escape_line(str(error))
     guessed = (
@@ -235,7 +235,7 @@ def _screen(labelling: Labelling, guess: Guess | None, keys: dict[str, str]) -> 
     )
 
 
-def drawn(pixels_HWC: Pixels) -> str:
+def draw_image(pixels_HWC: Pixels) -> str:
     """An image as lines of half blocks: each character is two pixels, one above the other."""
     true_colour = os.environ.get("COLORTERM", "") in ("truecolor", "24bit")
     if len(pixels_HWC) % 2:
@@ -251,7 +251,7 @@ def drawn(pixels_HWC: Pixels) -> str:
 
 
 def _colour(rgb: Sequence[int], true_colour: bool) -> str:
-    """As a terminal wants it: exact, or the nearest of its 6 x 6 x 6."""
+    """Return a colour in the form for terminals: exact, or the nearest of 6 x 6 x 6."""
     if true_colour:
         return "2;" + ";".join(map(str, rgb))
     red, green, blue = (round(value / 51) for value in rgb)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from fedvit.errors import FedvitError
 from fedvit.files import atomic_write
@@ -23,7 +23,7 @@ Measure = Callable[[int], Speed]
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """What a measured speed depends on."""
+    """The conditions on which a measured speed depends."""
 
     software: str
     engine: str | None
@@ -44,7 +44,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
 
 class _Kept(Struct, frozen=True, kw_only=True):
-    conditions: Conditions = field(name="circumstances")
+    conditions: Conditions
     speed: Speed | None
     given_up: str | None = None  # reason why the speed is missing
 

@@ -20,7 +20,7 @@ from fedvit.program import decode_program
 from fedvit.tensors import Tensors
 
 
-def trained_here(
+def load_own_model(
     run: str,
     *,
     device: str,
@@ -52,7 +52,7 @@ def trained_here(
             why = f"this device has worked for run {newest!r} since, and keeps only the blobs of its newest run"
             raise ConfigError(f"run {run!r} cannot be exported here any more: {why}") from error
         raise ConfigError(f"run {run!r} cannot be exported now (is its next task arriving?): {error}") from error
-    if vault.noted(run) != note:
+    if vault.newest_task(run) != note:
         raise ConfigError(f"the device started another task of run {run!r} while its tensors were read; try again")
     needs = "tunes the model on" if evaluate.adapt else "compares pictures with" if evaluate.gather else None
     if needs and data is None:
@@ -78,7 +78,7 @@ def trained_here(
 
 def _note(vault: Vault, run: str) -> TaskNote:
     try:
-        note = vault.noted(run)
+        note = vault.newest_task(run)
     except BadPayload as error:  # no run can have this name
         raise ConfigError(str(error)) from error
     if note is None:

@@ -15,7 +15,7 @@ from fedvit.wire.messages import MAX_CHAIN_STEPS, DeltaStep, Manifest
 
 
 class DeltaChain(NamedTuple):
-    """How to rebuild one blob: from the blob `base`, if any, by the steps in their order."""
+    """The way to rebuild one blob: from the blob `base`, if any, by the steps in their order."""
 
     target: Manifest
     base: str

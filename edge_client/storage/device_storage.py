@@ -6,8 +6,9 @@ from collections.abc import Collection
 from edge_client.storage.disk import DiskBudget
 from edge_client.storage.evaluation import blobs_of_model
 from edge_client.storage.integrity import Integrity
-from edge_client.storage.retention import retired
-from edge_client.storage.vault import Repair, Vault
+from edge_client.storage.repair import Repair, repair_all
+from edge_client.storage.retention import find_retired_runs
+from edge_client.storage.vault import Vault, finish_removals, remove_run
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import Growing
@@ -61,8 +62,8 @@ class DeviceStorage:
 
     def repair(self) -> list[Repair]:
         """Finish interrupted removals, and repair small files of the vault. Raises StorageFailed."""
-        self.vault.finish_removals()
-        repairs = self.vault.repair_all()
+        finish_removals(self.vault)
+        repairs = repair_all(self.vault)
         for repair in repairs:
             self.integrity.report(repair.message)
         return repairs
@@ -105,12 +106,12 @@ class DeviceStorage:
         With `keep_runs` the vaults of finished runs that are older than so many are removed.
         """
         try:
-            if run in self.vault.runs()[:1] and (note := self.vault.noted(run)):
+            if run in self.vault.runs()[:1] and (note := self.vault.newest_task(run)):
                 needed = blobs_of_model(self.program(note.program), note, self.vault)
                 freed_bytes = self.blobs.prune(keep=needed | pinned)
                 log.info("blobs removed", extra={"run": run, "bytes": freed_bytes})
-            for old in [] if keep_runs is None else retired(self.vault, keep_runs):
-                self.vault.remove(old)
+            for old in [] if keep_runs is None else find_retired_runs(self.vault, keep_runs):
+                remove_run(self.vault, old)
                 log.info("vault removed", extra={"run": old, "kept": keep_runs})
         except (FedvitError, OSError) as error:  # costs disk space only
             log.error("files of the run could not be removed", extra={"run": run, "reason": str(error)})

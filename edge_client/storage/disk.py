@@ -2,8 +2,8 @@
 
 import logging
 
-from edge_client.storage.retention import retired
-from edge_client.storage.vault import Vault
+from edge_client.storage.retention import find_retired_runs
+from edge_client.storage.vault import Vault, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.errors import OverBudget
 from fedvit.files import folder_bytes
@@ -31,7 +31,7 @@ class DiskBudget:
         """
         if self.limit_bytes is None or new_bytes <= 0:
             return
-        finished = [old for old in retired(self._vault, 0) if old != run]
+        finished = [old for old in find_retired_runs(self._vault, 0) if old != run]
         while (used_bytes := self.used_bytes()) + new_bytes > self.limit_bytes:
             if not finished:
                 raise OverBudget(
@@ -40,7 +40,7 @@ class DiskBudget:
                     "remove runs with `edge-client rm RUN`"
                 )
             old = finished.pop()
-            self._vault.remove(old)
+            remove_run(self._vault, old)
             log.info("vault removed", extra={"run": old, "for_run": run, "limit_bytes": self.limit_bytes})
 
     def used_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What a task starts from: the server's tensors and the device's own.
+"""The tensors from which a task starts: the server's and the device's own.
 
 The device's tests and the bundles exported from its state use the same tensors.
 """
@@ -37,7 +37,7 @@ def start_values(
         tensors = {name: stored[name] for name in program.names(group) if group in own and name in stored}
         personal += len(tensors)
         if not tensors:  # also if the group was not local in earlier rounds
-            digest = _given_blob(program, task, group)
+            digest = _find_blob(program, task, group)
             if digest is None:
                 each_round = spec.role.from_server_each_round
                 why = "the task does not name it" if each_round else "it has no initial value"
@@ -50,12 +50,12 @@ def start_values(
 
 def blobs_of_model(program: Program, note: TaskNote, vault: Vault) -> set[str]:
     """The blobs of the device's own model of a run (edge_client.owner.trained), beside the tensors in the vault."""
-    given = {_given_blob(program, note, group) for group in program.groups.keys() - own_groups(program, note, vault)}
+    given = {_find_blob(program, note, group) for group in program.groups.keys() - own_groups(program, note, vault)}
     graphs = {program.graphs[name].digest for name in program.graphs_for("evaluate")}
     return {note.program, *graphs, *(digest for digest in given if digest)}
 
 
-def _given_blob(program: Program, task: Task | TaskNote, group: str) -> str | None:
+def _find_blob(program: Program, task: Task | TaskNote, group: str) -> str | None:
     """The blob with the values of a group from the server; None if the server sent none."""
     spec = program.groups[group]
     return task.groups.get(group) if spec.role.from_server_each_round else spec.initial

@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from edge_client.storage.evaluation import blobs_of_model
-from edge_client.storage.vault import Vault
+from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.files import WRITING, folder_bytes, storage_failed
@@ -26,7 +26,7 @@ VAULT, BLOBS, LOCK = "vault", "blobs", "lock"
 # --- which runs are removed ------------------------------------------------------------------------------------
 
 
-def retired(vault: Vault, keep_runs: int) -> list[str]:
+def find_retired_runs(vault: Vault, keep_runs: int) -> list[str]:
     """Runs that are older than the newest `keep_runs` of this device, are over, and have no unacknowledged result."""
     return [run for run in vault.runs()[keep_runs:] if _why_kept(vault, run) is None]
 
@@ -48,7 +48,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What is removed from a device's state and what is kept."""
+    """The entries of a device's state that are removed, and those that stay."""
 
     state: str
     dry_run: bool
@@ -71,7 +71,7 @@ def lines(report: Report) -> str:
 
 
 @contextlib.contextmanager
-def locked(state: Path, lock: Callable[[Path], int]) -> Iterator[None]:
+def lock_states(state: Path, lock: Callable[[Path], int]) -> Iterator[None]:
     """Hold the locks of a state and of the host that shares its blobs. Raises ConfigError if one of them is in use."""
     owner = (state / BLOBS).resolve().parent
     folders = {state.resolve()} | ({owner} if (owner / LOCK).exists() else set())
@@ -90,13 +90,13 @@ def collect(state: Path, *, keep_runs: int, dry_run: bool) -> Report:
     with `dry_run` only report what would be removed. The state must not be in use. Raises StorageFailed."""
     vault = Vault(state / VAULT)
     newest = vault.runs()[:keep_runs]
-    gone = dict.fromkeys(retired(vault, keep_runs), f"over, and older than the newest {keep_runs}")
+    gone = dict.fromkeys(find_retired_runs(vault, keep_runs), f"over, and older than the newest {keep_runs}")
     kept = {
         run: f"among the newest {keep_runs}" if run in newest else str(_why_kept(vault, run))
         for run in vault.runs()
         if run not in gone
     }
-    return _removed(state, vault, gone, kept, dry_run=dry_run)
+    return _remove(state, vault, gone, kept, dry_run=dry_run)
 
 
 def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> Report:
@@ -121,7 +121,7 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
                 "are lost. --force removes it anyway"
             )
     kept = {run: "not named" for run in vault.runs() if run not in runs}
-    return _removed(state, vault, dict.fromkeys(runs, "named"), kept, dry_run=dry_run)
+    return _remove(state, vault, dict.fromkeys(runs, "named"), kept, dry_run=dry_run)
 
 
 def remove_strays(base: Path, strays: list[Path], *, dry_run: bool) -> Report:
@@ -144,23 +144,23 @@ def remove_strays(base: Path, strays: list[Path], *, dry_run: bool) -> Report:
     )
 
 
-def _removed(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str], *, dry_run: bool) -> Report:
+def _remove(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str], *, dry_run: bool) -> Report:
     """`gone` and `kept` are runs with the reason. The list is complete before anything is removed."""
     removed = [_run(vault, run, why) for run, why in gone.items()]
-    removed += [_file(folder, "its removal was interrupted") for folder in vault.removed()]
+    removed += [_file(folder, "its removal was interrupted") for folder in list_removed(vault)]
     half = [file for file in state.rglob(f"{WRITING}*") if not file.is_relative_to(state / BLOBS)]
     half = [file for file in half if not any(file.is_relative_to(entry.path) for entry in removed)]
     removed += [_file(file, "a process ended while writing it") for file in half]
     blobs = BlobStore(state / BLOBS)
     shared = blobs.folder.is_symlink()  # the host's devices remove what none of them needs
-    needed = set[str]() if shared else _needed(vault, blobs, kept)
+    needed = set[str]() if shared else _list_needed_blobs(vault, blobs, kept)
     if not shared and (size := sum(size for _, size in blobs.prunable(needed))):
         why = "neither a kept run nor an unacknowledged result needs them"
         removed.append(Entry(what="blobs", path=str(blobs.folder), bytes=size, why=why))
     if not dry_run:
         for run in gone:
-            vault.remove(run)
-        vault.finish_removals()
+            remove_run(vault, run)
+        finish_removals(vault)
         for file in half:
             _delete(file)
         if not shared:
@@ -174,11 +174,11 @@ def _removed(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, st
     )
 
 
-def _needed(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> set[str]:
+def _list_needed_blobs(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> set[str]:
     """Blobs for the models of runs, for the next tasks of unfinished runs, and unacknowledged uploads."""
     needed = {result.upload.digest for result in vault.pending() if result.upload}
     for run in runs:
-        note = vault.noted(run)
+        note = vault.newest_task(run)
         if note is None:
             continue
         try:

@@ -35,7 +35,7 @@ def state_base() -> Path:
 
 
 def identity_folder(state: Path | None) -> Path:
-    """Where `join` keeps key and certificate: with the state where that is given, else one folder per user."""
+    """Return the folder of key and certificate: below the state if one is named, else one per user."""
     return (state or state_base()) / "identity"
 
 
@@ -52,7 +52,7 @@ def state_folder(data: Path | None, state: Path | None) -> Path:
 
 
 def split_file(state: Path) -> Path:
-    """Where it is kept which images of the device test."""
+    """Return the file that lists which images of the device are for testing."""
     return state / "split.json"
 
 
@@ -117,7 +117,7 @@ def stray_states() -> list[Path]:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process has locked this state."""
+    """Return True if a process has locked this state."""
     try:
         handle = os.open(folder / "lock", os.O_RDONLY)
     except OSError:
@@ -147,8 +147,8 @@ def device_id(folder: Path, wanted: str | None, data: Path) -> str:
 
 
 def read_device_id(file: Path) -> str:
-    """The name in a file: its first line; the second line, if any, is the name's digest. Raises ConfigError."""
+    """Return the name in a file: its first line; the second is the name's digest. Raises ConfigError."""
     name, _, digest = file.read_text(errors="replace").strip().partition("\n")
-    if digest and digest != digest_of(name.encode()):
+    if digest != digest_of(name.encode()):
         raise ConfigError(f"{file} is damaged: start once with --id and this device's name")
     return check_name(name, f"device id in {file}")

@@ -21,7 +21,7 @@ class Sums(msgspec.Struct, frozen=True):
 
 
 def read_sums(folder: Path) -> Sums | None:
-    """The checksums of a round; None if an earlier version of the software wrote it.
+    """Return the checksums of a round; None if the process that wrote it ended before they were complete.
 
     Raises BadPayload when the file is damaged, StorageFailed when it cannot be read for another reason.
     """
@@ -34,28 +34,26 @@ def read_sums(folder: Path) -> Sums | None:
             raise BadPayload(f"{folder / SUMS} is damaged: {error.strerror}") from error
         raise storage_failed(f"cannot read {folder / SUMS}", error) from error
     try:
-        return msgspec.msgpack.decode(opened(raw), type=Sums)
+        return msgspec.msgpack.decode(check_digest(raw), type=Sums)
     except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadPayload(f"{folder / SUMS} is damaged: {error}") from error
 
 
 def write_sums(folder: Path, sums: Sums) -> None:
     """Raises StorageFailed, DiskFull."""
-    atomic_write(folder / SUMS, closed(msgspec.msgpack.encode(sums)), private=True)
+    atomic_write(folder / SUMS, add_digest(msgspec.msgpack.encode(sums)), private=True)
 
 
-def closed(content: bytes) -> bytes:
+def add_digest(content: bytes) -> bytes:
     """Put a small file's digest in front of its content."""
     return _MAGIC + digest_of(content).encode() + content
 
 
-def opened(raw: bytes) -> bytes:
-    """Undo `closed`; content of an earlier version has no digest, and is returned as it is. Raises BadPayload."""
-    if not raw.startswith(_MAGIC):
-        return raw
+def check_digest(raw: bytes) -> bytes:
+    """Undo `add_digest`. Raises BadPayload for another digest, or none."""
     body = raw[len(_MAGIC) :]
     digest, content = body[:_DIGEST_BYTES], body[_DIGEST_BYTES:]
-    if digest != digest_of(content).encode():
+    if not raw.startswith(_MAGIC) or digest != digest_of(content).encode():
         raise BadPayload(f"{len(content)} bytes do not have the digest in front of them")
     return content
 

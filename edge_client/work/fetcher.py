@@ -49,7 +49,7 @@ class BlobFetcher:
             bases = {chain.base for chain in execution.delta_chains if chain.base}
             patches = [step.patch.digest for chain in execution.delta_chains for step in chain.steps]
             # inline blobs stay even if unused: they come again with the next task, and count once
-            blobs.prune(keep={*manifests, *self._link.pinned(), *bases, *patches, *inline})
+            blobs.prune(keep={*manifests, *self._link.list_served(), *bases, *patches, *inline})
             manifests |= {step.patch.digest: step.patch for step in recipes}
             rebuilt = {chain.target.digest for chain in execution.delta_chains}
             whole = [digest for digest in task.groups.values() if digest not in rebuilt]

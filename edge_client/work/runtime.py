@@ -97,7 +97,7 @@ class AnswerTally:
             self._answered += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
 
     def by_class(self) -> tuple[ClassCount, ...]:
-        """Of the classes with test images."""
+        """Return the counts of the classes with test images."""
         return tuple(
             ClassCount(label, int(self._right[label]), int(self._seen[label]), self._wrong(label))
             for label in np.flatnonzero(self._seen).tolist()

@@ -17,6 +17,7 @@ from edge_client.settings import OwnerPolicy
 from edge_client.storage.delta_chains import DeltaChain, make_blob
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.evaluation import own_groups, start_values
+from edge_client.storage.repair import repair_run
 from edge_client.work.private import clipped, noisy_rows
 from edge_client.work.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from edge_client.work.uplink import coded_upload
@@ -232,7 +233,7 @@ class TaskExecutor:
         Like fetching, this is not part of the measured work.
         """
         integrity, blobs = self.storage.integrity, self.storage.blobs
-        for repair in self.storage.vault.repair(execution.task.run):
+        for repair in repair_run(self.storage.vault, execution.task.run):
             integrity.report(repair.message)
         chains = [chain for chain in execution.delta_chains if not blobs.has(chain.target.digest)]
         initial = [group.initial for group in program.groups.values() if group.initial]

@@ -199,7 +199,7 @@ def test_a_devices_name_is_kept_from_start_to_start(serve: Callable[..., Serving
 
 
 def test_a_bit_of_the_devices_name_makes_no_other_device(tmp_path: Path) -> None:
-    """Its draws and its messages are under that name. A file of an earlier version has no digest."""
+    """Its draws and its messages are under that name."""
     file = tmp_path / "device-id"
     assert device_id(tmp_path, "pi-1", tmp_path) == "pi-1"
     raw = file.read_bytes()
@@ -210,8 +210,6 @@ def test_a_bit_of_the_devices_name_makes_no_other_device(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match="device-id"):
             device_id(tmp_path, None, tmp_path)
     assert device_id(tmp_path, "pi-1", tmp_path) == device_id(tmp_path, None, tmp_path) == "pi-1"
-    file.write_text("pi-2")
-    assert device_id(tmp_path, None, tmp_path) == "pi-2"
 
 
 def test_a_data_folder_may_have_any_name(serve: Callable[..., Serving], digits: Path, tmp_path: Path) -> None:
@@ -424,7 +422,6 @@ def test_a_device_needs_no_framework() -> None:
         ),
         *("edge_client.owner.trained", "export.bundle.write", "export.bundle.read"),
         *(
-            "edge_client.health.doctor",
             "edge_client.health.guard",
             "edge_client.owner.profile",
             "edge_client.owner.speed",

@@ -40,8 +40,8 @@ from coordinator.record.store import Store
 from coordinator.run.quarantine import Quarantine
 from coordinator.service.broker import broker_endpoint
 from edge_client.cli import cli as edge_cli
+from edge_client.health.broker_checks import check_broker
 from edge_client.health.clocks import explain_refusal
-from edge_client.health.doctor import check_broker
 from edge_client.health.doctor_context import DoctorContext, Finding
 from edge_client.health.keys import check_identity
 from edge_client.link import identity as identity_module
@@ -469,7 +469,7 @@ def ask(identity: Identity, *, until: Callable[[], bool]) -> None:
             if isinstance(event, Connected):
                 renewal.note_connected(transport, event.certificate)
             elif isinstance(event, Received):
-                renewal.answered(event.payload)
+                renewal.on_answer(event.payload)
     finally:
         transport.close()
 

@@ -14,25 +14,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.health.doctor import (
-    CHECKS,
+from edge_client.health.broker_checks import check_broker, check_coordinator
+from edge_client.health.doctor import CHECKS, lines, run_checks, worst
+from edge_client.health.doctor_context import DAY_S, DoctorContext, Finding
+from edge_client.health.machine_checks import (
     check_battery,
-    check_broker,
     check_clock,
-    check_coordinator,
-    check_data,
     check_disk,
     check_engine,
-    check_files,
     check_heat,
     check_kernels,
     check_memory,
-    check_state,
-    lines,
-    run_checks,
-    worst,
 )
-from edge_client.health.doctor_context import DAY_S, DoctorContext, Finding
+from edge_client.health.state_checks import check_data, check_files, check_state
 from edge_client.health.status import Doing, Status, Unusable
 from edge_client.settings import OwnerPolicy
 from edge_client.storage.vault import Vault

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.owner.label import KEYS, Labelling, drawn, newest_guesser
+from edge_client.owner.label import KEYS, Labelling, draw_image, newest_guesser
 from fedvit.data.folder import DeviceData
 from fedvit.errors import DataError
 from tests.support.agents import World
@@ -171,7 +171,7 @@ def test_two_pixels_in_one_character(colours: str, white: str, monkeypatch: pyte
     monkeypatch.setenv("COLORTERM", colours)
     pixels = np.zeros((3, 1, 3), np.uint8)
     pixels[0] = 255
-    first, second = drawn(pixels).splitlines()
+    first, second = draw_image(pixels).splitlines()
     assert first.startswith(f"\x1b[38;{white};48;")
     assert white not in second
     assert re.sub(r"\x1b\[[0-9;]*m", "", first) == "\u2580"

@@ -74,7 +74,7 @@ def test_speed_is_measured_again_under_other_conditions(tmp_path: Path, name: st
     find_speed(tmp_path, 2, Measure())
     kept = msgspec.json.decode((tmp_path / FILE).read_bytes())
     assert name in Conditions.__struct_fields__
-    kept["circumstances"][name] = value
+    kept["conditions"][name] = value
     (tmp_path / FILE).write_bytes(msgspec.json.encode(kept))
     assert kept_speed(tmp_path, 2) is None
     assert find_speed(tmp_path, 2, Measure()).speed == some_speed(2, 1e9)

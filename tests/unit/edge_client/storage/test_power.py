@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edge_client.storage.repair import repair_run
 from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.tensors import Tensors
@@ -73,7 +74,7 @@ def test_a_power_cut_at_any_moment_of_a_commit(
             assert seen == new, sorted(left)
         if seen == new:
             assert BlobStore(folder / "blobs").get(digest_of(UPLOAD)) == UPLOAD
-        assert Vault(folder / "vault").repair(RUN) == [], "what a cut leaves is not taken for damage"
+        assert repair_run(Vault(folder / "vault"), RUN) == [], "what a cut leaves is not taken for damage"
         assert content(folder) == seen, "nor is a round that was not finished taken for a finished one"
         keep(folder, 7)  # and it goes on from there
         assert content(folder) == (7, 7.0, [7])
@@ -100,14 +101,14 @@ def test_power_cut_during_a_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         flip(second / damaged, 0.99)
     before = tree(state)
     with recorded(state) as ops:
-        Vault(state / "vault").repair(RUN)
+        repair_run(Vault(state / "vault"), RUN)
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     for number, (_, left) in enumerate(after_power_cut(before, ops)):
         folder = tmp_path / f"cut-{number}"
         write_tree(left, folder)
-        Vault(folder / "vault").repair(RUN)
+        repair_run(Vault(folder / "vault"), RUN)
         assert content(folder) == after.get(damaged, (1, 1.0, []))
-        assert Vault(folder / "vault").repair(RUN) == []
+        assert repair_run(Vault(folder / "vault"), RUN) == []
         keep(folder, 7)
         assert content(folder) == (7, 7.0, [7])
 
@@ -129,7 +130,7 @@ def test_a_power_cut_while_a_task_is_noted(tmp_path: Path) -> None:
     for number, (done, left) in enumerate(after_power_cut(before, ops)):
         folder = tmp_path / f"cut-{number}"
         write_tree(left, folder)
-        noted = Vault(folder / "vault").noted(RUN)
+        noted = Vault(folder / "vault").newest_task(RUN)
         assert noted is not None
         assert noted.round == 2 if done == len(ops) else noted.round in (1, 2)
 

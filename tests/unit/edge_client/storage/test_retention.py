@@ -15,8 +15,7 @@ import edge_client.owner.trained
 from edge_client.cli import cli
 from edge_client.settings import OwnerPolicy
 from edge_client.storage.state import lock_state
-from edge_client.settings import OwnerPolicy
-from edge_client.storage.vault import Vault
+from edge_client.storage.vault import Vault, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError
@@ -63,7 +62,7 @@ def finish(world: World, device: Device, status: str = "finished") -> None:
 def own_model(world: World, device: Device, digits: Path) -> Tensors:
     """As `edge-client export` puts it together."""
     state = device.vault.folder.parent
-    made, _ = edge_client.owner.trained.trained_here(
+    made, _ = edge_client.owner.trained.load_own_model(
         "run", device="pi", state=state, data=DeviceData.open(digits), threads=1, made_by="tests"
     )
     return {name.removeprefix("tensor/"): value for name, value in made.values.items()}
@@ -254,7 +253,7 @@ def test_a_run_whose_removal_is_cut_is_whole_or_gone(tmp_path: Path, monkeypatch
     over(vault, "other")
     before = tree(state)
     with recorded(state) as ops:
-        vault.remove("run")
+        remove_run(vault, "run")
     assert {"rename", "syncdir", "remove", "rmdir"} <= {op.kind for op in ops}
 
     def of(run: str, left: dict[str, bytes | None]) -> dict[str, bytes | None]:
@@ -354,7 +353,7 @@ def test_gc_keeps_all_blobs_of_a_run_that_may_go_on_and_of_one_that_is_over_its_
     state: Path, fedavg: Setting
 ) -> None:
     vault, blobs = Vault(state / "vault"), BlobStore(state / "blobs")
-    noted = vault.noted("newest")
+    noted = vault.newest_task("newest")
     assert noted is not None
     program, graphs = fedavg.program, fedavg.program.graphs
     waits = {result.upload.digest for result in vault.pending() if result.upload}

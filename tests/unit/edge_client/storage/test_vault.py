@@ -9,15 +9,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from edge_client.storage.vault import TaskNote, Vault
+from edge_client.storage.repair import repair_all, repair_run
+from edge_client.storage.vault import Vault
 from fedvit import blobs as blobs_module
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.resources import ResourceUse
-from fedvit.tensors import Tensors, pack
+from fedvit.tensors import Tensors
 from fedvit.wire.messages import Manifest, Result, Task
 from tests.support import messages
 from tests.support.damage import flip
@@ -222,7 +222,7 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
         vault.commit(result(3), personal(3))
         assert content(vault) == (3, 3, [(RUN, 3)])
         assert sorted(folder.name[:8] for folder in folders(vault)) == [f"round-{found[0]}-", "round-3-"]
-        assert vault.repair(RUN) == []
+        assert repair_run(vault, RUN) == []
     if accident == "kill":
         assert seen == sorted(seen), "once the new state is there, it stays"
     assert seen.count(before) >= 12, "four files, each of them opened, synced and renamed"
@@ -288,10 +288,10 @@ def task(number: int, run: str = RUN) -> Task:
 
 
 def test_the_newest_task_is_noted(vault: Vault) -> None:
-    assert vault.noted(RUN) is None
+    assert vault.newest_task(RUN) is None
     for number in (1, 2):
         vault.note(task(number))
-    noted = Vault(vault.folder).noted(RUN)
+    noted = Vault(vault.folder).newest_task(RUN)
     assert noted is not None
     assert (noted.run, noted.round, noted.kind, noted.seed) == (RUN, 2, "train", 7)
     assert (noted.program, noted.groups) == (task(2).program, task(2).groups)
@@ -310,7 +310,7 @@ def test_a_damaged_note_is_named(vault: Vault) -> None:
     vault.note(task(1))
     (vault.folder / RUN / "TASK").write_bytes(b"\xc1")
     with pytest.raises(StorageFailed, match="TASK is damaged"):
-        vault.noted(RUN)
+        vault.newest_task(RUN)
 
 
 # --- what coding left out -----------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def copies(vault: Vault, file: Path) -> Iterator[tuple[Vault, int]]:
 def test_what_is_whole_needs_no_mending(two_rounds: Vault) -> None:
     before = sorted(two_rounds.folder.rglob("*"))
     for vault in (two_rounds, Vault(two_rounds.folder)):
-        assert vault.repair(RUN) == vault.repair_all() == vault.repair("unknown") == []
+        assert repair_run(vault, RUN) == repair_all(vault) == repair_run(vault, "unknown") == []
     assert sorted(two_rounds.folder.rglob("*")) == before
     assert dict(two_rounds.files()).keys() == {
         file for file in two_rounds.folder.rglob("*") if file.suffix in (".safetensors", ".msgpack")
@@ -432,19 +432,19 @@ def test_damaged_personal_tensors_are_those_of_the_round_before(two_rounds: Vaul
     vault = Vault(two_rounds.folder)
     with pytest.raises(StorageFailed, match=r"local\.safetensors is damaged"):
         vault.local(RUN)
-    [repair] = vault.repair(RUN)
+    [repair] = repair_run(vault, RUN)
     assert str(file) in repair.message
     assert "returns to the tensors of round 1" in repair.message
     assert repair.lost == (RUN, 2)
     assert content(vault) == content(Vault(vault.folder)) == (1, 1, [])
     assert residual(vault) == {"w": 0.5}
-    assert vault.repair(RUN) == []
+    assert repair_run(vault, RUN) == []
     [aside] = (vault.folder / RUN).glob("damaged-*")
     assert (aside / "local.safetensors").is_file(), "personal tensors are not thrown away"
     work(vault, 3, 0.125)
     assert content(Vault(vault.folder)) == (3, 3, [(RUN, 3)])
     flip(newest(vault, 3) / "local.safetensors", 0.99)
-    Vault(vault.folder).repair(RUN)
+    repair_run(Vault(vault.folder), RUN)
     assert [path.name[:15] for path in (vault.folder / RUN).glob("damaged-*")] == ["damaged-round-3"]
 
 
@@ -454,12 +454,12 @@ def test_personal_tensors_that_are_damaged_twice_begin_anew_and_are_kept_aside(t
     for file in files:
         flip(file, 0.99) if damage == "flip" else file.unlink()
     vault = Vault(two_rounds.folder)
-    [repair] = vault.repair(RUN)
+    [repair] = repair_run(vault, RUN)
     assert all(str(file) in repair.message for file in files)
     assert "are lost, and start from" in repair.message
     assert "from a backup" in repair.message
     assert content(vault) == content(Vault(vault.folder)) == (0, None, [])
-    assert vault.repair(RUN) == []
+    assert repair_run(vault, RUN) == []
     assert len([*(vault.folder / RUN).glob("damaged-*")]) == 2
     work(vault, 3, 0.125)
     assert content(Vault(vault.folder)) == (3, 3, [(RUN, 3)])
@@ -467,17 +467,17 @@ def test_personal_tensors_that_are_damaged_twice_begin_anew_and_are_kept_aside(t
 
 def test_a_bit_of_the_sums_leads_back_to_the_round_before(two_rounds: Vault) -> None:
     for vault, place in copies(two_rounds, newest(two_rounds, 2) / "SUMS"):
-        [repair] = vault.repair(RUN)
+        [repair] = repair_run(vault, RUN)
         assert "SUMS damaged" in repair.message, place
         assert content(vault) == (1, 1, []), place
 
 
 def test_a_bit_of_the_name_of_the_newest_round_changes_nothing(two_rounds: Vault) -> None:
     for vault, place in copies(two_rounds, two_rounds.folder / RUN / "CURRENT"):
-        [repair] = vault.repair_all()
+        [repair] = repair_all(vault)
         assert "CURRENT names no stored round" in repair.message, place
         assert content(vault) == (2, 2, [(RUN, 2)]), place
-        assert vault.repair(RUN) == []
+        assert repair_run(vault, RUN) == []
 
 
 def test_the_name_of_the_newest_round_may_be_gone(two_rounds: Vault) -> None:
@@ -493,18 +493,18 @@ def test_a_bit_of_a_result_loses_it_and_nothing_else(two_rounds: Vault) -> None:
     for vault, place in copies(two_rounds, file):
         with pytest.raises(StorageFailed, match=r"result\.msgpack is damaged"):
             vault.pending()
-        [repair] = vault.repair_all()
+        [repair] = repair_all(vault)
         assert repair.lost == (RUN, 2), place
         assert "result of round 2" in repair.message
         assert content(vault) == (2, 2, []), place
         assert residual(vault) == {"w": 0.5}, "as if it had been refused"
-        assert vault.repair(RUN) == []
+        assert repair_run(vault, RUN) == []
 
 
 def test_a_result_that_was_acknowledged_may_be_damaged(two_rounds: Vault) -> None:
     two_rounds.settle(RUN, 2)
     flip(newest(two_rounds, 2) / "result.msgpack")
-    assert Vault(two_rounds.folder).repair(RUN) == []
+    assert repair_run(Vault(two_rounds.folder), RUN) == []
 
 
 @pytest.mark.parametrize("name", ["left", "owed"])
@@ -513,22 +513,22 @@ def test_damaged_feedback_is_not_sent_and_nothing_else_is_lost(two_rounds: Vault
     file = newest(two_rounds, 2) / f"{name}.safetensors"
     flip(file, 0.99) if damage == "flip" else file.unlink()
     vault = Vault(two_rounds.folder)
-    [repair] = vault.repair(RUN)
+    [repair] = repair_run(vault, RUN)
     assert str(file) in repair.message
     assert content(vault) == (2, 2, [(RUN, 2)])
     vault.settle(RUN, 2, accepted=name == "left")
     assert residual(vault) == {}
-    assert Vault(vault.folder).repair(RUN) == []
+    assert repair_run(Vault(vault.folder), RUN) == []
 
 
 def test_a_bit_of_a_note_is_found(two_rounds: Vault) -> None:
     two_rounds.note(task(2))
     for vault, place in copies(two_rounds, two_rounds.folder / RUN / "TASK"):
         with pytest.raises(StorageFailed, match="TASK is damaged"):
-            vault.noted(RUN)
-        assert vault.repair(RUN) == [], place
+            vault.newest_task(RUN)
+        assert repair_run(vault, RUN) == [], place
         vault.note(task(3))
-        assert vault.noted(RUN) is not None
+        assert vault.newest_task(RUN) is not None
 
 
 def test_what_is_settled_late_is_settled_in_the_round_before_too(vault: Vault) -> None:
@@ -538,7 +538,7 @@ def test_what_is_settled_late_is_settled_in_the_round_before_too(vault: Vault) -
     vault.settle(RUN, 1, accepted=True)
     flip(newest(vault, 2) / "local.safetensors", 0.99)
     again = Vault(vault.folder)
-    again.repair(RUN)
+    repair_run(again, RUN)
     assert content(again) == (1, 1, [])
     assert residual(again) == {"w": 0.5}
 
@@ -555,7 +555,7 @@ def test_want_of_something_else_is_no_damage(two_rounds: Vault, monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(where, too_many)
             with pytest.raises(StorageFailed, match="too many"):
-                Vault(two_rounds.folder).repair(RUN)
+                repair_run(Vault(two_rounds.folder), RUN)
     assert sorted(two_rounds.folder.rglob("*")) == before
 
 
@@ -570,64 +570,5 @@ def test_a_medium_that_fails_is_damage(two_rounds: Vault, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(blobs_module, "digest_of_file", failing)
     vault = Vault(two_rounds.folder)
-    assert "returns to the tensors of round 1" in vault.repair(RUN)[0].message
+    assert "returns to the tensors of round 1" in repair_run(vault, RUN)[0].message
     assert content(vault) == (1, 1, [])
-
-
-# --- vaults that an earlier version wrote -------------------------------------------------------------
-
-
-def test_a_pending_result_without_task_and_program_is_read(vault: Vault) -> None:
-    given = msgspec.structs.replace(result(3), task="a task", program="blake3:00")
-    vault.commit(given, personal(1.0))
-    assert vault.pending() == [given]
-    [folder] = folders(vault)
-    fields = msgspec.msgpack.decode((folder / "result.msgpack").read_bytes())
-    (folder / "result.msgpack").write_bytes(msgspec.msgpack.encode(fields[:-3]))
-    (folder / "SUMS").unlink()
-    assert Vault(vault.folder).pending() == [result(3)]
-
-
-@pytest.fixture
-def old(vault: Vault) -> Vault:
-    """As version 0.9 left it: no sums, one round, notes without a digest."""
-    folder = vault.folder / RUN / "round-7-0123abcd"
-    folder.mkdir(parents=True)
-    (folder / "local.safetensors").write_bytes(pack(personal(7)))
-    (folder / "left.safetensors").write_bytes(pack(personal(0.5)))
-    (folder / "owed.safetensors").write_bytes(pack(personal(0.25)))
-    (folder / "result.msgpack").write_bytes(msgspec.msgpack.encode(result(7)))
-    (folder / "PENDING").touch()
-    (folder.parent / "CURRENT").write_text(folder.name)
-    note = TaskNote(RUN, 8, "train", 5, "blake3:" + "ef" * 32, {"model": "blake3:" + "cd" * 32})
-    (folder.parent / "TASK").write_bytes(msgspec.msgpack.encode(note))
-    return vault
-
-
-def test_an_old_vault_is_read_and_gone_on_from(old: Vault) -> None:
-    assert old.repair(RUN) == old.repair_all() == []
-    assert content(old) == (7, 7, [(RUN, 7)])
-    assert residual(old) == {"w": 0.25}
-    noted = old.noted(RUN)
-    assert noted is not None
-    assert noted.round == 8
-    work(old, 8, 0.125)
-    assert content(old) == (8, 8, [(RUN, 8)])
-    assert residual(old) == {"w": 0.25}
-    flip(newest(old, 8) / "local.safetensors", 0.99)
-    again = Vault(old.folder)
-    assert "returns to the tensors of round 7" in again.repair(RUN)[0].message
-    assert content(again) == (7, 7, [(RUN, 7)])
-
-
-@pytest.mark.parametrize("file", ["local.safetensors", "result.msgpack", "left.safetensors", "owed.safetensors"])
-def test_damage_of_files_without_checksums_is_found(old: Vault, file: str) -> None:
-    """That it was cut, or that its head is none; a flipped number shows only where there are sums."""
-    path = newest(old, 7) / file
-    path.write_bytes(path.read_bytes()[:-1])
-    [repair] = old.repair(RUN)
-    assert str(path) in repair.message
-    assert content(old) == (
-        (0, None, []) if file.startswith("local") else (7, 7, [(RUN, 7)][file == "result.msgpack" :])
-    )
-    old.residual(RUN)

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import RenderableType
 
 from bench.cases import CASES, choose
-from coordinator.run.display import choose_display
+from coordinator.rounds.display import choose_display
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import atomic_write
 from profiles.report.console import Console

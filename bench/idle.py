@@ -14,7 +14,7 @@ from rich.table import Table
 
 from bench.bytecode import with_bytecode
 from bench.edge import edge_command, noise_folder, read_memory
-from coordinator.broker import start_broker
+from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
 from fleet.processes import Fleet, last_line, log_text
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 
 START_S = 120.0
 USER, PASSWORD = "fedvit", "known-to-the-record-alone"

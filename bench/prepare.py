@@ -10,8 +10,8 @@ import click
 from bench.cases import Case, decode_case
 from bench.onnx_side import START
 from bench.product import write_products
+from coordinator.compute.planning.planner import make_plan
 from coordinator.config import RunConfig
-from coordinator.planning.planner import make_plan
 from fedvit.blobs import BlobStore
 from fedvit.program import Role
 from fedvit.tensors import pack

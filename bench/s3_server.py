@@ -10,8 +10,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from coordinator.broker.process import claim_port
 from coordinator.config import BlobsConfig
+from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, FedvitError
 
 KEYS = {"AWS_ACCESS_KEY_ID": "fedvit-access-key", "AWS_SECRET_ACCESS_KEY": "fedvit-secret-key"}

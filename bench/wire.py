@@ -28,11 +28,11 @@ from bench.edge import MemoryWatch, read_memory
 from bench.machine import Machine, this_machine
 from bench.s3_server import KEYS, S3Server
 from bench.wire_side import WARM_BYTES
-from coordinator.broker import start_broker
-from coordinator.broker.mosquitto import configuration, find_mosquitto
-from coordinator.broker.process import Broker, claim_port
 from coordinator.config import BlobsConfig
-from coordinator.run.object_store import ObjectStore
+from coordinator.rounds.object_store import ObjectStore
+from coordinator.security.broker import start_broker
+from coordinator.security.broker.mosquitto import configuration, find_mosquitto
+from coordinator.security.broker.process import Broker, claim_port
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.transport.address import Address

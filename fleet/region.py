@@ -24,7 +24,7 @@ from coordinator.commands.config_flags import config_flags
 from coordinator.commands.flags import record_flag, runs_flag
 from coordinator.commands.start import run_to_end
 from coordinator.config import CENTRE, REGION
-from coordinator.run.regional import CentralTask, RegionalCoordinator, RegionAnswer, RegionCounts
+from coordinator.rounds.regional import CentralTask, RegionalCoordinator, RegionAnswer, RegionCounts
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard, Guarded
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
@@ -43,7 +43,7 @@ from fedvit.data.folder import DeviceData, Files, Split
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import make_private, private_files
 from fedvit.program import Program
-from fedvit.tensors import mapped
+from fedvit.tensors import map_tensors
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import MAX_CLASS_COUNTS, AnyMessage, Result, RunEnded, Task
 from fedvit.wire.topics import Topics, check_name
@@ -98,7 +98,7 @@ class _Executor(TaskExecutor):
                     return self._evaluate(execution, answer, guarded)
                 assert answer.update is not None  # of a training
                 # in the vault afterwards: the region's run may delete its devices' updates
-                upload = Upload(mapped(answer.update), {}, {}, answer.samples, answer.metrics)
+                upload = Upload(map_tensors(answer.update), {}, {}, answer.samples, answer.metrics)
                 return self.commit(execution, program, upload, guarded, flops=answer.flops)
         finally:
             self.offered, self.finished = None, offered
@@ -175,7 +175,7 @@ def _images(counts: RegionCounts, folder: Path) -> DeviceData:
 
 
 class CentreLink:
-    """The link of a region to its centre: an edge client in a thread; see `coordinator.run.regional.Centre`.
+    """The link of a region to its centre: an edge client in a thread; see `coordinator.rounds.regional.Centre`.
 
     `transport` makes its connection to the centre's broker. What a device keeps is in the folder `state`: its
     unacknowledged result, and blobs of the newest task.

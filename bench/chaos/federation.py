@@ -16,11 +16,11 @@ import psutil
 
 from bench.chaos.network import Links, Network
 from bench.chaos.schedule import BROKER, COORDINATOR, Fault
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 from fedvit.errors import FedvitError, LinkDown
 from fleet.processes import last_line
 
-BROKER_MARKS = ("mosquitto", "coordinator.broker.embedded")
+BROKER_MARKS = ("mosquitto", "coordinator.security.broker.embedded")
 CLOCK_RIGHT_AFTER_S = 5.0
 TWIN_REFUSED_S = 60.0
 FEW_DESCRIPTORS = 4

@@ -7,7 +7,7 @@ import click
 import msgspec
 
 from bench.fuzz.report import tables
-from coordinator.run.display import choose_display
+from coordinator.rounds.display import choose_display
 from fedvit.logs import configure_logging
 from profiles.report.console import Console
 

@@ -11,7 +11,7 @@ from fedvit.command_line import Command, json_flag
 @json_flag
 def boards(id: str | None, as_json: bool) -> None:
     """List the boards that costs can be predicted for; or show all data of the board ID, with sources."""
-    from coordinator.planning.boards import board_page, boards_table, entries, entry
+    from coordinator.compute.planning.boards import board_page, boards_table, entries, entry
     from profiles.catalogue import in_mode
     from profiles.report.console import Console
 

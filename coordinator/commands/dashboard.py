@@ -66,14 +66,14 @@ def dashboard(
     operators can cancel runs, release devices from quarantine and revoke them.
     """
     try:
-        from coordinator.dashboard.access import is_loopback
-        from coordinator.dashboard.server import listen_on, serve
+        from coordinator.views.dashboard.access import is_loopback
+        from coordinator.views.dashboard.server import listen_on, serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"the dashboard needs the package {error.name}: pip install 'fedvit[dashboard]'") from error
-    from coordinator.dashboard.experiments import Experiments
-    from coordinator.dashboard.frame import Site
-    from coordinator.dashboard.reader import Reader
-    from coordinator.deployment.folder import Deployment
+    from coordinator.security.folder import Deployment
+    from coordinator.views.dashboard.experiments import Experiments
+    from coordinator.views.dashboard.frame import Site
+    from coordinator.views.dashboard.reader import Reader
 
     password = _password(password_file)
     if password is None and not is_loopback(listen):

@@ -14,7 +14,7 @@ from fedvit.errors import ConfigError
 from fedvit.hints import command
 
 if TYPE_CHECKING:
-    from coordinator.deployment.registry import Device
+    from coordinator.security.registry import Device
 
 
 @click.command(
@@ -38,8 +38,8 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
     """List the devices of a deployment: when they joined, were last seen, and when their certificates expire."""
     from rich.text import Text
 
-    from coordinator.deployment import clock
-    from coordinator.deployment.folder import Deployment
+    from coordinator.security import clock
+    from coordinator.security.folder import Deployment
     from profiles.report.console import Console
     from profiles.report.terminal import column
     from profiles.report.terminal import table as new_table
@@ -99,11 +99,11 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
 
     store = existing_store(runs)
     try:
-        run = run or next((record.id for record in store.runs()), None)
+        run = run or next((record.id for record in store.runs.read_all()), None)
         if run is None:
             raise ConfigError(f"there is no run in {runs}")
         known = {standing.device: standing for standing in standings(store, run)}
-        records = {record.device: record for record in store.devices(run)}
+        records = {record.device: record for record in store.devices.read_all(run)}
     finally:
         store.close()
     for entry in listed:

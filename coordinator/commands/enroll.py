@@ -12,7 +12,7 @@ from fedvit.errors import ConfigError, LinkDown
 from fedvit.quantities import format_seconds, parse_seconds
 
 if TYPE_CHECKING:  # the certificate library is loaded on demand
-    from coordinator.deployment.folder import Deployment
+    from coordinator.security.folder import Deployment
 
 TICK_S = 0.1
 LINGER_S = 5.0
@@ -31,7 +31,7 @@ LINGER_S = 5.0
 )
 def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool) -> None:
     """Print a token with which one device can join, once, under NAME."""
-    from coordinator.deployment.folder import Deployment, make_token
+    from coordinator.security.folder import Deployment, make_token
 
     deployment = Deployment.open(folder)
     token = make_token(deployment, name, valid, replaces=replace)
@@ -44,7 +44,7 @@ def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool) -> 
 def _wait_for_device(deployment: "Deployment", token: str, name: str, valid_s: float) -> None:
     from contextlib import ExitStack
 
-    from coordinator.deployment.service import is_served, served
+    from coordinator.security.service import is_served, served
 
     until = time.monotonic() + valid_s
     with ExitStack() as stack:

@@ -26,8 +26,8 @@ from fedvit.hints import command
 @click.option("--federation", default="home", help="Name under which devices and coordinator meet at the broker.")
 def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment_port: int, federation: str) -> None:
     """Make a deployment: its authority, certificates, and the configuration of a broker for its devices only."""
-    from coordinator.broker.process import claim_port
-    from coordinator.deployment.folder import Deployment, Settings, own_addresses, own_hosts
+    from coordinator.security.broker.process import claim_port
+    from coordinator.security.folder import Deployment, Settings, own_addresses, own_hosts
 
     settings = Settings(
         federation=federation,

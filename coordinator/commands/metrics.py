@@ -13,7 +13,7 @@ from coordinator.config import MetricsConfig, make_config
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 
 
 @click.command(cls=Command, examples=["coordinator metrics RUN --metrics.writer tensorboard"])
@@ -23,13 +23,13 @@ from fedvit.quantities import counted
 @private_files()
 def metrics(run: str, folder: Path, **flags: Any) -> None:
     """Write the rounds of RUN that a writer lacks; flags override the writers of its configuration."""
-    from coordinator.metrics.following import write_all
-    from coordinator.metrics.writers import check_writers, make_writers
     from coordinator.record.retention import lock_run
+    from coordinator.views.trackers.following import write_all
+    from coordinator.views.trackers.writers import check_writers, make_writers
 
     store = existing_store(folder, writes=True)
     try:
-        config = make_config(store.run(run).config, f"run {run}").run
+        config = make_config(store.runs.read(run).config, f"run {run}").run
         values = merge_flags({"metrics": msgspec.to_builtins(config.metrics)}, flags)
         config = msgspec.structs.replace(config, metrics=make_config(values, "flags").run.metrics)
         if not config.metrics.writers:
@@ -41,7 +41,7 @@ def metrics(run: str, folder: Path, **flags: Any) -> None:
                 rounds = write_all(writer, run, config, store)
             except Exception as error:
                 raise StorageFailed(f"cannot write to {writer.where}: {error}. {writer.remedy}") from error
-            click.echo(f"{counted(rounds, 'round')} written to {writer.where}")
+            click.echo(f"{format_count(rounds, 'round')} written to {writer.where}")
         os.close(lock)
     finally:
         store.close()

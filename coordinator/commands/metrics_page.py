@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 from fedvit.monitoring import Monitor, Watched
 
 if TYPE_CHECKING:
-    from coordinator.monitoring.collector import Observed
-    from coordinator.run.display import Display
+    from coordinator.rounds.display import Display
+    from coordinator.views.prometheus import Observed
 
 
 def show_metrics(monitor: Monitor, display: "Display", observed: "Callable[[], Observed]") -> None:
     """Serve what `observed` returns, if the operator asked for a page; it is called only then."""
 
     def watched() -> Watched:
-        from coordinator.monitoring.collector import CoordinatorCollector  # prometheus_client, which is optional
+        from coordinator.views.prometheus import CoordinatorCollector  # prometheus_client, which is optional
 
         collector = CoordinatorCollector(observed())
         return Watched(collector, collector.loops, collector.why_not_ready)

@@ -41,9 +41,9 @@ def plan(run: str | None, folder: Path, as_json: bool, **request: Any) -> None:
     Ends with exit code 8 if nothing fits one of them.
     """
     wanted = request_of(request, config=_recorded(run, folder) if run else None)
-    from coordinator.planning.forecast import write_forecast
-    from coordinator.planning.plan_report import plan_report
-    from coordinator.planning.profiling import NothingFits, choose_configurations, forecast_of
+    from coordinator.compute.planning.forecast import write_forecast
+    from coordinator.compute.planning.plan_report import plan_report
+    from coordinator.compute.planning.profiling import NothingFits, choose_configurations, forecast_of
     from profiles.report.console import Console
 
     chosen = choose_configurations(wanted, progress=lambda line: click.echo(line, err=True))
@@ -66,6 +66,6 @@ def _recorded(run: str, folder: Path) -> RunConfig:
         raise ConfigError(f"--run {run} has its own method and model: leave out {', '.join(given)}")
     store = existing_store(folder)
     try:
-        return make_config(store.run(run).config, f"run {run}").run
+        return make_config(store.runs.read(run).config, f"run {run}").run
     finally:
         store.close()

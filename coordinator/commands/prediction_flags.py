@@ -13,7 +13,7 @@ from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
 
 if TYPE_CHECKING:
-    from coordinator.planning.profiling import Request
+    from coordinator.compute.planning.profiling import Request
 
 
 def _budget_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +86,7 @@ def request_of(
         config = make_config(values, "flags").run
     for device in given["devices"]:
         in_mode(device)
-    from coordinator.planning.profiling import BoardMode, Request
+    from coordinator.compute.planning.profiling import BoardMode, Request
 
     return Request(
         config=config,

@@ -26,7 +26,7 @@ def profile(masks: tuple[float, ...], splits: tuple[int, ...], out: Path | None,
     Every --mask is combined with every --split. Ends with exit code 8 if no variant fits the budget of a device.
     """
     wanted = request_of(request, masks=masks, splits=splits)
-    from coordinator.planning.profiling import make_document
+    from coordinator.compute.planning.profiling import make_document
     from profiles.report.console import Console
     from profiles.report.document import encode
     from profiles.report.profile_page import profile_page

@@ -13,8 +13,8 @@ from fedvit.command_line import Command
 @deployment_flag
 def revoke(name: str, folder: Path) -> None:
     """Revoke a device: its connection ends at once; its certificate and unused tokens become invalid."""
-    from coordinator.deployment.folder import Deployment
-    from coordinator.deployment.revoking import revoke_device
+    from coordinator.security.folder import Deployment
+    from coordinator.security.revoking import revoke_device
 
     done, *notes = revoke_device(Deployment.open(folder), name)
     click.echo(done)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.record.summary import RoundSummary, RunLine, RunSummary
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from profiles.report.terminal import column, first_that_fits, natural_width, shortened
 from profiles.report.terminal import table as new_table
 from profiles.report.verdict import settings_words
@@ -57,7 +57,7 @@ def report(summary: RunSummary, width: int) -> Group:
 
 def _classes(classes: tuple[str, ...]) -> str:
     more = ", ..." if len(classes) > MOST_CLASSES else ""
-    return f"{counted(len(classes), 'class')}: {', '.join(classes[:MOST_CLASSES])}{more}"
+    return f"{format_count(len(classes), 'class')}: {', '.join(classes[:MOST_CLASSES])}{more}"
 
 
 def accuracy_table(summary: RunSummary, width: int) -> Table:

@@ -25,8 +25,8 @@ from fedvit.hints import command
 if TYPE_CHECKING:
     from coordinator.compute.messages import Compute
     from coordinator.compute.process import Worker
-    from coordinator.monitoring.collector import Observed
     from coordinator.record.leadership import Leadership
+    from coordinator.views.prometheus import Observed
 
 
 @click.command(
@@ -61,10 +61,11 @@ def serve(
     **flags: Any,
 ) -> None:
     """Keep a broker and its devices connected, and serve submitted runs until stopped."""
-    from coordinator.run.alerts import webhook_of
-    from coordinator.run.display import line_display
-    from coordinator.service.broker import OWN, broker_endpoint, federation_of
-    from coordinator.service.service import RunService
+    from coordinator.rounds.alerts import webhook_of
+    from coordinator.rounds.display import line_display
+    from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
+    from coordinator.rounds.service.service import RunService
+    from coordinator.views.trackers.following import following
     from fedvit.logs import configure_logging
     from fedvit.systemd import Notifier
     from fedvit.transport.mqtt import MqttTransport
@@ -87,7 +88,7 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     with ExitStack() as stack:
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         display = line_display(quiet)
         workers = _Workers()
         stack.callback(workers.close)
@@ -106,7 +107,7 @@ def serve(
             display.line("the other service no longer leads: this one takes over")
         store = opened_store(folder, stack)
         if leadership:
-            store.lead_in(leadership.term)
+            store.database.lead_in(leadership.term)
         endpoint = stack.enter_context(broker_endpoint(broker, config.federation, folder / "broker", display.line))
         configure_logging(file=folder / "service.log", stderr=False)
         client_id = f"coordinator-{secrets.token_hex(4)}"
@@ -119,6 +120,7 @@ def serve(
             endpoint=endpoint,
             display=display,
             compute_of=workers.worker_of,
+            follow=following,
             on_turn=notifier.alive,
             leadership=leadership,
             stop=stop,
@@ -127,7 +129,7 @@ def serve(
         display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `{submit}` adds one")
 
         def observed() -> "Observed":
-            from coordinator.monitoring.collector import Observed, Served
+            from coordinator.views.prometheus import Observed, Served
 
             def served() -> list[Served]:
                 return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]

@@ -36,19 +36,19 @@ from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import make_private, private_files
 from fedvit.hints import command
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.systemd import Notifier
 from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
     from coordinator.compute.messages import Checked
     from coordinator.compute.process import Worker
-    from coordinator.monitoring.collector import Observed
-    from coordinator.record.store import Store
+    from coordinator.record.record import Record
     from coordinator.record.tables import RunRecord
-    from coordinator.run.coordinator import Coordinator
-    from coordinator.run.display import Display
-    from coordinator.service.broker import BrokerEndpoint
+    from coordinator.rounds.coordinator import Coordinator
+    from coordinator.rounds.display import Display
+    from coordinator.rounds.service.broker import BrokerEndpoint
+    from coordinator.views.prometheus import Observed
     from fedvit.transport.base import Transport
 
 
@@ -138,8 +138,8 @@ def run_to_end(
     `region` makes the coordinator of a region's run; None: the run is no region's. Raises FedvitError if the run cannot
     begin or continue, click.Abort if it is interrupted.
     """
-    from coordinator.run.alerts import webhook_of
-    from coordinator.run.display import choose_display
+    from coordinator.rounds.alerts import webhook_of
+    from coordinator.rounds.display import choose_display
 
     notifier = Notifier.from_environment()
     where = str(file) if file else "flags"
@@ -159,7 +159,7 @@ def run_to_end(
         store = opened_store(folder, stack) if has_record(folder) else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         if record is None:
             check_metrics(given.run, where)
             webhook_of(given.run.alerts)  # before a run begins
@@ -205,7 +205,7 @@ def run_to_end(
             stack.enter_context(display)
             worker, server = _worker(stack), config.run.accelerator
         display.line(f"run {run}: {_described(config.run)}, server on {server}")
-        from coordinator.service.broker import broker_endpoint
+        from coordinator.rounds.service.broker import broker_endpoint
 
         broker_folder = folder / run / "broker"
         endpoint = stack.enter_context(
@@ -214,17 +214,17 @@ def run_to_end(
         transport = _transport(endpoint)
         store = store or opened_store(folder, stack)
         if record is None:
-            store.create_run(run, msgspec.to_builtins(config.run), endpoint.as_record())
+            store.runs.create(run, msgspec.to_builtins(config.run), endpoint.as_record())
         else:
             status = "interrupted" if record.status == "finished" else record.status
-            store.update_run(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
+            store.runs.update(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
         made.pop_all()
         _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, region)
 
 
 def _check_broker(settings: BrokerConfig) -> None:
     """Connect once to the broker of a run, if another program runs it. Raises LinkDown if that fails."""
-    from coordinator.service.broker import check_broker  # the first line of a run need not wait for its imports
+    from coordinator.rounds.service.broker import check_broker  # the first line of a run need not wait for its imports
 
     check_broker(settings)
 
@@ -245,7 +245,7 @@ def _checked(
     Raises ConfigError if the run cannot begin.
     """
     from coordinator.compute.messages import Check
-    from coordinator.service.broker import federation_of
+    from coordinator.rounds.service.broker import federation_of
 
     config, worker = make_config(federation_of(values), where), _worker(stack)
     return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(folder), is_region=is_region))
@@ -269,7 +269,7 @@ def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
         f"run {run} can begin: {_described(of_run)}, server on {checked.accelerator}",
         f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
         f"  {settings_words(run_settings(of_run))}",
-        f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
+        f"  waits for {format_count(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
         f"what it costs on a board: {plan}",
     ]
 
@@ -290,13 +290,13 @@ def _worker(stack: ExitStack) -> "Worker":
     return worker
 
 
-def opened_store(folder: Path, stack: ExitStack) -> "Store":
+def opened_store(folder: Path, stack: ExitStack) -> "Record":
     """Open the record of all runs, and make their files private."""
-    from coordinator.record.store import Store
+    from coordinator.record.record import open_record
 
-    store = Store.in_folder(folder, check=False)  # verified while the run waits for devices
+    store = open_record(folder, check=False)  # verified while the run waits for devices
     stack.callback(store.close)
-    make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs())])
+    make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs.read_all())])
     return store
 
 
@@ -329,49 +329,51 @@ def usual_name(config: RunConfig) -> str:
     return f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{config.method}-{secrets.token_hex(2)}"
 
 
-def check_new(store: "Store | None", run: str) -> None:
+def check_new(store: "Record | None", run: str) -> None:
     """Raises ConfigError if the run exists."""
-    if store and run in {record.id for record in store.runs()}:
+    if store and run in {record.id for record in store.runs.read_all()}:
         raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
 
 
 def check_metrics(config: RunConfig, where: str) -> None:
     """Raises ConfigError if the library of a metrics writer is missing."""
     if config.metrics.writers:
-        from coordinator.metrics.writers import check_writers  # imports SQLAlchemy, which other runs do not need here
+        from coordinator.views.trackers.writers import (
+            check_writers,  # imports SQLAlchemy, which other runs do not need here
+        )
 
         check_writers(config.metrics, where)
 
 
-def check_start_from(store: "Store | None", config: RunConfig) -> None:
+def check_start_from(store: "Record | None", config: RunConfig) -> None:
     """Raises ConfigError if the run of `start_from` does not exist, or has closed no round."""
     if config.start_from is None:
         return
     if store is None:
         raise ConfigError(f"start_from = {config.start_from!r}: there is no run yet")
-    newest = store.newest_closed(config.start_from)
+    newest = store.rounds.read_newest_closed(config.start_from)
     if newest is None:
-        store.run(config.start_from)  # raises if there is no such run
+        store.runs.read(config.start_from)  # raises if there is no such run
         raise ConfigError(f"start_from = {config.start_from!r}: that run closed no round")
 
 
 # --- an earlier run -------------------------------------------------------------------------------------
 
 
-def _to_resume(store: "Store | None", resume: str | None, named: str | None) -> "RunRecord | None":
+def _to_resume(store: "Record | None", resume: str | None, named: str | None) -> "RunRecord | None":
     """The run to resume: that of `resume`, or that of `named` if it exists; None for a new run.
 
     Raises ConfigError if there is none to resume.
     """
     from coordinator.record.tables import ENDED
 
-    records = store.runs() if store else []
+    records = store.runs.read_all() if store else []
     if resume is None:
         return next((record for record in records if record.id == named), None)
     if resume != "newest":
         if store is None:
             raise ConfigError(f"no run {resume!r}: there is no run yet")
-        return store.run(resume)
+        return store.runs.read(resume)
     unfinished = [record for record in records if record.status not in (*ENDED, "queued")]
     if not unfinished:
         raise ConfigError("no run to resume: every run here is finished, or there is none")
@@ -416,7 +418,7 @@ def _transport(endpoint: "BrokerEndpoint") -> "Transport":
 
 
 def _serve(
-    store: "Store",
+    store: "Record",
     folder: Path,
     run: str,
     config: RunConfig,
@@ -429,12 +431,12 @@ def _serve(
     region: "Callable[..., Coordinator] | None",
 ) -> None:
     """Serve the run to its end. Raises click.Abort if it is interrupted."""
-    from coordinator.metrics.following import following
-    from coordinator.run.coordinator import Cancelled, Coordinator
-    from coordinator.run.inbox import TICK_S, Interrupted
-    from coordinator.run.lease import FederationTaken
-    from coordinator.service.broker import REVOKED
-    from coordinator.service.cancelling import Cancellation
+    from coordinator.rounds.coordinator import Cancelled, Coordinator
+    from coordinator.rounds.inbox import TICK_S, Interrupted
+    from coordinator.rounds.lease import FederationTaken
+    from coordinator.rounds.service.broker import REVOKED
+    from coordinator.rounds.service.cancelling import Cancellation
+    from coordinator.views.trackers.following import following
     from fedvit.logs import configure_logging
     from fedvit.timings import LoopWatch
 
@@ -448,7 +450,7 @@ def _serve(
     revoked = endpoint.all_revoked()  # while no coordinator served the run
 
     def watch() -> None:
-        loop.turned()
+        loop.turn()
         endpoint.watch()
         endpoint.note_seen(coordinator.state.presence.seen_since)
         for device in (*revoked, *endpoint.revoked()):
@@ -472,7 +474,7 @@ def _serve(
         signal.signal(number, lambda *_: coordinator.stop())
 
     def observed() -> "Observed":
-        from coordinator.monitoring.collector import Observed, Served
+        from coordinator.views.prometheus import Observed, Served
 
         served = [Served(coordinator, loop)]
         return Observed(transport, lambda: coordinator.inbox.connected, store, folder, lambda: served, {})
@@ -483,8 +485,8 @@ def _serve(
         with following(run, config, store, home, display.line):
             coordinator.serve()
     except FederationTaken:
-        if not store.last_round(run):  # it never began
-            store.remove_run(run)
+        if not store.rounds.find_last(run):  # it never began
+            store.runs.remove(run)
             _remove(folder, run)
         raise
     except Cancelled:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
+from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.config import RunConfig
-from coordinator.planning.planned_device import PlannedDevice
 from coordinator.record.tables import SavedState
 from fedvit.wire.messages import DeltaStep
 from profiles.prediction import Expected

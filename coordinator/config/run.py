@@ -22,7 +22,7 @@ from fedvit.wire.topics import check_name
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run. Raises ConfigError on construction if keys are wrong or do not fit together.
 
-    `coordinator.planning.checks`, which needs torch, checks that they fit the method and the model.
+    `coordinator.compute.planning.checks`, which needs torch, checks that they fit the method and the model.
     """
 
     method: Annotated[str, Meta(description="Federated method.")] = "eftvit"

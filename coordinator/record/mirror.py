@@ -1,4 +1,4 @@
-"""The mirror of a run, read and removed by commands; `coordinator.run.object_store` fills it while the run is served.
+"""The mirror of a run, read and removed by commands; `coordinator.rounds.object_store` fills it.
 
 Objects of a run are below PREFIX/RUN: its blobs, and below `results/` the files of its folder that it wrote at its end.
 """

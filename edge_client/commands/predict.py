@@ -11,7 +11,7 @@ from export.bundle.assemble import Precision
 from fedvit.command_line import Command, json_flag
 from fedvit.data.images import is_image_name
 from fedvit.errors import DataError
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.terminal import escape_line
 
 
@@ -64,7 +64,7 @@ def command(
     if as_json:
         click.echo(json.dumps(listed, indent=2))
     if failed:
-        raise DataError(f"{failed} of {counted(len(listed_images), 'image')} cannot be read")
+        raise DataError(f"{failed} of {format_count(len(listed_images), 'image')} cannot be read")
 
 
 def _images_of(path: Path) -> list[Path]:

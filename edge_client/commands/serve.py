@@ -30,11 +30,11 @@ from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder
-from fedvit.data.images import decoded_bytes_within
+from fedvit.data.images import limit_decoded_bytes
 from fedvit.engine import load_engine
 from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
-from fedvit.monitoring import Watched, monitored
+from fedvit.monitoring import Watched, serve_metrics
 from fedvit.resources import Budget, Speed, image_cache_bytes
 from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
@@ -65,7 +65,7 @@ def serve(settings: DeviceSettings) -> None:
             split_file=split_file(state),
             test_share=settings.test_share,
             cache_bytes=image_cache_bytes(memory_bytes),
-            decoded_bytes=decoded_bytes_within(memory_bytes),
+            decoded_bytes=limit_decoded_bytes(memory_bytes),
         )
         device = log_fields["device"] = device_id(state, endpoint.device, data)
     sensors = Sensors.find()
@@ -82,13 +82,13 @@ def serve(settings: DeviceSettings) -> None:
         collector = AgentCollector(agent.link, agent.state, state, loop, sensors)
         return Watched(collector, lambda: [loop], collector.why_not_ready)
 
-    with monitored(settings.metrics_address) as monitor:
+    with serve_metrics(settings.metrics_address) as monitor:
         monitor.show(watch)
         if monitor.url:
             log.info("metrics", extra={"url": monitor.url})
         notifier.ready()
         try:
-            reason = agent.serve(stop, once=settings.once, on_turn=loop.turned)
+            reason = agent.serve(stop, once=settings.once, on_turn=loop.turn)
         finally:
             notifier.stopping()
     log.info("device leaves", extra={"reason": reason})

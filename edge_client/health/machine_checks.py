@@ -11,7 +11,7 @@ from fedvit.files import folder_bytes
 from fedvit.quantities import format_bytes
 from fedvit.transport.address import describe_error
 from profiles.probes.battery import battery
-from profiles.probes.host import free_disk_bytes, host, installed_engine
+from profiles.probes.host import find_engine, free_disk_bytes, host
 from profiles.probes.thermal import Brakes, Thermometer
 
 LEAST_MEMORY_BYTES, LITTLE_MEMORY_BYTES = 100_000_000, 300_000_000
@@ -33,15 +33,14 @@ print(onnxruntime.__version__)
 
 _KERNELS_CHILD = """
 import onnxruntime
-from fedvit.kernels import has_amx, library
-onnxruntime.SessionOptions().register_custom_ops_library(str(library()))
-print("AMX" if has_amx(library()) else "")
+from fedvit.kernels import find_library
+onnxruntime.SessionOptions().register_custom_ops_library(str(find_library()))
 """
 
 
 def check_engine(context: DoctorContext) -> Iterator[Finding]:
     """Load the engine and run a graph in a separate process, as a build for another processor dies of a signal."""
-    name, version = installed_engine()
+    name, version = find_engine()
     if name is None:
         hint = "pip install onnxruntime (64-bit Linux with glibc 2.28 or newer and Python 3.11 or newer)"
         yield Finding(check="engine", level="error", what="onnxruntime is not installed", hint=hint)
@@ -71,7 +70,7 @@ def check_engine(context: DoctorContext) -> Iterator[Finding]:
 
 def check_kernels(context: DoctorContext) -> Iterator[Finding]:
     """Load the optional kernels in a separate process, if they are installed."""
-    if kernels.library() is None:
+    if kernels.find_library() is None:
         what = f"{kernels.EXTRA} is not installed: steps take longer, and are the same otherwise"
         yield Finding(check="kernels", level="ok", what=what)
         return
@@ -90,8 +89,7 @@ def check_kernels(context: DoctorContext) -> Iterator[Finding]:
             hint="install the fedvit-kernels of this version of fedvit for this processor: pip wheel ./kernels",
         )
     else:
-        amx = ", with AMX" if b"AMX" in done.stdout else ""
-        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads{amx}")
+        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads")
 
 
 def check_memory(context: DoctorContext) -> Iterator[Finding]:

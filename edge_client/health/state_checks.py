@@ -13,10 +13,10 @@ from edge_client.storage.state import split_file, status_file
 from edge_client.storage.vault import Vault
 from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData, TextSplit, why_passed_over
-from fedvit.data.images import DAMAGED, decoded_bytes_within
+from fedvit.data.images import DAMAGED, limit_decoded_bytes
 from fedvit.data.split import KeptSplit
 from fedvit.errors import ConfigError, DataError, StorageFailed
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.transport.address import describe_error
 
 MOST_NAMED = 5
@@ -81,14 +81,14 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
             context.data,
             test_share=context.test_share,
             cache_bytes=0,
-            decoded_bytes=decoded_bytes_within(context.policy.budget.memory_bytes),
+            decoded_bytes=limit_decoded_bytes(context.policy.budget.memory_bytes),
             split=split,
         )
     except (DataError, StorageFailed) as error:
         yield Finding(check="data", level="error", what=str(error), hint=layout)
         return
     what = f"{len(images.train)} training and {len(images.test)} test images"
-    what += f" of {counted(len(images.classes), 'class')}: {_few(images.classes)}"
+    what += f" of {format_count(len(images.classes), 'class')}: {_few(images.classes)}"
     decoded, count = _decode_sample(images, context.decoded_images), len(images.train) + len(images.test)
     if decoded < count:
         what += f"; {decoded} of them were decoded on trial, --deep decodes all"

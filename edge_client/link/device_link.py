@@ -105,7 +105,7 @@ class DeviceLink:
 
     def resume(self, certificate: Path | None) -> None:
         """Continue transfers after a connection, for which the broker accepted `certificate`."""
-        self.exchange.reconnected()
+        self.exchange.on_reconnect()
         if self.renewal:
             self.renewal.note_connected(self.transport, certificate)
 
@@ -159,7 +159,7 @@ class DeviceLink:
     def fetch(self, manifest: Manifest, finished: Finished) -> None:
         """Fetch a blob from the coordinator, and call `finished` then."""
         digest = manifest.digest
-        dedicated_topic = self.topics.dedicated(self.identity.device, digest)
+        dedicated_topic = self.topics.chunks_for(self.identity.device, digest)
         self.exchange.fetch(manifest, COORDINATOR, self.topics.broadcast(digest), finished, dedicated_topic)
 
     def cancel_fetches(self) -> None:

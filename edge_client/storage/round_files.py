@@ -11,7 +11,7 @@ from edge_client.storage.vault_key import VaultKey
 from fedvit.blobs import Verified, digest_of, digest_of_file, medium_failed
 from fedvit.errors import BadPayload, ConfigError, Damaged
 from fedvit.files import atomic_write, storage_failed, sync_folder
-from fedvit.tensors import Tensors, mapped, pack, packed_pieces, unpack
+from fedvit.tensors import Tensors, map_tensors, pack, pack_in_pieces, unpack
 from fedvit.wire.messages import Result
 
 LOCAL, NEW_RESIDUAL, RESIDUAL = "local", "left", "owed"
@@ -44,7 +44,7 @@ class RoundFiles:
         try:
             if file.suffix == SEALED and self.key:
                 return unpack(self.key.open(read_file(file), path_in_vault(file)))
-            return mapped(file)
+            return map_tensors(file)
         except OSError as error:
             raise storage_failed(f"cannot read {file}", error) from error
         except BadPayload as error:
@@ -53,7 +53,7 @@ class RoundFiles:
     def write_tensors(self, folder: Path, name: str, tensors: Tensors) -> dict[str, str]:
         """Write tensors, and return the file's name and digest."""
         file = folder / f"{name}{SEALED if self.key else PLAIN}"
-        pieces = [self.key.seal(pack(tensors), path_in_vault(file))] if self.key else packed_pieces(tensors)
+        pieces = [self.key.seal(pack(tensors), path_in_vault(file))] if self.key else pack_in_pieces(tensors)
         atomic_write(file, *pieces, private=True)
         return {file.name: digest_of(*pieces)}
 

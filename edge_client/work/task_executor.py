@@ -26,7 +26,7 @@ from fedvit.engine import load_engine, trim_memory
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
-from fedvit.tensors import Tensors, check_finite, delta, packed_pieces
+from fedvit.tensors import Tensors, check_finite, delta, pack_in_pieces
 from fedvit.wire.messages import MAX_CLASS_COUNTS, Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 
 log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class TaskExecutor:
         written = (tensors, upload.local, new_residual, residual.tensors)
         written_bytes = sum(value.nbytes for part in written for value in part.values())
         storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run))
-        manifest = storage.blobs.put(*packed_pieces(tensors)) if tensors else None
+        manifest = storage.blobs.put(*pack_in_pieces(tensors)) if tensors else None
         if manifest:
             storage.integrity.check([manifest.digest])  # checked here, not in the event loop that sends it
         guarded.upload_bytes = manifest.size if manifest else 0
@@ -257,7 +257,7 @@ class TaskExecutor:
         """Return the contents of the result: deltas of the groups that are sent back, and collected values."""
         back = {
             name: values[name]
-            for group in program.with_role(*(role for role in Role if role.sent_back))
+            for group in program.with_role(*(role for role in Role if role.is_sent_back))
             for name in program.names(group)
         }
         deltas = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
@@ -273,7 +273,7 @@ class TaskExecutor:
         """Return the images with labels of the run's class list. They are stored, as they hold decoded images."""
         data = self.storage.data
         if self._relabelled is None or self._relabelled[0] is not data or self._relabelled[1] != classes:
-            self._relabelled = data, classes, data.relabelled(classes)
+            self._relabelled = data, classes, data.relabel(classes)
         return self._relabelled[2]
 
     def make_reporter(self, task: Task) -> Callable[[int, int, float | None], None]:

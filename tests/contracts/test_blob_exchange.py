@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from bench.wire import Side
-from coordinator.broker import Broker
+from coordinator.security.broker import Broker
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.partials import PartialBlob

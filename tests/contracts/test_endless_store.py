@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import BlobsConfig
-from coordinator.run.object_store import ObjectStore
+from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.errors import LinkDown
 from fedvit.transport.urls import download, upload

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
-from coordinator.run import object_store
-from coordinator.run.object_store import ObjectStore
+from coordinator.rounds import object_store
+from coordinator.rounds.object_store import ObjectStore
 from fedvit.errors import LinkDown
 from fedvit.wire.messages import Manifest
 from fedvit.wire.transfer import CHUNK_BYTES

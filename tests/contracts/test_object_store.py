@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from bench.s3_server import S3Server, status_of
 from coordinator.config import BlobsConfig
-from coordinator.run import object_store
-from coordinator.run.object_store import ObjectStore
+from coordinator.rounds import object_store
+from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.partials import PartialBlob
 from fedvit.transport import exchange

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from coordinator.broker import Broker, start_broker
+from coordinator.security.broker import Broker, start_broker
 from fedvit.transport.base import Connected, Disconnected, Transport
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.transport.mqtt_loop import MqttLoop

@@ -16,8 +16,8 @@ import pytest
 from paho.mqtt.client import Client as RawClient
 from paho.mqtt.enums import CallbackAPIVersion
 
-from coordinator.broker.mosquitto import configuration, find_mosquitto
-from coordinator.broker.process import Broker, claim_port
+from coordinator.security.broker.mosquitto import configuration, find_mosquitto
+from coordinator.security.broker.process import Broker, claim_port
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.transport import bulk
 from fedvit.transport.address import Address

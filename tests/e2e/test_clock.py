@@ -7,7 +7,7 @@ import time
 from datetime import datetime
 from typing import Any
 
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 from tests.support.programs import Stage, program, said, wait_for
 from tests.support.shifted_clock import ShiftedClock
 

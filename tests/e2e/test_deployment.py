@@ -5,8 +5,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-from coordinator.broker.process import claim_port
-from coordinator.run.status import read_members
+from coordinator.rounds.status import read_members
+from coordinator.security.broker.process import claim_port
 from tests.support.forked import Forked
 from tests.support.programs import DEVICES, ROUNDS, Stage, program, said, wait_for
 

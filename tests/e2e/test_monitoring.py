@@ -12,7 +12,7 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, Stage, toml, wait_for
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import safetensors.numpy
 
-from coordinator.planning.checks import checked_config
+from coordinator.compute.planning.checks import checked_config
 from fedvit.blobs import BlobStore
 from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome

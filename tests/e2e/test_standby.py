@@ -10,7 +10,7 @@ import pytest
 
 from bench.chaos.network import Links
 from bench.s3_server import KEYS
-from coordinator.broker import start_broker
+from coordinator.security.broker import start_broker
 from tests.support.forked import Forked
 from tests.support.postgresql import Postgresql
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, wait_for

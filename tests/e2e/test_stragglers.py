@@ -5,7 +5,7 @@ import signal
 import subprocess
 from typing import Any
 
-from coordinator.run.status import read_status
+from coordinator.rounds.status import read_status
 from fedvit.wire.messages import Progress, Task
 from tests.support.programs import DEVICES, Stage, program, wait_for
 

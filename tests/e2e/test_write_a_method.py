@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 from tests.support.programs import WAIT_S
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
-from coordinator.broker.mosquitto import configuration, find_mosquitto, password_line
-from coordinator.broker.process import FLEET_USER, Broker, claim_port
-from coordinator.service.router import Router
+from coordinator.rounds.service.router import Router
+from coordinator.security.broker.mosquitto import configuration, find_mosquitto, password_line
+from coordinator.security.broker.process import FLEET_USER, Broker, claim_port
 from fedvit.transport.address import Address
 from fedvit.transport.mqtt import MqttTransport
 

@@ -1,6 +1,6 @@
 """What an operator reads, kept."""
 
-from coordinator.run.display import Display
+from coordinator.rounds.display import Display
 
 
 class Lines(Display):

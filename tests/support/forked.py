@@ -21,9 +21,9 @@ from typing import IO
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "coordinator.run.coordinator",
+        "coordinator.rounds.coordinator",
         "coordinator.compute.engine",
-        "coordinator.planning.checks",
+        "coordinator.compute.planning.checks",
         "torch._dynamo",  # for those that trace a graph
         "tests.support.frozen",  # last
     ]

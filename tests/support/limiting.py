@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 from fedvit.transport.address import Address
 from fedvit.wire.limits import BrokerLimits
 

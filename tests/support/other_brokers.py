@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from coordinator.broker.process import Broker, claim_port
+from coordinator.security.broker.process import Broker, claim_port
 from fedvit.transport.address import Address
 
 RABBITMQ = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")

@@ -7,7 +7,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from coordinator.run.object_store import ObjectStore
+from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.transport.base import Connected, Disconnected, Received, Transport
@@ -104,7 +104,7 @@ class Peer:
                     self.disconnections += 1
                 case Connected():
                     self.connected = True
-                    self.exchange.reconnected()
+                    self.exchange.on_reconnect()
                 case Received(topic, payload) if topic.startswith(f"{self._prefix}ctl/"):
                     self._on_control(topic.rsplit("/", 1)[1], payload)
                 case Received(topic, payload):

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import paho.mqtt.client as paho
 
-from coordinator.broker.process import claim_port
+from coordinator.security.broker.process import claim_port
 from fedvit.errors import FedvitError
 from fedvit.wire.messages import AnyMessage, decode
 from fleet.processes import program as program

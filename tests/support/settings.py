@@ -12,7 +12,7 @@ from fedvit.program import Program, decode_program, encode_program
 from fedvit.tensors import Tensors, pack, unpack
 
 if TYPE_CHECKING:
-    from coordinator.planning.planner import Plan
+    from coordinator.compute.planning.planner import Plan
 
 CLASSES = ("0", "1", "2")
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
@@ -66,8 +66,8 @@ def read_settings(folder: Path) -> Mapping[str, Setting]:
 
 
 def make_plan(name: str, blobs: BlobStore, graph_cache: Path) -> "Plan":
+    from coordinator.compute.planning import planner
     from coordinator.config import make_config
-    from coordinator.planning import planner
 
     config = make_config({"method": name.split()[0], "options": OPTIONS[name], "model_options": MODEL}, "test").run
     return planner.make_plan(config, CLASSES, blobs, cache=graph_cache)

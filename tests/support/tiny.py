@@ -25,7 +25,7 @@ class Tiny(NamedTuple):
 
 def make_tiny(method: "Method", cache: Path, **model: int) -> Tiny:
     """A method on the tiny model: 16 patches and 3 blocks of width 32, unless `model` says otherwise."""
-    from coordinator.planning.batch import method_batch
+    from coordinator.compute.planning.batch import method_batch
     from export.graphs import export_graphs
     from fedvit.methods import build_model
     from fedvit.models import SMALL

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from paho.mqtt.enums import MQTTProtocolVersion
 
-from coordinator.broker import Broker, start_broker
+from coordinator.security.broker import Broker, start_broker
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received, Transport, Will, WillMaker
 from fedvit.transport.memory import MemoryBroker, MemoryTransport

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.compute.planning.checks import checked_config
 from coordinator.config import RunConfig
-from coordinator.planning.checks import checked_config
 from fedvit.methods import METHODS
 from fedvit.tensors import Tensors
 from tests.support.runs import Configure, Generated, Stage

@@ -15,7 +15,7 @@ import pytest
 
 import fedvit.data
 import profiles.probes.host
-from coordinator.broker import Broker
+from coordinator.security.broker import Broker
 from edge_client.owner.speed import find_speed
 from edge_client.storage.state import device_id
 from fedvit.errors import ConfigError, DataError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from coordinator.planning.batch import UNCHANGED, chosen_batch, method_batch
+from coordinator.compute.planning.batch import UNCHANGED, chosen_batch, method_batch
 from export.graphs import export_graphs
 from export.trace import to_onnx, trace
 from fedvit.methods import build_model, make_method

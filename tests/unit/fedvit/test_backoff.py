@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from coordinator.broker import Broker, start_broker
+from coordinator.security.broker import Broker, start_broker
 from fedvit.transport import backoff
 from fedvit.transport.backoff import FIRST_RETRY_S, LAST_RETRY_S, SETTLED_S, Backoff
 from fedvit.transport.base import Connected, Disconnected

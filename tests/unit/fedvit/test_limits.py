@@ -8,7 +8,7 @@ import pytest
 from paho.mqtt.client import Client as RawClient
 from paho.mqtt.enums import CallbackAPIVersion
 
-from coordinator.broker import Broker
+from coordinator.security.broker import Broker
 from fedvit.errors import BadPayload
 from fedvit.transport.base import Connected, Disconnected, Received
 from fedvit.transport.mqtt import MqttTransport

@@ -19,7 +19,7 @@ from bench.simulate.jobs import (
     encode_job,
     rounds_until_all_were_asked,
 )
-from coordinator.planning.checks import checked_config
+from coordinator.compute.planning.checks import checked_config
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.broker import start_broker
-from coordinator.broker.process import claim_port
+from coordinator.security.broker import start_broker
+from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, LinkDown
 from tests.support.waiting import wait_until
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coordinator.compute.checkpoint import load_state, needed_blobs, save_state, write_models
-from coordinator.planning.planner import Plan, make_plan
+from coordinator.compute.planning.planner import Plan, make_plan
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import RoundContext, ServerState, Upload

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from coordinator.cli import cli
 from coordinator.commands.config_flags import config_flags, merge_flags
+from coordinator.compute.planning.checks import checked_config
 from coordinator.config import (
     TABLES,
     AlertsConfig,
@@ -27,7 +28,6 @@ from coordinator.config import (
     UpdatesConfig,
     read_toml,
 )
-from coordinator.planning.checks import checked_config
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
 from fedvit.methods.base import ModelPatch

@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from bench.pentest.parties import make_request
-from coordinator.deployment.authority import Authority
+from coordinator.security.authority import Authority
 from edge_client.health.doctor_context import DAY_S, DoctorContext, Finding
 from edge_client.health.keys import SOON_DAYS, check_identity, check_vault_key
 from edge_client.link.identity import Identity, Membership

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.broker import Broker, start_broker
+from coordinator.security.broker import Broker, start_broker
 from edge_client.owner.profile import Installation, SelfReport, measure_self, table
 from edge_client.settings import OwnerPolicy
 from fedvit.errors import OverBudget

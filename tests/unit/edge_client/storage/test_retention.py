@@ -15,7 +15,7 @@ import edge_client.owner.trained
 from edge_client.cli import cli
 from edge_client.settings import OwnerPolicy
 from edge_client.storage.state import lock_state
-from edge_client.storage.vault import Vault, remove_run
+from edge_client.storage.vault import Vault, finish_removals, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError
@@ -268,7 +268,7 @@ def test_a_run_whose_removal_is_cut_is_whole_or_gone(tmp_path: Path, monkeypatch
         folder = tmp_path / f"cut-{number}"
         write_tree(left, folder)
         again = Vault(folder / "vault")
-        again.finish_removals()
+        finish_removals(again)
         assert again.removed() == []
         again.remove("run")
         assert tree(folder).keys() - {"vault/.removed"} == of("other", before).keys() | {"vault"}
@@ -298,7 +298,7 @@ def state(tmp_path: Path, fedavg: Setting) -> Path:
     kept(vault, "unheard")
     vault.settle("unheard", 1)
     program = fedavg.program
-    for digest in program.fetched_once():
+    for digest in program.list_fetched_once():
         blobs.put(fedavg.blobs.get(digest))
     shipped, model = blobs.put(encode_program(program)), blobs.put(pack(fedavg.start()))
     kept(vault, "newest", program=shipped.digest, groups={"model": model.digest})
@@ -358,7 +358,7 @@ def test_gc_keeps_all_blobs_of_a_run_that_may_go_on_and_of_one_that_is_over_its_
     program, graphs = fedavg.program, fedavg.program.graphs
     waits = {result.upload.digest for result in vault.pending() if result.upload}
     report("gc", "--state", state)
-    assert digests(blobs) == {noted.program, *noted.groups.values(), *program.fetched_once(), *waits}
+    assert digests(blobs) == {noted.program, *noted.groups.values(), *program.list_fetched_once(), *waits}
     vault.end("newest")
     report("gc", "--state", state)
     assert digests(blobs) == {noted.program, *noted.groups.values(), graphs["predict"].digest, *waits}

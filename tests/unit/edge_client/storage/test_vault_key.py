@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edge_client.storage.repair import repair_run
 from edge_client.storage.sums import Sums, read_sums, write_sums
 from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
@@ -138,7 +139,7 @@ def test_damage_is_distinguished_from_a_wrong_key(tmp_path: Path) -> None:
     again = Vault(tmp_path / "vault", key(tmp_path))
     again.check_key()
     assert files(tmp_path / "vault") == before
-    [repair] = again.repair("run")
+    [repair] = repair_run(again, "run")
     assert str(file) in repair.message
     assert again.round_of("run") == 1
     assert again.local("run") is not None

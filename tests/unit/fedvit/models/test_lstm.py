@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coordinator.planning.batch import suitable_run_size
-from coordinator.planning.checks import checked_config
+from coordinator.compute.planning.batch import suitable_run_size
+from coordinator.compute.planning.checks import checked_config
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.models import LSTM

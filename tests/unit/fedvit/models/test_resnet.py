@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coordinator.planning.batch import method_batch
-from coordinator.planning.checks import checked_config
+from coordinator.compute.planning.batch import method_batch
+from coordinator.compute.planning.checks import checked_config
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.planning.batch import method_batch
-from coordinator.planning.checks import checked_config
+from coordinator.compute.planning.batch import method_batch
+from coordinator.compute.planning.checks import checked_config
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.step import example_inputs, predict_step, steps_of, whole_step

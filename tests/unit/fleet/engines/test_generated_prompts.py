@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.commands.flags import existing_store
 from coordinator.record.reporting import run_document
-from fedvit.tensors import mapped
+from fedvit.tensors import map_tensors
 from fleet.api import FinishedRun, run
 from profiles.report.document import GeneratorRound
 from profiles.report.run_page import run_page
@@ -41,7 +41,7 @@ def states(trained: FinishedRun) -> list[GeneratorRound]:
 
 
 def generated(folder: Path) -> list[np.ndarray]:
-    return [np.asarray(mapped(file)["prompts.tokens"]) for file in sorted((folder / "generated").iterdir())]
+    return [np.asarray(map_tensors(file)["prompts.tokens"]) for file in sorted((folder / "generated").iterdir())]
 
 
 def test_prompts_of_devices_differ_after_training(trained: FinishedRun) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.broker import Broker
+from coordinator.security.broker import Broker
 from fedvit.errors import LinkDown
 from fedvit.transport.address import Address
 from profiles.probes.broker import BrokerProbe, measure_round_trip

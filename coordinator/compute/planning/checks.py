@@ -1,0 +1,97 @@
+"""Whether a configuration fits its method and its model."""
+
+from typing import Any
+
+import torch
+
+from coordinator.compute.planning.batch import method_batch
+from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
+from fedvit.errors import ConfigError
+from fedvit.methods import build_model, make_method
+from fedvit.methods.base import ServerRule
+from fedvit.methods.novel import phases_of, server_rule_of
+from fedvit.model_options import OWN_MODELS
+from fedvit.program import Role
+
+
+def checked_config(values: dict[str, Any], where: str) -> StartConfig:
+    """The configuration of file and flags, checked as a whole. Raises ConfigError, which names `where`."""
+    config = make_config(values, where)
+    check_run(config.run, where)
+    return config
+
+
+def check_run(config: RunConfig, where: str) -> None:
+    """Raises ConfigError, which names `where`, when options of method or model are wrong, or do not fit other keys."""
+    try:
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def check_region(config: RunConfig, where: str) -> None:
+    """Raises ConfigError, which names `where`, if the mean of a region's updates cannot stand for them."""
+    if config.mode != "rounds":
+        raise ConfigError(f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens")
+    if config.variants:
+        raise ConfigError(f"{where}: variants: a region's devices train the tensors that the centre's task names")
+    if why := why_no_regions(config):
+        raise ConfigError(f"{where}: {why}")
+    method = make_method(config.method, config.options)
+    with torch.device("meta"):
+        vit = build_model(
+            method, config.model, max(2, len(config.classes)), seed=0, options=config.model_options, pretrained=False
+        )
+        if why := method.server_rule(vit).why_no_regions:
+            raise ConfigError(f"{where}: method {config.method!r} cannot be used in regions: {why}")
+        if method.sent_precision != "fp32" and method.names_with(vit, Role.GLOBAL):
+            raise ConfigError(
+                f"{where}: method {config.method!r} with weights sent as {method.sent_precision} cannot be used in "
+                "regions: they have no other weights to send to their devices"
+            )
+
+
+def _check(config: RunConfig) -> None:
+    """Checked before devices join: on torch's device "meta" a model needs no time and memory."""
+    method = make_method(config.method, config.options)
+    pretrained = config.model in OWN_MODELS and config.pretrained  # it has none, and says so
+    with torch.device("meta"):
+        vit = build_model(
+            method,
+            config.model,
+            max(2, len(config.classes)),
+            seed=0,
+            options=config.model_options,
+            pretrained=pretrained,
+        )
+        method_batch(method, vit, config.images)
+        groups = method.groups(vit)
+        _check_late_results(config, server_rule_of(method, vit))
+        roles = {role for role, names in groups.values() if names}
+        config.robust.check(config.method, roles)
+        collects = any(phase.collect for phase in phases_of(method, vit))
+        config.privacy.check(config.method, roles, collects, config.robust)
+        config.check_privacy_of_modes()
+        for pattern, options in config.variants.items():
+            try:
+                other = make_method(config.method, {**config.options, **options})
+                other.check_fits(vit)
+                other.groups(vit)
+                if other.all_patches() != method.all_patches():
+                    raise ConfigError(f"{options} adds other tensors to the model than the run does")
+            except ConfigError as error:
+                raise ConfigError(f"variants: {pattern!r}: {error}") from None
+        config.updates.check(config.method, method.groups(vit), collects)
+
+
+def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
+    """Whether this method's server can use uploads for an older state."""
+    if config.mode == "buffered" and config.evaluation == "pre_aggregation":
+        raise ConfigError("evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'")
+    setting = "mode = 'buffered'" if config.mode == "buffered" else f"late = {config.late!r}"
+    if config.mode == "rounds" and config.late == "refuse":
+        return
+    if why := rule.why_never_late:
+        raise ConfigError(f"{setting} cannot be used with method {config.method!r}: {why}")
+    if config.late == "discount" and not rule.discounts:
+        raise ConfigError(f"{setting} cannot be used with method {config.method!r}: its uploads have no weight")

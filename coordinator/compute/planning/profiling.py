@@ -1,0 +1,238 @@
+"""Predicts the cost of a run on boards of the catalogue, without devices.
+
+Programs and graphs are made as a run makes them, so the same graphs are priced that devices would get.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.compute.planning.checks import check_run
+from coordinator.compute.planning.configuration_search import Choice, expected_of
+from coordinator.compute.planning.forecast import BoardForecast, Forecast
+from coordinator.compute.planning.planned_device import PlannedDevice
+from coordinator.compute.planning.planner import Plan, make_plan
+from coordinator.config import RunConfig
+from fedvit.blobs import BlobStore
+from fedvit.errors import ConfigError, OverBudget
+from fedvit.methods import METHODS, make_method, method_class
+from fedvit.program import Program
+from fedvit.resources import Budget
+from profiles.catalogue import Board, in_mode
+from profiles.crosscheck import fvcore_check
+from profiles.predict import predict
+from profiles.prediction import FlopShare, ProgramCost
+from profiles.published import find_published
+from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant
+
+SPLIT_OPTION = "local_blocks"
+MASK_OPTION = "mask"
+
+
+class BoardMode(NamedTuple):
+    """A board of the catalogue in one of its power modes."""
+
+    board: Board
+    mode: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """ID, or ID@MODE. Raises ConfigError for a board or a mode that the catalogue does not have."""
+        return cls(*in_mode(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A run in some variants of its method, and the boards to price it for."""
+
+    config: RunConfig
+    classes: int  # where the configuration names none
+    targets: Sequence[BoardMode]
+    masks: Sequence[float]  # empty: the method's own
+    splits: Sequence[int]
+    images: int
+    test_images: int
+    budget: Budget  # of every device, beside the limits of its board
+
+    def variants(self) -> list[dict[str, Any]]:
+        """Options of every variant. Raises ConfigError when the method has no split to vary."""
+        if self.splits and SPLIT_OPTION not in method_class(self.config.method).__dataclass_fields__:
+            able = sorted(name for name, kind in METHODS.items() if SPLIT_OPTION in kind.__dataclass_fields__)
+            raise ConfigError(
+                f"--split: method {self.config.method!r} has no option {SPLIT_OPTION!r}; these have: {', '.join(able)}"
+            )
+        splits: Sequence[dict[str, Any]] = [{SPLIT_OPTION: split} for split in self.splits] or [{}]
+        masks: Sequence[dict[str, Any]] = [{MASK_OPTION: mask} for mask in self.masks] or [{}]
+        return [{**self.config.options, **split, **mask} for split in splits for mask in masks]
+
+
+def make_document(
+    request: Request,
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+) -> ProfileDocument:
+    """Price all variants, and predict them on all boards. Raises ConfigError as a run's configuration does."""
+    plan = _plan(request, progress)
+    variants = []
+    for options in request.variants():
+        cost = _priced(request, plan, options, progress)
+        variants.append(ProfiledVariant(label=_label(cost), cost=cost))
+    devices = [_predicted(target, variants, request.budget) for target in request.targets]
+    published = {figure.figure: figure for variant in variants for figure in find_published(variant.cost)}
+    return ProfileDocument(
+        title=f"{request.config.method} on {request.config.model}",
+        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        software=f"fedvit {version('fedvit')}",
+        images=request.images,
+        test_images=request.test_images,
+        variants=variants,
+        devices=devices,
+        published=list(published.values()),
+        crosscheck=fvcore_check(plan.vit, variants[0].cost),
+        warnings=_warnings(devices),
+    )
+
+
+def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
+    """A plan of the first round; nothing of it is stored, and no weights are read, on which no cost depends."""
+    check_run(request.config, "profile")
+    config = msgspec.structs.replace(request.config, pretrained=False)
+    classes = config.classes or tuple(f"class {number}" for number in range(request.classes))
+    return make_plan(config, classes, BlobStore(Path(os.devnull)), budgets=budgets, progress=progress)
+
+
+def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
+    """The cost of one variant's Program."""
+    method = make_method(request.config.method, options).in_round(1, request.config.rounds)
+    method.check_fits(plan.vit)
+    method.groups(plan.vit)  # says what does not fit the model
+    named = ", ".join(f"{name} = {value}" for name, value in options.items())
+    progress(f"pricing {named or request.config.method}")
+    priced = plan.priced(method)
+    cost = priced.cost(images=request.images, test_images=request.test_images)
+    return msgspec.structs.replace(cost, flops=[_marked(entry, priced.program) for entry in cost.flops])
+
+
+def _marked(share: FlopShare, program: Program) -> FlopShare:
+    """Whether the device trains any tensor of the block; None if the block's name does not identify tensors."""
+    if share.trained is not None:
+        return share
+    of_block = _BLOCK_TENSORS.get(share.block, re.escape(share.block.replace("block ", "blocks.")) + r"(\.|$)")
+    members = [spec.group for name, spec in program.tensors.items() if re.match(of_block, name)]
+    roles = [program.groups[group].role for group in members]
+    trained = any(role.is_trained_on_device for role in roles) if roles else None
+    return msgspec.structs.replace(share, trained=trained)
+
+
+_BLOCK_TENSORS = {
+    "embedding": r"(patch_embed|pos_embed|cls_token|reg_token)",
+    "head": r"(head|norm|attn_pool|fc_norm)\b",
+}
+"""Tensors outside of blocks, by the prefix of their names."""
+
+
+def _label(cost: ProgramCost) -> str:
+    """The label of a variant: its mask ratio and its split, where these vary."""
+    parts = []
+    if cost.mask_ratio or SPLIT_OPTION in cost.options:
+        parts.append(f"mask {cost.mask_ratio:g}")
+    if SPLIT_OPTION in cost.options:
+        parts.append(f"M={cost.options[SPLIT_OPTION]}")
+    return ", ".join(parts) or cost.method
+
+
+def _predicted(target: BoardMode, variants: list[ProfiledVariant], wanted: Budget) -> ProfiledDevice:
+    board, mode = target
+    budget = board.budget().tightest(wanted)
+    speed, power_w = board.speed(mode), board.power_w(mode)
+    doubts = board.doubts(mode)
+    warnings = [f"not verified in a source: {', '.join(doubts)}"] if doubts else []
+    if not board.software.installs:
+        warnings += list(board.software.notes)
+    return ProfiledDevice(
+        id=board.id,
+        name=board.name,
+        source="catalogue",
+        mode=mode,
+        budget=budget,
+        predictions=[
+            predict(variant.cost, speed, device=board.id, source="catalogue", mode=mode, budget=budget, power_w=power_w)
+            for variant in variants
+        ],
+        warnings=warnings,
+    )
+
+
+class NothingFits(Struct, frozen=True, kw_only=True):
+    """A device for which no configuration fits."""
+
+    device: str
+    budget: Budget
+    refused: str  # the reason, with the smallest sufficient budget
+
+
+def choose_configurations(
+    request: Request, *, progress: Callable[[str], None] = lambda line: None
+) -> list[Choice | NothingFits]:
+    """The configuration of the method that a run would choose for each board."""
+    plan = _plan(request, progress, budgets=True)
+    method, wanted = plan.method_for("", 1), request.budget.tightest(request.config.budget.limits())
+    chosen: list[Choice | NothingFits] = []
+    for board, mode in request.targets:
+        target = PlannedDevice(
+            device=board.id,
+            speed=board.speed(mode),
+            source="catalogue",
+            mode=mode,
+            budget=board.budget().tightest(wanted),
+            images=request.images,
+            test_images=request.test_images,
+            power_w=board.power_w(mode),
+        )
+        try:
+            chosen.append(plan.search.find(method, target)[1])
+        except OverBudget as error:
+            chosen.append(NothingFits(device=board.id, budget=target.budget, refused=str(error)))
+    return chosen
+
+
+def forecast_of(request: Request, chosen: Sequence[Choice | NothingFits]) -> Forecast:
+    """What `choose_configurations` found for the boards of a request."""
+    names = [f"{board.id}@{mode}" if mode else board.id for board, mode in request.targets]
+    return Forecast(
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        images=request.images,
+        test_images=request.test_images,
+        boards=[
+            BoardForecast(board=name, budget=each.budget, expected=None, refused=each.refused)
+            if isinstance(each, NothingFits)
+            else BoardForecast(
+                board=name,
+                budget=each.budget,
+                expected=expected_of(each.chosen, each.cost, each.budget),
+                refused=None,
+            )
+            for name, each in zip(names, chosen, strict=True)
+        ],
+    )
+
+
+def _warnings(devices: list[ProfiledDevice]) -> list[str]:
+    warnings = [
+        "Speeds are the catalogue's: shares of the processor's peak that were published for training on a few boards. "
+        "Expect errors of tens of percent; a device that joins measures its own."
+    ]
+    predictions = [prediction for device in devices for prediction in device.predictions]
+    if any(prediction.energy_j is not None for prediction in predictions):
+        warnings.append("Energy is modelled: training time x power under load.")
+    if any(prediction.energy_j is None for prediction in predictions):
+        warnings.append("Energy is not known where the catalogue has no power of the board.")
+    return warnings

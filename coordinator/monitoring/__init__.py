@@ -1,1 +1,0 @@
-"""The metrics of a coordinator for Prometheus; docs/monitoring.md lists them."""

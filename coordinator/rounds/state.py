@@ -1,0 +1,143 @@
+"""The state of one run while it is served, shared by its parts."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from coordinator.config import RunConfig
+from coordinator.record.integrity import VerifiedBlobs
+from coordinator.record.record import Record
+from coordinator.record.tables import ResultRecord, SavedState
+from coordinator.rounds.deadlines import Links
+from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.presence import Presence, hello_spread_s
+from coordinator.rounds.tasks import Tasks
+from fedvit.errors import LinkDown
+from fedvit.program import Program, decode_program
+from fedvit.resources import BudgetKind
+from fedvit.wire.limits import BrokerLimits
+from fedvit.wire.messages import FromCoordinator, TaskKind
+from fedvit.wire.topics import Topics
+
+log = logging.getLogger(__name__)
+
+REFUSALS_KEPT = 2000
+"""Refusals of one device that one process records: more would let the device fill the disk."""
+
+
+@dataclass
+class RunState:
+    """`operator_log(line)` prints a line for the operator; `send(device, message)` publishes a message to a device.
+
+    `unsent_bytes()` is what this process has not handed to the broker yet; `doing` is shown by `coordinator status`."""
+
+    run: str
+    config: RunConfig
+    store: Record
+    blobs: VerifiedBlobs
+    topics: Topics
+    operator_log: Callable[[str], None]
+    send: Callable[[str, FromCoordinator], None]
+    classes: tuple[str, ...]  # empty until the first devices have announced theirs
+    unsent_bytes: Callable[[], int] = field(default=lambda: 0)
+    limits: BrokerLimits = field(default_factory=BrokerLimits)  # of the broker
+    number: int = 1  # the current or last round
+    doing: str = ""
+    epoch: int = 0  # of the link to the broker
+    saved: SavedState | None = None  # the newest
+    presence: Presence = field(default_factory=Presence)
+    revoked: set[str] = field(default_factory=set)  # devices that may not take part, unless they send a hello again
+    tasks: Tasks = field(default_factory=Tasks)
+    links: Links = field(default_factory=Links)
+    opened: OpenRound | None = None  # None between rounds
+    counts_in: int = 1  # the round whose server step uses the results that are accepted now
+    counted: set[str] = field(default_factory=set)  # devices with a result for that round
+    # by the round that uses them and kind, then by round and device: so that they are read from the record once
+    _results: dict[tuple[int, TaskKind], dict[tuple[int, str], ResultRecord]] = field(default_factory=dict)
+    mirror: Callable[[Iterable[str]], None] | None = None  # see `ObjectStore.mirror`; None: the run has none
+    alert: Callable[[str, str, str | None], None] = lambda event, text, device: None  # see `Alerts.send`
+    _programs: dict[str, Program] = field(default_factory=dict)  # by digest
+    refusals: Counter[str] = field(default_factory=Counter)  # since this process began, by a word for the reason
+    _refused: Counter[str] = field(default_factory=Counter)  # by device
+
+    @property
+    def spread_s(self) -> float:
+        """The time over which this fleet sends its hellos."""
+        return hello_spread_s(max(self.config.devices, self.presence.count()))
+
+    def newest(self) -> SavedState:
+        if self.saved is None:
+            raise LinkDown("the run is not prepared yet")
+        return self.saved
+
+    def program(self, digest: str) -> Program:
+        """Load a Program from the blobs. Raises DamagedBlob."""
+        if digest not in self._programs:
+            self._programs[digest] = decode_program(self.blobs.get(digest))
+        return self._programs[digest]
+
+    def set_doing(self, text: str) -> None:
+        self.doing = text
+
+    def open(self, opened: OpenRound) -> None:
+        """Open a round. Results that the store already has are accepted at once."""
+        self.opened = opened
+        if opened.kind == "train":
+            self.count_in(opened.number)
+        else:
+            self._load_results(opened.number, opened.kind)
+        for device in self.store.tasks.find_answered(self.run, opened.number, opened.kind):
+            if device in opened.cohort:
+                opened.accept(device)
+
+    def count_in(self, number: int) -> None:
+        """From now on training results count in the server step of this round."""
+        self.counts_in = number
+        self._results = {key: results for key, results in self._results.items() if key[0] >= number - 1}
+        self.counted = {device for _, device in self._load_results(number, "train")}
+
+    def results(self, number: int, kind: TaskKind) -> list[ResultRecord]:
+        """Accepted results that the server step, or the evaluation, of a round uses, by round and device.
+
+        Each is in the record. Those of earlier processes were read from it when the round was opened.
+        """
+        if (known := self._results.get((number, kind))) is None:
+            known = self._load_results(number, kind)
+        return [known[key] for key in sorted(known)]
+
+    def add_results(self, accepted: Iterable[ResultRecord]) -> None:
+        """Results were accepted, and are in the record."""
+        for result in accepted:
+            if (known := self._results.get((result.used_in, result.kind))) is not None:
+                known.setdefault((result.round, result.device), result)  # as in the record, the first one counts
+
+    def _load_results(self, number: int, kind: TaskKind) -> dict[tuple[int, str], ResultRecord]:
+        found = self.store.tasks.read_used_in(self.run, number, kind)
+        self._results[number, kind] = loaded = {(result.round, result.device): result for result in found}
+        return loaded
+
+    def waits_for_late(self, kind: str) -> bool:
+        """Whether a device continues its task after its round has closed."""
+        return kind == "train" and self.config.mode == "rounds" and self.config.late != "refuse"
+
+    def refuse(
+        self,
+        device: str,
+        kind: str,
+        reason: str,
+        round_number: int | None = None,
+        broke: BudgetKind | None = None,
+        *,
+        lost: bool = False,
+    ) -> None:
+        """Record a refusal, or with `lost` something that never arrived; `broke`: the budget that was exceeded."""
+        self.refusals["no_result" if lost else f"{broke}_budget" if broke else kind] += 1
+        self._refused[device] += 1
+        if self._refused[device] > REFUSALS_KEPT:
+            return
+        if self._refused[device] == REFUSALS_KEPT:
+            reason = f"{reason[:400]} (later refusals of this device are not recorded)"
+        number = round_number if round_number is not None else (self.opened.number if self.opened else None)
+        self.store.devices.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
+        log.warning("refused", extra={"device": device, "round": number, "kind": kind, "reason": reason})

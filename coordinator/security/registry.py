@@ -1,0 +1,387 @@
+"""The registry of a deployment's devices and tokens: a SQLite database.
+
+A change is one transaction, and only touches the affected rows. Several processes may make changes: SQLite serialises
+them. The database and SQLite's files beside it have mode 0600.
+"""
+
+import base64
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from sqlalchemy import (
+    Boolean,
+    Column,
+    ColumnElement,
+    Float,
+    Integer,
+    MetaData,
+    Select,
+    String,
+    Table,
+    bindparam,
+    create_engine,
+    delete,
+    event,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from fedvit.descriptors import are_used_up, how_many
+from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
+from fedvit.files import storage_failed
+
+FORGET_TOKENS_S = 30 * 86_400.0
+"""How long used and expired tokens are remembered, so that a device learns which of the two its token is."""
+LOCK_S = 30.0
+"""How long a change waits for those of other processes."""
+
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
+_FOREIGN = ("no such table", "no such column", "Could not decode to UTF-8")
+
+_TABLES = MetaData()
+
+_DEVICES = Table(
+    "devices",
+    _TABLES,
+    Column("name", String, primary_key=True),
+    Column("joined_at", Float, nullable=False),
+    Column("last_seen", Float),
+    Column("revoked_at", Float),
+    Column("misuses", Integer, nullable=False),
+)
+
+_CERTIFICATES = Table(
+    "certificates",
+    _TABLES,
+    Column("serial", String, primary_key=True),
+    Column("device", String, nullable=False, index=True),
+    Column("issued_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+
+_TOKENS = Table(
+    "tokens",
+    _TABLES,
+    Column("id", String, primary_key=True),
+    Column("device", String, nullable=False, index=True),
+    Column("secret", String, nullable=False),
+    Column("expires_at", Float, nullable=False, index=True),
+    Column("replaces", Boolean, nullable=False),
+    Column("request", String),
+    Column("certificate", String),
+    Column("withdrawn", Boolean, nullable=False),
+)
+
+_REVOKED = Table(
+    "revoked",
+    _TABLES,
+    Column("serial", String, primary_key=True),
+    Column("device", String, nullable=False),
+    Column("generation", Integer, nullable=False, index=True),
+)
+
+_COUNTERS = Table(
+    "counters", _TABLES, Column("generation", Integer, nullable=False), Column("clock_s", Float, nullable=False)
+)
+"""One row. `generation` counts the changes of files that a broker reads; `clock_s` is the newest date that is right."""
+
+
+class Certificate(Struct, frozen=True):
+    """An issued certificate; times are seconds since 1970 by this machine's clock."""
+
+    serial: str  # hexadecimal: SQLite and JSON have no numbers of 160 bits
+    issued_at: float
+    expires_at: float
+
+
+class Device(Struct, frozen=True):
+    """A device that has joined."""
+
+    name: str
+    joined_at: float
+    certificates: list[Certificate]
+    last_seen: float | None = None  # a coordinator had a connection to it
+    revoked_at: float | None = None
+    misuses: int = 0  # of the broker, see coordinator.security.broker_log
+
+    @property
+    def expires_at(self) -> float:
+        return max(certificate.expires_at for certificate in self.certificates)
+
+
+class OpenToken(Struct, frozen=True):
+    """An issued token and its use."""
+
+    id: str
+    device: str
+    secret: str  # base64
+    expires_at: float
+    replaces: bool = False  # its use revokes the current device of this name
+    request: str | None = None  # SHA-256 of the request that used it; repeated if the answer was lost
+    certificate: str | None = None  # and the answer, DER in base64
+    withdrawn: bool = False
+
+    @property
+    def secret_bytes(self) -> bytes:
+        return base64.b64decode(self.secret)
+
+
+class Rows:
+    """The registry within one transaction. Methods that change something may only be called within `Registry.change`.
+
+    `revocations_changed`, `new_tokens` and `tokens_forgotten` say which files of the broker have to be written.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.revocations_changed = False
+        self.new_tokens: list[OpenToken] = []
+        self.tokens_forgotten = False
+
+    # --- queries -------------------------------------------------------------------------------------
+
+    def generation(self) -> int:
+        found: int = self._connection.execute(select(_COUNTERS.c.generation)).scalar_one()
+        return found
+
+    def clock_s(self) -> float:
+        """The newest date at which this machine's clock was plausible."""
+        found: float = self._connection.execute(select(_COUNTERS.c.clock_s)).scalar_one()
+        return found
+
+    def device(self, name: str) -> Device | None:
+        found = self._devices(_DEVICES.c.name == name, _CERTIFICATES.c.device == name)
+        return found[0] if found else None
+
+    def devices(self) -> list[Device]:
+        """All devices, by name."""
+        return self._devices(None, None)
+
+    def _devices(
+        self, of_devices: ColumnElement[bool] | None, of_certificates: ColumnElement[bool] | None
+    ) -> list[Device]:
+        certificates: dict[str, list[Certificate]] = {}
+        query = select(_CERTIFICATES).order_by(_CERTIFICATES.c.issued_at)
+        for row in self._mappings(query if of_certificates is None else query.where(of_certificates)):
+            entry = Certificate(row["serial"], row["issued_at"], row["expires_at"])
+            certificates.setdefault(row["device"], []).append(entry)
+        known = select(_DEVICES).order_by(_DEVICES.c.name)
+        return [
+            Device(certificates=certificates.get(row["name"], []), **row)
+            for row in self._mappings(known if of_devices is None else known.where(of_devices))
+        ]
+
+    def token(self, token_id: str) -> OpenToken | None:
+        return next(self._tokens(_TOKENS.c.id == token_id), None)
+
+    def tokens(self) -> list[OpenToken]:
+        """All tokens that are remembered, including used and expired ones."""
+        return list(self._tokens(_TOKENS.c.id.is_not(None)))
+
+    def open_tokens(self, now_s: float, device: str | None = None) -> list[OpenToken]:
+        """Tokens with which any device, or the one of that name, can still join."""
+        return list(self._tokens(_is_open(now_s) if device is None else _is_open(now_s) & (_TOKENS.c.device == device)))
+
+    def _tokens(self, which: ColumnElement[bool]) -> Iterator[OpenToken]:
+        for row in self._mappings(select(_TOKENS).where(which).order_by(_TOKENS.c.expires_at)):
+            yield OpenToken(**row)
+
+    def revoked_devices(self) -> list[str]:
+        query = select(_DEVICES.c.name).where(_DEVICES.c.revoked_at.is_not(None)).order_by(_DEVICES.c.name)
+        return list(self._connection.execute(query).scalars())
+
+    def revoked_serials(self) -> list[str]:
+        return list(self._connection.execute(select(_REVOKED.c.serial)).scalars())
+
+    def revoked_since(self, generation: int) -> list[str]:
+        """Devices with a certificate that was revoked after this generation."""
+        query = select(_REVOKED.c.device).where(_REVOKED.c.generation > generation).distinct()
+        return list(self._connection.execute(query.order_by(_REVOKED.c.device)).scalars())
+
+    def _mappings(self, query: Select[Any]) -> Iterator[dict[str, Any]]:
+        return (dict(row) for row in self._connection.execute(query).mappings())
+
+    # --- devices --------------------------------------------------------------------------------------
+
+    def put_device(self, name: str, certificate: Certificate, when_s: float) -> None:
+        """Add a device that has joined; replaces one of the same name."""
+        self.remove_device(name)
+        values = {"name": name, "joined_at": when_s, "last_seen": when_s, "misuses": 0}
+        self._connection.execute(insert(_DEVICES).values(**values))
+        self.add_certificate(name, certificate)
+
+    def remove_device(self, name: str) -> None:
+        self._connection.execute(delete(_CERTIFICATES).where(_CERTIFICATES.c.device == name))
+        self._connection.execute(delete(_DEVICES).where(_DEVICES.c.name == name))
+
+    def add_certificate(self, name: str, certificate: Certificate) -> None:
+        self._connection.execute(insert(_CERTIFICATES).values(device=name, **msgspec.structs.asdict(certificate)))
+
+    def drop_expired(self, name: str, now_s: float) -> None:
+        """Forget the certificates of a device that have expired."""
+        of_device = _CERTIFICATES.c.device == name
+        self._connection.execute(delete(_CERTIFICATES).where(of_device, _CERTIFICATES.c.expires_at <= now_s))
+
+    def note_seen(self, seen: Mapping[str, float]) -> None:
+        query = update(_DEVICES).where(_DEVICES.c.name == bindparam("of")).values(last_seen=bindparam("at"))
+        if seen:
+            self._connection.execute(query, [{"of": name, "at": when_s} for name, when_s in seen.items()])
+
+    def count_misuse(self, name: str) -> None:
+        counted = update(_DEVICES).where(_DEVICES.c.name == name).values(misuses=_DEVICES.c.misuses + 1)
+        self._connection.execute(counted)
+
+    def revoke(self, name: str, when_s: float) -> None:
+        """Revoke a device: all its certificates, and its name at the broker."""
+        self._connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(revoked_at=when_s))
+        self.discard(name)
+
+    def discard(self, name: str) -> None:
+        """Revoke the current certificates of a device."""
+        query = select(_CERTIFICATES.c.serial).where(_CERTIFICATES.c.device == name)
+        self.revoke_serials(name, list(self._connection.execute(query).scalars()))
+
+    def revoke_serials(self, name: str, serials: Iterable[str]) -> None:
+        """Revoke these certificates, which were issued for `name`."""
+        generation = self._next_generation()
+        for serial in serials:
+            added = insert(_REVOKED).values(serial=serial, device=name, generation=generation)
+            again = added.on_conflict_do_update(index_elements=["serial"], set_={"generation": generation})
+            self._connection.execute(again)
+        self.revocations_changed = True
+
+    def set_clock(self, when_s: float) -> None:
+        self._connection.execute(update(_COUNTERS).values(clock_s=when_s))
+
+    # --- tokens ---------------------------------------------------------------------------------------
+
+    def add_token(self, token: OpenToken) -> None:
+        self._connection.execute(insert(_TOKENS).values(**msgspec.structs.asdict(token)))
+        self._next_generation()
+        self.new_tokens.append(token)
+
+    def use_token(self, token_id: str, request: str, certificate: str) -> None:
+        used = update(_TOKENS).where(_TOKENS.c.id == token_id)
+        self._connection.execute(used.values(request=request, certificate=certificate))
+
+    def withdraw_tokens(self, device: str) -> None:
+        """Withdraw all unused tokens for this device."""
+        unused = update(_TOKENS).where(_TOKENS.c.device == device, _TOKENS.c.request.is_(None))
+        self._connection.execute(unused.values(withdrawn=True))
+
+    def forget_tokens(self, now_s: float) -> None:
+        """Delete tokens that expired more than FORGET_TOKENS_S ago."""
+        old = delete(_TOKENS).where(_TOKENS.c.expires_at <= now_s - FORGET_TOKENS_S)
+        if self._connection.execute(old).rowcount:
+            self.tokens_forgotten = True
+
+    def remove_tokens(self, device: str) -> None:
+        self._connection.execute(delete(_TOKENS).where(_TOKENS.c.device == device))
+        self.tokens_forgotten = True
+
+    def _next_generation(self) -> int:
+        self._connection.execute(update(_COUNTERS).values(generation=_COUNTERS.c.generation + 1))
+        return self.generation()
+
+
+class Registry:
+    """The database at `path`.
+
+    Raises ConfigError if it is missing, Damaged, with what to do, if its content is damaged, StorageFailed if it cannot
+    be read or written, NoRoom if disk space or descriptors are used up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._engine: Engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": LOCK_S})
+        event.listen(self._engine, "connect", _prepare)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[Rows]:
+        """Read a consistent snapshot of the rows."""
+        with self._transaction("BEGIN") as connection:
+            yield Rows(connection)
+
+    @contextmanager
+    def change(self) -> Iterator[Rows]:
+        """Change the rows in one transaction, which is rolled back if the caller raises. Other processes wait."""
+        with self._transaction("BEGIN IMMEDIATE") as connection:
+            yield Rows(connection)
+
+    def generation(self) -> int:
+        with self.read() as rows:
+            return rows.generation()
+
+    def check(self) -> None:
+        """Verify the whole database. Raises Damaged."""
+        with self._transaction("BEGIN") as connection:
+            found = connection.execute(text("PRAGMA quick_check(1)")).scalar()
+            if found != "ok":
+                raise self._damaged(" ".join(str(found).split()))
+
+    def create(self) -> None:
+        """Create the database and its tables."""
+        try:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise storage_failed(f"cannot make {self.path}", error) from error
+        with self._transaction("BEGIN IMMEDIATE") as connection:
+            _TABLES.create_all(connection)
+            connection.execute(insert(_COUNTERS).values(generation=0, clock_s=now()))
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Connection]:
+        if not self.path.is_file():  # SQLite would create an empty one
+            raise ConfigError(f"{self.path} is missing: it holds the deployment's devices; {_REMEDY}")
+        try:
+            with self._engine.begin() as connection:
+                connection.exec_driver_sql(begin)
+                yield connection
+        except (SQLAlchemyError, sqlite3.Error) as error:
+            cause = getattr(error, "orig", None) or error
+            name = getattr(cause, "sqlite_errorname", None) or ""
+            if name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN):
+                raise self._damaged(str(cause)) from error
+            if are_used_up():  # SQLite only reports that it cannot open a file
+                raise TooManyOpenFiles(f"the deployment's registry {self.path}: {cause}; {how_many()}") from error
+            kind = DiskFull if name in _FULL else StorageFailed
+            raise kind(f"the deployment's registry {self.path}: {cause}") from error
+
+    def _damaged(self, what: str) -> Damaged:
+        return Damaged(f"the deployment's registry {self.path} is damaged: {what}; {_REMEDY}")
+
+
+_REMEDY = (
+    "put back a copy of it (devices that joined since then stay valid, and cannot be revoked); without a copy make a "
+    "new deployment (coordinator init) and let each device join again"
+)
+
+
+def _is_open(now_s: float) -> ColumnElement[bool]:
+    return _TOKENS.c.request.is_(None) & ~_TOKENS.c.withdrawn & (_TOKENS.c.expires_at > now_s)
+
+
+def _prepare(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")  # an answer to a device must survive a power cut
+    cursor.close()
+
+
+def now() -> float:
+    return time.time()

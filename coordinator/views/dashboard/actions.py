@@ -1,0 +1,91 @@
+"""What an operator can change, after a question: the same code as the commands use."""
+
+import asyncio
+from collections.abc import Callable
+
+import click
+from nicegui import ui
+
+from coordinator.record import standings
+from coordinator.record.record import Record, open_record
+from coordinator.rounds.service.cancelling import cancel
+from coordinator.rounds.service.labelling import set_labels
+from coordinator.rounds.service.pausing import pause, unpause
+from coordinator.security.revoking import revoke_device
+from coordinator.views.dashboard.frame import Site
+from fedvit.errors import FedvitError
+
+
+def cancel_button(site: Site, run: str) -> None:
+    def act(store: Record) -> str:
+        return f"run {run}: {cancel(store, site.folder, run)}"
+
+    _button(site, "Cancel this run", f"Cancel run {run}? It cannot be resumed.", act)
+
+
+def pause_buttons(site: Site, run: str) -> None:
+    def pause_it(store: Record) -> str:
+        return f"run {run}: {pause(store, run)}"
+
+    def unpause_it(store: Record) -> str:
+        return f"run {run}: {unpause(store, run)}"
+
+    _button(site, "Pause", f"Pause run {run}? It finishes its open round, and opens no new one.", pause_it)
+    _button(site, "End the pause", f"Let run {run} open rounds again?", unpause_it)
+
+
+def device_buttons(site: Site, run: str, device: str) -> None:
+    def release(store: Record) -> str:
+        standings.release(store, run, device)
+        return f"{device}: released, its strikes are reset"
+
+    def revoke(_: Record) -> str:
+        assert site.deployment is not None
+        return "; ".join(revoke_device(site.deployment, device))
+
+    with ui.element("div").classes("buttons"):
+        _button(site, "Release from quarantine", f"End the quarantine of {device} and reset its strikes?", release)
+        if site.deployment is not None:
+            _button(
+                site, "Revoke", f"Revoke {device}? Its connection ends, and its certificate becomes invalid.", revoke
+            )
+
+
+def label_field(site: Site, device: str) -> None:
+    """A field for labels, and a button that sets them."""
+
+    def set_them(store: Record) -> str:
+        set_labels(store, device, str(field.value or "").split())
+        return f"{device}: labels {field.value}"
+
+    with ui.element("div").classes("buttons"):
+        field = ui.input("Labels, as in site=berlin board=rpi5").props("outlined dense").classes("search")
+        _button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)
+
+
+def _button(site: Site, name: str, question: str, act: Callable[[Record], str]) -> None:
+    """A button that asks first; the outcome is shown in the page and printed."""
+    with ui.dialog() as dialog, ui.card():
+        ui.label(question)
+
+        async def do() -> None:
+            dialog.close()
+            try:
+                done = await asyncio.to_thread(_with_store, site, act)
+            except FedvitError as error:
+                ui.notify(str(error), type="negative", multi_line=True, timeout=0, close_button="Close")
+            else:
+                click.echo(f"by the dashboard: {done}")
+                ui.notify(done, type="positive", close_button="Close")
+
+        ui.button("Yes", on_click=do)
+        ui.button("No", on_click=dialog.close).props("flat")
+    ui.button(name, on_click=dialog.open).props("outline")
+
+
+def _with_store(site: Site, act: Callable[[Record], str]) -> str:
+    store = open_record(site.folder, check=False)
+    try:
+        return act(store)
+    finally:
+        store.close()

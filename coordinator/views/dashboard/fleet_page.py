@@ -1,0 +1,217 @@
+"""The devices of a run: a table that can be sorted and filtered by every column."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+from nicegui import ui
+
+from coordinator.record.record import Record
+from coordinator.record.standings import Standing, standings
+from coordinator.record.summary import DeviceSummary, summarise
+from coordinator.record.tables import Asked
+from coordinator.rounds.status import Member, Status, read_members
+from coordinator.views.dashboard import charts
+from coordinator.views.dashboard.frame import Part, Site, follow, link, page
+from coordinator.views.dashboard.run_page import status_of
+from fedvit.errors import ConfigError
+
+_LINK = """params => {
+  const link = document.createElement('a');
+  link.textContent = params.value;
+  link.href = params.data.link;
+  return link;
+}"""
+"""Text as text, whatever a device calls itself."""
+_BY_NUMBERS = "new Intl.Collator('en', {numeric: true}).compare"
+"""device-2 before device-10."""
+_NUMBER = "params => params.value == null ? '–' : params.value.toLocaleString('en', {maximumFractionDigits: %d})"
+
+
+def _words(field: str, name: str, **more: Any) -> dict[str, Any]:
+    return {"field": field, "headerName": name, "filter": "agTextColumnFilter", **more}
+
+
+def _number(field: str, name: str, digits: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "field": field, "headerName": name, "filter": "agNumberColumnFilter", "type": "rightAligned", "minWidth": 105,
+        ":valueFormatter": _NUMBER % digits, **more,
+    }  # fmt: skip
+
+
+COLUMNS = [
+    _words(
+        "device", "device", pinned="left", width=150, sort="asc", **{":cellRenderer": _LINK, ":comparator": _BY_NUMBERS}
+    ),
+    _words("state", "state", minWidth=150),
+    _words("board", "board", minWidth=150),
+    _words("labels", "labels"),
+    _words("seen", "last seen, UTC", minWidth=170),
+    _number("round", "last round"),
+    _number("rounds", "rounds trained"),
+    _number("accuracy", "accuracy", 3),
+    _number("memory_mb", "memory, MB"),
+    _number("budget_mb", "memory budget, MB"),
+    _number("temperature_c", "temperature, °C", 1),
+    _words("throttled", "throttled"),
+    _number("battery", "battery, %"),
+    _words("charging", "charging"),
+    _number("step_ms", "step, ms", 1),
+    _number("energy_j", "energy, J"),
+    _number("strikes", "strikes"),
+    _words("quarantine", "quarantine", minWidth=170),
+]
+
+
+YES_NO = {True: "yes", False: "no", None: ""}
+
+
+class FleetView(Struct, frozen=True):
+    """What the page needs of the record."""
+
+    status: str  # of the run
+    devices: list[DeviceSummary]
+    asked: dict[str, Asked]
+    budgets: dict[str, int]  # by device: bytes of memory, in the newest round
+    standings: dict[str, Standing]
+
+
+def view(store: Record, run: str) -> FleetView:
+    summary = summarise(store, run, accuracy_of=0, refusals_of=0)
+    newest = summary.rounds[-1].round if summary.rounds else 0
+    tasks = store.tasks.read_histories(run, [newest])
+    asked = store.devices.read_asked(run) | {task.device: Asked(newest, 0) for task in tasks}
+    budgets = {task.device: task.expected.budget.memory_bytes for task in tasks if task.expected}
+    return FleetView(
+        summary.status,
+        summary.devices,
+        asked,
+        {device: limit for device, limit in budgets.items() if limit is not None},
+        {standing.device: standing for standing in standings(store, run)},
+    )
+
+
+def rows(
+    run: str, seen: FleetView, members: list[Member], status: Status | None, revoked: set[str]
+) -> list[dict[str, Any]]:
+    """The rows of the table, by name: every device that the record, the status or the coordinator knows."""
+    known, present = {device.device: device for device in seen.devices}, {member.device: member for member in members}
+    states, live = _states(seen, present, status, revoked), is_served(seen.status, status)
+    return [
+        _row(run, name, seen, known.get(name), present.get(name), states.get(name, "unknown"), live=live)
+        for name in sorted(known.keys() | present.keys() | seen.asked.keys() | seen.standings.keys())
+    ]
+
+
+def is_served(run_status: str, status: Status | None) -> bool:
+    """Return True while a coordinator serves the run."""
+    return run_status in ("running", "waiting") and status is not None and not status.is_stale()
+
+
+def _states(seen: FleetView, present: Mapping[str, Member], status: Status | None, revoked: set[str]) -> dict[str, str]:
+    live = is_served(seen.status, status)
+    states = {
+        name: ("online" if member.online else "offline") if live else "not served" for name, member in present.items()
+    }
+    if live and status is not None:
+        states |= {one.device: f"declined: {one.reason}" for one in status.backing_off}
+        states |= {one.device: f"{one.kind}, {one.state}" for one in status.waiting_for}
+    states |= {name: "in quarantine" for name, standing in seen.standings.items() if standing.quarantine}
+    return states | dict.fromkeys(revoked & (seen.asked.keys() | present.keys()), "revoked")
+
+
+def _row(
+    run: str, name: str, seen: FleetView, device: DeviceSummary | None, member: Member | None, state: str, *, live: bool
+) -> dict[str, Any]:
+    standing = seen.standings.get(name)
+    budget = seen.budgets.get(name) or (member.memory_budget_bytes if member else None)
+    return {
+        "device": name,
+        "link": link("/device", run=run, device=name),
+        "state": state,
+        "board": (member.board or member.machine) if member else "",
+        "labels": ", ".join(f"{key}={value}" for key, value in member.labels.items()) if member else "",
+        "seen": ("now" if member.online and live else member.seen.replace("T", " ")[:19]) if member else "",
+        "round": seen.asked[name].last if name in seen.asked else None,
+        "rounds": device.rounds if device else 0,
+        "accuracy": device.accuracy if device else None,
+        "memory_mb": charts.scaled(device.peak_rss_bytes if device else None, 1e6),
+        "budget_mb": charts.scaled(budget, 1e6),
+        "temperature_c": device.temperature_c if device else None,
+        "throttled": YES_NO[device.throttled if device else None],
+        "battery": device.battery_percent if device else None,
+        "charging": YES_NO[device.charging if device else None],
+        "step_ms": charts.scaled(device.step_s if device else None, 1e-3),
+        "energy_j": device.energy_j if device else None,
+        "strikes": standing.strikes if standing else 0,
+        "quarantine": standing.quarantine or "" if standing else "",
+    }
+
+
+def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What turns one list of rows into another, as the table takes it."""
+    old, new = {row["device"]: row for row in before}, {row["device"]: row for row in after}
+    return {
+        "add": [row for name, row in new.items() if name not in old],
+        "update": [row for name, row in new.items() if name in old and old[name] != row],
+        "remove": [row for name, row in old.items() if name not in new],
+    }
+
+
+def newest_run(store: Record) -> str:
+    """Raises ConfigError if there is none."""
+    record = next(iter(store.runs.read_all()), None)
+    if record is None:
+        raise ConfigError("there is no run yet")
+    return record.id
+
+
+async def show(site: Site, run: str | None) -> None:
+    with page("Fleet", "/fleet"):
+        head = Part("fleet_head.html")
+        search = ui.input("Filter all columns").props("outlined dense clearable").classes("search")
+        shown: list[dict[str, Any]] = []
+        name = run if run is not None else await site.reader(newest_run)
+
+        async def found() -> list[dict[str, Any]]:
+            seen = await site.reader(view, name)
+            members, revoked = read_members(site.folder / name), await asyncio.to_thread(site.revoked)
+            made = rows(name, seen, members, status_of(site, name), revoked)
+            head.show(run=name, devices=len(made), states=_counted(made))
+            return made
+
+        shown = await found()
+        grid = ui.aggrid(
+            {
+                "columnDefs": COLUMNS,
+                "rowData": shown,
+                ":getRowId": "params => params.data.device",
+                "defaultColDef": {"sortable": True, "resizable": True, "floatingFilter": True, "minWidth": 110},
+                "ensureDomOrder": True,
+                "suppressMenuHide": True,
+                "overlayNoRowsTemplate": "<span>no device has taken part yet</span>",
+            },
+            auto_size_columns=False,
+        ).classes("fleet")
+        search.on_value_change(
+            lambda event: grid.run_grid_method("setGridOption", "quickFilterText", event.value or "")
+        )
+
+        async def refresh() -> None:
+            nonlocal shown
+            fresh = await found()
+            change = changes(shown, fresh)
+            if any(change.values()):
+                grid.run_grid_method("applyTransaction", change)
+                shown = fresh
+
+        await follow(refresh)
+
+
+def _counted(made: list[dict[str, Any]]) -> dict[str, int]:
+    states: dict[str, int] = {}
+    for row in made:
+        state = row["state"].partition(":")[0]
+        states[state] = states.get(state, 0) + 1
+    return dict(sorted(states.items()))

@@ -1,0 +1,75 @@
+"""The record as pages read it: each question is asked again only after the record has changed."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from coordinator.record.liveness import STALE_S
+from coordinator.record.record import Record
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MOST_ANSWERS = 64
+"""Answers that are kept, so that browsers on the same page share one."""
+SHARE = 0.02
+"""Share of a processor core that one question may take while the record changes all the time."""
+
+
+class _Answer(NamedTuple):
+    value: Any
+    stamp: tuple[tuple[int, int], ...]  # of the record's files
+    asked_again_at: float  # monotonic
+
+
+@dataclass
+class Reader:
+    """Asks one question at a time, in a thread. Questions are functions of the store; their arguments can be hashed.
+
+    An answer is kept until the record's files change, and longer where the question took long.
+    """
+
+    store: Record
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self._kept: OrderedDict[tuple[Any, ...], _Answer] = OrderedDict()
+        self._one = asyncio.Lock()
+
+    async def __call__(self, question: Callable[Concatenate[Record, P], T], *arguments: P.args, **no: P.kwargs) -> T:
+        """The answer to `question(store, *arguments)`. Raises what the question raises."""
+        key = (question, arguments)
+        async with self._one:
+            stamp, began = self._stamp(), time.monotonic()
+            kept = self._kept.get(key)
+            if kept is None or (kept.stamp != stamp and began >= kept.asked_again_at):
+                value = await asyncio.to_thread(question, self.store, *arguments, **no)
+                ended = time.monotonic()
+                kept = _Answer(value, stamp, ended + (ended - began) / SHARE)
+                self._kept[key] = kept
+            self._kept.move_to_end(key)
+            if len(self._kept) > MOST_ANSWERS:
+                self._kept.popitem(last=False)
+            value_: T = kept.value
+            return value_
+
+    def _stamp(self) -> tuple[tuple[int, int], ...]:
+        """A value that changes with every commit: SQLite appends to its journal, or writes the database. With another
+        database it changes every second. It also changes every STALE_S, since a killed coordinator writes nothing."""
+        if not self.store.database.file:
+            return ((int(time.monotonic()), 0),)
+        return (int(time.monotonic() / STALE_S), 0), *(
+            _stat(self.folder / name) for name in ("fedvit.db", "fedvit.db-wal")
+        )
+
+
+def _stat(file: Path) -> tuple[int, int]:
+    try:
+        found = file.stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_mtime_ns, found.st_size)

@@ -1,0 +1,48 @@
+"""Whether a configuration can be that of a region."""
+
+from typing import Any
+
+import pytest
+
+from coordinator.compute.planning.checks import check_region
+from fedvit.errors import ConfigError
+from fedvit.methods import METHODS
+from tests.support.runs import Configure
+
+AVERAGED = {
+    "adapters", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedbn",
+    "fedper", "fedperfix", "fedprox", "fedrep", "fedrod", "fedvpt_d", "knn_per", "per_fedavg", "personal_part",
+    "pfedme", "prefix", "prompts", "vanilla_attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_regions_can_use_methods_whose_server_takes_the_mean(configure: Configure, method: str) -> None:
+    config = configure(method, classes=["ant", "bee"])
+    if method in AVERAGED:
+        check_region(config, "run.toml")
+        return
+    with pytest.raises(ConfigError, match=f"run.toml: method '{method}' cannot be used in regions: "):
+        check_region(config, "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"mode": "buffered"}, "mode = 'buffered': a region answers in rounds"),
+        ({"variants": {"pi-*": {"epochs": 1}}}, "variants: a region's devices train the tensors"),
+        ({"robust": {"aggregator": "krum"}}, "aggregator = 'krum' compares the updates of single devices"),
+        ({"privacy": {"noise_multiplier": 0.5, "clip": 1.0}}, "noise_multiplier = 0.5 hides the update of one device"),
+    ],
+)
+def test_settings_that_a_mean_of_means_would_break_are_refused(
+    configure: Configure, values: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"run.toml: {reason}"):
+        check_region(configure(**values), "run.toml")
+
+
+def test_global_weights_that_travel_packed_are_refused(configure: Configure) -> None:
+    config = configure("fedbfpt", {"frozen_precision": "int8"})
+    with pytest.raises(ConfigError, match="weights sent as int8 cannot be used in regions"):
+        check_region(config, "run.toml")

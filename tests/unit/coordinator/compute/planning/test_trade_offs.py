@@ -1,0 +1,27 @@
+"""Which options are reduced for a small device, and in which order of preference."""
+
+from coordinator.compute.planning.trade_offs import trade_offs
+from fedvit.methods import make_method
+from fedvit.methods.eftvit import EFTViT
+from fedvit.models import SMALL, build_vit
+from tests.support.quadratic import small
+
+
+def test_less_work_that_the_paper_found_harmless_is_preferred() -> None:
+    """Accuracy holds up to a mask of .75, and with 2 local blocks it is that of 6: both come before fewer epochs."""
+    deep = build_vit(SMALL, 5, seed=0, options={"image_size": 8, "patch_size": 4, "width": 4, "depth": 8, "heads": 1})
+    method = EFTViT(mask=0.5, local_blocks=6, epochs=5)
+    quality = {trade_off.option: dict(trade_off.values) for trade_off in trade_offs(method, deep)}
+    assert quality["mask"][0.75] > quality["epochs"][4]
+    assert quality["local_blocks"][2] > quality["epochs"][4]
+    assert quality["mask"][0.85] < quality["epochs"][4]
+    assert quality["local_blocks"][1] < quality["epochs"][4]
+
+
+def test_frozen_precision_is_reduced_only_where_weights_are_never_moved() -> None:
+    """A copy of FedBABU's head is tuned before a test, which takes float32."""
+    options = {
+        name: {each.option for each in trade_offs(make_method(name), small(3))} for name in ("fedbabu", "fed_head")
+    }
+    assert "frozen_precision" not in options["fedbabu"]
+    assert "frozen_precision" in options["fed_head"]

@@ -1,0 +1,44 @@
+"""A run that the operator pauses, served by a real coordinator."""
+
+import pytest
+
+from coordinator.rounds.service.pausing import pause, unpause
+from fedvit.errors import ConfigError
+from fedvit.wire.messages import Task
+from tests.support.runs import Fake, Stage
+
+PAUSED = "paused by the operator before round 2"
+
+
+def pausing(device: Fake, task: Task) -> None:
+    """Pause the run in its first round, twice; the second request is refused."""
+    store = device.stage.store
+    if (task.round, task.kind) == (1, "train"):
+        pause(store, "r")
+        with pytest.raises(ConfigError, match="run 'r' is paused already"):
+            pause(store, "r")
+    device.bring(device.answer(task))
+
+
+def is_paused(stage: Stage) -> bool:
+    return stage.coordinator is not None and stage.coordinator.state.doing == PAUSED
+
+
+def test_paused_run_opens_no_round_until_the_pause_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after its process has ended: the pause is in the record."""
+    monkeypatch.setattr("coordinator.rounds.coordinator.PAUSE_CHECK_S", 0.0)
+    stage.fake("a", pausing)
+    stage.start(rounds=2)
+    stage.drive(lambda: is_paused(stage))
+    assert stage.store.rounds.list_closed("r") == [1]
+    stage.stop()
+    stage.start(rounds=2, resume=True)
+    stage.drive(lambda: is_paused(stage))
+    assert stage.store.rounds.find_last("r") == 1
+    unpause(stage.store, "r")
+    assert stage.finish() == "finished"
+    assert stage.store.rounds.list_closed("r") == [1, 2]
+    with pytest.raises(ConfigError, match="run 'r' is finished: it cannot be paused"):
+        pause(stage.store, "r")
+    with pytest.raises(ConfigError, match="run 'r' is not paused"):
+        unpause(stage.store, "r")

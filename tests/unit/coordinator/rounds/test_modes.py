@@ -1,0 +1,82 @@
+"""How rounds follow each other: a cohort after the other, or devices as they become free."""
+
+from collections.abc import Callable
+from typing import get_args, get_type_hints
+
+from coordinator.config import RunConfig
+from coordinator.rounds.modes import MODES
+from coordinator.rounds.modes.buffered import Buffered
+from coordinator.rounds.modes.synchronous import Synchronous
+from coordinator.rounds.open_round import Missing
+from fedvit.wire.messages import DeviceState
+from tests.support.parts import Parts
+
+MakeParts = Callable[..., Parts]
+
+
+def test_modes_are_those_that_a_configuration_can_name() -> None:
+    assert set(MODES) == set(get_args(get_type_hints(RunConfig)["mode"]))
+
+
+def test_mode_of_a_run_is_that_of_its_configuration(make_parts: MakeParts) -> None:
+    assert isinstance(make_parts().mode, Synchronous)
+
+
+def test_synchronous_mode_assigns_tasks_of_the_open_round_again_and_lets_earlier_ones_go_on(parts: Parts) -> None:
+    assert parts.mode.continues_task(assigned_in=1, open_round=2)
+    assert not parts.mode.continues_task(assigned_in=2, open_round=2)
+
+
+def test_synchronous_mode_does_not_evaluate_devices_at_work(parts: Parts) -> None:
+    parts.arrive("pi", "nano")
+    parts.open("pi")
+    assert parts.mode.busy() == ["pi"]
+
+
+def test_buffered_mode_continues_every_task_and_evaluates_all(make_parts: MakeParts) -> None:
+    parts = make_parts(mode="buffered")
+    assert isinstance(parts.mode, Buffered)
+    parts.arrive("pi")
+    parts.open("pi")
+    assert parts.mode.busy() == []
+    assert all(parts.mode.continues_task(assigned_in=number, open_round=2) for number in (1, 2))
+
+
+def test_buffered_mode_asks_as_many_devices_as_may_work_at_once(make_parts: MakeParts) -> None:
+    """One that is at work but offline does not count, nor one that failed in this round."""
+    parts = make_parts(mode="buffered", concurrency=3)
+    mode = parts.mode
+    assert isinstance(mode, Buffered)
+    parts.arrive("a", "b", "c", "d", "e")
+    opened = parts.open("a", "b")
+    assert mode._vacancies(opened) == 1
+    parts.state.presence.state_changed("a", DeviceState("a1", online=False))
+    assert mode._vacancies(opened) == 2
+    opened.failed |= dict.fromkeys("cd", Missing.FAILED)
+    assert mode._vacancies(opened) == 1
+
+
+def test_buffered_mode_is_full_with_as_many_results_as_its_buffer_holds(make_parts: MakeParts) -> None:
+    parts = make_parts(mode="buffered", buffer=2)
+    mode = parts.mode
+    assert isinstance(mode, Buffered)
+    parts.arrive("a", "b", "c")
+    opened = parts.open("a", "b", "c")
+    for device, full in (("a", False), ("b", True)):
+        opened.accept(device)
+        assert mode._is_full(opened) is full
+
+
+def test_buffered_mode_is_stuck_when_nobody_can_answer_any_more(make_parts: MakeParts) -> None:
+    parts = make_parts(mode="buffered", rejoin_grace_s=0.0)
+    mode = parts.mode
+    assert isinstance(mode, Buffered)
+    parts.arrive("a", "b")
+    opened = parts.open("a", "b")
+    assert not mode._is_stuck(opened)
+    opened.accept("a")
+    assert not mode._is_stuck(opened), "b is at work"
+    for device in "ab":
+        parts.state.presence.state_changed(device, DeviceState(f"{device}1", online=False))
+    mode._is_stuck(opened)
+    assert mode._is_stuck(opened)

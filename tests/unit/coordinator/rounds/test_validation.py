@@ -1,0 +1,469 @@
+"""What may enter, and what is said to everything else."""
+
+import os
+import tempfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.rounds.validation import (
+    MIN_FREE_BYTES,
+    check_free_space,
+    check_hello,
+    check_labels,
+    check_new_classes,
+    check_result,
+    check_upload,
+    largest_upload_bytes,
+)
+from fedvit.errors import BadPayload, PeerRefused
+from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train
+from fedvit.resources import ResourceUse
+from fedvit.tensors import Tensors, pack
+from fedvit.updates import make_codec
+from fedvit.wire.messages import ClassCount, Manifest, Result
+from tests.support.messages import hello
+
+CLASSES = ("ant", "bee", "cow")
+DIGEST = "blake3:" + "5" * 64
+WHAT = "result of pi for round 2"
+
+HALF = (0.5, 0.5, 0.5)
+AVERAGED = Program(
+    method="fedper",
+    model="made",
+    classes=CLASSES,
+    groups={"body": Group(Role.SHARED), "head": Group(Role.LOCAL, DIGEST), "base": Group(Role.FROZEN, DIGEST)},
+    tensors={
+        "a": TensorSpec((2, 3), "float32", "body"),
+        "b": TensorSpec((4,), "float32", "body"),
+        "h": TensorSpec((3,), "float32", "head"),
+        "f": TensorSpec((5,), "float32", "base"),
+    },
+    graphs={"train": GraphSpec(DIGEST, 1), "predict": GraphSpec(DIGEST, 1)},
+    train=(Train(graph="train", groups=("body", "head"), epochs=2, lr=0.1),),
+    evaluate=Evaluate(graph="predict"),
+    batch=Batch(image_size=8, patch_size=4, batch_size=2, mean=HALF, std=HALF),
+)
+"""`a` and `b` go up, `h` stays."""
+COLLECTED = msgspec.structs.replace(
+    AVERAGED,
+    groups={"body": Group(Role.LOCAL, DIGEST), "head": Group(Role.SEEDED), "base": Group(Role.GLOBAL)},
+    train=(Train(graph="train", groups=("body",), epochs=5, lr=0.1, collect=Collect("features", (2, 8))),),
+)
+"""Only features (n, 2, 8) and labels (n,) go up."""
+
+
+def result(**changed: Any) -> Result:
+    trained = Result("run", 2, "train", 20, {"loss": 0.5}, ResourceUse(), Manifest(DIGEST, 100, 126_976))
+    return msgspec.structs.replace(trained, **changed)
+
+
+def evaluated(**changed: Any) -> Result:
+    return result(kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None, **changed)
+
+
+def deltas(**changed: Any) -> Tensors:
+    good: Tensors = {"a": np.ones((2, 3), np.float32), "b": np.zeros(4, np.float32)}
+    return {name: value for name, value in (good | changed).items() if value is not None}
+
+
+def features(labels: list[int], /, **changed: Any) -> Tensors:
+    good: Tensors = {
+        "features": np.ones((len(labels), 2, 8), np.float32),
+        "labels": np.array(labels, np.int64),
+    }
+    return {name: value for name, value in (good | changed).items() if value is not None}
+
+
+# --- hellos -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "classes", [(), ("ant", "bee"), CLASSES, ("cow", "bee", "ant", "dog")], ids=["first", "same", "more", "many"]
+)
+def test_a_device_with_known_classes_may_join(classes: tuple[str, ...]) -> None:
+    """Before the first round the run has no classes: then every device may."""
+    check_hello(hello(), classes)
+
+
+def test_a_device_without_test_images_may_join() -> None:
+    check_hello(hello(test_samples=0), CLASSES)
+
+
+def test_an_unknown_class_folder_is_named() -> None:
+    with pytest.raises(PeerRefused) as refused:
+        check_hello(hello(classes=("ant", "wasp", "zebra")), CLASSES)
+    assert str(refused.value) == "its class folders 'wasp', 'zebra' are not among this run's 3 classes: ant, bee, cow"
+    with pytest.raises(
+        PeerRefused, match=r"^its class folder 'wasp' is not among this run's 3 classes: ant, bee, cow$"
+    ):
+        check_hello(hello(classes=("ant", "wasp")), CLASSES)
+
+
+@pytest.mark.parametrize("name", ["", "a\x1b[2J", "a\nb", "\0", "a\u202eb"])
+def test_class_with_unprintable_name_is_refused(name: str) -> None:
+    with pytest.raises(PeerRefused) as refused:
+        check_new_classes(hello(classes=("ant", name)), [], 10)
+    assert repr(name) in str(refused.value)
+    assert str(refused.value).isprintable()
+
+
+def test_announced_classes_are_bounded() -> None:
+    check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 3)
+    with pytest.raises(
+        PeerRefused, match=r"^it has 2 class folders, with those of other devices 3, and this run allows"
+    ):
+        check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 2)
+
+
+def test_of_many_classes_ten_are_listed() -> None:
+    with pytest.raises(PeerRefused, match=r"100 classes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, \.\.\.$"):
+        check_hello(hello(), tuple(map(str, range(100))))
+
+
+def test_a_device_without_training_images_is_refused() -> None:
+    with pytest.raises(PeerRefused, match="it has no training images"):
+        check_hello(hello(train_samples=0), CLASSES)
+
+
+# --- results, by their message ------------------------------------------------------------------------
+
+
+def test_good_results_are_taken() -> None:
+    check_result(result(), AVERAGED, hello())
+    check_result(result(), COLLECTED, hello())
+    check_result(result(samples=1), AVERAGED, hello())
+    check_result(evaluated(), AVERAGED, hello())
+    check_result(evaluated(), COLLECTED, hello())
+    check_result(msgspec.structs.replace(evaluated(), samples=0, metrics={"correct": 0.0}), AVERAGED, hello())
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"samples": 21}, "it reports 21 samples, the device announced 20"),
+        ({"samples": -1}, "it reports -1 samples, the device announced 20"),
+        ({"metrics": {"loss": float("nan")}}, "metric 'loss' is nan"),
+        ({"metrics": {"loss": 0.5, "extra": float("inf")}}, "metric 'extra' is inf"),
+        ({"upload": None}, "the upload is missing"),
+        ({"upload": Manifest("nonsense", 100, 1024)}, "'nonsense' is not a blake3 digest"),
+        ({"upload": Manifest("blake3:../../../../etc/passwd", 100, 1024)}, "is not a blake3 digest"),
+        ({"upload": Manifest("sha256:" + "5" * 64, 100, 1024)}, "is not a blake3 digest"),
+        ({"upload": Manifest(DIGEST + "\n", 100, 1024)}, "is not a blake3 digest"),
+    ],
+)
+@pytest.mark.parametrize("program", [AVERAGED, COLLECTED], ids=["averaged", "collected"])
+def test_a_training_result_that_cannot_be_is_refused(program: Program, changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadPayload, match=named):
+        check_result(result(**changed), program, hello())
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"samples": 6}, "it reports 6 samples, the device announced 5"),
+        ({"metrics": {"correct": 6.0}}, "it reports 6.0 correct answers of 5"),
+        ({"metrics": {"correct": -1.0}}, "it reports -1.0 correct answers of 5"),
+        ({"metrics": {}}, "it reports None correct answers of 5"),
+        ({"metrics": {"correct": float("nan")}}, "metric 'correct' is nan"),
+        (
+            {"by_class": (ClassCount(0, 3, 3), ClassCount(1, 1, 1))},
+            "4 correct answers of 4, it reports 4 .* of 5",
+        ),
+        ({"by_class": (ClassCount(0, 5, 4), ClassCount(1, 0, 1))}, "more correct answers than images"),
+        ({"by_class": (ClassCount(1, 2, 3), ClassCount(0, 2, 2))}, "of different classes below 3, in order"),
+        ({"by_class": (ClassCount(0, 2, 3), ClassCount(3, 2, 2))}, "of different classes below 3, in order"),
+        (
+            {"by_class": (ClassCount(0, 2, 3, ((0, 1),)), ClassCount(2, 2, 2))},
+            "the wrong answers of a class must be different classes below 3, in order",
+        ),
+        (
+            {"by_class": (ClassCount(0, 1, 3, ((2, 1), (1, 1))), ClassCount(2, 2, 2))},
+            "the wrong answers of a class must be different classes below 3, in order",
+        ),
+        (
+            {"by_class": (ClassCount(0, 2, 3, ((1, 2),)), ClassCount(2, 2, 2))},
+            "a class has 1 wrong answers, 2 are listed",
+        ),
+        ({"upload": Manifest(DIGEST, 100, 1024)}, "the evaluate result has an upload of 100 bytes, expected is none"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_is_refused(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadPayload, match=named):
+        check_result(msgspec.structs.replace(evaluated(), **changed), AVERAGED, hello())
+
+
+def test_counts_by_class_belong_to_an_evaluation() -> None:
+    check_result(evaluated(by_class=(ClassCount(0, 2, 3), ClassCount(2, 2, 2))), AVERAGED, hello())
+    check_result(evaluated(by_class=(ClassCount(0, 2, 3, ((1, 1),)), ClassCount(2, 2, 2))), AVERAGED, hello())
+    with pytest.raises(BadPayload, match="a train result has counts of 1 classes, expected is none"):
+        check_result(result(by_class=(ClassCount(0, 2, 3),)), AVERAGED, hello())
+
+
+def test_counts_by_class_that_a_program_keeps_on_devices_are_refused() -> None:
+    evaluate = msgspec.structs.replace(AVERAGED.evaluate, counts_classes=False)
+    kept = msgspec.structs.replace(AVERAGED, evaluate=evaluate)
+    check_result(evaluated(), kept, hello())
+    with pytest.raises(BadPayload, match="counts by class"):
+        check_result(evaluated(by_class=(ClassCount(0, 2, 3), ClassCount(2, 2, 2))), kept, hello())
+
+
+def test_unexpected_upload_is_refused() -> None:
+    """Everything is local: a device that trains for itself alone has nothing to send."""
+    alone = msgspec.structs.replace(AVERAGED, groups=dict.fromkeys(("body", "head", "base"), Group(Role.LOCAL, DIGEST)))
+    check_result(result(upload=None), alone, hello())
+    with pytest.raises(BadPayload, match="has an upload of 100 bytes, expected is none"):
+        check_result(result(), alone, hello())
+
+
+def test_the_largest_upload_of_deltas() -> None:
+    """a and b hold 6 + 4 float32: 40 bytes, and 64 KiB for names and shapes."""
+    assert largest_upload_bytes(AVERAGED, 20) == 40 + 65_536
+    limit = 40 + 65_536
+    check_result(result(upload=Manifest(DIGEST, limit, 1024)), AVERAGED, hello())
+    with pytest.raises(BadPayload, match=f"an upload of {limit + 1} bytes, this program allows at most {limit}"):
+        check_result(result(upload=Manifest(DIGEST, limit + 1, 1024)), AVERAGED, hello())
+
+
+def test_the_largest_upload_of_features() -> None:
+    """20 images in 5 epochs: at most 100 rows of 16 float32 and one int64, 100 * (64 + 8) bytes, and 64 KiB."""
+    assert largest_upload_bytes(COLLECTED, 20) == 7200 + 65_536
+
+
+def test_an_honest_upload_is_never_too_large() -> None:
+    """As large as the rules allow, packed as a device packs it."""
+    assert len(pack(features([0] * 100))) <= largest_upload_bytes(COLLECTED, 20)
+    assert len(pack(deltas())) <= largest_upload_bytes(AVERAGED, 20)
+
+
+# --- uploads, by their content ------------------------------------------------------------------------
+
+
+def check_packed(content: bytes, program: Program, what: str) -> Tensors:
+    """As a coordinator checks an upload that has arrived."""
+    handle, name = tempfile.mkstemp()
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        return check_upload(Path(name), program, what)
+    finally:
+        os.unlink(name)  # a mapped file is read after that, too
+
+
+def test_good_uploads_come_out_as_they_went_in() -> None:
+    for program, tensors in ((AVERAGED, deltas()), (COLLECTED, features([0, 2, 1])), (COLLECTED, features([]))):
+        got = check_packed(pack(tensors), program, WHAT)
+        assert got.keys() == tensors.keys()
+        for name, value in tensors.items():
+            np.testing.assert_array_equal(got[name], value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"a": np.array([[1, 2, 3], [4, np.nan, 6]], np.float32)}, "'a' holds 1 values that are NaN or infinite"),
+        ({"b": np.array([0, np.inf, -np.inf, 0], np.float32)}, "'b' holds 2 values that are NaN or infinite"),
+        ({"a": np.ones((3, 2), np.float32)}, r"'a' has shape \(3, 2\), expected \(2, 3\)"),
+        ({"a": np.ones((2, 3, 1), np.float32)}, r"'a' has shape \(2, 3, 1\), expected \(2, 3\)"),
+        ({"b": np.ones(0, np.float32)}, r"'b' has shape \(0,\), expected \(4\)"),
+        ({"a": np.ones((2, 3), np.float64)}, "'a' has dtype float64, expected float32"),
+        ({"a": np.ones((2, 3), np.float16)}, "'a' has dtype float16, expected float32"),
+        ({"a": np.ones((2, 3), np.int32)}, "'a' has dtype int32, expected float32"),
+        ({"a": None}, "1 tensors are missing, the first is 'a'"),
+        ({"z": np.ones(1, np.float32)}, "1 tensors were not asked for, the first is 'z'"),
+        ({"f": np.ones(5, np.float32)}, "1 tensors were not asked for, the first is 'f'"),
+        ({"h": np.ones(3, np.float32)}, "it holds local tensor 'h', which must not leave the device"),
+    ],
+)
+def test_deltas_that_are_not_as_the_program_says_are_refused(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadPayload, match=f"^{WHAT}: {named}"):
+        check_packed(pack(deltas(**changed)), AVERAGED, WHAT)
+
+
+@pytest.mark.parametrize(
+    ("labels", "changed", "named"),
+    [
+        ([0, 3], {}, "labels 0 to 3, the run has 3 classes"),
+        ([-1, 2], {}, "labels -1 to 2, the run has 3 classes"),
+        ([2**62], {}, "the run has 3 classes"),
+        ([0, 1], {"labels": np.array([0, 1, 2])}, "2 rows of 'features' for 3 labels"),
+        ([0, 1], {"features": np.ones((3, 2, 8), np.float32)}, "3 rows of 'features' for 2 labels"),
+        ([], {"labels": np.array([0])}, "0 rows of 'features' for 1 labels"),
+        ([0, 1], {"labels": np.array([0, 1], np.int32)}, "'labels' has dtype int32, expected int64"),
+        ([0, 1], {"labels": np.array([[0], [1]])}, r"'labels' has shape \(2, 1\), expected \(any\)"),
+        ([0, 1], {"features": np.ones((2, 3, 8), np.float32)}, r"shape \(2, 3, 8\), expected \(any, 2, 8\)"),
+        ([0, 1], {"features": np.full((2, 2, 8), np.nan, np.float32)}, "'features' holds 32 values"),
+        ([0, 1], {"labels": None}, "1 tensors are missing, the first is 'labels'"),
+        ([0, 1], {"a": np.ones((2, 3), np.float32)}, "it holds local tensor 'a'"),
+    ],
+)
+def test_features_that_are_not_as_the_program_says_are_refused(
+    labels: list[int], changed: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(BadPayload, match=f"^{WHAT}: .*{named}"):
+        check_packed(pack(features(labels, **changed)), COLLECTED, WHAT)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", pack(deltas())[:-1], bytes(8), b"\xff" * 8 + b"{}"])
+def test_what_is_no_safetensors_is_refused(content: bytes) -> None:
+    with pytest.raises(BadPayload, match=f"^{WHAT}: .*not safetensors"):
+        check_packed(content, AVERAGED, WHAT)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "BOOL", "U8"])
+def test_a_dtype_that_numpy_may_not_know_is_refused(dtype: str) -> None:
+    size = {"BF16": 2}.get(dtype, 1)
+    header = msgspec.json.encode({"a": {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, 6 * size]}})
+    content = len(header).to_bytes(8, "little") + header + bytes(6 * size)
+    with pytest.raises(BadPayload, match=f"^{WHAT}: "):
+        check_packed(content, AVERAGED, WHAT)
+
+
+def test_a_long_header_is_refused_before_it_is_read() -> None:
+    """64 kB are room for a hundred names; what is read of a header takes many times its size."""
+    header = b'{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}' + b" " * 65_536 + b"}"
+    content = len(header).to_bytes(8, "little") + header + bytes(24)
+    with pytest.raises(BadPayload, match=f"^{WHAT}: names and shapes of {len(header)} bytes, .* at most 65536$"):
+        check_packed(content, AVERAGED, WHAT)
+
+
+def test_an_upload_is_not_read_into_memory(tmp_path: Path) -> None:
+    """64 MB of zeros, as a file with a hole; what is looked at together is a million numbers and a byte for each."""
+    shape = (4096, 4096)
+    program = msgspec.structs.replace(AVERAGED, tensors={"a": TensorSpec(shape, "float32", "body")})
+    header = msgspec.json.encode({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * 4096**2]}})
+    header += b" " * (-len(header) % 8)
+    file = tmp_path / "upload"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(file, 8 + len(header) + 4 * 4096**2)
+    tracemalloc.start()
+    try:
+        tensors = check_upload(file, program, WHAT)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tensors["a"].shape == shape
+    assert peak_bytes < 4_000_000
+
+
+def test_an_upload_that_is_gone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadPayload, match=f"^{WHAT}: upload gone is missing"):
+        check_upload(tmp_path / "gone", AVERAGED, WHAT)
+
+
+@given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
+def test_bytes_of_any_kind_are_taken_or_refused(noise: bytes, place: int, value: int) -> None:
+    """Noise, and a good upload with one byte changed: never another error, never a wrong shape or a NaN."""
+    damaged = bytearray(pack(deltas()))
+    damaged[place % len(damaged)] = value
+    for content in (noise, bytes(damaged)):
+        try:
+            tensors = check_packed(content, AVERAGED, WHAT)
+        except BadPayload:
+            continue
+        assert {name: tensor.shape for name, tensor in tensors.items()} == {"a": (2, 3), "b": (4,)}
+        assert all(bool(np.isfinite(tensor).all()) for tensor in tensors.values())
+
+
+# --- coded uploads ------------------------------------------------------------------------------------
+
+SHAPE = (40, 32)
+CODED = {
+    codec: msgspec.structs.replace(
+        AVERAGED,
+        groups={**AVERAGED.groups, "body": Group(Role.SHARED, up=codec)},
+        tensors={**AVERAGED.tensors, "a": TensorSpec(SHAPE, "float32", "body")},
+    )
+    for codec in ("fp16", "int8", "top_k:share=0.1")
+}
+
+
+def coded(codec: str) -> Tensors:
+    value = np.linspace(-1, 1, 40 * 32, dtype=np.float32).reshape(SHAPE)
+    return make_codec(codec).encode({"a": value, "b": np.ones(4, np.float32)})
+
+
+@pytest.mark.parametrize("codec", CODED)
+def test_coded_uploads_are_taken_and_their_size_is_limited_as_coded(codec: str) -> None:
+    content = pack(coded(codec))
+    assert check_packed(content, CODED[codec], WHAT).keys() == coded(codec).keys()
+    most = largest_upload_bytes(CODED[codec], 20)
+    assert len(content) <= most < len(content) + 70_000
+    with pytest.raises(BadPayload, match=r"tensors are missing|has dtype float32|has shape"):
+        check_packed(pack({"a": np.zeros(SHAPE, np.float32), "b": np.ones(4, np.float32)}), CODED[codec], WHAT)
+    with pytest.raises(BadPayload, match=r"tensors were not asked for|has dtype|has shape"):
+        check_packed(content, AVERAGED, WHAT)
+
+
+@pytest.mark.parametrize(
+    ("codec", "part", "value", "reason"),
+    [
+        ("fp16", "a", np.inf, "'a' holds 1 values that are NaN or infinite"),
+        ("int8", "a#scale", np.nan, "'a#scale' holds 1 values that are NaN or infinite"),
+        ("int8", "a#scale", 3e38, "'a' holds"),  # finite itself, but not what it stands for
+        ("top_k:share=0.1", "a", np.inf, "'a' holds 1 values that are NaN or infinite"),
+        ("top_k:share=0.1", "a#index", 60_000, "'a': its positions are not ascending, or beyond its 1280 entries"),
+    ],
+)
+def test_what_cannot_be_decoded_to_numbers_is_refused(codec: str, part: str, value: float, reason: str) -> None:
+    tensors = coded(codec)
+    tensors[part].reshape(-1)[-1] = value
+    with pytest.raises(BadPayload) as refused:
+        check_packed(pack(tensors), CODED[codec], WHAT)
+    assert str(refused.value).startswith(f"{WHAT}: {reason}")
+
+
+def test_parts_of_a_local_tensor_are_refused_by_name() -> None:
+    with pytest.raises(BadPayload, match="it holds local tensor 'h#scale', which must not leave the device"):
+        check_packed(pack({**deltas(), "h#scale": np.ones(3, np.float32)}), AVERAGED, WHAT)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_coded_features_are_taken(codec: str) -> None:
+    [phase] = COLLECTED.train
+    collect = Collect("features", (2, 8), codec=codec)
+    program = msgspec.structs.replace(COLLECTED, train=(msgspec.structs.replace(phase, collect=collect),))
+    for rows in (0, 20):
+        made = np.random.default_rng(0).normal(size=(rows, 2, 8)).astype(np.float32)
+        form = make_codec(codec).form("features", (None, 2, 8))
+        parts = make_codec(codec).encode({"features": made}, samples=True)
+        assert {name: str(part.dtype) for name, part in parts.items()} == {name: form[name][1] for name in form}
+        check_packed(pack({**parts, "labels": np.zeros(rows, np.int64)}), program, WHAT)
+
+
+class TestLabels:
+    """The device announced ants and bees, and 20 images."""
+
+    def test_as_many_as_a_median_can_be(self) -> None:
+        """Two classes: one has its median or more, so that it is at most 20 / 1."""
+        check_labels(np.repeat([0, 1], [20, 4]), COLLECTED, hello(), WHAT)
+
+    def test_a_class_that_was_not_announced(self) -> None:
+        with pytest.raises(BadPayload, match="it holds class 'cow', which the device did not announce"):
+            check_labels(np.array([0, 2]), COLLECTED, hello(), WHAT)
+
+    def test_more_of_a_class_than_is_chosen(self) -> None:
+        """Three classes: two have the median or more, which is at most 10."""
+        everything = hello(classes=CLASSES)
+        check_labels(np.repeat([0, 1, 2], [10, 10, 1]), COLLECTED, everything, WHAT)
+        with pytest.raises(BadPayload, match=r"11 values of class 'ant'; .* at most 10 of one are chosen"):
+            check_labels(np.repeat([0, 1, 2], [11, 5, 1]), COLLECTED, everything, WHAT)
+
+    def test_none(self) -> None:
+        check_labels(np.array([], np.int64), COLLECTED, hello(), WHAT)
+
+
+def test_an_upload_that_alone_would_fill_the_disk_is_refused() -> None:
+    """On a disk that is full without it nobody is to blame: that pauses the run instead."""
+    upload = Manifest(DIGEST, 20_000_000_000, 126_976)
+    with pytest.raises(BadPayload, match=r"of 20000000000 bytes \(20 GB\), the coordinator has 19 GB free"):
+        check_free_space(upload, 19_000_000_000)
+    for free_bytes in (None, 20_000_000_000, MIN_FREE_BYTES - 1):
+        check_free_space(upload, free_bytes)

@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 
 from bench.onnx_side import START, start_values
-from edge_client.steps import PIECE_ELEMENTS
+from edge_client.work.steps import PIECE_ELEMENTS
 from fedvit.blobs import BlobStore
 from fedvit.engine import open_session
 from fedvit.errors import ConfigError

@@ -27,7 +27,7 @@ def main() -> None:
     import edge_client.agent
     import edge_client.cli  # noqa: F401 - this and the following are the imports of the program
     import fedvit.transport.mqtt  # noqa: F401
-    from edge_client.runtime import Runtime, Seeds, Watch
+    from edge_client.work.runtime import Runtime, Seeds, Watch
     from fedvit.blobs import BlobStore
     from fedvit.program import decode_program
 

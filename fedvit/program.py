@@ -166,7 +166,7 @@ class Collect(Struct, frozen=True):
     clip: Norm | None = None  # each sample's value is scaled down to this norm before it is sent
     noise: Rate = 0.0  # with `clip`: std of the Gaussian noise that is added then, times `clip`
     rehearsal: bool = False  # deterministic noise from the run's seed: for experiments, without privacy
-    sampler: Literal["median", "balanced"] = "median"  # of edge_client.sampler
+    sampler: Literal["median", "balanced"] = "median"  # of edge_client.work.sampler
 
 
 class Draw(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from coordinator.commands.flags import existing_store
 from coordinator.commands.run_tables import report
 from coordinator.record.reporting import run_document
 from coordinator.record.summary import RoundSummary, RunSummary
-from edge_client.vault import Vault
+from edge_client.storage.vault import Vault
 from fedvit.errors import ConfigError
 from fedvit.methods.rules.generator_update import PERSONAL
 from fedvit.tensors import Array, Tensors, map_tensors

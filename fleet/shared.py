@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from edge_client.runtime import Evaluated, Runtime, Trained
+from edge_client.work.runtime import Evaluated, Runtime, Trained
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder

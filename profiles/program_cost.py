@@ -139,7 +139,7 @@ def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -
 
 
 PIECE_ELEMENTS = 1 << 17
-"""Parts of one run of an update (edge_client.steps)."""
+"""Parts of one run of an update (edge_client.work.steps)."""
 
 
 def _together(*parts: tuple[Work, float]) -> Work:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.onnx_side import START, make_noise_samples, start_values
-from edge_client.runtime import Runtime, Seeds, Watch
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
 from fedvit.kernels import find_library
 from fedvit.program import decode_program

@@ -12,7 +12,7 @@ from bench.edge import make_noise_folder
 from coordinator.record.record import Record, open_record
 from coordinator.record.tables import ResultRecord
 from coordinator.security.folder import make_token
-from edge_client.join import join
+from edge_client.link.join import join
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import CoordinatorState, DeviceState, Hello, decode, encode
 from fedvit.wire.topics import Topics

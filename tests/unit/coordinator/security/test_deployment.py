@@ -37,16 +37,16 @@ from coordinator.security.broker_log import MOST_CONNECTIONS
 from coordinator.security.folder import COORDINATOR, Deployment, make_token, own_hosts
 from coordinator.security.registry import Certificate, Device, OpenToken
 from coordinator.security.service import Service, served
-from edge_client import identity as identity_module
-from edge_client import join as join_module
 from edge_client.cli import cli as edge_cli
-from edge_client.clocks import explain_refusal
-from edge_client.doctor import check_broker
-from edge_client.doctor_context import DoctorContext, Finding
-from edge_client.endpoint import Endpoint, find_endpoint
-from edge_client.identity import Identity, Membership, Renewal
-from edge_client.join import join
-from edge_client.keys import check_identity
+from edge_client.health.broker_checks import check_broker
+from edge_client.health.clocks import explain_refusal
+from edge_client.health.doctor_context import DoctorContext, Finding
+from edge_client.health.keys import check_identity
+from edge_client.link import identity as identity_module
+from edge_client.link import join as join_module
+from edge_client.link.endpoint import Endpoint, find_endpoint
+from edge_client.link.identity import Identity, Membership, Renewal
+from edge_client.link.join import join
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused
 from fedvit.files import atomic_write
 from fedvit.transport.address import Address, tls_context
@@ -470,7 +470,7 @@ def ask(identity: Identity, *, until: Callable[[], bool]) -> None:
             if isinstance(event, Connected):
                 renewal.note_connected(transport, event.certificate)
             elif isinstance(event, Received):
-                renewal.answered(event.payload)
+                renewal.on_answer(event.payload)
     finally:
         transport.close()
 
@@ -590,7 +590,7 @@ def test_a_device_falls_back_to_its_former_certificate_until_the_next_one_is_acc
 _RENEWING = """
 import sys
 from pathlib import Path
-from edge_client.identity import Identity
+from edge_client.link.identity import Identity
 identity, *renewed = Identity(Path(sys.argv[1])), *map(bytes.fromhex, sys.argv[2:])
 while True:
     for der in renewed:

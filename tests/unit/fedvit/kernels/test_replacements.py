@@ -15,7 +15,7 @@ from bench.cases import Case
 from bench.graph_side import make_random_feeds
 from bench.onnx_side import START, make_noise_samples, start_values
 from bench.prepare import prepare
-from edge_client.runtime import Runtime, Seeds, Watch
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
 from fedvit.engine import CPU, open_session
 from fedvit.errors import BadPayload

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from edge_client.runtime import Runtime, Seeds, Watch
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from export.trace import to_onnx, trace
 from fedvit.data.folder import DeviceData
 from fedvit.methods import make_method

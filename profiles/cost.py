@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from fedvit.resources import ProductKind
-from profiles.prediction import ProductWork, Work
+from profiles.prediction import GraphWork, ProductWork
 
 Shape = tuple[int, ...]
 
@@ -32,7 +32,7 @@ class Product(NamedTuple):
         return 2 * self.batch * self.rows * self.inner * self.columns
 
 
-class Node(NamedTuple):
+class NodeCost(NamedTuple):
     """The cost of one operator of a graph, and its block in the model."""
 
     op: str
@@ -49,7 +49,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphCost:
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeCost, ...]
     activation_bytes: int  # of what lies between inputs and outputs, at its highest; see `_peak_bytes`
     graph_bytes: int
 
@@ -58,7 +58,7 @@ class GraphCost:
         return sum(node.flops for node in self.nodes)
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> GraphWork:
         """Work of one run."""
         products: dict[Product, float] = defaultdict(float)
         moved_bytes: dict[str, float] = defaultdict(float)
@@ -67,7 +67,7 @@ class GraphCost:
                 products[node.product] += 1
             elif node.moved_bytes:
                 moved_bytes[node.op] += node.moved_bytes
-        return Work(
+        return GraphWork(
             products=[ProductWork(*product, count) for product, count in products.items()],
             moved_bytes=dict(moved_bytes),
             nodes=len(self.nodes),
@@ -88,7 +88,7 @@ def graph_cost(content: bytes) -> GraphCost:
     for node in graph.node:
         block, kind = places[node.output[0]]
         nodes.append(
-            Node(
+            NodeCost(
                 op=node.op_type,
                 product=_product(node, tensors, node.output[0] in gradients),
                 moved_bytes=0 if node.op_type in _VIEWS or node.output[0] in fused else _moved_bytes(node, tensors),

@@ -15,7 +15,7 @@ from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.tensors import compute_packed_bytes
 from fedvit.updates import NONE, list_coded_forms, make_codec
 from profiles.cost import GraphCost, flop_shares
-from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
+from profiles.prediction import FlopShare, GraphWork, MemoryPhase, ProductWork, ProgramCost
 
 ARENA_SLACK = 1.4
 """Ratio of onnxruntime's memory for activations to the live activations: pieces of different sizes leave gaps,
@@ -84,7 +84,7 @@ class PricedProgram:
             flops_backward=sum(share.backward for share in shares),
             flops=shares,
             flops_evaluate=graphs[program.evaluate.graph].flops // program.batch.answer_size,
-            step_work=Work(products=[], moved_bytes={}, nodes=0),
+            step_work=GraphWork(products=[], moved_bytes={}, nodes=0),
             answer_work=graphs[program.evaluate.graph].work,
             answer_size=program.batch.answer_size,
             steps=0,
@@ -118,7 +118,7 @@ def _runs(program: Program, phase: Train) -> int:
     return -(-program.batch.batch_size // program.batch.run_size) if phase.update else 1
 
 
-def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> Work:
+def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> GraphWork:
     """Sum the work of one optimizer step, averaged over the steps of all phases."""
     steps = {phase: program.steps_of(phase, images) for phase in program.train}
     total = max(1, sum(steps.values()))
@@ -132,7 +132,7 @@ def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -
             updated = work.moved_bytes | {
                 "Add": work.moved_bytes.get("Add", 0.0) + 12 * numbers * len(updating) * count / total
             }
-            work = Work(
+            work = GraphWork(
                 products=work.products, moved_bytes=updated, nodes=work.nodes + pieces * len(updating) * count / total
             )
     return work
@@ -142,7 +142,7 @@ PIECE_ELEMENTS = 1 << 17
 """Parts of one run of an update (edge_client.steps)."""
 
 
-def _together(*parts: tuple[Work, float]) -> Work:
+def _together(*parts: tuple[GraphWork, float]) -> GraphWork:
     """Sum the parts' work, each multiplied by its count."""
     products: dict[ProductWork, float] = defaultdict(float)  # by size, with a count of 1
     moved_bytes: dict[str, float] = defaultdict(float)
@@ -151,7 +151,7 @@ def _together(*parts: tuple[Work, float]) -> Work:
             products[msgspec.structs.replace(product, count=1.0)] += times * product.count
         for op, size_bytes in work.moved_bytes.items():
             moved_bytes[op] += times * size_bytes
-    return Work(
+    return GraphWork(
         products=[msgspec.structs.replace(product, count=count) for product, count in products.items()],
         moved_bytes=dict(moved_bytes),
         nodes=sum(work.nodes * times for work, times in parts),

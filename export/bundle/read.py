@@ -19,7 +19,7 @@ from fedvit.program import Batch
 Kind = TypeVar("Kind")
 
 
-class Answer(NamedTuple):
+class ClassProbability(NamedTuple):
     label: str
     probability: float
 
@@ -55,12 +55,12 @@ class Bundle:
         session = open_session(folder / Precision(wanted).file, threads)
         return cls(card, labels, _read(folder / PREPROCESSING, Preprocessing).batch, session)
 
-    def answer(self, image: Path, top: int) -> list[Answer]:
+    def answer(self, image: Path, top: int) -> list[ClassProbability]:
         """The likeliest classes of one picture. Raises DataError, naming the file, when it cannot be read."""
         pixels = read_image(image, self.batch.image_size)
         [probabilities] = run(self.session, as_input(pixels[None], self.batch))[PROBABILITIES]
         order = np.argsort(-probabilities, kind="stable")[:top]
-        return [Answer(self.labels[index], float(probabilities[index])) for index in order]
+        return [ClassProbability(self.labels[index], float(probabilities[index])) for index in order]
 
 
 class _Version(msgspec.Struct):

@@ -83,7 +83,7 @@ def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
     return guard
 
 
-class Link:
+class MqttLink:
     """One connection: a client of paho, and its messages."""
 
     def __init__(self, client: Client, version: MQTTProtocolVersion, pace: Pace, max_inflight: int) -> None:
@@ -211,7 +211,7 @@ class MqttTransport(Transport, LoopMember):
         self._up_at: float | None = None
         self._lock = threading.Lock()
         self._filters: dict[str, int] = {}
-        self._link: Link | None = None
+        self._link: MqttLink | None = None
         self.use_limits(limits or BrokerLimits())
         self._has_own_loop = loop is None
         self._loop = loop or MqttLoop()
@@ -313,7 +313,7 @@ class MqttTransport(Transport, LoopMember):
         if self._tries_next_certificate and _is_file(self.address.next_cert_file):
             self._certificate = self.address.next_cert_file
         self.client = self._new_client(version)
-        self._link = Link(self.client, version, self._pace, self._limits.max_inflight)
+        self._link = MqttLink(self.client, version, self._pace, self._limits.max_inflight)
         return self.client
 
     def is_over(self) -> bool:
@@ -434,7 +434,7 @@ class MqttTransport(Transport, LoopMember):
         if self._report_acknowledged:
             self.inbox.put(Acknowledged(refusal))
 
-    def _up_if_subscribed(self, link: Link) -> None:
+    def _up_if_subscribed(self, link: MqttLink) -> None:
         if not link.up and not link.awaited and self.closed_at is None:
             link.up = True
             self._up_at = time.monotonic()

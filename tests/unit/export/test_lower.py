@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from export.graph import LARGE_BYTES, Unsupported
-from export.operators import LOWERED
+from export.rules import LOWERED
 from export.trace import Trace, to_onnx, trace
 from fedvit.methods.packed import unpack
 from fedvit.precision import Compute

@@ -73,7 +73,7 @@ def test_nothing_accumulates(
         held = sizes(agent, name)
         empty = (
             "_answers._waiting",
-            "exchange._receiving",
+            "exchange._receiver.transfers",
             "exchange._chunks._sending",
             "exchange._leads",
             "exchange._fetches.waiting",

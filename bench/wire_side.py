@@ -39,7 +39,7 @@ from fedvit.wire.messages import (
     decode,
     encode,
 )
-from fleet.datasets.pickles import unpickled
+from fleet.datasets.pickles import unpickle
 
 PIECE_BYTES = 1_000_000
 WARM_BYTES = 1000
@@ -287,7 +287,7 @@ def _written(transport: str, model: dict[str, Any]) -> bytes:
 
 def _read(transport: str, raw: bytes) -> dict[str, Any]:
     if transport == "pickle":
-        return unpickled(io.BytesIO(raw))  # safe, unlike pickle.loads, which other frameworks use
+        return unpickle(io.BytesIO(raw))  # safe, unlike pickle.loads, which other frameworks use
     return {name: np.array(values, np.float32) for name, values in json.loads(raw).items()}
 
 

@@ -29,7 +29,7 @@ def metrics(run: str, folder: Path, **flags: Any) -> None:
 
     store = existing_store(folder, writes=True)
     try:
-        config = make_config(store.run(run).config, f"run {run}").run
+        config = make_config(store.runs.read(run).config, f"run {run}").run
         values = merge_flags({"metrics": msgspec.to_builtins(config.metrics)}, flags)
         config = msgspec.structs.replace(config, metrics=make_config(values, "flags").run.metrics)
         if not config.metrics.writers:

@@ -107,7 +107,7 @@ def serve(
             display.line("the other service no longer leads: this one takes over")
         store = opened_store(folder, stack)
         if leadership:
-            store.lead_in(leadership.term)
+            store.database.lead_in(leadership.term)
         endpoint = stack.enter_context(broker_endpoint(broker, config.federation, folder / "broker", display.line))
         configure_logging(file=folder / "service.log", stderr=False)
         client_id = f"coordinator-{secrets.token_hex(4)}"

@@ -16,7 +16,7 @@ from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
 from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.privacy import expected_cohort, round_figures
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
 from fedvit.methods.aggregators import Aggregator, Mean, make_aggregator
@@ -33,7 +33,7 @@ class ServerStep:
 
     run: str
     config: RunConfig
-    store: Store
+    store: Record
     blobs: VerifiedBlobs
     plan: Plan
     accelerator: str  # torch device
@@ -95,7 +95,7 @@ class ServerStep:
 
     def results(self, number: int) -> list[ResultRecord]:
         """The results that count in the server step of a round."""
-        return self.store.used_in(self.run, number)
+        return self.store.tasks.read_used_in(self.run, number)
 
     @cached_property
     def _screen(self) -> Screen:
@@ -126,7 +126,9 @@ class ServerStep:
 
     def _without_quarantined(self, uploads: dict[str, str], number: int) -> dict[str, str]:
         """Uploads of earlier rounds without those of devices in quarantine."""
-        quarantined = self.store.quarantined(self.run, number) if self.config.robust.strikes else {}
+        quarantined = (
+            self.store.devices.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
+        )
         return {device: digest for device, digest in uploads.items() if device not in quarantined}
 
     def _damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:

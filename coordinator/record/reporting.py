@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.summary import DeviceSummary, RunSummary, device_rounds, natural_order, summarise
 from coordinator.record.tables import RefusalRecord
 from fedvit.wire.messages import ClassCount
@@ -21,9 +21,9 @@ BUSY_LOAD_PER_CORE = 0.5
 """Load of other programs from which a measured speed is called too low."""
 
 
-def run_document(store: Store, run: str) -> RunDocument:
+def run_document(store: Record, run: str) -> RunDocument:
     """The report of one run: measured beside predicted. Raises ConfigError if there is no such run."""
-    record, summary = store.run(run), summarise(store, run)
+    record, summary = store.runs.read(run), summarise(store, run)
     by_device = device_rounds(store, summary)
     known = {device.device: device for device in summary.devices}
     devices = [
@@ -54,9 +54,9 @@ def run_document(store: Store, run: str) -> RunDocument:
     )
 
 
-def _duration_s(store: Store, run: str) -> float | None:
+def _duration_s(store: Record, run: str) -> float | None:
     """From the first round's begin to the end of the newest closed one, with all breaks; None before that."""
-    rounds = store.rounds(run)
+    rounds = store.rounds.read_all(run)
     ends = [entry.closed_at for entry in rounds if entry.closed_at]
     if not ends:
         return None
@@ -64,13 +64,13 @@ def _duration_s(store: Store, run: str) -> float | None:
     return max(0.0, (end - begin).total_seconds())
 
 
-def class_accuracies(store: Store, summary: RunSummary) -> list[ClassAccuracy]:
+def class_accuracies(store: Record, summary: RunSummary) -> list[ClassAccuracy]:
     """The answers by class of the newest evaluation; none where its details were removed."""
     newest = next((entry.round for entry in reversed(summary.rounds) if entry.accuracy_mean is not None), None)
     if newest is None:
         return []
     counts: dict[int, list[ClassCount]] = defaultdict(list)
-    for result in store.used_in(summary.run, newest, "evaluate"):
+    for result in store.tasks.read_used_in(summary.run, newest, "evaluate"):
         for count in result.by_class:
             if count.images:
                 counts[count.label].append(count)

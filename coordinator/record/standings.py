@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from fedvit.errors import ConfigError
 
 
@@ -15,10 +15,10 @@ class Standing(Struct, frozen=True, kw_only=True):
     until_round: int | None  # of a quarantine that ends by itself
 
 
-def standings(store: Store, run: str) -> list[Standing]:
+def standings(store: Record, run: str) -> list[Standing]:
     """The standing of every device that ever had a strike. Raises ConfigError if there is no such run."""
-    store.run(run)
-    held = store.quarantined(run, store.last_round(run) or 1)
+    store.runs.read(run)
+    held = store.devices.read_current_quarantines(run, store.rounds.find_last(run) or 1)
     return [
         Standing(
             device=device,
@@ -26,11 +26,11 @@ def standings(store: Store, run: str) -> list[Standing]:
             quarantine=held[device].reason if device in held else None,
             until_round=held[device].until_round if device in held else None,
         )
-        for device, count in sorted(store.strike_counts(run).items())
+        for device, count in sorted(store.devices.count_strikes(run).items())
     ]
 
 
-def release(store: Store, run: str, device: str) -> None:
+def release(store: Record, run: str, device: str) -> None:
     """End a device's quarantines and reset its strikes. Raises ConfigError if it has neither."""
-    if not store.release(run, device):
+    if not store.devices.release(run, device):
         raise ConfigError(f"device {device!r} has neither strikes nor a quarantine in run {run!r}")

@@ -17,7 +17,7 @@ from msgspec import Struct
 from coordinator.config import RunConfig
 from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
 from coordinator.record.totals import evaluated, trained, with_result
 from fedvit.errors import ConfigError
@@ -165,17 +165,17 @@ class RunSummary(RunHead, frozen=True, kw_only=True):
     max_edge_rss_bytes: int | None
 
 
-def summarise(store: Store, run: str, accuracy_of: int | None = None, refusals_of: int | None = None) -> RunSummary:
+def summarise(store: Record, run: str, accuracy_of: int | None = None, refusals_of: int | None = None) -> RunSummary:
     """Summarise one run from its totals, with accuracies by device of the newest `accuracy_of` rounds (default: all),
     and the newest `refusals_of` refusals (default: all). Raises ConfigError if there is no such run."""
-    record = store.run(run)
-    last = store.last_round(run)
-    accuracy = store.accuracy(run, 0 if accuracy_of is None else last - accuracy_of + 1)
+    record = store.runs.read(run)
+    last = store.rounds.find_last(run)
+    accuracy = store.rounds.read_accuracy(run, 0 if accuracy_of is None else last - accuracy_of + 1)
     rounds = {
         entry.round: _round(entry.round, entry.totals, entry.figures, accuracy.get(entry.round, {}))
-        for entry in store.totals(run)
+        for entry in store.rounds.read_totals(run)
     }
-    known = {entry.device: entry.totals for entry in store.devices(run)}
+    known = {entry.device: entry.totals for entry in store.devices.read_all(run)}
     for number, totals, results in _under_way(store, run, last, rounds.get(last)):
         before = rounds.get(number)
         rounds[number] = _round(number, totals, before.figures if before else {}, _accuracies(results))
@@ -184,7 +184,7 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None, refusals_o
     listed = [rounds[number] for number in sorted(rounds)]
     active = (name for name, totals in known.items() if totals.results or totals.budget_broken)
     devices = [_device(name, known[name]) for name in sorted(active, key=natural_order)]
-    strikes = store.strike_counts(run)
+    strikes = store.devices.count_strikes(run)
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
     return RunSummary(
         **_head(store, record),
@@ -192,9 +192,11 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None, refusals_o
         classes=record.classes,
         rounds=listed,
         devices=devices,
-        refusals=store.refusals(run, refusals_of),
+        refusals=store.devices.read_refusals(run, refusals_of),
         strikes={name: strikes[name].ever for name in sorted(strikes, key=natural_order)},
-        quarantined={record.device: record.reason for record in store.quarantines(run) if record.holds(last or 1)},
+        quarantined={
+            record.device: record.reason for record in store.devices.read_quarantines(run) if record.holds(last or 1)
+        },
         epsilon=_newest(entry.epsilon for entry in reversed(listed)),
         feature_epsilon=_newest(entry.device_epsilon for entry in reversed(listed)),
         mean_accuracy=_newest(entry.accuracy_mean for entry in reversed(listed)),
@@ -204,29 +206,31 @@ def summarise(store: Store, run: str, accuracy_of: int | None = None, refusals_o
     )
 
 
-def overview(store: Store, folder: Path) -> list[RunLine]:
+def overview(store: Record, folder: Path) -> list[RunLine]:
     """All runs, newest first; `folder` is that of the runs."""
     return [
         RunLine(**msgspec.structs.asdict(entry), bytes=folder_bytes(folder / entry.run)) for entry in progress(store)
     ]
 
 
-def progress(store: Store) -> list[RunProgress]:
+def progress(store: Record) -> list[RunProgress]:
     """How far all runs are, newest first."""
     return [
         RunProgress(
-            **_head(store, record), rounds=store.last_round(record.id), mean_accuracy=store.mean_accuracy(record.id)
+            **_head(store, record),
+            rounds=store.rounds.find_last(record.id),
+            mean_accuracy=store.rounds.read_mean_accuracy(record.id),
         )
-        for record in store.runs()
+        for record in store.runs.read_all()
     ]
 
 
-def run_head(store: Store, record: RunRecord) -> RunHead:
+def run_head(store: Record, record: RunRecord) -> RunHead:
     """Identify a run."""
     return RunHead(**_head(store, record))
 
 
-def _head(store: Store, record: RunRecord) -> dict[str, Any]:
+def _head(store: Record, record: RunRecord) -> dict[str, Any]:
     config = record.config
     return {
         "run": record.id,
@@ -259,22 +263,22 @@ def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any], table: str
             yield f"{table}{name}", value
 
 
-def read_round(store: Store, run: str, number: int) -> RoundSummary:
+def read_round(store: Record, run: str, number: int) -> RoundSummary:
     """A closed round from its totals, without accuracies by device. Raises ConfigError if there is none."""
-    entry = store.round(run, number)
+    entry = store.rounds.read(run, number)
     if entry is None or entry.totals is None:
         raise ConfigError(f"run {run!r} has no round {number} that is closed")
     return _round(number, entry.totals, entry.figures, {})
 
 
-def device_rounds(store: Store, summary: RunSummary) -> dict[str, list[DeviceRound]]:
+def device_rounds(store: Record, summary: RunSummary) -> dict[str, list[DeviceRound]]:
     """The outcome of every ended training task, by device, of rounds that still have details."""
     run = summary.run
-    expected, accuracy = store.expected(run), {entry.round: entry.accuracy for entry in summary.rounds}
-    results = {(entry.round, entry.device): entry for entry in store.results(run) if entry.kind == "train"}
+    expected, accuracy = store.tasks.read_expected(run), {entry.round: entry.accuracy for entry in summary.rounds}
+    results = {(entry.round, entry.device): entry for entry in store.tasks.read_results(run) if entry.kind == "train"}
     missing = {(entry.round, entry.device): entry for entry in summary.refusals if entry.kind != "evaluate"}
     found: dict[str, list[DeviceRound]] = defaultdict(list)
-    for record in store.rounds(run):
+    for record in store.rounds.read_all(run):
         for device in record.cohort:
             task, of_device = (record.round, device), found[device]
             result, refusal = results.get(task), missing.get(task)
@@ -303,14 +307,19 @@ def natural_order(name: str) -> list[str | int]:
 
 
 def _under_way(
-    store: Store, run: str, last: int, newest: RoundSummary | None
+    store: Record, run: str, last: int, newest: RoundSummary | None
 ) -> Iterator[tuple[int, RoundTotals, list[ResultRecord]]]:
     """Rounds whose totals do not include all results yet: open rounds, and the last one while it is evaluated."""
-    for entry in store.open_rounds(run):
-        results = store.used_in(run, entry.round)
+    for entry in store.rounds.read_open(run):
+        results = store.tasks.read_used_in(run, entry.round)
         yield entry.round, trained(RoundTotals(cohort=len(entry.cohort)), results), results
-    record = store.round(run, last)
-    if record and record.totals and not record.evaluated and (results := store.used_in(run, last, "evaluate")):
+    record = store.rounds.read(run, last)
+    if (
+        record
+        and record.totals
+        and not record.evaluated
+        and (results := store.tasks.read_used_in(run, last, "evaluate"))
+    ):
         yield last, evaluated(record.totals, results).totals, results
 
 

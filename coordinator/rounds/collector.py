@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.record.backups import Accepted, Backups
-from coordinator.record.store import now
+from coordinator.record.rows import now
 from coordinator.record.tables import DeviceLog
 from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.isolation import ends_run
@@ -114,7 +114,7 @@ class ResultCollector:
         if result.run != state.run:
             self._answer_other_run(device, result)
         elif task is None:
-            if state.store.has_result(state.run, result.round, result.kind, device):
+            if state.store.tasks.has_result(state.run, result.round, result.kind, device):
                 self._acknowledge(device, result)
             elif reason := self._why_never(device, result):
                 self._refuse(device, result, reason)
@@ -149,7 +149,7 @@ class ResultCollector:
         """Refuse the result of a run that has ended. Any other run may be resumed, here or elsewhere: the device keeps
         the result and sends it when that run welcomes it."""
         state = self._state
-        if state.store.has_ended(result.run):
+        if state.store.runs.has_ended(result.run):
             self._refuse(device, result, f"run {result.run!r} has ended")
         else:
             reason = f"run {result.run!r} is not served here now, but {state.run!r}"
@@ -197,7 +197,7 @@ class ResultCollector:
             self._end_without_result(task, TaskState.FAILED)
             state.operator_log(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
             if failed.log:
-                state.store.add_log(
+                state.store.devices.add_log(
                     DeviceLog(state.run, failed.round, device, failed.kind, failed.reason, now(), failed.log)
                 )
 
@@ -209,7 +209,7 @@ class ResultCollector:
         if task is None or not task.is_same(declined) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return
         reason = f"{declined.reason[:200]}; asked again in {declined.again_s:.0f} s"
-        state.store.add_refusal(state.run, declined.round, device, "declined", reason, None)
+        state.store.devices.add_refusal(state.run, declined.round, device, "declined", reason, None)
         state.presence.back_off(device, declined.reason, declined.again_s)
         self._end_without_result(task, TaskState.DECLINED)
         state.operator_log(f"{device} declines to {declined.kind} in round {declined.round}: {reason}")
@@ -386,7 +386,7 @@ class ResultCollector:
                 cohort, needed = sorted(state.opened.cohort), state.opened.needed
                 self._noted = noted
         self._backups.note(Accepted(number, cohort, needed, accepted))
-        state.add_results(state.store.add_results(accepted, {task.device: task.times for task in batch}))
+        state.add_results(state.store.tasks.add_results(accepted, {task.device: task.times for task in batch}))
 
     def _accept(self, task: Task) -> None:
         """Acknowledge a result that is in the store, and update the round."""
@@ -422,7 +422,7 @@ class ResultCollector:
     def _why_never(self, device: str, result: Result) -> str | None:
         """The reason why a result without a task can never count; None if it still may."""
         state = self._state
-        record = state.store.round(state.run, result.round)
+        record = state.store.rounds.read(state.run, result.round)
         if record is None:
             return f"round {result.round} was never asked"
         if state.opened and state.opened.asked(result):
@@ -518,7 +518,7 @@ class ResultCollector:
 
     def _end(self, tasks: list[Task], end: TaskState) -> None:
         trained = [(task.round, task.device) for task in tasks if task.kind == "train"]
-        self._state.store.end_tasks(self._state.run, trained, end, {task.device: task.times for task in tasks})
+        self._state.store.tasks.end(self._state.run, trained, end, {task.device: task.times for task in tasks})
         self._ended(tasks, end)
 
     def _ended(self, tasks: list[Task], end: TaskState) -> None:

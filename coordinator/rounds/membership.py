@@ -66,7 +66,7 @@ class Membership:
     def on_hello(self, device: str, hello: Hello) -> None:
         """Admit a device, or refuse it."""
         state = self._state
-        set_here = state.store.labels(device).get(device, {})
+        set_here = state.store.devices.read_labels(device).get(device, {})
         hello = msgspec.structs.replace(hello, labels=hello.labels | set_here)
         if why := why_not_asked(state.config.devices_where, hello.labels):
             limits = state.limits.non_default()

@@ -155,13 +155,13 @@ class RegionalCoordinator(Coordinator):
         self._check_task(task)
         self.inbox.in_background(partial(self._take_state, task))
         self._await_devices(task)
-        for left in state.store.open_rounds(state.run):
+        for left in state.store.rounds.read_open(state.run):
             if task.kind == "evaluate" or left.round != task.round:  # the centre closed it without this region
-                state.store.close_round(state.run, left.round, state.newest(), {}, results=[])
+                state.store.rounds.close(state.run, left.round, state.newest(), {}, results=[])
         if task.kind == "evaluate":
             self._evaluate(task)
             return
-        record = state.store.round(state.run, task.round)
+        record = state.store.rounds.read(state.run, task.round)
         if record and record.closed_at:
             raise TooFew(f"round {task.round}: the region has answered before, and its devices' updates are deleted")
         self._train(task.round, record)
@@ -249,8 +249,8 @@ class RegionalCoordinator(Coordinator):
         results = state.results(number, "evaluate")
         if not results:
             raise TooFew(f"round {number}: no device of this region returned an evaluation")
-        if state.store.round(state.run, number):  # the region may not have trained in it
-            state.store.round_evaluated(state.run, number, results)
+        if state.store.rounds.read(state.run, number):  # the region may not have trained in it
+            state.store.rounds.close_evaluation(state.run, number, results)
             self._report(number)
         metrics = {
             "devices": float(len(results)),

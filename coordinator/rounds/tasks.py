@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.record.store import now
+from coordinator.record.rows import now
 from coordinator.record.tables import TaskTimes
 from coordinator.rounds.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of

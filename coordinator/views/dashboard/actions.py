@@ -7,7 +7,7 @@ import click
 from nicegui import ui
 
 from coordinator.record import standings
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.pausing import pause, unpause
@@ -17,17 +17,17 @@ from fedvit.errors import FedvitError
 
 
 def cancel_button(site: Site, run: str) -> None:
-    def act(store: Store) -> str:
+    def act(store: Record) -> str:
         return f"run {run}: {cancel(store, site.folder, run)}"
 
     _button(site, "Cancel this run", f"Cancel run {run}? It cannot be resumed.", act)
 
 
 def pause_buttons(site: Site, run: str) -> None:
-    def pause_it(store: Store) -> str:
+    def pause_it(store: Record) -> str:
         return f"run {run}: {pause(store, run)}"
 
-    def unpause_it(store: Store) -> str:
+    def unpause_it(store: Record) -> str:
         return f"run {run}: {unpause(store, run)}"
 
     _button(site, "Pause", f"Pause run {run}? It finishes its open round, and opens no new one.", pause_it)
@@ -35,11 +35,11 @@ def pause_buttons(site: Site, run: str) -> None:
 
 
 def device_buttons(site: Site, run: str, device: str) -> None:
-    def release(store: Store) -> str:
+    def release(store: Record) -> str:
         standings.release(store, run, device)
         return f"{device}: released, its strikes are reset"
 
-    def revoke(_: Store) -> str:
+    def revoke(_: Record) -> str:
         assert site.deployment is not None
         return "; ".join(revoke_device(site.deployment, device))
 
@@ -54,7 +54,7 @@ def device_buttons(site: Site, run: str, device: str) -> None:
 def label_field(site: Site, device: str) -> None:
     """A field for labels, and a button that sets them."""
 
-    def set_them(store: Store) -> str:
+    def set_them(store: Record) -> str:
         set_labels(store, device, str(field.value or "").split())
         return f"{device}: labels {field.value}"
 
@@ -63,7 +63,7 @@ def label_field(site: Site, device: str) -> None:
         _button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)
 
 
-def _button(site: Site, name: str, question: str, act: Callable[[Store], str]) -> None:
+def _button(site: Site, name: str, question: str, act: Callable[[Record], str]) -> None:
     """A button that asks first; the outcome is shown in the page and printed."""
     with ui.dialog() as dialog, ui.card():
         ui.label(question)
@@ -83,8 +83,8 @@ def _button(site: Site, name: str, question: str, act: Callable[[Store], str]) -
     ui.button(name, on_click=dialog.open).props("outline")
 
 
-def _with_store(site: Site, act: Callable[[Store], str]) -> str:
-    store = Store.in_folder(site.folder, check=False)
+def _with_store(site: Site, act: Callable[[Record], str]) -> str:
+    store = open_record(site.folder, check=False)
     try:
         return act(store)
     finally:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.summary import RunSummary, progress, summarise
 from coordinator.views.dashboard import charts
 from coordinator.views.dashboard.frame import Figures, Part, Site, follow, page
@@ -17,7 +17,7 @@ CHOICES = 100
 """Runs to choose from, the newest first; and as many methods of experiments."""
 
 
-def view(store: Store, names: tuple[str, ...]) -> list[RunSummary]:
+def view(store: Record, names: tuple[str, ...]) -> list[RunSummary]:
     """Raises ConfigError if there is no such run."""
     return [summarise(store, name, accuracy_of=0, refusals_of=0) for name in names]
 

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from coordinator.record.record import Record
 from coordinator.record.standings import Standing, standings
-from coordinator.record.store import Store, TaskHistory
 from coordinator.record.tables import DeviceRecord, RefusalRecord
+from coordinator.record.tasks import TaskHistory
 from coordinator.rounds.status import read_members
 from coordinator.views.dashboard import actions, charts
 from coordinator.views.dashboard.fleet_page import is_served
@@ -46,26 +47,26 @@ class DeviceView(Struct, frozen=True):
     standing: Standing | None
 
 
-def view(store: Store, run: str, device: str, until: int | None) -> DeviceView:
+def view(store: Record, run: str, device: str, until: int | None) -> DeviceView:
     """The history ends with round `until`, by default the newest. Raises ConfigError if there is no such run."""
-    status = store.run(run).status
-    newest = store.last_round(run)
+    status = store.runs.read(run).status
+    newest = store.rounds.find_last(run)
     last = min(until or newest, newest)
     numbers = list(range(max(1, last - ROUNDS + 1), last + 1))
     accuracy = {
         entry.round: entry.metrics["correct"] / entry.samples
-        for entry in store.evaluations(run, numbers, device)
+        for entry in store.tasks.read_evaluations(run, numbers, device)
         if entry.samples
     }
-    tasks = store.task_histories(run, numbers, device)
+    tasks = store.tasks.read_histories(run, numbers, device)
     return DeviceView(
         status,
-        store.device(run, device),
+        store.devices.read(run, device),
         numbers[0] if numbers else 0,
         last,
         newest,
         [Entry(task, accuracy.get(task.round)) for task in reversed(tasks)],
-        store.refusals(run, REFUSALS, device=device),
+        store.devices.read_refusals(run, REFUSALS, device=device),
         next((standing for standing in standings(store, run) if standing.device == device), None),
     )
 

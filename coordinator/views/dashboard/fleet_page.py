@@ -7,8 +7,8 @@ from typing import Any
 from msgspec import Struct
 from nicegui import ui
 
+from coordinator.record.record import Record
 from coordinator.record.standings import Standing, standings
-from coordinator.record.store import Store
 from coordinator.record.summary import DeviceSummary, summarise
 from coordinator.record.tables import Asked
 from coordinator.rounds.status import Member, Status, read_members
@@ -77,11 +77,11 @@ class FleetView(Struct, frozen=True):
     standings: dict[str, Standing]
 
 
-def view(store: Store, run: str) -> FleetView:
+def view(store: Record, run: str) -> FleetView:
     summary = summarise(store, run, accuracy_of=0, refusals_of=0)
     newest = summary.rounds[-1].round if summary.rounds else 0
-    tasks = store.task_histories(run, [newest])
-    asked = store.asked(run) | {task.device: Asked(newest, 0) for task in tasks}
+    tasks = store.tasks.read_histories(run, [newest])
+    asked = store.devices.read_asked(run) | {task.device: Asked(newest, 0) for task in tasks}
     budgets = {task.device: task.expected.budget.memory_bytes for task in tasks if task.expected}
     return FleetView(
         summary.status,
@@ -159,9 +159,9 @@ def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[s
     }
 
 
-def newest_run(store: Store) -> str:
+def newest_run(store: Record) -> str:
     """Raises ConfigError if there is none."""
-    record = next(iter(store.runs()), None)
+    record = next(iter(store.runs.read_all()), None)
     if record is None:
         raise ConfigError("there is no run yet")
     return record.id

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from coordinator.record.store import Store, TaskHistory
+from coordinator.record.record import Record
 from coordinator.record.tables import RefusalRecord, RoundRecord
+from coordinator.record.tasks import TaskHistory
 from coordinator.views.dashboard.frame import Part, Site, follow, page
 from coordinator.views.dashboard.run_page import status_of
 from fedvit.errors import ConfigError
@@ -48,17 +49,17 @@ COLOURS = {"waiting": "c7", "fetching": "c4", "training": "c0", "upload": "c1", 
 """Colours of the pieces of a bar: the first four in their order, and the device's absence in place of them."""
 
 
-def view(store: Store, run: str, number: int) -> RoundView:
+def view(store: Record, run: str, number: int) -> RoundView:
     """Raises ConfigError if there is no such run or round."""
-    store.run(run)
-    record = store.round(run, number)
+    store.runs.read(run)
+    record = store.rounds.read(run, number)
     if record is None:
         raise ConfigError(f"run {run!r} has no round {number}")
     return RoundView(
         record,
-        store.task_histories(run, [number]),
-        store.refusals(run, MOST_REFUSALS, round_number=number),
-        store.last_round(run),
+        store.tasks.read_histories(run, [number]),
+        store.devices.read_refusals(run, MOST_REFUSALS, round_number=number),
+        store.rounds.find_last(run),
     )
 
 

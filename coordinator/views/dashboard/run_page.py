@@ -9,9 +9,11 @@ from msgspec import Struct
 from nicegui import ui
 
 from coordinator.compute.planning.forecast import read_forecast
+from coordinator.record.devices import RefusalCount
+from coordinator.record.record import Record
 from coordinator.record.reporting import class_accuracies
-from coordinator.record.store import RefusalCount, Store, TaskHistory
 from coordinator.record.summary import RunSummary, summarise
+from coordinator.record.tasks import TaskHistory
 from coordinator.rounds.status import Status, read_status
 from coordinator.views.dashboard import actions, charts
 from coordinator.views.dashboard.frame import Figures, Part, Site, follow, page
@@ -49,15 +51,15 @@ class RunView(Struct, frozen=True):
     paused: bool  # by the operator
 
 
-def view(store: Store, run: str) -> RunView:
+def view(store: Record, run: str) -> RunView:
     summary = summarise(store, run, accuracy_of=0, refusals_of=0)
     newest = summary.rounds[-1].round if summary.rounds else 0
     return RunView(
         summary,
-        store.refusal_counts(run, MOST_REASONS),
-        plans(store.task_histories(run, [newest])),
+        store.devices.count_refusals(run, MOST_REASONS),
+        plans(store.tasks.read_histories(run, [newest])),
         class_accuracies(store, summary),
-        store.is_paused(run),
+        store.runs.is_paused(run),
     )
 
 

@@ -19,7 +19,7 @@ from coordinator.commands.run_tables import (
     report,
     runs_table,
 )
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.record.summary import RunSummary, natural_order, summarise
 from coordinator.record.tables import SavedState
 from profiles.report.terminal import shortened
@@ -27,7 +27,7 @@ from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, tra
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[Record]:
     made = begun_run(tmp_path)
     yield made
     made.close()
@@ -47,24 +47,24 @@ def cells(table: RenderableType, width: int = 200) -> list[list[str]]:
     return [line.split() for line in lines[rule + 1 :]]
 
 
-def test_accuracy_is_shown_with_how_it_was_measured(store: Store) -> None:
+def test_accuracy_is_shown_with_how_it_was_measured(store: Record) -> None:
     """As the run's record says: programs of different methods test different tensors."""
     assert drawn(report(summarise(store, RUN), 100), 100).count(f"accuracy: {PROTOCOL}") == 1
 
 
-def test_a_run_that_has_only_begun_is_two_lines(store: Store) -> None:
-    store.create_run("new", {"method": "fedavg", "devices": 4, "options": {"lr": 0.1}})
+def test_a_run_that_has_only_begun_is_two_lines(store: Record) -> None:
+    store.runs.create("new", {"method": "fedavg", "devices": 4, "options": {"lr": 0.1}})
     assert drawn(report(summarise(store, "new"), 80), 80) == [
         "run new: fedavg on None, waiting, 0 of 0 rounds, seed 0",
         'settings: method = "fedavg", devices = 4, options.lr = 0.1',
     ]
 
 
-def test_budgets_that_were_broken_are_named(store: Store) -> None:
-    store.open_round(RUN, 3, ["a"])
+def test_budgets_that_were_broken_are_named(store: Record) -> None:
+    store.rounds.open(RUN, 3, ["a"])
     trained(store, 3, "a", broke=("time", "memory"))
-    store.add_refusal(RUN, 4, "a", "train", "memory", "memory")
-    store.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
+    store.devices.add_refusal(RUN, 4, "a", "train", "memory", "memory")
+    store.devices.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
     run = summarise(store, RUN)
     rows = cells(budget_table(run, 80), 80)
     assert rows[0] == ["a", "3", "2", "memory", "2,", "time", "1"]
@@ -72,11 +72,11 @@ def test_budgets_that_were_broken_are_named(store: Store) -> None:
     assert "budgets" in drawn(report(run, 80), 80)
 
 
-def test_budgets_are_no_subject_where_all_were_kept(store: Store) -> None:
+def test_budgets_are_no_subject_where_all_were_kept(store: Record) -> None:
     assert "budgets" not in drawn(report(summarise(store, RUN), 80), 80)
 
 
-def test_what_the_tables_say(store: Store) -> None:
+def test_what_the_tables_say(store: Record) -> None:
     run = summarise(store, RUN)
     [row] = cells(accuracy_table(run, 200))
     assert row == ["1", "0.900", "0.500", "0.350", "0.583", "0.232", "0.531", "█" * 12]  # .583 * 20 = 11.67
@@ -93,7 +93,7 @@ def test_what_the_tables_say(store: Store) -> None:
     assert cells(runs_table([line(run)], 200))[0][0] == RUN
 
 
-def test_units_stand_in_the_headings(store: Store) -> None:
+def test_units_stand_in_the_headings(store: Record) -> None:
     above, below = drawn(device_table(summarise(store, RUN), 80), 80)[1:3]
     assert above.split() == ["train", "test", "rounds", "last", "down", "up", "step", "memory", "GFLOP"]
     assert below.split() == [
@@ -111,11 +111,11 @@ def test_units_stand_in_the_headings(store: Store) -> None:
     ]
 
 
-def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Store) -> None:
+def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Record) -> None:
     """15 kinds of reasons, each three times: the last 10 in the order of their last time."""
     for _ in range(3):
         for number in range(15):
-            store.add_refusal(RUN, 2, "a", "message", f"reason-{number}")
+            store.devices.add_refusal(RUN, 2, "a", "message", f"reason-{number}")
     table = refusal_table(summarise(store, RUN), 80)
     assert [row[-1] for row in cells(table)] == [f"reason-{number}" for number in range(5, 15)]
     assert {row[0] for row in cells(table)} == {"3"}
@@ -124,10 +124,10 @@ def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Store) ->
 
 def fleet(tmp_path: Path, names: list[str]) -> RunSummary:
     """Three evaluated rounds of these devices, with large numbers everywhere."""
-    store = Store.in_folder(tmp_path / "fleet")
-    store.create_run(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 0, "rounds": 500})
+    store = open_record(tmp_path / "fleet")
+    store.runs.create(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 0, "rounds": 500})
     for number in range(1, 4):
-        store.open_round(RUN, number, names)
+        store.rounds.open(RUN, number, names)
         for device in names:
             use: dict[str, Any] = {
                 "step_s": 12.3456, "flops": 12 * 10**12, "peak_rss_bytes": 1_175_000_000,
@@ -135,10 +135,12 @@ def fleet(tmp_path: Path, names: list[str]) -> RunSummary:
             }  # fmt: skip
             trained(store, number, device, 12_345, **use)
             evaluated(store, number, device, 1000, 1234)
-        store.close_round(RUN, number, SavedState({}, None, {}), {})
-        store.round_evaluated(RUN, number)
-        store.add_refusal(RUN, number, names[0], "train", f"round {number}: " + "a long reason, in many words " * 8)
-    store.update_run(RUN, status="interrupted", reason="the disk [is] full: [/var/lib] holds nothing more")
+        store.rounds.close(RUN, number, SavedState({}, None, {}), {})
+        store.rounds.close_evaluation(RUN, number)
+        store.devices.add_refusal(
+            RUN, number, names[0], "train", f"round {number}: " + "a long reason, in many words " * 8
+        )
+    store.runs.update(RUN, status="interrupted", reason="the disk [is] full: [/var/lib] holds nothing more")
     summary = summarise(store, RUN)
     store.close()
     return summary
@@ -203,7 +205,7 @@ def test_few_devices_have_columns_and_many_have_the_range(fleets: dict[str, RunS
     assert wide == ["round", *FLEETS["dozen"], "mean", "std", "by", "image"], "without the curve"
 
 
-def test_the_lowest_and_the_highest(store: Store) -> None:
+def test_the_lowest_and_the_highest(store: Record) -> None:
     assert cells(accuracy_table(summarise(store, RUN), 40))[0][:4] == ["1", "0.350", "0.900", "0.583"]
 
 
@@ -219,7 +221,7 @@ def test_names_are_shortened_in_their_middle(width: int) -> None:
         assert 0 <= len(begin) - len(end) <= 1
 
 
-def test_what_was_spent_of_privacy_stands_by_round(store: Store) -> None:
+def test_what_was_spent_of_privacy_stands_by_round(store: Record) -> None:
     summary = summarise(store, RUN)
     assert "epsilon" not in "".join(drawn(report(summary, 80), 80))
     first, *rest = summary.rounds
@@ -231,13 +233,13 @@ def test_what_was_spent_of_privacy_stands_by_round(store: Store) -> None:
 
 
 def test_tables_by_round_show_the_newest_of_many(tmp_path: Path) -> None:
-    store = Store.in_folder(tmp_path)
-    store.create_run(RUN, {"method": "fedavg"})
+    store = open_record(tmp_path)
+    store.runs.create(RUN, {"method": "fedavg"})
     for number in range(1, MOST_ROUNDS + 3):
-        store.open_round(RUN, number, ["a"])
-        store.close_round(RUN, number, SavedState({}, None, {}), {"dp_epsilon": float(number)})
+        store.rounds.open(RUN, number, ["a"])
+        store.rounds.close(RUN, number, SavedState({}, None, {}), {"dp_epsilon": float(number)})
         evaluated(store, number, "a", 1, 2)
-        store.round_evaluated(RUN, number)
+        store.rounds.close_evaluation(RUN, number)
     run = summarise(store, RUN, accuracy_of=MOST_ROUNDS)
     store.close()
     assert len(run.rounds) == MOST_ROUNDS + 2

@@ -29,7 +29,7 @@ from bench.pentest.client import Client, context_of, wait_for
 from bench.pentest.parties import device_address, make_deployment, make_request, running, with_beginning
 from coordinator.cli import cli
 from coordinator.config import BrokerConfig, RobustConfig
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.service.broker import broker_endpoint
 from coordinator.security.authority import DAY_S, Authority
@@ -875,10 +875,10 @@ def test_devices_lists_members_and_quarantines(tmp_path: Path) -> None:
     deployment, runs = make_deployment(tmp_path / "deployment"), tmp_path / "runs"
     for name in ("pi-1", "pi-2"):
         device_address(deployment, tmp_path / "keys", name)
-    store = Store.in_folder(runs)
+    store = open_record(runs)
     for record, device, limit in (("older", "pi-2", 1), ("newest", "pi-1", 3)):
-        store.create_run(record, {})
-        store.open_round(record, 1, ["pi-1", "pi-2"])
+        store.runs.create(record, {})
+        store.rounds.open(record, 1, ["pi-1", "pi-2"])
         Quarantine(record, store, RobustConfig(strikes=limit, quarantine_rounds=4)).strike(device, 1, "NaN")
     store.close()
     listed = ["devices", "--deployment", str(deployment.folder)]

@@ -16,7 +16,7 @@ FLOP_CONVENTION = "2 FLOPs per multiply-add; matrix products only, forward and b
 class FlopShare(Struct, frozen=True, kw_only=True):
     """FLOPs of one optimizer step in one block of the model, of one kind of work."""
 
-    block: str  # "embedding", "block 0", ..., "head", or the tensor's own name where it is of none of these
+    block: str  # "embedding", "block 0", ..., "head", or the tensor's own name for other tensors
     kind: str  # "attention", "mlp", "projection", ... ; the part of the block
     forward: int
     backward: int

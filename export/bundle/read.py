@@ -40,7 +40,7 @@ class Bundle:
         Raises ConfigError when the folder is no bundle or has no such file, BadPayload when a file is damaged.
         """
         if not (folder / CARD).is_file():
-            raise ConfigError(f"{folder} is no bundle: there is no {CARD} in it; --bundle names another folder")
+            raise ConfigError(f"{folder} is not a bundle: it has no {CARD}; name another folder with --bundle")
         version = _read(folder / CARD, _Version).v
         if version != CARD_VERSION:
             raise BadPayload(f"{folder / CARD} has version {version}, this software knows version {CARD_VERSION}")

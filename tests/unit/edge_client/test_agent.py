@@ -20,7 +20,7 @@ from edge_client.work.runtime import Seeds
 from fedvit.blobs import digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.errors import DataError, PeerRefused
-from fedvit.program import Group, Program, Role
+from fedvit.program import Program, Role, TensorGroup
 from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Tensors, delta, pack
 from fedvit.wire import messages
@@ -61,7 +61,7 @@ from tests.support.agents import (
 
 def with_generated_model(setting: Setting) -> Program:
     """FedAvg's graphs with a model that the server makes for each device."""
-    return msgspec.structs.replace(setting.program, groups={"model": Group(Role.GENERATED)})
+    return msgspec.structs.replace(setting.program, groups={"model": TensorGroup(Role.GENERATED)})
 
 
 def always(setting: Setting, answer: int) -> Tensors:

@@ -200,9 +200,9 @@ def _sampled(
             command = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
             command += ["--run", RUN]
             if watched:
-                password = home / "metrics.password"
+                password = home / "prometheus.password"
                 password.write_text(secrets.token_urlsafe(16))
-                command += ["--metrics", "127.0.0.1:0", "--metrics-password-file", str(password)]
+                command += ["--prometheus", "127.0.0.1:0", "--prometheus-password-file", str(password)]
             coordinator = fleet.start("coordinator", command, log=home / "coordinator.out")
             _wait(lambda: "waiting for" in log_text(home / "coordinator.out"), coordinator, home)
             watching: Viewers | None = None

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import msgspec
 import numpy as np
 
 from coordinator.commands.flags import existing_store
 from coordinator.commands.start import usual_name
 from coordinator.config import RunConfig, check_settings
 from coordinator.config.reading import convert_table
-from coordinator.record.summary import RoundSummary, RunSummary
 from coordinator.rounds.display import choose_display
+from coordinator.run_view import RoundView, RunView, show_document
 from edge_client.vault import Vault
 from fedvit.choices import known_are
 from fedvit.errors import ConfigError
@@ -47,10 +46,10 @@ class FinishedRun:
     name: str
     folder: Path
     seconds: float  # that the call of `run` took, from dealing out to the last figure; a resumed run: the last call
-    summary: RunSummary  # all figures: of rounds, of devices, what was refused
+    summary: RunView  # all figures: of rounds, of devices, what was refused
 
     @property
-    def rounds(self) -> list[RoundSummary]:
+    def rounds(self) -> list[RoundView]:
         """One entry a round: accuracies, `train_loss`, bytes, `devices_s`, `server_s`."""
         return self.summary.rounds
 
@@ -61,8 +60,7 @@ class FinishedRun:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as values of JSON: those of `coordinator show --json`, with `seconds` and `folder`."""
-        figures: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.summary))
-        return {**figures, "seconds": self.seconds, "folder": str(self.folder)}
+        return {**show_document(self.summary), "seconds": self.seconds, "folder": str(self.folder)}
 
     def tensors(self, device: str | None = None) -> Tensors:
         """The server's tensors by name, read-only; with `device` those that this device alone has.
@@ -106,20 +104,20 @@ class FinishedRun:
         return f"<run {self.name}: {len(self.rounds)} rounds{accuracy}, {self.seconds:.1f} s, in {self.folder}>"
 
     def __str__(self) -> str:
-        from coordinator.commands.run_tables import report
+        from coordinator.views.terminal import draw_run
         from profiles.report.console import Console
 
         text = io.StringIO()
-        Console(file=text, width=WIDTH, color_system=None).print(report(self.summary, WIDTH))
+        Console(file=text, width=WIDTH, color_system=None).print(draw_run(self.summary, WIDTH))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     def _repr_html_(self) -> str:
-        from coordinator.record.reporting import run_document
-        from profiles.report.run_page import run_piece  # matplotlib, a second that others need not wait
+        from coordinator.views.report.document import read_report
+        from coordinator.views.report.page import run_piece  # matplotlib, a second that others need not wait
 
         store = existing_store(self.folder.parent)
         try:
-            return run_piece(run_document(store, self.name))
+            return run_piece(read_report(store, self.name))
         finally:
             store.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from coordinator.commands.show import print_summary
+from coordinator.commands.show import print_run
 from fedvit.command_line import Command, json_flag
 from fedvit.hints import command
 from profiles.probes.host import usable_cores
@@ -72,7 +72,7 @@ def demo_command(devices: int, rounds: int, seed: int, method: str, out: Path, a
     if as_json:
         click.echo(outcome_json(outcome))
         return
-    print_summary(outcome.summary)
+    print_run(outcome.summary)
     home = outcome.folder
     click.echo(f"took {outcome.seconds:.0f} s")
     click.echo(f"trained on the server:   {home / 'model.safetensors'}")

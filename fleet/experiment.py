@@ -132,7 +132,7 @@ def _launcher(
     address: str | None, grid: Grid, folders: list[CellFolder], jobs: int | None, display: Display, *, keep: bool
 ) -> Iterator[Launcher]:
     """In processes of this machine, or on the cluster of that address. Raises ConfigError, LinkDown."""
-    metrics = grid.experiment.metrics
+    metrics = grid.experiment.trackers
     if address is None:
         jobs = jobs or 1
         cores = max(1, usable_cores() // jobs)

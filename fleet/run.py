@@ -15,7 +15,7 @@ import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import runs_flag
-from coordinator.commands.show import print_summary
+from coordinator.commands.show import print_run
 from coordinator.config import BrokerConfig, StartConfig, read_toml, with_listen_port
 from coordinator.security.broker.process import FLEET_USER, claim_port
 from edge_client.commands.options import BROKER_VARIABLE
@@ -28,7 +28,7 @@ from fleet.processes import Fleet, last_line, program
 from profiles.probes.host import usable_cores
 
 if TYPE_CHECKING:
-    from coordinator.record.summary import RunSummary
+    from coordinator.run_view import RunView
     from fleet.clusters.cluster import Cluster
 
 DEVICES_LEAVE_S = 30.0
@@ -43,7 +43,7 @@ must not be lost on a slow machine."""
 class FleetOutcome(msgspec.Struct, frozen=True):
     """The outcome of a run of a fleet on one machine."""
 
-    summary: "RunSummary"
+    summary: "RunView"
     seconds: float
     folder: Path
 
@@ -194,7 +194,7 @@ def _run_processes(
     where this machine does.
     """
     from coordinator.record.store import Store  # imports SQLAlchemy, which takes half a second
-    from coordinator.record.summary import summarise
+    from coordinator.run_view import read_run
 
     own = _is_own(config)
     port = config.broker.port or claim_port()
@@ -237,7 +237,7 @@ def _run_processes(
         devices.wait(list(commands), DEVICES_LEAVE_S)
     store = Store.in_folder(out)
     try:
-        return FleetOutcome(summarise(store, run), seconds, home)
+        return FleetOutcome(read_run(store, run), seconds, home)
     finally:
         store.close()
 
@@ -406,7 +406,7 @@ def _show(outcome: FleetOutcome, as_json: bool) -> None:
     if as_json:
         click.echo(outcome_json(outcome))
         return
-    print_summary(outcome.summary)
+    print_run(outcome.summary)
     click.echo(f"{outcome.seconds:.0f} s; logs, state and tensors: {outcome.folder}")
 
 

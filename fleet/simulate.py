@@ -14,8 +14,8 @@ import msgspec
 
 from coordinator.config import RunConfig
 from coordinator.record.store import Store
-from coordinator.record.summary import summarise
 from coordinator.rounds.display import Display
+from coordinator.run_view import read_run
 from coordinator.views.trackers.following import following
 from coordinator.views.trackers.writers import check_writers
 from edge_client.agent import Agent
@@ -74,7 +74,7 @@ def simulate(
 
     devices = folders if isinstance(folders, Mapping) else {folder.name: folder for folder in folders}
     config = checked_config({**DEFAULTS, **values, "devices": len(devices)}, "simulation").run
-    check_writers(config.metrics, "simulation")
+    check_writers(config.trackers, "simulation")
     accelerator = choose_accelerator(config.accelerator)  # fails before the run is recorded
     on_torch = engine == "torch" or (engine == "auto" and not accelerator.startswith("cpu"))
     if on_torch:
@@ -131,7 +131,7 @@ def simulate(
         hosting.start()
         with written:
             coordinator.serve()
-        return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
+        return FleetOutcome(read_run(store, run), time.monotonic() - began, home)
     except Interrupted:
         if broken:
             raise broken[0] from None
@@ -191,7 +191,7 @@ def _on_torch(
         )
         with written:
             simulation.run_rounds()
-        return FleetOutcome(summarise(store, run), time.monotonic() - began, home)
+        return FleetOutcome(read_run(store, run), time.monotonic() - began, home)
     finally:
         store.close()
 
@@ -204,5 +204,5 @@ def _is_there(store: Store, run: str, config: RunConfig) -> bool:
 
 
 def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without `metrics`, which may change."""
-    return {key: value for key, value in config.items() if key != "metrics"}
+    """The configuration without `trackers`, which may change."""
+    return {key: value for key, value in config.items() if key != "trackers"}

@@ -22,11 +22,11 @@ import numpy as np
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from coordinator.config import MetricsConfig
+from coordinator.config import TrackersConfig
 from coordinator.record.store import Store
-from coordinator.record.summary import RoundSummary, RunSummary, summarise
 from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.display import Display, View
+from coordinator.run_view import RoundView, RunView, read_run
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
@@ -194,7 +194,7 @@ class ProgressWriter(Display):
         self._store = self._store or Store.in_folder(self._folder / "runs")
         finished = [entry.round for entry in self._store.rounds(RUN) if entry.closed_at]
         number = max(finished, default=0)
-        rounds = summarise(self._store, RUN).rounds
+        rounds = read_run(self._store, RUN).rounds
         evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
         progress = Progress(
             round=number, accuracy=evaluated[-1] if evaluated else None, headline=view.headline, wall_s=self.wall_s
@@ -214,7 +214,7 @@ def run_cell(
     *,
     at_once: int,
     keep: bool = False,
-    metrics: MetricsConfig | None = None,
+    metrics: TrackersConfig | None = None,
     graph_cache: Path | None = None,
 ) -> None:
     """Run or resume the cell in `folder`, and write its result; of a search also that its values are unusable.
@@ -227,8 +227,8 @@ def run_cell(
     watcher = ProgressWriter(folder)
     first, later = _devices(cell, parts)
 
-    def simulated(run: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunSummary:
-        values = {**values, "metrics": msgspec.to_builtins(metrics or MetricsConfig())}
+    def simulated(run: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunView:
+        values = {**values, "trackers": msgspec.to_builtins(metrics or TrackersConfig())}
         if values["model"] not in TEXTS:  # some devices alone, as novel ones, may not have images of all classes
             values["classes"] = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]
         return simulate(
@@ -236,7 +236,7 @@ def run_cell(
             graph_cache=graph_cache, resume=True, engine=cell.engine, precision=cell.precision,
         ).summary  # fmt: skip
 
-    def attempt() -> tuple[RunSummary, RunSummary | None]:
+    def attempt() -> tuple[RunView, RunView | None]:
         training = simulated(RUN, first, cell.run, cell.path)
         if cell.novel is UNSET or cell.novel.run is None:
             return training, None
@@ -283,7 +283,7 @@ def _devices(cell: Cell, parts: Path) -> tuple[list[Path], list[Path]]:
     return [one for one in folders if one.name not in novel], [one for one in folders if one.name in novel]
 
 
-def cell_result(cell: Cell, summary: RunSummary, *, wall_s: float) -> CellResult:
+def cell_result(cell: Cell, summary: RunView, *, wall_s: float) -> CellResult:
     """The figures of a finished run. Raises ConfigError when no device could test its model."""
     rounds = [_round(entry) for entry in summary.rounds]
     if rounds[-1].accuracy is None:
@@ -335,7 +335,7 @@ def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
 
 
 def with_pictures(
-    result: CellResult, cell: Cell, count: int, out: Path, parts: Path, summary: RunSummary, novel: RunSummary | None
+    result: CellResult, cell: Cell, count: int, out: Path, parts: Path, summary: RunView, novel: RunView | None
 ) -> CellResult:
     """The result with what the report draws: embeddings on a plane, and the attention of `count` devices' models."""
     from fleet.api import FinishedRun
@@ -352,7 +352,7 @@ def with_pictures(
     )
 
 
-def _round(entry: RoundSummary) -> RoundFigures:
+def _round(entry: RoundView) -> RoundFigures:
     accuracy = None
     if entry.accuracy_mean is not None and entry.accuracy_std is not None and entry.accuracy_weighted is not None:
         accuracy = Accuracy(
@@ -386,5 +386,5 @@ def main() -> None:
         Path(parts),
         at_once=int(at_once),
         keep=bool(int(keep)),
-        metrics=msgspec.json.decode(metrics, type=MetricsConfig),
+        metrics=msgspec.json.decode(metrics, type=TrackersConfig),
     )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from coordinator.config import ImageConfig, MetricsConfig, check_new_names, read_toml
+from coordinator.config import ImageConfig, TrackersConfig, check_new_names, read_toml
 from coordinator.views.trackers.writers import check_writers
 from fedvit.blobs import digest_of
 from fedvit.choices import did_you_mean, known_are
@@ -105,7 +105,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
     engine: Engine = "onnx"  # what computes the devices' part
     precision: ProductPrecision = "fp32"  # of products, in the torch engine
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)  # where they are written; no outcome depends on it
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)  # where they are written; no outcome depends on it
     ray: RayTable = field(default_factory=RayTable)  # what a cell needs of a node, with --ray; likewise
 
 
@@ -226,7 +226,7 @@ def read_grid(file: Path, dataset: str | None = None) -> Grid:
         check_dataset(experiment.dataset)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    check_writers(experiment.metrics, f"{file}: [metrics]")
+    check_writers(experiment.trackers, f"{file}: [trackers]")
     if experiment.reference is not None and experiment.reference not in experiment.methods:
         hint = known_are(experiment.reference, list(experiment.methods), "methods are")
         raise ConfigError(f"{file}: reference = {experiment.reference!r} is no method of the file{hint}")
@@ -523,7 +523,7 @@ def _runs(experiment: Experiment, method: Mapping[str, Any], keys: dict[str, Any
         **keys,
         "model_options": _model_options(experiment, keys),
     }
-    if twice := sorted(experiment.run.keys() & {*own, "seed", "broker", "metrics"}):
+    if twice := sorted(experiment.run.keys() & {*own, "seed", "broker", "trackers"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
     training = _checked({**experiment.run, **own}, where)
     if novel is None:
@@ -548,7 +548,7 @@ def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
     )
 
     config = checked_config({**DEFAULTS, **values}, where).run
-    return {key: value for key, value in msgspec.to_builtins(config).items() if key not in ("seed", "metrics")}
+    return {key: value for key, value in msgspec.to_builtins(config).items() if key not in ("seed", "trackers")}
 
 
 def _check_novel_options(experiment: Experiment, methods: Mapping[str, list[tuple[Values, Any]]], where: str) -> None:

@@ -7,14 +7,12 @@ from typing import Any
 from msgspec import Struct
 from nicegui import ui
 
-from coordinator.record.standings import Standing, standings
 from coordinator.record.store import Store
-from coordinator.record.summary import DeviceSummary, summarise
 from coordinator.record.tables import Asked
 from coordinator.rounds.status import Member, Status, read_members
+from coordinator.run_view import DeviceView, Standing, read_run, read_standings
 from coordinator.views.dashboard import charts
-from coordinator.views.dashboard.frame import Part, Site, follow, link, page
-from coordinator.views.dashboard.run_page import status_of
+from coordinator.views.dashboard.frame import Part, Site, follow, link, page, status_of
 from fedvit.errors import ConfigError
 
 _LINK = """params => {
@@ -67,33 +65,34 @@ COLUMNS = [
 YES_NO = {True: "yes", False: "no", None: ""}
 
 
-class FleetView(Struct, frozen=True):
-    """What the page needs of the record."""
+class FleetDetails(Struct, frozen=True):
+    """All devices of a run, with their standings and budgets."""
 
     status: str  # of the run
-    devices: list[DeviceSummary]
+    devices: list[DeviceView]
     asked: dict[str, Asked]
     budgets: dict[str, int]  # by device: bytes of memory, in the newest round
     standings: dict[str, Standing]
 
 
-def view(store: Store, run: str) -> FleetView:
-    summary = summarise(store, run, accuracy_of=0, refusals_of=0)
-    newest = summary.rounds[-1].round if summary.rounds else 0
+def read_details(store: Store, run: str) -> FleetDetails:
+    """Read what the page shows. Raises ConfigError if there is no such run."""
+    view = read_run(store, run, accuracy_of=0, refusals_of=0)
+    newest = view.rounds[-1].round if view.rounds else 0
     tasks = store.task_histories(run, [newest])
     asked = store.asked(run) | {task.device: Asked(newest, 0) for task in tasks}
     budgets = {task.device: task.expected.budget.memory_bytes for task in tasks if task.expected}
-    return FleetView(
-        summary.status,
-        summary.devices,
+    return FleetDetails(
+        view.status,
+        view.devices,
         asked,
         {device: limit for device, limit in budgets.items() if limit is not None},
-        {standing.device: standing for standing in standings(store, run)},
+        {standing.device: standing for standing in read_standings(store, run)},
     )
 
 
 def rows(
-    run: str, seen: FleetView, members: list[Member], status: Status | None, revoked: set[str]
+    run: str, seen: FleetDetails, members: list[Member], status: Status | None, revoked: set[str]
 ) -> list[dict[str, Any]]:
     """The rows of the table, by name: every device that the record, the status or the coordinator knows."""
     known, present = {device.device: device for device in seen.devices}, {member.device: member for member in members}
@@ -109,7 +108,9 @@ def is_served(run_status: str, status: Status | None) -> bool:
     return run_status in ("running", "waiting") and status is not None and not status.is_stale()
 
 
-def _states(seen: FleetView, present: Mapping[str, Member], status: Status | None, revoked: set[str]) -> dict[str, str]:
+def _states(
+    seen: FleetDetails, present: Mapping[str, Member], status: Status | None, revoked: set[str]
+) -> dict[str, str]:
     live = is_served(seen.status, status)
     states = {
         name: ("online" if member.online else "offline") if live else "not served" for name, member in present.items()
@@ -122,7 +123,7 @@ def _states(seen: FleetView, present: Mapping[str, Member], status: Status | Non
 
 
 def _row(
-    run: str, name: str, seen: FleetView, device: DeviceSummary | None, member: Member | None, state: str, *, live: bool
+    run: str, name: str, seen: FleetDetails, device: DeviceView | None, member: Member | None, state: str, *, live: bool
 ) -> dict[str, Any]:
     standing = seen.standings.get(name)
     budget = seen.budgets.get(name) or (member.memory_budget_bytes if member else None)
@@ -168,14 +169,15 @@ def newest_run(store: Store) -> str:
 
 
 async def show(site: Site, run: str | None) -> None:
+    """Show the page."""
     with page("Fleet", "/fleet"):
-        head = Part("fleet_head.html")
+        head = Part("fleet.html", "head")
         search = ui.input("Filter all columns").props("outlined dense clearable").classes("search")
         shown: list[dict[str, Any]] = []
         name = run if run is not None else await site.reader(newest_run)
 
         async def found() -> list[dict[str, Any]]:
-            seen = await site.reader(view, name)
+            seen = await site.reader(read_details, name)
             members, revoked = read_members(site.folder / name), await asyncio.to_thread(site.revoked)
             made = rows(name, seen, members, status_of(site, name), revoked)
             head.show(run=name, devices=len(made), states=_counted(made))

@@ -107,9 +107,9 @@ def test_socket_is_only_for_its_owner(tmp_path: Path) -> None:
     ],
 )
 def test_port_without_a_password_is_refused_with_both_ways(program: list[str]) -> None:
-    done = CliRunner().invoke(PROGRAMS[program[0]], [*program[1:], "--metrics", "127.0.0.1:0"])
+    done = CliRunner().invoke(PROGRAMS[program[0]], [*program[1:], "--prometheus", "127.0.0.1:0"])
     assert isinstance(done.exception, ConfigError)
-    assert re.search("--metrics-password-file FILE.*unix:PATH", str(done.exception))
+    assert re.search("--prometheus-password-file FILE.*unix:PATH", str(done.exception))
 
 
 def test_password_that_is_short_or_missing_is_refused(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_port_that_is_taken_is_an_error_of_the_operator() -> None:
     with monitored(FREE) as monitor:
         port = int(monitor.url.rpartition(":")[2].partition("/")[0])
         with (
-            pytest.raises(ConfigError, match=f"--metrics 127.0.0.1:{port} cannot be opened: Address already in use"),
+            pytest.raises(ConfigError, match=f"--prometheus 127.0.0.1:{port} cannot be opened: Address already in use"),
             monitored(ListenAddress("127.0.0.1", port)),
         ):
             pass

@@ -18,10 +18,10 @@ from sqlalchemy import create_engine
 from coordinator.cli import cli
 from coordinator.record.copies import is_whole, newest_copy
 from coordinator.record.migrations import alembic_config
-from coordinator.record.reporting import run_document
 from coordinator.record.store import Store
-from coordinator.record.summary import summarise
 from coordinator.record.tables import SCHEMA, TABLES, Asked
+from coordinator.run_view import read_run
+from coordinator.views.report.document import read_report
 from fedvit.errors import ConfigError, Damaged
 from tests.support.runs import Stage, by_round
 
@@ -55,7 +55,7 @@ def test_a_record_of_version_0_1_0_opens(tmp_path: Path) -> None:
     assert store.asked("old") == {"a": Asked(2, 2), "b": Asked(2, 2)}
     assert [(task.round, task.device) for task in store.unanswered("old")] == [(3, "b")]
     assert set(store.expected("old")) == {(number, name) for number in (1, 2, 3) for name in "ab"}
-    summary = summarise(store, "old")
+    summary = read_run(store, "old")
     first, second, third = summary.rounds
     assert (first.accepted, first.accuracy, first.bytes_down) == (2, {"a": 0.7, "b": 0.2}, 2_000_000)
     assert (second.accepted, second.accuracy_mean, second.train_loss) == (1, pytest.approx(0.5), 0.5)
@@ -63,10 +63,10 @@ def test_a_record_of_version_0_1_0_opens(tmp_path: Path) -> None:
     a, b = summary.devices
     assert (a.rounds, a.accuracy, a.step_s, a.budget_kept) == (3, 0.8, pytest.approx(0.01), 5)
     assert (b.rounds, b.budget_broken, b.broke) == (2, 1, {"memory": 1})
-    assert run_document(store, "old").devices[0].rounds[0].expected is not None
+    assert read_report(store, "old").devices[0].rounds[0].expected is not None
     store.close()
     again = Store.in_folder(tmp_path)
-    assert summarise(again, "old") == summary, "opened again it is as it was"
+    assert read_run(again, "old") == summary, "opened again it is as it was"
     again.close()
 
 
@@ -104,7 +104,7 @@ def test_run_of_version_0_1_0_is_resumed(stage: Stage, tmp_path: Path) -> None:
     stage.start(rounds=3, resume=True)
     assert stage.finish() == "finished"
     assert stage.store.closed_rounds("r") == [1, 2, 3]
-    assert [entry.accepted for entry in summarise(stage.store, "r").rounds] == [1, 1, 1]
+    assert [entry.accepted for entry in read_run(stage.store, "r").rounds] == [1, 1, 1]
 
 
 def test_tables_are_the_same_whether_they_are_new_or_were_changed(tmp_path: Path) -> None:

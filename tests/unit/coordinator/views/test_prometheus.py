@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.record.store import Store
+from coordinator.views import prometheus
 from coordinator.views.prometheus import CoordinatorCollector, Observed, Served
-from coordinator.views.prometheus import collector as collector_module
 from edge_client.agent import TICK_S
 from edge_client.monitoring import AgentCollector
 from fedvit.errors import StorageFailed
@@ -86,7 +86,7 @@ def test_metrics_of_a_run(stage: Stage) -> None:
     assert value("fedvit_train_loss") == 0.5
     assert value("fedvit_round_seconds", part="devices") > 0
     assert value("fedvit_round_awaited_devices") == value("fedvit_uploads_waiting") == 0
-    assert sum(value("fedvit_devices", state=state) for state in collector_module.DEVICE_STATES) == 2
+    assert sum(value("fedvit_devices", state=state) for state in prometheus.DEVICE_STATES) == 2
     assert found["fedvit_record_up", ()] == 1
     assert found["fedvit_record_commit_seconds_count", ()] > 4
     assert found["fedvit_runs", (("status", "finished"),)] == 1
@@ -141,7 +141,7 @@ def test_only_the_first_devices_have_a_series(stage: Stage, tmp_path: Path, monk
     collector = observed_record(store, stage)
     peak = {labels: value for (name, labels), value in samples(collector).items() if name.endswith("peak_rss_bytes")}
     assert peak == {(("device", "a"), ("run", RUN)): 120_000_000}
-    monkeypatch.setattr(collector_module, "MOST_DEVICES", 0)
+    monkeypatch.setattr(prometheus, "MOST_DEVICES", 0)
     found = samples(collector)
     assert not [name for name, _ in found if name == "fedvit_device_peak_rss_bytes"]
     assert found["fedvit_devices_unlisted", (("run", RUN),)] == len(store.device_totals(RUN)) > 0

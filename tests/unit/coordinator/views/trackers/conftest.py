@@ -21,10 +21,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def configured(store: Store) -> Callable[..., RunConfig]:
-    """The run's configuration, with a table [metrics]."""
+    """The run's configuration, with a table [trackers]."""
 
     def configured(*writers: str, **metrics: str) -> RunConfig:
-        return make_config({**store.run(RUN).config, "metrics": {"writers": writers, **metrics}}, "test").run
+        return make_config({**store.run(RUN).config, "trackers": {"writers": writers, **metrics}}, "test").run
 
     return configured
 

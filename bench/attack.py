@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec import field as json_key
 from rich.console import RenderableType
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from edge_client.agent import Agent
 from edge_client.runtime import Seeds, Trained
 from edge_client.task_executor import TaskExecutor
@@ -29,7 +29,8 @@ from fedvit.program import Program
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import Refused
 from fleet.devices import device_folders
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from profiles.report.terminal import column
 from profiles.report.terminal import table as new_table
@@ -194,9 +195,12 @@ def run_attacks(settings: AttackSettings, progress: Callable[[str], None] = lamb
         home = Path(made)
         size = settings.model["image_size"]
         deal(
-            "digits", settings.partition, settings.devices, home / "parts", options=dict(settings.partition_options),
-            seed=settings.seed, test_share=0.3, size=size,
-        )  # fmt: skip
+            "digits",
+            settings.partition,
+            settings.devices,
+            home / "parts",
+            DealSettings(options=dict(settings.partition_options), seed=settings.seed, test_share=0.3, size=size),
+        )
         folders = device_folders(home / "parts", None)
         bad = [folder.name for folder in folders[-settings.malicious :]]
         clean = _run(settings, home, folders, bad, CLEAN, "mean", PLAIN, None)
@@ -238,16 +242,23 @@ def _run(
     reason = None
     try:
         simulate(
-            folders, _values(settings, robust), out=out, run=run, at_once=1, graph_cache=home / "graphs",
-            agent_kinds=dict.fromkeys(bad, attacker(ATTACKS[attack])) if attack != CLEAN else None,
-        )  # fmt: skip
+            RunRequest(
+                folders,
+                _values(settings, robust),
+                out=out,
+                run=run,
+                at_once=1,
+                graph_cache=home / "graphs",
+                agent_kinds=dict.fromkeys(bad, attacker(ATTACKS[attack])) if attack != CLEAN else {},
+            )
+        )
     except EmptyCohort as error:  # too few devices may be left for the aggregator
         reason = str(error)
-    store = Store.in_folder(out)
+    store = open_record(out)
     try:
         accuracy = _accuracy(store, run, bad) if reason is None else None
-        refused = {(entry.round, entry.device) for entry in store.refusals(run) if entry.kind == "train"}
-        quarantined = sorted({entry.device for entry in store.quarantines(run)})
+        refused = {(entry.round, entry.device) for entry in store.devices.read_refusals(run) if entry.kind == "train"}
+        quarantined = sorted({entry.device for entry in store.devices.read_quarantines(run)})
     finally:
         store.close()
     shutil.rmtree(out)
@@ -272,10 +283,12 @@ def _values(settings: AttackSettings, robust: Mapping[str, Any]) -> dict[str, An
     }  # fmt: skip
 
 
-def _accuracy(store: Store, run: str, bad: list[str]) -> float:
+def _accuracy(store: Record, run: str, bad: list[str]) -> float:
     """Of the honest devices, each with its own test images, in the last evaluation."""
-    last = max(result.round for result in store.results(run, kind="evaluate"))
-    tested = [entry for entry in store.results(run, last, "evaluate") if entry.device not in bad and entry.samples]
+    last = max(result.round for result in store.tasks.read_results(run, kind="evaluate"))
+    tested = [
+        entry for entry in store.tasks.read_results(run, last, "evaluate") if entry.device not in bad and entry.samples
+    ]
     return fmean(entry.metrics["correct"] / entry.samples for entry in tested)
 
 

@@ -60,8 +60,8 @@ def _run(case: Case, budget_bytes: int, home: Path, progress: Callable[[str], No
     flags = ("--memory-budget", str(budget_bytes))
     with one_round(home, run_of(case, rounds=ROUNDS), data, extra=flags) as session:
         reason = session.wait(PATIENCE_S, report=progress)
-        peaks = [result.use.peak_rss_bytes or 0 for result in session.store.results(RUN)]
-        expected = session.store.expected(RUN)
+        peaks = [result.use.peak_rss_bytes or 0 for result in session.store.tasks.read_results(RUN)]
+        expected = session.store.tasks.read_expected(RUN)
     planned = next(iter(expected.values()), None)
     peak = max(peaks, default=None)
     return BudgetResult(

@@ -20,7 +20,7 @@ from rich.table import Table
 from bench.bytecode import with_bytecode
 from bench.edge import read_memory
 from coordinator.config import make_config
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.status import read_status
 from coordinator.security.broker import start_broker
 from fedvit.errors import ConfigError, FedvitError
@@ -77,8 +77,8 @@ def run_control(*, seconds: float, progress: Callable[[str], None] = lambda line
         out, log = home / "runs", home / "coordinator.log"
         broker = start_broker("auto", home / "broker", port=0)
         stack.callback(broker.stop)
-        store = Store.in_folder(out)
-        store.create_run("run", msgspec.to_builtins(make_config(RUN, "bench").run))
+        store = open_record(out)
+        store.runs.create("run", msgspec.to_builtins(make_config(RUN, "bench").run))
         store.close()
         address = f"mqtt://{broker.address}"
         command = [*program("coordinator.cli"), "start", "--resume", "run", "--runs", str(out), "--broker", address]

@@ -30,7 +30,8 @@ from bench.chaos.outcome import count_duplicates
 from bench.chaos.scenario import SCENARIO, undisturbed_run
 from bench.postgresql_server import Postgresql
 from coordinator.config import make_config
-from coordinator.record.store import Store
+from coordinator.record.database import Database
+from coordinator.record.record import Record
 from coordinator.rounds.status import read_status
 from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError, NoRoom
@@ -135,7 +136,7 @@ class _Scene:
         url = self._server.schema()
         # without a port: each service has its own in its environment
         self._url = url.replace(f":{self._server.port}/", "/")
-        self.store = Store(url)
+        self.store = Record(Database(url))
         stack.callback(self.store.close)
         folders = deal_digits(home / "parts", DEVICES)
         values = {**SCENARIO, "rounds": rounds}
@@ -201,14 +202,14 @@ class _Scene:
             return
         self._look_at = time.monotonic() + 1.0
         with suppress(NoRoom):
-            if not any(record.status == "queued" for record in self.store.submitted()):
+            if not any(record.status == "queued" for record in self.store.runs.read_submitted()):
                 run = f"run-{len(self._submitted) + 1}"
-                self.store.submit_run(run, msgspec.to_builtins(make_config(self._config, run).run))
+                self.store.runs.submit(run, msgspec.to_builtins(make_config(self._config, run).run))
                 self._submitted.append(run)
 
     def doing(self) -> str:
         """What the run that is being served waits for; empty between two runs."""
-        served = (record.id for record in self.store.submitted() if record.status == "running")
+        served = (record.id for record in self.store.runs.read_submitted() if record.status == "running")
         with suppress(FedvitError):
             return next((read_status(self.runs / run).doing for run in served), "")
         return ""
@@ -249,17 +250,17 @@ class _Scene:
 
     def finish(self) -> tuple[int, int, int, int, int]:
         """Let the runs that have begun end: (runs, with the calm tensors, results, lost, twice)."""
-        begun = [record.id for record in self.store.runs() if record.status != "queued"]
+        begun = [record.id for record in self.store.runs.read_all() if record.status != "queued"]
 
         def over() -> bool:
-            return all(record.status == "finished" for record in self.store.runs() if record.id in begun)
+            return all(record.status == "finished" for record in self.store.runs.read_all() if record.id in begun)
 
         self.until(over, "the runs to finish")
         equal = results = lost = twice = 0
         for run in begun:
             equal += (self.runs / run / "model.safetensors").read_bytes() == self._calm
-            accepted = len(self.store.results(run, kind="train"))
-            counted = sum(record.totals.rounds for record in self.store.devices(run))
+            accepted = len(self.store.tasks.read_results(run, kind="train"))
+            counted = sum(record.totals.rounds for record in self.store.devices.read_all(run))
             asked = self._rounds * len(DEVICES)
             results, lost = results + accepted, lost + max(0, asked - accepted)
             twice += max(0, counted - asked) + count_duplicates(self.runs / run / "coordinator.log")

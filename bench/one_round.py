@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from bench.edge import edge_command
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.record.tables import ResultRecord
 from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
@@ -28,7 +28,7 @@ class OneRound:
 
     home: Path
     broker: str  # its kind
-    store: Store
+    store: Record
     coordinator: subprocess.Popen[bytes]
     device: subprocess.Popen[bytes]
     began: float  # time.monotonic()
@@ -36,7 +36,7 @@ class OneRound:
     @property
     def results(self) -> dict[str, ResultRecord]:
         """The accepted results by kind: "train", "evaluate"."""
-        return {result.kind: result for result in self.store.results(RUN)}
+        return {result.kind: result for result in self.store.tasks.read_results(RUN)}
 
     def wait(
         self,
@@ -55,7 +55,7 @@ class OneRound:
             if (code := self.device.poll()) not in (None, 0):
                 last = f"the device ended with code {code}: {last_line(self.home / 'device.log')}"
                 return died(int(code or 0)) or last
-            if refusals := self.store.refusals(RUN):
+            if refusals := self.store.devices.read_refusals(RUN):
                 return f"{refusals[0].kind}: {refusals[0].reason}"
             now = time.monotonic()
             if now - self.began > patience_s:
@@ -88,7 +88,7 @@ def one_round(
     with contextlib.ExitStack() as stack:
         broker = start_broker("auto", home / "broker", port=0)
         stack.callback(broker.stop)
-        store = Store.in_folder(home / "runs")
+        store = open_record(home / "runs")
         stack.callback(store.close)
         address = f"mqtt://{broker.address}"
         file = home / "run.toml"

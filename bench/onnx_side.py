@@ -64,12 +64,12 @@ def main() -> None:
 
 def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore") -> "Tensors":
     """Every tensor at the start of a round, loaded as the agent loads it."""
-    from fedvit.tensors import check_tensors, mapped
+    from fedvit.tensors import check_tensors, map_tensors
 
     values: Tensors = {}
     for group in program.groups:
-        tensors = mapped(blobs.path(digests[group]))
-        check_tensors(tensors, program.expected([group]), f"group {group!r}")
+        tensors = map_tensors(blobs.path(digests[group]))
+        check_tensors(tensors, program.forms_of([group]), f"group {group!r}")
         values |= tensors
     return values
 

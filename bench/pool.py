@@ -21,12 +21,13 @@ from rich.table import Table
 
 from bench.child import run_child
 from bench.machine import Machine, this_machine
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.models import SMALL
 from fleet.datasets import read_samples
 from fleet.devices import device_folders
-from fleet.partition import deal
-from fleet.simulate import Engine, simulate
+from fleet.partition import DealSettings, deal
+from fleet.request import Engine, RunRequest
+from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
 
 RUN = "pool"
@@ -66,7 +67,9 @@ def run_pool_bench(
     """Raises FedvitError when a run fails."""
     with tempfile.TemporaryDirectory(prefix="bench-pool-") as made:
         parts = Path(made) / "parts"
-        deal(read_samples("digits", SIZE), "iid", FOLDERS, parts, options={}, seed=0, test_share=TEST_SHARE)
+        deal(
+            read_samples("digits", SIZE), "iid", FOLDERS, parts, DealSettings(options={}, seed=0, test_share=TEST_SHARE)
+        )
         small, large = (_side(parts, count, cohort, rounds, engine, progress) for count in (cohort, devices))
     both = small.peak_rss_bytes, large.peak_rss_bytes
     return PoolReport(
@@ -103,10 +106,10 @@ def run(parts: Path, *, devices: int, cohort: int, rounds: int, engine: Engine) 
     }
     pool = {f"device-{number}": folders[number % len(folders)] for number in range(devices)}
     with tempfile.TemporaryDirectory(prefix="bench-pool-") as made:
-        simulate(pool, values, out=Path(made), run=RUN, engine=engine)
-        store = Store.in_folder(Path(made))
+        simulate(RunRequest(pool, values, out=Path(made), run=RUN, engine=engine))
+        store = open_record(Path(made))
         try:
-            ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds(RUN)]
+            ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds.read_all(RUN)]
         finally:
             store.close()
     rounds_s = [after - before for before, after in itertools.pairwise(ended)]

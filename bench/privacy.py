@@ -23,7 +23,7 @@ from fedvit.data.images import Floats, Pixels, draw_kept, select, unfold
 from fedvit.methods.base import cross_entropy
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.program import kept_patches
+from fedvit.program import count_kept_patches
 from fleet.datasets.digits import read_digits
 from profiles.report.terminal import column
 from profiles.report.terminal import table as new_table
@@ -89,7 +89,7 @@ def run_privacy(
     uploads = [(mask, 0.0) for mask in settings.masks] + [(settings.masks[0], noise) for noise in settings.noises]
     for number, (mask, noise) in enumerate(uploads):
         rng = np.random.default_rng([settings.seed, number])
-        kept = draw_kept(rng, len(patches), vit.patches, kept_patches(vit.patches, mask))
+        kept = draw_kept(rng, len(patches), vit.patches, count_kept_patches(vit.patches, mask))
         features = _noisy(_features(vit, patches, kept, settings.local_blocks), noise, public, rng)
         rebuilt = Attacker.fitted(features[public], kept[public], images[public], vit).rebuild(features[held_out])
         probes.append(_probe(images[held_out], rebuilt, mean, mask, noise, settings.delta))

@@ -124,7 +124,7 @@ def image_size(case: Case) -> int:
 
 
 def _cost(case: Case, session: OneRound, results: dict[str, ResultRecord]) -> tuple[Program, ProgramCost]:
-    digest = session.store.run(RUN).program
+    digest = session.store.runs.read(RUN).program
     blobs = BlobStore(session.home / "runs" / RUN / "blobs")
     assert digest is not None  # a run that finished has one
     program = decode_program(blobs.get(digest))

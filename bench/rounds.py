@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.edge import noise_folder, read_memory
 from bench.machine import Machine, this_machine
 from bench.viewers import Viewers, viewers
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import ResultRecord, RoundRecord
 from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
@@ -190,7 +190,7 @@ def _sampled(
     """Run and sample one run; the coordinator is started before the devices."""
     home.mkdir(parents=True)
     broker = start_broker(choice, home / "broker", port=0)
-    store = Store.in_folder(home / "runs")
+    store = open_record(home / "runs")
     try:
         with Fleet() as fleet, ExitStack() as stack:
             address = f"mqtt://{broker.address}"
@@ -212,7 +212,15 @@ def _sampled(
             seen = Sampled(broker.kind, time.time(), [], [], [], [], set(), None)
             pids = []
             for number in range(hosts):
-                host = [*program("fleet.host"), "--broker", address, "--parts", str(parts), "--devices", str(devices)]
+                host = [
+                    *program("fleet.commands.host"),
+                    "--broker",
+                    address,
+                    "--parts",
+                    str(parts),
+                    "--devices",
+                    str(devices),
+                ]
                 host += ["--number", str(number), "--hosts", str(hosts), "--state", str(state), "--once"]
                 pids.append(fleet.start(f"host-{number}", host, log=home / f"host-{number}.log").pid)
             reported, worker = 0, list[int]()
@@ -227,20 +235,20 @@ def _sampled(
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
-                if len(closed := store.closed_rounds(RUN)) > reported:
+                if len(closed := store.rounds.list_closed(RUN)) > reported:
                     reported = len(closed)
                     if watching:
                         watching.watch(_is_watched(reported + 1))
                     progress(f"{devices} devices: round {reported} closed")
                 if all(now := [read_memory(pid).get("VmRSS", 0) for pid in pids]):
                     seen.host_rss_bytes, seen.host_threads = sum(now), sum(map(_threads, pids))
-                if any(code for name, code in fleet.ended().items() if name != "coordinator"):
+                if any(code for name, code in fleet.exit_codes().items() if name != "coordinator"):
                     break
             if coordinator.poll() != 0:
                 logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]
                 raise FedvitError("the run failed: " + "; ".join(last_line(log) for log in logs))
             fleet.wait([f"host-{number}" for number in range(hosts)], LEAVE_S + devices / LEAVE_PER_S)
-            seen.rounds, seen.results = store.rounds(RUN), store.results(RUN)
+            seen.rounds, seen.results = store.rounds.read_all(RUN), store.tasks.read_results(RUN)
             seen.left = _left(log_text(home / "coordinator.out"), values["rounds"])
             return seen
     finally:

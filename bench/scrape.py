@@ -16,11 +16,11 @@ from rich.table import Table
 
 from coordinator.compute.process import Worker
 from coordinator.config import make_config
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.views.prometheus import CoordinatorCollector, Observed, Served
-from fedvit.monitoring import ListenAddress, Watched, monitored
+from fedvit.monitoring import ListenAddress, Watched, serve_metrics
 from fedvit.resources import DeviceProfile, ResourceUse
 from fedvit.timings import LoopWatch
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -43,16 +43,16 @@ def run_scrape(*, devices: int, scrapes: int, progress: Callable[[str], None] = 
     """A coordinator whose devices have all joined and brought a result in one closed round; no loop is running."""
     names = [f"device-{number:05d}" for number in range(devices)]
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:
-        store = Store.in_folder(Path(made))
+        store = open_record(Path(made))
         config = make_config({"method": "fedavg", "devices": devices}, "bench").run
-        store.create_run(RUN, msgspec.to_builtins(config))
-        store.open_round(RUN, 1, names)
+        store.runs.create(RUN, msgspec.to_builtins(config))
+        store.rounds.open(RUN, 1, names)
         use = ResourceUse(peak_rss_bytes=200_000_000, sent_bytes=1_000_000, received_bytes=2_000_000)
         trained = Result(RUN, 1, "train", 20, {"loss": 0.5}, use)
         tested = Result(RUN, 1, "evaluate", 20, {"correct": 10.0}, use)
-        store.add_results([(name, result, None) for name in names for result in (trained, tested)])
-        store.close_round(RUN, 1, None, {"devices_s": 1.0, "server_s": 1.0}, names)
-        store.round_evaluated(RUN, 1)
+        store.tasks.add_results([(name, result, None) for name in names for result in (trained, tested)])
+        store.rounds.close(RUN, 1, None, {"devices_s": 1.0, "server_s": 1.0}, names)
+        store.rounds.close_evaluation(RUN, 1)
         coordinator = Coordinator(
             run=RUN, config=config, transport=MemoryTransport(SimpleQueue(), MemoryBroker(), "coordinator"),
             store=store, folder=Path(made) / RUN, display=Display(), compute=Worker(),
@@ -64,7 +64,7 @@ def run_scrape(*, devices: int, scrapes: int, progress: Callable[[str], None] = 
         served = [Served(coordinator, loop)]
         observed = Observed(coordinator.transport, lambda: True, store, Path(made), lambda: served, {})
         collector = CoordinatorCollector(observed)
-        with monitored(ListenAddress("127.0.0.1", 0)) as monitor:
+        with serve_metrics(ListenAddress("127.0.0.1", 0)) as monitor:
             monitor.show(lambda: Watched(collector, collector.loops, collector.why_not_ready))
             progress(monitor.url)
             times, answer = [], b""

@@ -18,7 +18,7 @@ from bench.cases import Case, encode_case
 from bench.child import run_child
 from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, Machine, installed_bytes, this_machine
 from fedvit.errors import FedvitError
-from fedvit.kernels import EXTRA, library
+from fedvit.kernels import EXTRA, find_library
 from profiles.probes.host import usable_cores
 
 PRODUCT_SIDE = 2048
@@ -96,7 +96,7 @@ def run_step_bench(
     side more, onnx with the optional kernels. Raises FedvitError when these are not installed, and when a case cannot
     be prepared or run.
     """
-    if kernels and library() is None:
+    if kernels and find_library() is None:
         raise FedvitError(f"{EXTRA} is not installed, expected for --kernels: make kernels")
     machine = this_machine()
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:

@@ -20,7 +20,7 @@ from rich.table import Table
 from coordinator.config import RunConfig
 from coordinator.record.backups import NOTED_SHARE, Accepted, Backups, Closed, Note
 from coordinator.record.copies import notes_in
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.record.tables import ResultRecord, SavedState, TaskRecord
 from coordinator.rounds.round_line import round_line
 from fedvit.errors import FedvitError
@@ -68,9 +68,9 @@ def run_store_bench(
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:
         out = Path(made) / "runs"
         names = [f"device-{number:04d}" for number in range(devices)]
-        store = Store.in_folder(out)
-        store.create_run(RUN, msgspec.to_builtins(RunConfig(devices=devices, rounds=2 * rounds, accelerator="cpu")))
-        store.update_run(RUN, classes=["ant", "bee"], status="running")
+        store = open_record(out)
+        store.runs.create(RUN, msgspec.to_builtins(RunConfig(devices=devices, rounds=2 * rounds, accelerator="cpu")))
+        store.runs.update(RUN, classes=["ant", "bee"], status="running")
         began, resident = time.monotonic(), list[int]()
         for number in range(1, rounds + 1):
             one_round(store, number, names, batch=devices)
@@ -86,7 +86,7 @@ def run_store_bench(
         cpu_s = time.process_time() - began_cpu_s
         noted = sum(file.stat().st_size for file in notes_in(out / RUN))
         copied = backups.copies()[-1].stat().st_size
-        store.update_run(RUN, status="interrupted")
+        store.runs.update(RUN, status="interrupted")
         store.close()
         progress("starting processes")
         record_s = median(_timed(lambda: _resume(out)) for _ in range(STARTS))
@@ -116,7 +116,7 @@ def run_store_bench(
 
 
 def one_round(
-    store: Store,
+    store: Record,
     number: int,
     names: list[str],
     batch: int = BATCH,
@@ -126,12 +126,12 @@ def one_round(
     """Make all calls of a coordinator to the record in one round, in its order, and its notes; `batch` results are
     stored in one transaction."""
     note: Callable[[Note], object] = backups.note if backups else lambda note: None
-    store.used_in(run, number)  # none is there yet, except after a restart
-    store.quarantines(run)
-    store.open_round(run, number, names, len(names))
+    store.tasks.read_used_in(run, number)  # none is there yet, except after a restart
+    store.devices.read_quarantines(run)
+    store.rounds.open(run, number, names, len(names))
     groups = dict.fromkeys(("head", "model", "prefix"), f"blake3:{number:064x}")
-    store.add_tasks(run, [TaskRecord(number, name, "blake3:" + "5" * 64, groups, _expected(name)) for name in names])
-    store.answered(run, number, "train")
+    store.tasks.add(run, [TaskRecord(number, name, "blake3:" + "5" * 64, groups, _expected(name)) for name in names])
+    store.tasks.find_answered(run, number, "train")
     use = ResourceUse(train_s=12.5, step_s=0.25, steps=50, flops=10**12, peak_rss_bytes=2**28, received_bytes=10**6)
     manifest = Manifest(f"blake3:{number:064x}", 10**6, 2**16)
     for kind, metrics in (("train", {"loss": 1 / number}), ("evaluate", {"correct": 7.0, "loss": 0.5})):
@@ -143,22 +143,22 @@ def one_round(
                 (name, result, number) for name, result in zip(some, results, strict=True)
             ]
             note(Accepted(number, names if kind == "train" and not first else None, len(names), accepted))
-            kept += store.add_results(accepted)
+            kept += store.tasks.add_results(accepted)
         if kind == "train":
-            store.used_in(run, number + 1)
-            store.counted(run, number)
-            store.add_refusal(run, number, names[0], "train", "no result: deadline")
+            store.tasks.read_used_in(run, number + 1)
+            store.tasks.find_counted(run, number)
+            store.devices.add_refusal(run, number, names[0], "train", "no result: deadline")
             figures = {"cohort": float(len(names)), "accepted": float(len(names)), "devices_s": 1.5, "server_s": 0.5}
             saved = SavedState(groups, None, {})
-            asked = store.asked_in(run, number)
+            asked = store.tasks.list_asked(run, number)
             note(Closed(number, asked, saved, figures))
-            store.close_round(run, number, saved, figures, asked, results=kept)
-            store.uploads_since(run, number)
-            store.round(run, number)
-            store.quarantines(run)
-            store.used_in(run, number, "evaluate")
-            store.answered(run, number, "evaluate")
-    store.round_evaluated(run, number, kept)
+            store.rounds.close(run, number, saved, figures, asked, results=kept)
+            store.tasks.find_uploads_since(run, number)
+            store.rounds.read(run, number)
+            store.devices.read_quarantines(run)
+            store.tasks.read_used_in(run, number, "evaluate")
+            store.tasks.find_answered(run, number, "evaluate")
+    store.rounds.close_evaluation(run, number, kept)
     round_line(store, run, number, number)
 
 
@@ -175,12 +175,12 @@ def _expected(name: str) -> Expected:
 
 def _resume(out: Path) -> None:
     """All calls of a resume to the record before the first round."""
-    store = Store.in_folder(out, check=False)
-    store.runs()
-    store.newest_closed(RUN)
-    store.unanswered(RUN)
-    store.open_rounds(RUN)
-    store.round(RUN, store.last_round(RUN))
+    store = open_record(out, check=False)
+    store.runs.read_all()
+    store.rounds.read_newest_closed(RUN)
+    store.tasks.read_unanswered(RUN)
+    store.rounds.read_open(RUN)
+    store.rounds.read(RUN, store.rounds.find_last(RUN))
     store.close()
 
 

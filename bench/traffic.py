@@ -98,7 +98,7 @@ def _up(case: Case, plan: Plan, progress: Callable[[str], None]) -> Iterator[Tra
         name
         for role, names in plan.method.groups(plan.vit).values()
         for name in names
-        if role.sent_back and name in plan.values
+        if role.is_sent_back and name in plan.values
     ]
     deltas: Tensors = {name: np.subtract(_updated(name, plan.values[name]), plan.values[name]) for name in sent}
     uncoded = 0

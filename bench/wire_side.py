@@ -39,7 +39,7 @@ from fedvit.wire.messages import (
     decode,
     encode,
 )
-from fleet.datasets.pickles import unpickled
+from fleet.datasets.pickles import unpickle
 
 PIECE_BYTES = 1_000_000
 WARM_BYTES = 1000
@@ -113,7 +113,7 @@ class Peer:
         match event:
             case Connected():
                 self.connected = True
-                self.exchange.reconnected()
+                self.exchange.on_reconnect()
             case Received(topic, payload) if topic.startswith("ctl/"):
                 peer, message = topic.rsplit("/", 1)[1], decode(payload)
                 match message:
@@ -287,7 +287,7 @@ def _written(transport: str, model: dict[str, Any]) -> bytes:
 
 def _read(transport: str, raw: bytes) -> dict[str, Any]:
     if transport == "pickle":
-        return unpickled(io.BytesIO(raw))  # safe, unlike pickle.loads, which other frameworks use
+        return unpickle(io.BytesIO(raw))  # safe, unlike pickle.loads, which other frameworks use
     return {name: np.array(values, np.float32) for name, values in json.loads(raw).items()}
 
 

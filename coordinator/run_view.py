@@ -16,7 +16,7 @@ from msgspec import Struct
 from coordinator.config import RunConfig
 from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
 from coordinator.record.totals import evaluated, trained, with_result
 from fedvit.errors import ConfigError
@@ -153,19 +153,19 @@ class RunView(RunHead, frozen=True, kw_only=True):
         return sum(energies) if energies else None
 
 
-def read_run(store: Store, run: str, accuracy_of: int | None = None, refusals_of: int | None = None) -> RunView:
+def read_run(store: Record, run: str, accuracy_of: int | None = None, refusals_of: int | None = None) -> RunView:
     """Read one run from its totals.
 
     It has accuracies by device of the newest `accuracy_of` rounds, and the newest `refusals_of` refusals; by default
     all of them. Raises ConfigError if there is no such run."""
-    record = store.run(run)
-    last = store.last_round(run)
-    accuracy = store.accuracy(run, 0 if accuracy_of is None else last - accuracy_of + 1)
+    record = store.runs.read(run)
+    last = store.rounds.find_last(run)
+    accuracy = store.rounds.read_accuracy(run, 0 if accuracy_of is None else last - accuracy_of + 1)
     rounds = {
         entry.round: _round(entry.round, entry.totals, entry.figures, accuracy.get(entry.round, {}))
-        for entry in store.totals(run)
+        for entry in store.rounds.read_totals(run)
     }
-    totals_of = {entry.device: entry.totals for entry in store.devices(run)}
+    totals_of = {entry.device: entry.totals for entry in store.devices.read_all(run)}
     for number, totals, results in _under_way(store, run, last, rounds.get(last)):
         before = rounds.get(number)
         rounds[number] = _round(number, totals, before.figures if before else {}, _accuracies(results))
@@ -174,7 +174,7 @@ def read_run(store: Store, run: str, accuracy_of: int | None = None, refusals_of
     listed = [rounds[number] for number in sorted(rounds)]
     active = (name for name, totals in totals_of.items() if totals.results or totals.budget_broken)
     devices = [view_device(name, totals_of[name]) for name in sorted(active, key=natural_order)]
-    strikes = store.strike_counts(run)
+    strikes = store.devices.count_strikes(run)
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
     return RunView(
         **_head(store, record),
@@ -182,9 +182,11 @@ def read_run(store: Store, run: str, accuracy_of: int | None = None, refusals_of
         classes=record.classes,
         rounds=listed,
         devices=devices,
-        refusals=store.refusals(run, refusals_of),
+        refusals=store.devices.read_refusals(run, refusals_of),
         strikes={name: strikes[name].ever for name in sorted(strikes, key=natural_order)},
-        quarantined={record.device: record.reason for record in store.quarantines(run) if record.holds(last or 1)},
+        quarantined={
+            record.device: record.reason for record in store.devices.read_quarantines(run) if record.holds(last or 1)
+        },
         epsilon=_newest(entry.epsilon for entry in reversed(listed)),
         feature_epsilon=_newest(entry.device_epsilon for entry in reversed(listed)),
         mean_accuracy=_newest(entry.accuracy_mean for entry in reversed(listed)),
@@ -194,7 +196,7 @@ def read_run(store: Store, run: str, accuracy_of: int | None = None, refusals_of
     )
 
 
-def list_runs(store: Store, folder: Path) -> list[RunLine]:
+def list_runs(store: Record, folder: Path) -> list[RunLine]:
     """All runs, newest first; `folder` is that of the runs."""
     return [
         RunLine(**msgspec.structs.asdict(entry), bytes=folder_bytes(folder / entry.run))
@@ -202,22 +204,24 @@ def list_runs(store: Store, folder: Path) -> list[RunLine]:
     ]
 
 
-def list_progress(store: Store) -> list[RunProgress]:
+def list_progress(store: Record) -> list[RunProgress]:
     """How far all runs are, newest first."""
     return [
         RunProgress(
-            **_head(store, record), rounds=store.last_round(record.id), mean_accuracy=store.mean_accuracy(record.id)
+            **_head(store, record),
+            rounds=store.rounds.find_last(record.id),
+            mean_accuracy=store.rounds.read_mean_accuracy(record.id),
         )
-        for record in store.runs()
+        for record in store.runs.read_all()
     ]
 
 
-def read_head(store: Store, record: RunRecord) -> RunHead:
+def read_head(store: Record, record: RunRecord) -> RunHead:
     """Identify a run."""
     return RunHead(**_head(store, record))
 
 
-def _head(store: Store, record: RunRecord) -> dict[str, Any]:
+def _head(store: Record, record: RunRecord) -> dict[str, Any]:
     config = record.config
     return {
         "run": record.id,
@@ -250,29 +254,29 @@ def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any], table: str
             yield f"{table}{name}", value
 
 
-def read_round(store: Store, run: str, number: int) -> RoundView:
+def read_round(store: Record, run: str, number: int) -> RoundView:
     """A closed round from its totals, without accuracies by device. Raises ConfigError if there is none."""
-    entry = store.round(run, number)
+    entry = store.rounds.read(run, number)
     if entry is None or entry.totals is None:
         raise ConfigError(f"run {run!r} has no round {number} that is closed")
     return _round(number, entry.totals, entry.figures, {})
 
 
-def read_newest_round(store: Store, run: str, *, evaluated: bool = False) -> RoundView | None:
+def read_newest_round(store: Record, run: str, *, evaluated: bool = False) -> RoundView | None:
     """Read the newest closed round, or the newest evaluated one, without accuracies by device."""
-    entry = store.newest_totals(run, evaluated=evaluated)
+    entry = store.rounds.read_newest_totals(run, evaluated=evaluated)
     return _round(entry.round, entry.totals, entry.figures, {}) if entry else None
 
 
-def read_devices(store: Store, run: str) -> list[DeviceView]:
+def read_devices(store: Record, run: str) -> list[DeviceView]:
     """Read all devices by name, from closed rounds, without a check of the rows' seals."""
-    return [view_device(name, totals) for name, totals in store.device_totals(run).items()]
+    return [view_device(name, totals) for name, totals in store.devices.read_totals(run).items()]
 
 
-def read_standings(store: Store, run: str) -> list[Standing]:
+def read_standings(store: Record, run: str) -> list[Standing]:
     """Read the standing of every device that ever had a strike. Raises ConfigError if there is no such run."""
-    store.run(run)
-    quarantined = store.quarantined(run, store.last_round(run) or 1)
+    store.runs.read(run)
+    quarantined = store.devices.read_current_quarantines(run, store.rounds.find_last(run) or 1)
     return [
         Standing(
             device=device,
@@ -280,7 +284,7 @@ def read_standings(store: Store, run: str) -> list[Standing]:
             quarantine=quarantined[device].reason if device in quarantined else None,
             until_round=quarantined[device].until_round if device in quarantined else None,
         )
-        for device, count in sorted(store.strike_counts(run).items())
+        for device, count in sorted(store.devices.count_strikes(run).items())
     ]
 
 
@@ -303,14 +307,19 @@ def natural_order(name: str) -> list[str | int]:
 
 
 def _under_way(
-    store: Store, run: str, last: int, newest: RoundView | None
+    store: Record, run: str, last: int, newest: RoundView | None
 ) -> Iterator[tuple[int, RoundTotals, list[ResultRecord]]]:
     """Rounds whose totals do not include all results yet: open rounds, and the last one while it is evaluated."""
-    for entry in store.open_rounds(run):
-        results = store.used_in(run, entry.round)
+    for entry in store.rounds.read_open(run):
+        results = store.tasks.read_used_in(run, entry.round)
         yield entry.round, trained(RoundTotals(cohort=len(entry.cohort)), results), results
-    record = store.round(run, last)
-    if record and record.totals and not record.evaluated and (results := store.used_in(run, last, "evaluate")):
+    record = store.rounds.read(run, last)
+    if (
+        record
+        and record.totals
+        and not record.evaluated
+        and (results := store.tasks.read_used_in(run, last, "evaluate"))
+    ):
         yield last, evaluated(record.totals, results).totals, results
 
 

@@ -322,7 +322,7 @@ class Agent:
                 self._link_trouble = ""
                 log.info("connected to the broker")
                 self._send_hello()
-                self.exchange.reconnected()
+                self.exchange.on_reconnect()
                 if self.renewal:
                     self.renewal.note_connected(self.transport, certificate)
             case Disconnected():
@@ -734,7 +734,7 @@ class Agent:
 
         for digest in sorted(execution.missing):
             if execution is self._execution:
-                dedicated_topic = self.topics.dedicated(self.device, digest)
+                dedicated_topic = self.topics.chunks_for(self.device, digest)
                 self.exchange.fetch(
                     manifests[digest], COORDINATOR, self.topics.broadcast(digest), finished, dedicated_topic
                 )

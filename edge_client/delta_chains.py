@@ -9,7 +9,7 @@ import numpy as np
 
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, FedvitError
-from fedvit.tensors import Array, Tensors, mapped, packed_stream, release_pages
+from fedvit.tensors import Array, Tensors, map_tensors, release_pages, stream_tensors
 from fedvit.updates import NONE, decode_one, make_codec
 from fedvit.wire.messages import MAX_CHAIN_STEPS, DeltaStep, Manifest
 
@@ -88,8 +88,8 @@ def make_blob(chain: DeltaChain, blobs: BlobStore) -> None:
 
     Raises BadPayload when the digest is not that of the target; nothing is kept then.
     """
-    base = mapped(blobs.path(chain.base)) if chain.base else {}
-    patches = [mapped(blobs.path(step.patch.digest)) for step in chain.steps]
+    base = map_tensors(blobs.path(chain.base)) if chain.base else {}
+    patches = [map_tensors(blobs.path(step.patch.digest)) for step in chain.steps]
     names = base or {name: value for name, value in patches[0].items() if "#" not in name}
     specs = {name: (value.shape, "float32") for name, value in names.items()}
 
@@ -104,7 +104,7 @@ def make_blob(chain: DeltaChain, blobs: BlobStore) -> None:
     try:
         waiting = bytearray()
         index = 0
-        for piece in packed_stream(specs, value):
+        for piece in stream_tensors(specs, value):
             waiting += piece
             for start in range(0, len(waiting) - chain.target.chunk + 1, chain.target.chunk):
                 partial.write(index, bytes(waiting[start : start + chain.target.chunk]))

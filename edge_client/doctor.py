@@ -24,17 +24,17 @@ from edge_client.vault import Vault
 from fedvit import kernels
 from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData, TextSplit, why_passed_over
-from fedvit.data.images import DAMAGED, decoded_bytes_within
+from fedvit.data.images import DAMAGED, limit_decoded_bytes
 from fedvit.data.split import KeptSplit
 from fedvit.errors import BadPayload, ConfigError, DataError, LinkDown, StorageFailed
 from fedvit.files import folder_bytes
-from fedvit.quantities import counted, format_bytes
+from fedvit.quantities import format_bytes, format_count
 from fedvit.transport.address import Address, describe_error, tls_context
 from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.battery import battery
 from profiles.probes.broker import PROBE_BYTES, BrokerProbe
 from profiles.probes.coordinator import find_coordinator
-from profiles.probes.host import free_disk_bytes, host, installed_engine
+from profiles.probes.host import find_engine, free_disk_bytes, host
 from profiles.probes.thermal import Brakes, Thermometer
 
 LEAST_MEMORY_BYTES, LITTLE_MEMORY_BYTES = 100_000_000, 300_000_000
@@ -62,9 +62,8 @@ print(onnxruntime.__version__)
 
 _KERNELS_CHILD = """
 import onnxruntime
-from fedvit.kernels import has_amx, library
-onnxruntime.SessionOptions().register_custom_ops_library(str(library()))
-print("AMX" if has_amx(library()) else "")
+from fedvit.kernels import find_library
+onnxruntime.SessionOptions().register_custom_ops_library(str(find_library()))
 """
 
 
@@ -80,7 +79,7 @@ def worst(findings: list[Finding]) -> Level:
 
 def check_engine(context: DoctorContext) -> Iterator[Finding]:
     """Load the engine and run a graph in a separate process, as a build for another processor dies of a signal."""
-    name, version = installed_engine()
+    name, version = find_engine()
     if name is None:
         hint = "pip install onnxruntime (64-bit Linux with glibc 2.28 or newer and Python 3.11 or newer)"
         yield Finding(check="engine", level="error", what="onnxruntime is not installed", hint=hint)
@@ -110,7 +109,7 @@ def check_engine(context: DoctorContext) -> Iterator[Finding]:
 
 def check_kernels(context: DoctorContext) -> Iterator[Finding]:
     """Load the optional kernels in a separate process, if they are installed."""
-    if kernels.library() is None:
+    if kernels.find_library() is None:
         what = f"{kernels.EXTRA} is not installed: steps take longer, and are the same otherwise"
         yield Finding(check="kernels", level="ok", what=what)
         return
@@ -129,8 +128,7 @@ def check_kernels(context: DoctorContext) -> Iterator[Finding]:
             hint="install the fedvit-kernels of this version of fedvit for this processor: pip wheel ./kernels",
         )
     else:
-        amx = ", with AMX" if b"AMX" in done.stdout else ""
-        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads{amx}")
+        yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads")
 
 
 def check_memory(context: DoctorContext) -> Iterator[Finding]:
@@ -301,14 +299,14 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
             context.data,
             test_share=context.test_share,
             cache_bytes=0,
-            decoded_bytes=decoded_bytes_within(context.budget.memory_bytes),
+            decoded_bytes=limit_decoded_bytes(context.budget.memory_bytes),
             split=split,
         )
     except (DataError, StorageFailed) as error:
         yield Finding(check="data", level="error", what=str(error), hint=layout)
         return
     what = f"{len(images.train)} training and {len(images.test)} test images"
-    what += f" of {counted(len(images.classes), 'class')}: {_few(images.classes)}"
+    what += f" of {format_count(len(images.classes), 'class')}: {_few(images.classes)}"
     decoded, count = _decode_sample(images, context.decoded_images), len(images.train) + len(images.test)
     if decoded < count:
         what += f"; {decoded} of them were decoded on trial, --deep decodes all"

@@ -9,7 +9,7 @@ from edge_client.vault import TaskNote, Vault
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
-from fedvit.tensors import Tensors, check_tensors, mapped
+from fedvit.tensors import Tensors, check_tensors, map_tensors
 from fedvit.wire.messages import Task
 
 
@@ -42,8 +42,8 @@ def start_values(
                 each_round = spec.role.from_server_each_round
                 why = "the task does not name it" if each_round else "it has no initial value"
                 raise BadPayload(f"{what}: {why}")
-            tensors = mapped(blobs.path(digest))
-        check_tensors(tensors, program.expected([group]), what)
+            tensors = map_tensors(blobs.path(digest))
+        check_tensors(tensors, program.forms_of([group]), what)
         values |= tensors
     return values, personal
 

@@ -146,7 +146,7 @@ class Guarded:
         """The cost of the task so far, without its bytes; `flops` overrides the count of its steps."""
         self._sample()
         sensors = self._guard.sensors
-        metered = self._meter.metered() if self._meter else Metered(None, None, None, None)
+        metered = self._meter.finish() if self._meter else Metered(None, None, None, None)
         charge = battery(sensors.root) if sensors else None
         return ResourceUse(
             train_s=self._elapsed_s(),
@@ -213,7 +213,7 @@ class Guarded:
                     f"the budget of a round is {budget.flops_per_round} ({format_flops(budget.flops_per_round or 0)})"
                 )
             case "temperature":
-                hottest = self._meter.metered().temperature_c if self._meter else None
+                hottest = self._meter.finish().temperature_c if self._meter else None
                 return f"the processor was at {hottest} C, the limit of this device is {guard.temperature_limit_c} C"
             case "upload":
                 return (

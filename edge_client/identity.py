@@ -119,7 +119,7 @@ class Renewal:
 
     def __init__(self, identity: Identity, topics: Topics) -> None:
         device = identity.membership.device
-        self.answers = topics.renewed(device)
+        self.answers = topics.certificate_for(device)
         self._identity = identity
         self._questions = topics.renewal(device)
         self._asked_at: float | None = None

@@ -3,7 +3,7 @@
 A file counts as undamaged while its size, modification time and inode are those at which this process verified it.
 A flipped bit changes none of them: so every file is verified before its first use in a process and in a run, again when
 that was an hour ago, and `scrub` verifies all files each hour in idle time. See
-docs/decisions/0020-damaged-files-are-fetched-anew.md.
+docs/decisions/0020-verify-device-files-before-use.md.
 """
 
 import contextlib

@@ -247,7 +247,7 @@ class _Conversation:
         elif str(reason) != "Success":
             self._ended = LinkDown(f"{self._address}: broker refused: {str(reason).lower()}")
         else:
-            client.subscribe(self._topics.enrolled(self._token.id), 1)
+            client.subscribe(self._topics.enrolment_reply(self._token.id), 1)
 
 
 def _try(identity: Identity) -> str | None:

@@ -21,7 +21,7 @@ from fedvit.data.images import Pixels, header_problem, is_image_name, read_image
 from fedvit.data.layout import TRAIN, UNLABELLED, find_layout, read_tree
 from fedvit.errors import ConfigError, DataError
 from fedvit.program import Batch
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.terminal import escape_line, write_styled
 
 SKIP, UNDO, QUIT, ACCEPT = " ", "u", "q", "\n"
@@ -261,7 +261,7 @@ def _colour(rgb: Sequence[int], true_colour: bool) -> str:
 def summary(labelling: Labelling) -> str:
     left = len(labelling) - labelling.labelled
     lines = [
-        f"labelled {counted(labelling.labelled, 'image')}, {left} left; the device uses them from its next task on"
+        f"labelled {format_count(labelling.labelled, 'image')}, {left} left; the device uses them from its next task on"
     ]
     lines += [escape_line(f"{path} cannot be read: {reason}") for path, reason in labelling.unreadable]
     return "\n".join(lines)

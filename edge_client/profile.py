@@ -132,7 +132,7 @@ def _power(sensors: Sensors, work: Callable[[], T]) -> tuple[float | None, T]:
     began = time.monotonic()
     with Meter(sensors) as meter:
         result = work()
-    energy_j, took_s = meter.metered().energy_j, time.monotonic() - began
+    energy_j, took_s = meter.finish().energy_j, time.monotonic() - began
     return (None if energy_j is None else energy_j / took_s), result
 
 

@@ -187,7 +187,7 @@ def _needed(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> set[str]:
             continue
         needed |= blobs_of_model(program, note, vault)
         if not vault.is_over(run):
-            needed |= {*program.fetched_once(), *note.groups.values()}
+            needed |= {*program.list_fetched_once(), *note.groups.values()}
     return needed
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 from fedvit.errors import FedvitError
 from fedvit.files import atomic_write
 from fedvit.resources import Speed
-from profiles.probes.host import board, installed_engine
+from profiles.probes.host import board, find_engine
 from profiles.probes.speed import ProbeTooSlow
 
 FILE = "profile.json"
@@ -33,7 +33,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def now(cls, threads: int) -> Self:
-        engine, engine_version = installed_engine()
+        engine, engine_version = find_engine()
         return cls(
             software=version("fedvit"),
             engine=engine,

@@ -15,7 +15,7 @@ from msgspec import Struct
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
-from fedvit.quantities import counted, format_bytes, format_seconds
+from fedvit.quantities import format_bytes, format_count, format_seconds
 from fedvit.terminal import escape_line
 from fedvit.wire.messages import TaskKind
 from profiles.probes.host import resident_bytes
@@ -215,7 +215,7 @@ def _rows(status: Status, running: bool) -> Iterator[tuple[str, str]]:
     yield "coordinator", f"federation {status.federation} at {status.broker}"
     if doing.last:
         last = doing.last
-        details = [counted(last.samples, "image")] if last.samples is not None else []
+        details = [format_count(last.samples, "image")] if last.samples is not None else []
         details += [f"{name} {value:.4g}" for name, value in last.metrics.items()]
         what = f"round {last.round} of {last.run}: {last.kind} {last.outcome}"
         yield "last task", ", ".join([what, *details, _when(last.ended_s)])

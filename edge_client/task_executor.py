@@ -25,7 +25,7 @@ from fedvit.engine import load_engine, trim_memory
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
-from fedvit.tensors import Tensors, check_finite, delta, packed_pieces
+from fedvit.tensors import Tensors, check_finite, delta, pack_in_pieces
 from fedvit.wire.messages import MAX_CLASS_COUNTS, Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class TaskExecutor:
         written = [*upload.values(), *kept.values(), *(new_residual or {}).values(), *residual.tensors.values()]
         written_bytes = sum(value.nbytes for value in written)
         self._disk.make_room(task.run, written_bytes - self._vault.count_replaced_bytes(task.run))
-        manifest = self._blobs.put(*packed_pieces(upload)) if upload else None
+        manifest = self._blobs.put(*pack_in_pieces(upload)) if upload else None
         if manifest:
             self._integrity.check([manifest.digest])  # checked here, not in the event loop that sends it
         guarded.upload_bytes = manifest.size if manifest else 0
@@ -214,7 +214,7 @@ class TaskExecutor:
         """The contents of the result: deltas of the groups that are sent back, and collected values."""
         back = {
             name: values[name]
-            for group in program.with_role(*(role for role in Role if role.sent_back))
+            for group in program.with_role(*(role for role in Role if role.is_sent_back))
             for name in program.names(group)
         }
         deltas = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
@@ -229,7 +229,7 @@ class TaskExecutor:
     def _labelled(self, classes: tuple[str, ...]) -> DeviceData:
         """The images with labels of the run's class list; kept, because they hold the cache of decoded images."""
         if classes not in self._by_classes:
-            self._by_classes = {classes: self._data.relabelled(classes)}
+            self._by_classes = {classes: self._data.relabel(classes)}
         return self._by_classes[classes]
 
     def _progress(self, execution: TaskExecution) -> Callable[[int, int, float | None], None]:

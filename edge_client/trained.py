@@ -57,7 +57,7 @@ def trained_here(
     needs = "tunes the model on" if evaluate.adapt else "compares pictures with" if evaluate.gather else None
     if needs and data is None:
         raise ConfigError(f"method {program.method!r} {needs} the device's images: name their folder with --data")
-    images = data.relabelled(program.classes) if data else None
+    images = data.relabel(program.classes) if data else None
     inputs: Tensors = {f"tensor/{name}": value for name, value in values.items()}
     if needs and images:
         seeds, silent = Seeds(note.seed, note.round, device), Watch(lambda *_: None, lambda: False)

@@ -16,7 +16,7 @@ def coded_upload(program: Program, deltas: Tensors, collected: Tensors, residual
     """
     upload: Tensors = {}
     new_residual: Tensors = {name: value for name, value in residual.items() if name not in deltas}
-    for group in program.with_role(*(role for role in Role if role.sent_back)):
+    for group in program.with_role(*(role for role in Role if role.is_sent_back)):
         codec = make_codec(program.groups[group].up)
         for name in program.names(group):
             total = deltas.pop(name)

@@ -29,7 +29,7 @@ from edge_client.vault_key import VaultKey
 from fedvit.blobs import Verified, digest_of, digest_of_file, medium_failed
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
 from fedvit.files import WRITING, atomic_write, folder_bytes, make_folder, storage_failed, sync_folder
-from fedvit.tensors import Tensors, mapped, pack, packed_pieces, unpack
+from fedvit.tensors import Tensors, map_tensors, pack, pack_in_pieces, unpack
 from fedvit.wire.messages import Result, Task, TaskKind
 from fedvit.wire.topics import check_name
 
@@ -130,7 +130,7 @@ class Vault:
         try:
             if file.suffix == _SEALED and self._key:
                 return unpack(self._key.open(read_file(file), _path_in_vault(file)))
-            return mapped(file)
+            return map_tensors(file)
         except OSError as error:
             raise storage_failed(f"cannot read {file}", error) from error
         except BadPayload as error:
@@ -149,7 +149,7 @@ class Vault:
     def _write(self, folder: Path, name: str, tensors: Tensors) -> dict[str, str]:
         """Returns the file's name and digest."""
         file = folder / f"{name}{_SEALED if self._key else _PLAIN}"
-        pieces = [self._key.seal(pack(tensors), _path_in_vault(file))] if self._key else packed_pieces(tensors)
+        pieces = [self._key.seal(pack(tensors), _path_in_vault(file))] if self._key else pack_in_pieces(tensors)
         atomic_write(file, *pieces, private=True)
         return {file.name: digest_of(*pieces)}
 
@@ -255,7 +255,7 @@ class Vault:
         if file.suffix == _SEALED:
             return True  # decryption shows
         try:
-            mapped(file)
+            map_tensors(file)
         except BadPayload:
             return False
         except OSError as error:

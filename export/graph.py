@@ -33,7 +33,7 @@ DTYPES: dict[torch.dtype, int] = {
 Shape = tuple[int, ...]
 
 _ZERO, _STEPS = 128, 127
-"""Of rows that become integers of 8 bits: where zero is, and how far they go to both sides."""
+"""The zero and the largest step, to both sides, of rows that become integers of 8 bits."""
 _LEAST_WIDTH = 128
 """The least length of both sides of a trained weight whose products are rounded. Where a side is shorter, as in a head,
 rounding the other operand takes as long as the product saves."""
@@ -117,7 +117,7 @@ class Graph:
             self.shapes[name] = array.shape
         return self._named[key]
 
-    def repeated(self, number: float | bool, shape: Shape, dtype: torch.dtype) -> Value:
+    def fill(self, number: float | bool, shape: Shape, dtype: torch.dtype) -> Value:
         """A constant that is one number everywhere."""
         name = self.constant(np.array(number, number_type(dtype)))
         return Value(name, shape, dtype, repeated=True, number=number)
@@ -161,11 +161,11 @@ class Graph:
         if value.number is not None:
             return replace(value, shape=shape)
         ends_kept = len(shape) >= 2 and shape[-2:] == value.shape[-2:]
-        if value.permutation is not None and value.permutation == swapped(len(value.shape)) and ends_kept:
+        if value.permutation is not None and value.permutation == swap_last_axes(len(value.shape)) and ends_kept:
             # only the axes in front are regrouped: the view stays one
             behind = Value(value.name, self.shapes[value.name], value.dtype)
             regrouped = self.reshape(behind, (*shape[:-2], shape[-1], shape[-2]))
-            return Value(regrouped.name, shape, value.dtype, swapped(len(shape)))
+            return Value(regrouped.name, shape, value.dtype, swap_last_axes(len(shape)))
         source = self.plain(value)
         while source in self.nodes and self.nodes[source].op_type == "Reshape":
             source = self.nodes[source].input[0]
@@ -200,7 +200,7 @@ class Graph:
         if value.dtype == dtype:
             return value
         if value.number is not None:
-            return self.repeated(number_type(dtype)(value.number).item(), value.shape, dtype)
+            return self.fill(number_type(dtype)(value.number).item(), value.shape, dtype)
         if value.dtype is torch.float16 and value.name in self.inputs:
             return replace(value, dtype=dtype, scale="")
         made = self.one("Cast", [value.name], self.shapes[value.name], dtype, to=DTYPES[dtype])
@@ -218,7 +218,7 @@ class Graph:
         left, right = (self._unpack(side) if side.scale is not None else side for side in (left, right))
         if left.number is not None and right.number is not None:
             number = _CALCULATED[kind](number_type(left.dtype)(left.number), number_type(right.dtype)(right.number))
-            return self.repeated(number.item(), shape, dtype)
+            return self.fill(number.item(), shape, dtype)
         if dtype.is_floating_point:
             if left.shape == shape and right.number is not None and right.number == _NEUTRAL.get(kind):
                 return left
@@ -244,7 +244,7 @@ class Graph:
         return views.pop() if len(views) == 1 and shapes == {shape} else None
 
     def with_number(self, kind: str, value: Value, number: float) -> Value:
-        return self.binary(kind, value, self.repeated(number, (), value.dtype), value.shape, value.dtype)
+        return self.binary(kind, value, self.fill(number, (), value.dtype), value.shape, value.dtype)
 
     def reduce(self, kind: str, value: Value, axes: Sequence[int], keep: bool) -> Value:
         axes = sorted(axis % max(len(value.shape), 1) for axis in axes)
@@ -285,13 +285,13 @@ class Graph:
             return None
         if weight.name not in self._integers:
             rows = Value(weight.name, self.shapes[weight.name], weight.dtype)
-            [integers], scale = self._rounded_rows(rows, np.int8(0), STEPS_OF_FACTORS)
+            [integers], scale = self._round_rows(rows, np.int8(0), STEPS_OF_FACTORS)
             self._integers[weight.name] = integers, self.reshape(scale, (rows.shape[0],)).name
         integers, scales = self._integers[weight.name]
         return replace(weight, name=integers, scale=scales)
 
     def _is_trained(self, weight: Value) -> bool:
-        """Whether this is a large enough weight that the device trains."""
+        """Return whether the device trains this weight and it is large enough."""
         given = weight.name.startswith("tensor/") and weight.name in self.inputs and weight.scale is None
         return given and weight.dtype is torch.float32 and min(weight.shape) >= _LEAST_WIDTH
 
@@ -302,7 +302,7 @@ class Graph:
         tiny = self.constant(np.array(_TINY, np.float32))
         return self.one("Max", [highest.name, self.unary("Neg", lowest).name, tiny], highest.shape, rows.dtype)
 
-    def _rounded_rows(self, rows: Value, zero: Any, steps: int) -> tuple[list[str], Value]:
+    def _round_rows(self, rows: Value, zero: Any, steps: int) -> tuple[list[str], Value]:
         """A matrix as integers of 8 bits, zero being `zero`, `steps` to both sides; and the scales of its rows."""
         scale = self.with_number("Mul", self._largest_of_rows(rows), 1 / steps)
         zeros = self.constant(np.full(scale.shape, zero))
@@ -324,7 +324,7 @@ class Graph:
             by_row = Value(right.scale, (right.shape[0],), kind)
             left = self.binary("Mul", left, by_row, left.shape, kind)
         rows = Value(self.plain(left), left.shape, kind)
-        [integers], scale = self._rounded_rows(rows, np.uint8(_ZERO), _STEPS)
+        [integers], scale = self._round_rows(rows, np.uint8(_ZERO), _STEPS)
         one, zero = self.constant(np.array(1, np.float32)), self.constant(np.array(_ZERO, np.uint8))
         operands = [integers, operand, one, scales, zero, ""]
         whole = self.one("MatMulIntegerToFloat", operands, shape, kind, domain="com.microsoft")
@@ -387,11 +387,11 @@ def number_type(dtype: torch.dtype) -> Any:
     return np.dtype(str(dtype).removeprefix("torch.")).type
 
 
-def swapped(axes: int) -> Shape:
+def swap_last_axes(axes: int) -> Shape:
     """The order of `axes` axes in which the last two have changed places."""
     return (*range(axes - 2), axes - 1, axes - 2)
 
 
-def permuted(shape: Shape, order: Shape) -> Shape:
+def permute(shape: Shape, order: Shape) -> Shape:
     """`shape` with its axes in this order."""
     return tuple(shape[axis] for axis in order)

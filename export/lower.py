@@ -33,7 +33,7 @@ def lower(
     found: dict[fx.Node, Any] = {}
     waiting = iter(given.values())
 
-    def looked_up(argument: Any) -> Any:
+    def look_up(argument: Any) -> Any:
         return fx.node.map_arg(argument, lambda node: found[node])
 
     results: list[Any] = []
@@ -49,7 +49,7 @@ def lower(
             rule = LOWERED.get(node.target)
             if rule is None:
                 raise Unsupported(f"operator {node.target} has no ONNX form here: add it to export/operators.py")
-            found[node] = rule(graph, node, *looked_up(node.args), **looked_up(node.kwargs))
+            found[node] = rule(graph, node, *look_up(node.args), **look_up(node.kwargs))
         else:
             results = [None if value is None else found[value] for value in node.args[0]]
     named = _outputs(graph, results, outputs)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 import fedvit.methods.packed  # noqa: F401 - registers the operator
-from export.graph import Graph, Shape, Unsupported, Value, number_type, permuted, swapped
+from export.graph import Graph, Shape, Unsupported, Value, number_type, permute, swap_last_axes
 
 aten = torch.ops.aten
 unpack = torch.ops.fedvit.unpack.default
@@ -84,7 +84,7 @@ for _kind, _operators in {
 
 
 def _is_product_for(reader: fx.Node, node: Any) -> bool:
-    """Whether `node` is a matrix product that nothing but `reader` sees."""
+    """Return whether `node` is a matrix product that only `reader` reads."""
     while isinstance(node, fx.Node) and len(node.users) == 1:
         if node.target is aten.mm.default:
             return True
@@ -122,7 +122,7 @@ def _power(graph: Graph, node: fx.Node, value: Value, exponent: float) -> Value:
 
 @_lowers(aten.pow.Scalar)
 def _power_of(graph: Graph, node: fx.Node, base: float, exponent: Value) -> Value:
-    number = graph.repeated(base, exponent.shape, exponent.dtype)
+    number = graph.fill(base, exponent.shape, exponent.dtype)
     return graph.binary("Pow", number, exponent, exponent.shape, exponent.dtype)
 
 
@@ -133,10 +133,10 @@ def _remainder(graph: Graph, node: fx.Node, value: Value, divisor: float) -> Val
     value = graph.cast(value, dtype)
     if not dtype.is_floating_point:
         return graph.with_number("Mod", value, divisor)
-    number = graph.repeated(divisor, (), dtype)
+    number = graph.fill(divisor, (), dtype)
     rest = graph.one("Mod", [graph.plain(value), number.name], value.shape, dtype, fmod=1)
     has_other_sign = graph.binary(
-        "Less" if divisor > 0 else "Greater", rest, graph.repeated(0, (), dtype), value.shape, torch.bool
+        "Less" if divisor > 0 else "Greater", rest, graph.fill(0, (), dtype), value.shape, torch.bool
     )
     updated = graph.binary("Add", rest, number, value.shape, dtype)
     return graph.one("Where", [has_other_sign.name, updated.name, rest.name], value.shape, dtype)
@@ -166,7 +166,7 @@ def _cast(graph: Graph, node: fx.Node, value: Value, **_: Any) -> Value:
 @_lowers(aten.full.default, aten.scalar_tensor.default, aten.full_like.default)
 def _full(graph: Graph, node: fx.Node, *arguments: Any, **_: Any) -> Value:
     number = arguments[0] if node.target is aten.scalar_tensor.default else arguments[1]
-    return graph.repeated(number, _shape(node), _dtype(node))
+    return graph.fill(number, _shape(node), _dtype(node))
 
 
 @_lowers(aten.arange.start_step)
@@ -209,13 +209,13 @@ def _bmm(graph: Graph, node: fx.Node, left: Value, right: Value) -> Value:
 
 
 def _ends_swapped(node: fx.Node) -> bool:
-    """Whether what finally happens to a product alone is that its last two axes change places."""
+    """Return whether a product is only used with its last two axes exchanged."""
     last, turned = _shape(node)[-2:], False
     while len(node.users) == 1:
         [node] = node.users
         if node.target is aten.permute.default:
             order = cast(Sequence[int], node.args[1])
-            if tuple(axis % len(order) for axis in order) != swapped(len(order)):
+            if tuple(axis % len(order) for axis in order) != swap_last_axes(len(order)):
                 break
             turned = not turned
         else:
@@ -295,7 +295,7 @@ def _unbind(graph: Graph, node: fx.Node, value: Value, axis: int = 0) -> list[Va
 
 @_lowers(aten.stack.default)
 def _stack(graph: Graph, node: fx.Node, values: Sequence[Value], axis: int = 0) -> Value:
-    """Of pieces that are permuted as what is made of them will be, if all that is made of them is a permutation."""
+    """Lower aten.stack. If the result is only transposed, transpose the inputs instead, which saves a copy."""
     shape = _shape(node)
     axis %= len(shape)
     order = tuple(range(len(shape)))
@@ -308,7 +308,7 @@ def _stack(graph: Graph, node: fx.Node, values: Sequence[Value], axis: int = 0) 
     for value in values:
         piece = graph.permute(graph.cast(value, _dtype(node)), rest)
         pieces.append(graph.plain(graph.reshape(piece, (*piece.shape[:behind], 1, *piece.shape[behind:]))))
-    made = graph.one("Concat", pieces, permuted(shape, order), _dtype(node), axis=behind)
+    made = graph.one("Concat", pieces, permute(shape, order), _dtype(node), axis=behind)
     return graph.permute(made, tuple(order.index(place) for place in range(len(order))))
 
 
@@ -381,10 +381,10 @@ def _gelu_backward(graph: Graph, node: fx.Node, grad: Value, value: Value, appro
 def _layer_norm(
     graph: Graph, node: fx.Node, value: Value, over: Sequence[int], scale: Value | None, bias: Value | None, eps: float
 ) -> list[Value]:
-    return _normalised(graph, value, len(over), scale, bias, eps)
+    return _normalise(graph, value, len(over), scale, bias, eps)
 
 
-def _normalised(
+def _normalise(
     graph: Graph, value: Value, axes: int, scale: Value | None, bias: Value | None, eps: float
 ) -> list[Value]:
     """The normalised values, their means, and one over their standard deviations."""
@@ -513,13 +513,13 @@ def _weight_gradient(
         raise Unsupported(f"a convolution whose stride {stride} leaves out rows of an image has no gradient here")
     channels = (1, 0, 2, 3)
     operands = [graph.plain(graph.permute(side, channels)) for side in (value, grad)]
-    turned = permuted(shape, channels)
+    turned = permute(shape, channels)
     made = graph.one("Conv", operands, turned, grad.dtype, dilations=stride, pads=padding + ends)
     return graph.permute(made, channels)
 
 
 def _every(graph: Graph, value: Value, stride: list[int], places: Shape) -> Value:
-    """Of rows and columns those that a convolution of one pixel reads."""
+    """Take the rows and columns that a convolution of one pixel reads."""
     if stride == [1, 1]:
         return value
     bounds = [graph.constant(np.array(numbers, np.int64)) for numbers in ([0, 0], value.shape[2:], [2, 3], stride)]
@@ -528,8 +528,8 @@ def _every(graph: Graph, value: Value, stride: list[int], places: Shape) -> Valu
 
 @_lowers(aten.threshold_backward.default)
 def _relu_backward(graph: Graph, node: fx.Node, grad: Value, value: Value, threshold: float) -> Value:
-    passed = graph.binary("Greater", value, graph.repeated(threshold, (), value.dtype), value.shape, torch.bool)
-    names = [graph.plain(passed), graph.plain(grad), graph.repeated(0.0, (), grad.dtype).name]
+    passed = graph.binary("Greater", value, graph.fill(threshold, (), value.dtype), value.shape, torch.bool)
+    names = [graph.plain(passed), graph.plain(grad), graph.fill(0.0, (), grad.dtype).name]
     return graph.one("Where", names, value.shape, grad.dtype)
 
 
@@ -581,12 +581,12 @@ def _dtype(node: fx.Node) -> torch.dtype:
 def as_constant(graph: Graph, value: torch.Tensor) -> Value:
     array = value.detach().numpy()
     if array.size == 1:
-        return graph.repeated(array.item(), array.shape, value.dtype)
+        return graph.fill(array.item(), array.shape, value.dtype)
     return Value(graph.constant(array), array.shape, value.dtype)
 
 
 def _as_value(graph: Graph, side: Any, dtype: torch.dtype) -> Value:
-    return side if isinstance(side, Value) else graph.repeated(side, (), dtype)
+    return side if isinstance(side, Value) else graph.fill(side, (), dtype)
 
 
 def _example(side: Any) -> Any:

@@ -28,9 +28,9 @@ from fedvit.precision import Compute
 
 OPSET = 20
 IR_VERSION = 10
-"""What an onnxruntime of 1.17 or newer can read; written explicitly because onnx's default moves ahead."""
+"""Version of ONNX files that onnxruntime 1.17 can read; written explicitly, as onnx's default moves ahead."""
 INTEGERS_OPSET = 21
-"""Of graphs with integer products: its QuantizeLinear has a scale for each row of a matrix."""
+"""Operator set of graphs with integer products: its QuantizeLinear has a scale for each row of a matrix."""
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,6 @@ from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
 from fedvit.logs import FORMAT_VARIABLE
 from fedvit.terminal import guard_streams
 
-RENAMED = {"--out": "--runs", "--name": "--run"}
-"""Flags that had another name in an earlier version. Flags that were written without the name of their table, as in
-`--clip`, are found without this list."""
-
 
 class SectionOption(click.Option):
     """An option that `--help` shows under a heading, which is not always that of the command's own options."""
@@ -28,20 +24,11 @@ class SectionOption(click.Option):
 
 
 class Command(click.Command):
-    """A command whose `--help` groups its options and ends with examples, and which recognises old names of flags."""
+    """A command whose `--help` groups its options and ends with examples."""
 
     def __init__(self, *arguments: Any, examples: Sequence[str] = (), **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.examples = tuple(examples)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raises ConfigError with the new name for a flag of an earlier version."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if now := _renamed(error.option_name, self):
-                raise ConfigError(f"{error.option_name} was renamed to {' or '.join(now)}") from None
-            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The command's own options first, then every section in the order in which it first appears."""
@@ -68,13 +55,6 @@ class Group(Command, click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         Command.format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
-
-
-def _renamed(flag: str, command: click.Command) -> list[str]:
-    """The new names of an unknown flag; none if it was not renamed."""
-    known = [name for option in command.params for name in (*option.opts, *option.secondary_opts)]
-    tail = "." + flag.removeprefix("--")
-    return [name for name in known if name.endswith(tail) or name == RENAMED.get(flag)]
 
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")

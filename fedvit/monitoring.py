@@ -1,4 +1,4 @@
-"""Where a program can be watched over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for a supervisor.
+"""Watch a program over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for a supervisor.
 
 Served in threads of their own; the program's state is only read.
 """
@@ -126,7 +126,7 @@ PASSWORD_OPTION: dict[str, Any] = {
 
 
 class Watched(NamedTuple):
-    """What a program shows of itself."""
+    """State that a program shows."""
 
     collector: "Collector"
     loops: Callable[[], list[LoopWatch]]  # the program hangs if one of them does
@@ -149,7 +149,7 @@ class Monitor:
 
 
 @contextmanager
-def monitored(address: ListenAddress | None) -> Iterator[Monitor]:
+def serve_metrics(address: ListenAddress | None) -> Iterator[Monitor]:
     """Serve metrics within the block; without an address do nothing. Raises ConfigError if the port is taken."""
     if address is None:
         yield Monitor(None)

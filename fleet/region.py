@@ -40,7 +40,7 @@ from fedvit.data.folder import DeviceData, Files, Split
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import make_private, private_files
 from fedvit.program import Program
-from fedvit.tensors import mapped, packed_pieces
+from fedvit.tensors import map_tensors, pack_in_pieces
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import MAX_CLASS_COUNTS, Declined, Failed, Result, RunEnded, Task
 from fedvit.wire.topics import Topics, check_name
@@ -108,8 +108,8 @@ class _Executor(TaskExecutor):
         """The result, which is in the vault then: the region's run may delete its devices' updates."""
         assert answer.update is not None  # of a training
         task, residual = execution.task, self._vault.residual(execution.task.run)
-        upload, new_residual = coded_upload(program, mapped(answer.update), {}, residual.tensors)
-        manifest = self._blobs.put(*packed_pieces(upload))
+        upload, new_residual = coded_upload(program, map_tensors(answer.update), {}, residual.tensors)
+        manifest = self._blobs.put(*pack_in_pieces(upload))
         self._integrity.check([manifest.digest])
         guarded.upload_bytes = manifest.size
         use = self._use(execution, guarded, answer.flops)

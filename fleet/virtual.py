@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from edge_client.agent import TICK_S, Agent
 from edge_client.integrity import Integrity
@@ -57,52 +57,57 @@ class _Inbox(SimpleQueue[object]):
         self._host.put((self._device, item))
 
 
+class HostSettings(NamedTuple):
+    """Settings of a host."""
+
+    federation: str
+    state: Path  # each device's vault is in a folder of its name
+    blobs: Path  # folder of all blobs, to which each device's own `blobs` is a link
+    threads: int  # of a device that computes
+    at_once: int  # devices that compute at the same time
+    software: str
+    watches: bool = False  # images that are added or removed count from a device's next task on
+
+
 class Host:
     """The virtual devices of one process. `serve` runs all of them in the calling thread.
 
-    `devices` gives their names and folders of images. Each device's vault is in a folder of its name below `state`; all
-    blobs are in the folder `blobs`, to which each device's own `blobs` is a link. `at_once` devices compute at the same
-    time, with `threads` each. With `watches`, images that are added or removed count from a device's next task on.
-    `kinds` has other classes of agents by name. Raises DataError for a folder that cannot be used.
+    `devices` gives their names and folders of images. `kinds` has other classes of agents by name. Raises DataError for
+    a folder that cannot be used.
     """
 
     def __init__(
         self,
         devices: Mapping[str, Path],
-        *,
-        federation: str,
         transport: NewTransport,
-        state: Path,
-        blobs: Path,
-        threads: int,
-        at_once: int,
-        software: str,
-        watches: bool = False,
+        settings: HostSettings,
         kinds: Mapping[str, Callable[..., Agent]] | None = None,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
-        self._work = WorkQueue(at_once + WRITING)
+        self._work = WorkQueue(settings.at_once + WRITING)
         self._ticks = 0
-        runtime, shared, fetches = SharedRuntime(threads, at_once), SharedBlobs(blobs), Fetches()
-        vaults = {name: Vault(state / name / "vault") for name in devices}
-        integrity = Integrity(BlobStore(blobs), lambda: chain.from_iterable(one.files() for one in vaults.values()))
-        images = _images(devices, state)
-        profile = device_profile(threads)
+        runtime = SharedRuntime(settings.threads, settings.at_once)
+        shared, fetches = SharedBlobs(settings.blobs), Fetches()
+        vaults = {name: Vault(settings.state / name / "vault") for name in devices}
+        integrity = Integrity(
+            BlobStore(settings.blobs), lambda: chain.from_iterable(one.files() for one in vaults.values())
+        )
+        images = _images(devices, settings.state)
+        profile = device_profile(settings.threads)
         self.agents: dict[str, Agent] = {}
         for name in devices:
-            home = state / name
-            _link(home / "blobs", blobs)
+            _link(settings.state / name / "blobs", settings.blobs)
             self.agents[name] = (kinds or {}).get(name, Agent)(
                 device=name,
-                federation=federation,
+                federation=settings.federation,
                 transport=transport(name, _Inbox(name, self._inbox)),
                 data=images[name].data,
-                growing=images[name] if watches else None,
+                growing=images[name] if settings.watches else None,
                 vault=vaults[name],
                 blobs=shared.view(),
                 runtime=runtime,
                 profile=profile,
-                software=software,
+                software=settings.software,
                 begin=self._work.begin,
                 exchange=fetches.exchange,
                 integrity=integrity,
@@ -166,8 +171,8 @@ def _images(devices: Mapping[str, Path], state: Path) -> dict[str, OwnFolder]:
     opened: dict[Path, SharedFolder] = {}
     for name, folder in devices.items():
         if folder not in opened:
-            kept = split_file(state / name)
-            opened[folder] = SharedFolder(folder, split_file=kept, cache_bytes=cache_bytes, share=share)
+            split = split_file(state / name)
+            opened[folder] = SharedFolder(folder, split_file=split, cache_bytes=cache_bytes, share=share)
 
     def own(data: DeviceData) -> DeviceData:
         train, test = (replace(part, files=Files(part.paths, cache_bytes)) for part in (data.train, data.test))

@@ -70,7 +70,7 @@ class Accelerator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Power(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the whole board, unless a note says otherwise."""
+    """Power of the whole board, unless a note says otherwise."""
 
     idle_w: Figure | None = None
     load_w: Figure | None = None
@@ -243,7 +243,7 @@ PRODUCTS: dict[ProductKind, Callable[[int], tuple[int, int, int, int]]] = {
 BYTES_PER_ELEMENT = 8
 """Read and written."""
 CYCLES_PER_ELEMENT = {"Softmax": 8, "LayerNormalization": 6, "Gelu": 12, "Erf": 12, "Exp": 6}
-"""Of one core."""
+"""Rate of one core."""
 NODE_CYCLES = 20_000
 """Cycles that a runtime needs to start and end one operator, including threads."""
 SYSTEM_BYTES = 512 << 20

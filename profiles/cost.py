@@ -59,7 +59,7 @@ class GraphCost:
 
     @cached_property
     def work(self) -> Work:
-        """Of one run."""
+        """Work of one run."""
         products: dict[Product, float] = defaultdict(float)
         moved_bytes: dict[str, float] = defaultdict(float)
         for node in self.nodes:
@@ -82,7 +82,7 @@ def graph_cost(content: bytes) -> GraphCost:
     """
     graph = onnx.load_from_string(content).graph
     tensors = _tensors(graph)
-    forward, fused, gradients = _forward(graph), _fused(graph), _gradients(graph)
+    forward, fused, gradients = _forward(graph), _find_fused(graph), _gradients(graph)
     places = _places(graph, tensors, gradients)
     nodes = []
     for node in graph.node:
@@ -161,7 +161,7 @@ def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor], gradient: boo
 
 
 def _convolution(node: onnx.NodeProto, read: Shape, weight: Shape, out: Shape, kind: ProductKind) -> Product:
-    """As the product that it is: the weight's places are rows, of the transposed one the values that enter."""
+    """Return the dimensions of a convolution as a product; its rows are the weight's places, or the input's values."""
     if node.op_type == "ConvTranspose":
         return Product(kind, 1, math.prod(read) // weight[0], weight[0], math.prod(weight[1:]))
     return Product(kind, 1, math.prod(out) // weight[0], math.prod(weight[1:]), weight[0])
@@ -193,7 +193,7 @@ def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
     return sum(tensors[name].size_bytes for name in (*node.input, *node.output) if name in tensors)
 
 
-def _fused(graph: onnx.GraphProto) -> set[str]:
+def _find_fused(graph: onnx.GraphProto) -> set[str]:
     """Transposed values that onnxruntime replaces by a flag of the products which read them."""
     readers: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:

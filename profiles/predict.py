@@ -118,7 +118,7 @@ class ProductModel:
         by_kind: dict[ProductKind, list[ProductRate]] = defaultdict(list)
         for rate in rates:
             by_kind[rate.kind].append(rate)
-        self._factors = {kind: _fitted(measured) for kind, measured in by_kind.items()}
+        self._factors = {kind: _fit(measured) for kind, measured in by_kind.items()}
 
     def seconds(self, product: ProductWork) -> float:
         factors = self._factors.get(product.kind)
@@ -140,7 +140,7 @@ def _terms(product: ProductRate | ProductWork) -> Any:
     return np.array([flops, right, out], np.float64)
 
 
-def _fitted(measured: Sequence[ProductRate]) -> Any:
+def _fit(measured: Sequence[ProductRate]) -> Any:
     """Non-negative factors that minimise relative errors."""
     from scipy.optimize import nnls  # imported late: saves half a second at the coordinator's start
 

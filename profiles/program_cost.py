@@ -12,13 +12,13 @@ import numpy as np
 
 from fedvit.program import Collect, Program, Role, TensorSpec, Train, encode_program
 from fedvit.resources import IMAGE_CACHE_BYTES
-from fedvit.tensors import packed_size
-from fedvit.updates import NONE, coded_form, make_codec
+from fedvit.tensors import compute_packed_bytes
+from fedvit.updates import NONE, list_coded_forms, make_codec
 from profiles.cost import GraphCost, flop_shares
 from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
 
 ARENA_SLACK = 1.4
-"""What onnxruntime holds for activations, divided by what is live at a time: pieces of different sizes leave gaps,
+"""Ratio of onnxruntime's memory for activations to the live activations: pieces of different sizes leave gaps,
 and kernels have their own buffers. 1.2 to 1.6 over the cases of `python -m bench profile`."""
 
 
@@ -38,7 +38,7 @@ class PricedProgram:
         `cache_bytes` is what decoded images may take.
         """
         program, graphs = self.program, self.graphs
-        collected = {phase.collect: _collected(phase.collect, images) for phase in program.train if phase.collect}
+        collected = {phase.collect: _count_collected(phase.collect, images) for phase in program.train if phase.collect}
         # a device keeps its decoded images where all of them fit, or none
         kept_bytes, kept_test_bytes = (
             bytes_ if bytes_ <= cache_bytes else 0
@@ -53,7 +53,7 @@ class PricedProgram:
             flops_round=sum(
                 _runs_of_round(program, phase, images) * graphs[phase.graph].flops for phase in program.train
             ),
-            bytes_up=_uploaded(program, collected) if collected else self._without_images.bytes_up,
+            bytes_up=_upload_bytes(program, collected) if collected else self._without_images.bytes_up,
             memory=_with_images(self._without_images.memory, collected, kept_bytes, kept_test_bytes),
         )
 
@@ -61,14 +61,14 @@ class PricedProgram:
     def _without_images(self) -> ProgramCost:
         program, graphs = self.program, self.graphs
         shares = _flop_shares(graphs, {phase.graph: _runs(program, phase) for phase in program.train})
-        trained = _held(program, lambda role: role.trained_on_device)
-        fixed = _held(program, lambda role: not role.trained_on_device)
+        trained = _select(program, lambda role: role.is_trained_on_device)
+        fixed = _select(program, lambda role: not role.is_trained_on_device)
         down = [name for name, group in program.groups.items() if group.role.from_server_each_round]
         first = [name for name, group in program.groups.items() if group.initial]
-        whole = sum(_sent_down(program, group, whole=True) for group in down)
-        bytes_down = sum(_sent_down(program, group) for group in down)
+        whole = sum(_download_bytes(program, group, whole=True) for group in down)
+        bytes_down = sum(_download_bytes(program, group) for group in down)
         once = whole - bytes_down + sum(cost.graph_bytes for cost in graphs.values()) + len(encode_program(program))
-        once += sum(_packed(program, [group]) for group in first)
+        once += sum(_size_packed(program, [group]) for group in first)
         return ProgramCost(
             method=program.method,
             model=program.model,
@@ -79,7 +79,7 @@ class PricedProgram:
             mask_ratio=program.batch.mask_ratio,
             parameters_trained=_numbers(trained),
             parameters_frozen=_numbers(fixed),
-            parameters_local=_numbers(_held(program, lambda role: role is Role.LOCAL)),
+            parameters_local=_numbers(_select(program, lambda role: role is Role.LOCAL)),
             flops_forward=sum(share.forward for share in shares),
             flops_backward=sum(share.backward for share in shares),
             flops=shares,
@@ -93,7 +93,7 @@ class PricedProgram:
             flops_round=0,
             bytes_once=once,
             bytes_down=bytes_down,
-            bytes_up=_uploaded(program, {}),
+            bytes_up=_upload_bytes(program, {}),
             memory=_memory_without_images(program, graphs),
         )
 
@@ -119,7 +119,7 @@ def _runs(program: Program, phase: Train) -> int:
 
 
 def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> Work:
-    """Of one optimizer step, averaged over those of all phases."""
+    """Sum the work of one optimizer step, averaged over the steps of all phases."""
     steps = {phase: program.steps_of(phase, images) for phase in program.train}
     total = max(1, sum(steps.values()))
     parts = [(graphs[phase.graph].work, _runs_of_round(program, phase, images) / total) for phase in steps]
@@ -139,11 +139,11 @@ def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -
 
 
 PIECE_ELEMENTS = 1 << 17
-"""Of one run of an update (edge_client.steps)."""
+"""Parts of one run of an update (edge_client.steps)."""
 
 
 def _together(*parts: tuple[Work, float]) -> Work:
-    """So much of each."""
+    """Sum the parts' work, each multiplied by its count."""
     products: dict[ProductWork, float] = defaultdict(float)  # by size, with a count of 1
     moved_bytes: dict[str, float] = defaultdict(float)
     for work, times in parts:
@@ -159,7 +159,7 @@ def _together(*parts: tuple[Work, float]) -> Work:
 
 
 def _flop_shares(graphs: Mapping[str, GraphCost], runs: Mapping[str, int]) -> list[FlopShare]:
-    """Of one optimizer step; where a round has phases of several graphs, of one step of each."""
+    """Sum the FLOPs of one optimizer step, or of one step of each phase's graph."""
     return [
         FlopShare(block=block, kind=kind, forward=forward, backward=backward)
         for name, count in runs.items()
@@ -170,7 +170,7 @@ def _flop_shares(graphs: Mapping[str, GraphCost], runs: Mapping[str, int]) -> li
 # --- bytes --------------------------------------------------------------------------------------------
 
 
-def _held(program: Program, wanted: Callable[[Role], bool]) -> dict[str, TensorSpec]:
+def _select(program: Program, wanted: Callable[[Role], bool]) -> dict[str, TensorSpec]:
     return {name: spec for name, spec in program.tensors.items() if wanted(program.groups[spec.group].role)}
 
 
@@ -182,36 +182,36 @@ def _size_bytes(tensors: Mapping[str, TensorSpec]) -> int:
     return sum(prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in tensors.values())
 
 
-def _packed(program: Program, groups: list[str]) -> int:
+def _size_packed(program: Program, groups: list[str]) -> int:
     members = {name: (spec.shape, spec.dtype) for name, spec in program.tensors.items() if spec.group in groups}
-    return packed_size(members)
+    return compute_packed_bytes(members)
 
 
-def _sent_down(program: Program, group: str, *, whole: bool = False) -> int:
+def _download_bytes(program: Program, group: str, *, whole: bool = False) -> int:
     """Bytes of a group for a device with the value of the round before, or without one."""
     coding = program.groups[group]
     shapes = {name: program.tensors[name].shape for name in program.names(group)}
-    sizes = [_packed(program, [group])] if coding.whole == NONE else []
-    sizes += [packed_size(coded_form(make_codec(coding.whole), shapes))] if coding.whole != NONE else []
+    sizes = [_size_packed(program, [group])] if coding.whole == NONE else []
+    sizes += [compute_packed_bytes(list_coded_forms(make_codec(coding.whole), shapes))] if coding.whole != NONE else []
     if coding.down != NONE and not whole:
-        sizes.append(packed_size(coded_form(make_codec(coding.down), shapes)))
+        sizes.append(compute_packed_bytes(list_coded_forms(make_codec(coding.down), shapes)))
     return min(sizes)
 
 
-def _collected(collect: Collect, images: int) -> int:
+def _count_collected(collect: Collect, images: int) -> int:
     """The number of images with uploaded features, if all classes have equally many."""
     return int(images * min(1.0, collect.threshold))
 
 
-def _uploaded(program: Program, collected: Mapping[Collect, int]) -> int:
+def _upload_bytes(program: Program, collected: Mapping[Collect, int]) -> int:
     counts = {collect.output: count for collect, count in collected.items()} | {
         "labels": max(collected.values(), default=0)
     }
     expected: dict[str, tuple[tuple[int, ...], str]] = {}
-    for name, (shape, dtype) in program.expected_upload().items():
+    for name, (shape, dtype) in program.upload_form().items():
         count = counts.get(name.partition("#")[0], 0)  # of what may be any number
         expected[name] = tuple(count if length is None else length for length in shape), dtype
-    return packed_size(expected) if expected else 0
+    return compute_packed_bytes(expected) if expected else 0
 
 
 # --- memory -------------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
     collected of them.
     """
     batch = program.batch
-    trained = _held(program, lambda role: role.trained_on_device)
-    weights = _size_bytes(_held(program, lambda role: not role.trained_on_device))
+    trained = _select(program, lambda role: role.is_trained_on_device)
+    weights = _size_bytes(_select(program, lambda role: not role.is_trained_on_device))
     updated = max((_moved_bytes(program, phase) for phase in program.train), default=0)
     copies = max((_copies(phase) for phase in program.train), default=0)
     activations = int(ARENA_SLACK * max((graphs[phase.graph].activation_bytes for phase in program.train), default=0))
@@ -232,15 +232,15 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
     patches = 4 * batch.patch_values
     # one batch is trained on, one waits, one is made; as pictures and as patches
     batches = 3 * batch.batch_size * batch.kept_patches * patches + batch.batch_size * image_bytes
-    sent = _size_bytes(_held(program, lambda role: role.sent_back))
+    sent = _size_bytes(_select(program, lambda role: role.is_sent_back))
     if any(program.groups[group].up != NONE for group in program.groups):
-        sent += _uploaded(program, {})  # what coding left out takes the place of the changes, one by one
+        sent += _upload_bytes(program, {})  # what coding left out takes the place of the changes, one by one
     mapped = weights + _size_bytes(trained)  # files of what is trained are read again where changes are computed
     return [
         MemoryPhase(
             phase="train",
             parts={
-                "graphs": _loaded(graphs[name] for name in program.graphs_for("train")),
+                "graphs": _graph_bytes(graphs[name] for name in program.graphs_for("train")),
                 "weights": weights,
                 "trained": copies * updated,
                 "activations": activations,
@@ -251,7 +251,7 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
         MemoryPhase(
             phase="upload",
             parts={
-                "graphs": _loaded(graphs[name] for name in program.graphs_for("train")),
+                "graphs": _graph_bytes(graphs[name] for name in program.graphs_for("train")),
                 "weights": mapped if sent else weights,
                 "trained": updated + sent,
                 "activations": activations,  # an arena does not shrink
@@ -262,7 +262,7 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
         MemoryPhase(
             phase="evaluate",
             parts={
-                "graphs": _loaded(graphs.values()),
+                "graphs": _graph_bytes(graphs.values()),
                 "weights": mapped,
                 "activations": max(activations, answers),
                 "images": batch.answer_size * (image_bytes + batch.patches * patches),
@@ -299,7 +299,7 @@ def _copies(phase: Train) -> int:
     return 2 + len(phase.slots) if phase.update else 2 * (1 + len(phase.slots))
 
 
-def _loaded(graphs: Iterable[GraphCost]) -> int:
+def _graph_bytes(graphs: Iterable[GraphCost]) -> int:
     """Memory of loaded graphs in onnxruntime: their nodes with plans."""
     return sum(LOADED_PER_NODE_BYTES * len(cost.nodes) for cost in graphs)
 

@@ -12,6 +12,7 @@ from bench.chaos.outcome import InjectedFault, Outcome, count_duplicates
 from bench.chaos.schedule import COORDINATOR, Fault
 from bench.chaos.watch import Watch
 from fedvit.errors import FedvitError, LinkDown
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 
 SCENARIO: dict[str, Any] = {
@@ -165,7 +166,7 @@ class ScenarioRun:
 
 def undisturbed_run(folders: list[Path], values: dict[str, Any], out: Path, cache: Path | None = None) -> bytes:
     """The final tensors of a run without faults, in this process."""
-    outcome = simulate(folders, values, out=out, run="calm", graph_cache=cache)
+    outcome = simulate(RunRequest(folders, values, out=out, run="calm", graph_cache=cache))
     return (outcome.folder / "model.safetensors").read_bytes()
 
 

@@ -21,7 +21,7 @@ from coordinator.compute.engine import Engine
 from coordinator.compute.planning.checks import checked_config
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Interrupted
@@ -35,7 +35,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import Role, decode_program, encode_program
-from fedvit.tensors import mapped, pack
+from fedvit.tensors import map_tensors, pack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
     CoordinatorState,
@@ -84,7 +84,7 @@ class Scene(NamedTuple):
             group: self.blobs.put(pack({name: self.plan.state.tensors[name] for name in program.names(group)})).digest
             for group in program.common_groups()
         }
-        digests = [self.plan.first.digest, *program.fetched_once(), *groups.values()]
+        digests = [self.plan.first.digest, *program.list_fetched_once(), *groups.values()]
         manifests = tuple(self.blobs.manifest(digest) for digest in digests)
         return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
 
@@ -139,7 +139,7 @@ def _decoders(scene: Scene, messages: int, seed: int) -> Part:
 
     def read_mapped(raw: bytes) -> None:
         file.write_bytes(raw)
-        mapped(file)
+        map_tensors(file)
 
     def read_upload(raw: bytes) -> None:
         file.write_bytes(raw)
@@ -373,8 +373,8 @@ def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
     """Hostile devices against a real coordinator, which must continue its rounds with a healthy device."""
     part, mutator = Part("coordinator"), Mutator(seed)
     broker, topics = MemoryBroker(), Topics(scene.config.federation)
-    store = Store.in_folder(scene.folder / "runs")
-    store.create_run(RUN, msgspec.to_builtins(scene.config))
+    store = open_record(scene.folder / "runs")
+    store.runs.create(RUN, msgspec.to_builtins(scene.config))
     coordinator = Coordinator(
         run=RUN,
         config=scene.config,
@@ -416,7 +416,7 @@ def _coordinator(scene: Scene, messages: int, seed: int) -> Part:
     for serving in (server, healthy):
         if isinstance(serving.outcome, BaseException) and not isinstance(serving.outcome, Interrupted):
             part.finding(f"{serving.name} ended: {describe(serving.outcome)}")
-    for entry in store.refusals(RUN):
+    for entry in store.devices.read_refusals(RUN):
         part.refusals[entry.kind] = part.refusals.get(entry.kind, 0) + 1
     store.close()
     return part
@@ -470,15 +470,13 @@ def _bombard(
 def _damaged_upload(scene: Scene, mutator: Mutator, peer: Peer) -> Manifest:
     program = scene.plan.first.program
     sent_back = (program.tensors[name] for group in program.with_role(Role.SHARED) for name in program.names(group))
-    raw = pack(
-        dict(zip(program.expected_upload(), (np.zeros(spec.shape, spec.dtype) for spec in sent_back), strict=True))
-    )
+    raw = pack(dict(zip(program.upload_form(), (np.zeros(spec.shape, spec.dtype) for spec in sent_back), strict=True)))
     return peer.blobs.put(mutator.tensors(raw, raw)[1] or b"\0")
 
 
-def _check_rounds(part: Part, coordinator: Coordinator, store: Store, peer: Peer, topics: Topics) -> None:
+def _check_rounds(part: Part, coordinator: Coordinator, store: Record, peer: Peer, topics: Topics) -> None:
     """Add a finding unless two more rounds close with the healthy device's result after the hostile devices leave."""
-    closed = [record.round for record in store.rounds(RUN) if record.closed_at]
+    closed = [record.round for record in store.rounds.read_all(RUN) if record.closed_at]
     part.refusals["rounds closed meanwhile"] = len(closed)
     wanted = (closed[-1] if closed else 0) + 2
     until = time.monotonic() + 2 * HANG_S
@@ -488,7 +486,7 @@ def _check_rounds(part: Part, coordinator: Coordinator, store: Store, peer: Peer
                 leaving = DeviceState(coordinator.state.presence[name].hello.instance, online=False)
                 peer.send(encode(leaving), topics.device_state(name))
         peer.receive()
-        if "healthy" in {result.device for result in store.results(RUN, wanted, "train")}:
+        if "healthy" in {result.device for result in store.tasks.read_results(RUN, wanted, "train")}:
             return
         time.sleep(0.05)
     part.finding(f"the healthy device did not finish round {wanted} within {2 * HANG_S:.0f} s")

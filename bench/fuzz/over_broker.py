@@ -20,7 +20,7 @@ from bench.edge import noise_folder
 from bench.fuzz.mutations import Mutator
 from bench.fuzz.report import FuzzReport, Part
 from bench.fuzz.seeds import RUN, SETTINGS, from_coordinator, from_device, hello
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.security.broker import start_broker
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.transport.address import Address
@@ -207,13 +207,15 @@ def _bombard(part: Part, mutator: Mutator, messages: int, hostile: _Eavesdropper
 
 
 def _count(part: Part, home: Path) -> None:
-    store = Store.in_folder(home / "runs")
+    store = open_record(home / "runs")
     try:
-        for entry in store.refusals(RUN):
+        for entry in store.devices.read_refusals(RUN):
             part.refusals[entry.kind] = part.refusals.get(entry.kind, 0) + 1
-        rounds = store.rounds(RUN)
+        rounds = store.rounds.read_all(RUN)
         part.refusals["rounds closed"] = sum(record.closed_at is not None for record in rounds)
-        results = [result for result in store.results(RUN) if result.device == "healthy" and result.kind == "train"]
+        results = [
+            result for result in store.tasks.read_results(RUN) if result.device == "healthy" and result.kind == "train"
+        ]
         part.refusals["of them with the healthy device"] = len(results)
         if len(results) < len(rounds):
             part.finding(f"the healthy device is in {len(results)} of {len(rounds)} rounds")

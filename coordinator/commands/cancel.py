@@ -22,7 +22,7 @@ def cancel(run: str, folder: Path, as_json: bool) -> None:
     store = existing_store(folder, writes=True)
     try:
         done = cancel_run(store, folder, run)
-        status = store.run(run).status
+        status = store.runs.read(run).status
     finally:
         store.close()
     if as_json:

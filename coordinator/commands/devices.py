@@ -99,11 +99,11 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
 
     store = existing_store(runs)
     try:
-        run = run or next((record.id for record in store.runs()), None)
+        run = run or next((record.id for record in store.runs.read_all()), None)
         if run is None:
             raise ConfigError(f"there is no run in {runs}")
         known = {standing.device: standing for standing in read_standings(store, run)}
-        records = {record.device: record for record in store.devices(run)}
+        records = {record.device: record for record in store.devices.read_all(run)}
     finally:
         store.close()
     for entry in listed:

@@ -42,7 +42,7 @@ def gc(
             )
         )
         if any(entry.what in ("run", "details") for entry in removed) and not dry_run:
-            store.compact()
+            store.database.compact()
     finally:
         store.close()
     print_removals(removed, as_json, "would remove" if dry_run else "removed")

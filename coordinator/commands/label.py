@@ -30,7 +30,7 @@ def label(device: str, labels: tuple[str, ...], removed: tuple[str, ...], folder
     store = existing_store(folder, writes=bool(labels or removed))
     try:
         set_labels(store, device, labels, removed)
-        found = store.labels(device).get(device, {})
+        found = store.devices.read_labels(device).get(device, {})
     finally:
         store.close()
     if as_json:

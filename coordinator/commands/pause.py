@@ -12,7 +12,7 @@ from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
 
 if TYPE_CHECKING:
-    from coordinator.record.store import Store
+    from coordinator.record.record import Record
 
 
 @click.command(cls=Command, examples=["coordinator pause RUN"])
@@ -39,11 +39,11 @@ def unpause(run: str, folder: Path, as_json: bool) -> None:
     _change(run, folder, as_json, unpause_run)
 
 
-def _change(run: str, folder: Path, as_json: bool, change: "Callable[[Store, str], str]") -> None:
+def _change(run: str, folder: Path, as_json: bool, change: "Callable[[Record, str], str]") -> None:
     store = existing_store(folder, writes=True)
     try:
         done = change(store, run)
-        paused_at = store.run(run).paused_at
+        paused_at = store.runs.read(run).paused_at
     finally:
         store.close()
     if as_json:

@@ -30,7 +30,7 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
 
     store = existing_store(folder, writes=bool(released))
     try:
-        store.run(run)
+        store.runs.read(run)
         for device in released:
             release(store, run, device)
             click.echo(f"{device}: released, its strikes are reset", err=True)

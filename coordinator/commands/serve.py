@@ -88,7 +88,7 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     with ExitStack() as stack:
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         display = line_display(quiet)
         workers = _Workers()
         stack.callback(workers.close)
@@ -107,7 +107,7 @@ def serve(
             display.line("the other service no longer leads: this one takes over")
         store = opened_store(folder, stack)
         if leadership:
-            store.lead_in(leadership.term)
+            store.database.lead_in(leadership.term)
         endpoint = stack.enter_context(broker_endpoint(broker, config.federation, folder / "broker", display.line))
         configure_logging(file=folder / "service.log", stderr=False)
         client_id = f"coordinator-{secrets.token_hex(4)}"

@@ -13,10 +13,10 @@ from coordinator.config import TrackersConfig, make_config
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 
 if TYPE_CHECKING:
-    from coordinator.record.store import Store
+    from coordinator.record.record import Record
     from coordinator.run_view import RunView
 
 
@@ -66,13 +66,13 @@ def print_run(view: "RunView") -> None:
 
 
 @private_files()
-def write_missing(store: "Store", run: str, folder: Path, flags: dict[str, Any]) -> None:
+def write_missing(store: "Record", run: str, folder: Path, flags: dict[str, Any]) -> None:
     """Write the rounds that trackers lack."""
     from coordinator.record.retention import lock_run
     from coordinator.views.trackers.following import write_all
     from coordinator.views.trackers.writers import check_writers, make_writers
 
-    config = make_config(store.run(run).config, f"run {run}").run
+    config = make_config(store.runs.read(run).config, f"run {run}").run
     values = merge_flags({"trackers": msgspec.to_builtins(config.trackers)}, flags)
     config = msgspec.structs.replace(config, trackers=make_config(values, "flags").run.trackers)
     if not config.trackers.writers:
@@ -84,5 +84,5 @@ def write_missing(store: "Store", run: str, folder: Path, flags: dict[str, Any])
             rounds = write_all(writer, run, config, store)
         except Exception as error:
             raise StorageFailed(f"cannot write to {writer.where}: {error}. {writer.remedy}") from error
-        click.echo(f"{counted(rounds, 'round')} written to {writer.where}")
+        click.echo(f"{format_count(rounds, 'round')} written to {writer.where}")
     os.close(lock)

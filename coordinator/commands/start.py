@@ -36,14 +36,14 @@ from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import make_private, private_files
 from fedvit.hints import command
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.systemd import Notifier
 from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
     from coordinator.compute.messages import Checked
     from coordinator.compute.process import Worker
-    from coordinator.record.store import Store
+    from coordinator.record.record import Record
     from coordinator.record.tables import RunRecord
     from coordinator.rounds.coordinator import Coordinator
     from coordinator.rounds.display import Display
@@ -159,7 +159,7 @@ def run_to_end(
         store = opened_store(folder, stack) if has_record(folder) else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         if record is None:
             check_trackers(given.run, where)
             webhook_of(given.run.alerts)  # before a run begins
@@ -214,10 +214,10 @@ def run_to_end(
         transport = _transport(endpoint)
         store = store or opened_store(folder, stack)
         if record is None:
-            store.create_run(run, msgspec.to_builtins(config.run), endpoint.as_record())
+            store.runs.create(run, msgspec.to_builtins(config.run), endpoint.as_record())
         else:
             status = "interrupted" if record.status == "finished" else record.status
-            store.update_run(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
+            store.runs.update(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
         made.pop_all()
         _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, region)
 
@@ -269,7 +269,7 @@ def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
         f"run {run} can begin: {_described(of_run)}, server on {checked.accelerator}",
         f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
         f"  {settings_words(run_settings(of_run))}",
-        f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
+        f"  waits for {format_count(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
         f"what it costs on a board: {plan}",
     ]
 
@@ -290,13 +290,13 @@ def _worker(stack: ExitStack) -> "Worker":
     return worker
 
 
-def opened_store(folder: Path, stack: ExitStack) -> "Store":
+def opened_store(folder: Path, stack: ExitStack) -> "Record":
     """Open the record of all runs, and make their files private."""
-    from coordinator.record.store import Store
+    from coordinator.record.record import open_record
 
-    store = Store.in_folder(folder, check=False)  # verified while the run waits for devices
+    store = open_record(folder, check=False)  # verified while the run waits for devices
     stack.callback(store.close)
-    make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs())])
+    make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs.read_all())])
     return store
 
 
@@ -329,9 +329,9 @@ def usual_name(config: RunConfig) -> str:
     return f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{config.method}-{secrets.token_hex(2)}"
 
 
-def check_new(store: "Store | None", run: str) -> None:
+def check_new(store: "Record | None", run: str) -> None:
     """Raises ConfigError if the run exists."""
-    if store and run in {record.id for record in store.runs()}:
+    if store and run in {record.id for record in store.runs.read_all()}:
         raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
 
 
@@ -345,35 +345,35 @@ def check_trackers(config: RunConfig, where: str) -> None:
         check_writers(config.trackers, where)
 
 
-def check_start_from(store: "Store | None", config: RunConfig) -> None:
+def check_start_from(store: "Record | None", config: RunConfig) -> None:
     """Raises ConfigError if the run of `start_from` does not exist, or has closed no round."""
     if config.start_from is None:
         return
     if store is None:
         raise ConfigError(f"start_from = {config.start_from!r}: there is no run yet")
-    newest = store.newest_closed(config.start_from)
+    newest = store.rounds.read_newest_closed(config.start_from)
     if newest is None:
-        store.run(config.start_from)  # raises if there is no such run
+        store.runs.read(config.start_from)  # raises if there is no such run
         raise ConfigError(f"start_from = {config.start_from!r}: that run closed no round")
 
 
 # --- an earlier run -------------------------------------------------------------------------------------
 
 
-def _to_resume(store: "Store | None", resume: str | None, named: str | None) -> "RunRecord | None":
+def _to_resume(store: "Record | None", resume: str | None, named: str | None) -> "RunRecord | None":
     """The run to resume: that of `resume`, or that of `named` if it exists; None for a new run.
 
     Raises ConfigError if there is none to resume.
     """
     from coordinator.record.tables import ENDED
 
-    records = store.runs() if store else []
+    records = store.runs.read_all() if store else []
     if resume is None:
         return next((record for record in records if record.id == named), None)
     if resume != "newest":
         if store is None:
             raise ConfigError(f"no run {resume!r}: there is no run yet")
-        return store.run(resume)
+        return store.runs.read(resume)
     unfinished = [record for record in records if record.status not in (*ENDED, "queued")]
     if not unfinished:
         raise ConfigError("no run to resume: every run here is finished, or there is none")
@@ -418,7 +418,7 @@ def _transport(endpoint: "BrokerEndpoint") -> "Transport":
 
 
 def _serve(
-    store: "Store",
+    store: "Record",
     folder: Path,
     run: str,
     config: RunConfig,
@@ -450,7 +450,7 @@ def _serve(
     revoked = endpoint.all_revoked()  # while no coordinator served the run
 
     def watch() -> None:
-        loop.turned()
+        loop.turn()
         endpoint.watch()
         endpoint.note_seen(coordinator.state.presence.seen_since)
         for device in (*revoked, *endpoint.revoked()):
@@ -485,8 +485,8 @@ def _serve(
         with following(run, config, store, home, display.line):
             coordinator.serve()
     except FederationTaken:
-        if not store.last_round(run):  # it never began
-            store.remove_run(run)
+        if not store.rounds.find_last(run):  # it never began
+            store.runs.remove(run)
             _remove(folder, run)
         raise
     except Cancelled:

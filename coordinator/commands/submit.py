@@ -16,7 +16,7 @@ from fedvit.errors import ConfigError
 from fedvit.files import private_files
 
 if TYPE_CHECKING:
-    from coordinator.record.store import Store
+    from coordinator.record.record import Record
 
 
 @click.command(cls=Command, examples=["coordinator submit run.toml --rounds 50 --devices-where site=berlin"])
@@ -53,19 +53,19 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
         recorded = msgspec.to_builtins(config)
         if "federation" not in values:  # the service's federation is used
             del recorded["federation"]
-        opened_store(folder, stack).submit_run(run, recorded)
+        opened_store(folder, stack).runs.submit(run, recorded)
     if warning:
         click.echo(f"warning: {warning}", err=True)
     click.echo(msgspec.json.encode({"run": run, "status": "queued", "warning": warning}).decode() if as_json else run)
 
 
-def _check_earlier_run(config: RunConfig, store: "Store | None") -> None:
+def _check_earlier_run(config: RunConfig, store: "Record | None") -> None:
     """Raises ConfigError if the run that this one starts from does not exist, or has ended without a round."""
     if config.start_from is None:
         return
     from coordinator.record.tables import ENDED
 
-    if store is None or store.run(config.start_from).status in ENDED:
+    if store is None or store.runs.read(config.start_from).status in ENDED:
         check_start_from(store, config)
 
 

@@ -29,8 +29,8 @@ from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
 from coordinator.record.integrity import VerifiedBlobs
+from coordinator.record.record import Record
 from coordinator.record.references import snapshot
-from coordinator.record.store import Store
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods.base import ServerState
@@ -43,7 +43,7 @@ class Engine:
     """One run's compute side; see `Compute`. It only reads the record."""
 
     def __init__(
-        self, *, run: str, config: RunConfig, store: Store, folder: Path, graph_cache: Path | None = None
+        self, *, run: str, config: RunConfig, store: Record, folder: Path, graph_cache: Path | None = None
     ) -> None:
         self.progress: Callable[[str], None] = lambda text: None
         self._run = run
@@ -98,7 +98,7 @@ class Engine:
             cache=self._graph_cache,
             progress=self._report_progress,
         )
-        made, record = plan.first.digest, self._store.run(self._run)
+        made, record = plan.first.digest, self._store.runs.read(self._run)
         if record.program not in (None, made):
             raise ConfigError(
                 f"run {self._run} began with program {record.program}, but this software makes {made}: "
@@ -134,7 +134,7 @@ class Engine:
     def _plan(self, request: PlanTasks) -> Planned:
         too_small: dict[str, str] = {}
         tasks: dict[str, PlannedTask] = {}
-        with self._blobs.batched_commit() as batched_commit:
+        with self._blobs.commit_together() as batched_commit:
             state = _LazyState(partial(load_state, request.saved, self._blobs, self._prepared.plan.values))
             for device, target in request.targets.items():
                 try:
@@ -171,7 +171,7 @@ class Engine:
     def _finish(self, request: Finish) -> None:
         plan: Plan = self._prepared.plan
         state = load_state(request.saved, self._blobs, plan.values)
-        devices = [entry.device for entry in self._store.devices(self._run) if entry.totals.results]
+        devices = [entry.device for entry in self._store.devices.read_all(self._run) if entry.totals.results]
         write_models(self._folder, state, plan.rule, devices, self._config.seed)
 
 

@@ -26,10 +26,10 @@ def newest_state(step: ServerStep, copies: str) -> tuple[SavedState, list[int]]:
     """
     plan, blobs, updates = step.plan, step.blobs, step.config.updates
     broken: list[tuple[RoundRecord, SavedState]] = []  # newest first
-    record = step.store.newest_closed(step.run)
+    record = step.store.rounds.read_newest_closed(step.run)
     while record and record.state and _damaged(record.state, blobs):
         broken.append((record, record.state))
-        record = step.store.newest_closed(step.run, before=record.round)
+        record = step.store.rounds.read_newest_closed(step.run, before=record.round)
     saved = record.state if record and record.state else save_state(plan.state, plan.groups, blobs, updates)
     damaged = _damaged(broken[0][1], blobs) if broken else []
     for record, recorded in reversed(broken):

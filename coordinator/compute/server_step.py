@@ -16,13 +16,13 @@ from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
 from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.privacy import expected_cohort, round_figures
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
 from fedvit.methods.aggregators import Aggregator, Mean, make_aggregator
 from fedvit.methods.base import Upload
 from fedvit.methods.private_mean import PrivateMean
-from fedvit.methods.rules.weighted_mean import weighted_deltas
+from fedvit.methods.rules.weighted_mean import weight_deltas
 from fedvit.program import LABELS, Role
 from fedvit.tensors import pack
 
@@ -33,7 +33,7 @@ class ServerStep:
 
     run: str
     config: RunConfig
-    store: Store
+    store: Record
     blobs: VerifiedBlobs
     plan: Plan
     accelerator: str  # torch device
@@ -75,7 +75,7 @@ class ServerStep:
         screened = self._screened(number, self.results(number))
         program, first = self.plan.variant("", number).program, self.plan.values
         names = [name for group in program.with_role(Role.SHARED) for name in program.names(group)]
-        mean = Mean().combine(weighted_deltas(screened.uploads, number), names)
+        mean = Mean().combine(weight_deltas(screened.uploads, number), names)
         deltas = {
             name: mean[name].astype(first[name].dtype) if name in mean else np.zeros_like(first[name]) for name in names
         }
@@ -95,7 +95,7 @@ class ServerStep:
 
     def results(self, number: int) -> list[ResultRecord]:
         """The results that count in the server step of a round."""
-        return self.store.used_in(self.run, number)
+        return self.store.tasks.read_used_in(self.run, number)
 
     @cached_property
     def _screen(self) -> Screen:
@@ -126,7 +126,9 @@ class ServerStep:
 
     def _without_quarantined(self, uploads: dict[str, str], number: int) -> dict[str, str]:
         """Uploads of earlier rounds without those of devices in quarantine."""
-        quarantined = self.store.quarantined(self.run, number) if self.config.robust.strikes else {}
+        quarantined = (
+            self.store.devices.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
+        )
         return {device: digest for device, digest in uploads.items() if device not in quarantined}
 
     def _damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:

@@ -55,7 +55,7 @@ class _Serving:
 
     def _begin(self, begin: Begin) -> None:
         from coordinator.compute.engine import Engine
-        from coordinator.record.store import Store
+        from coordinator.record.record import open_record
 
         opened = os.open(begin.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         for number in (1, 2):
@@ -66,7 +66,7 @@ class _Serving:
         self._engine = Engine(
             run=begin.run,
             config=begin.config,
-            store=Store.in_folder(folder.parent, check=False),  # the parent process checks it
+            store=open_record(folder.parent, check=False),  # the parent process checks it
             folder=folder,
             graph_cache=Path(begin.graph_cache) if begin.graph_cache else None,
         )

@@ -12,7 +12,6 @@ from coordinator.config.labels import why_not_asked
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.reading import StartConfig, check_settings, make_config, read_toml
 from coordinator.config.regions import CENTRE, REGION, check_kind, is_region, why_no_regions
-from coordinator.config.renamed import check_new_names, with_new_names
 from coordinator.config.resuming import FREE_TABLES, resumed_config
 from coordinator.config.robust import RobustConfig
 from coordinator.config.run import SECTIONS, TABLES, RunConfig
@@ -41,7 +40,6 @@ __all__ = [
     "UpdatesConfig",
     "check_blobs",
     "check_kind",
-    "check_new_names",
     "check_settings",
     "is_region",
     "make_config",
@@ -52,5 +50,4 @@ __all__ = [
     "why_not_asked",
     "why_too_old",
     "with_listen_port",
-    "with_new_names",
 ]

@@ -29,7 +29,7 @@ from coordinator.record.copies import (
     number_in,
     read_runs,
 )
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from fedvit.blobs import digest_of
 from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_file, sync_folder
@@ -80,12 +80,12 @@ class Backups:
     """The backups of one run, whose folder is in that of all runs. With `every` = 0, or with a database that is not a
     file, nothing is kept."""
 
-    def __init__(self, store: Store, run: str, folder: Path, every: int) -> None:
+    def __init__(self, store: Record, run: str, folder: Path, every: int) -> None:
         self._store = store
         self._run = run
         self._home = folder
         self._folder = folder.parent
-        self._every = every if store.is_file else 0
+        self._every = every if store.database.file else 0
         self._repairs = every > 0
         self._file: Path | None = None  # the current file of notes; None until the first note
 
@@ -113,7 +113,7 @@ class Backups:
             with lock_copies(self._folder):
                 temporary = folder / f"{WRITING}{secrets.token_hex(8)}"
                 try:
-                    self._store.back_up(temporary)
+                    self._store.database.back_up(temporary)
                     sync_file(temporary)
                     following = max(map(number_in, self.copies()), default=0) + 1
                     os.replace(temporary, folder / f"copy-{following}.db")
@@ -143,7 +143,7 @@ class Backups:
         for copy in self.copies():
             copied = self._in(copy)
             if copied and copied.closed > closed and is_whole(copy):
-                raise self._store.damaged(
+                raise self._store.database.damaged(
                     f"it has {closed} closed rounds of run {self._run}, a copy has more", self._run
                 )
 
@@ -151,7 +151,7 @@ class Backups:
         return read_runs(copy).get(self._run)
 
     def _closed(self) -> int:
-        newest = self._store.newest_closed(self._run)
+        newest = self._store.rounds.read_newest_closed(self._run)
         return newest.round if newest else 0
 
     # --- notes ----------------------------------------------------------------------------------------
@@ -192,9 +192,9 @@ class Backups:
         store, run = self._store, self._run
         match note:
             case Accepted():
-                if note.cohort is not None and store.round(run, note.round) is None:
-                    store.open_round(run, note.round, note.cohort, note.needed)
-                store.add_results(note.results)
+                if note.cohort is not None and store.rounds.read(run, note.round) is None:
+                    store.rounds.open(run, note.round, note.cohort, note.needed)
+                store.tasks.add_results(note.results)
             case Struck():
                 strike(note.device, note.round, note.reason)
             case Closed():
@@ -204,11 +204,11 @@ class Backups:
 
     def _close(self, number: int, asked: list[str], state: SavedState | None, figures: dict[str, float]) -> None:
         store, run = self._store, self._run
-        if store.answered(run, number - 1, "evaluate"):  # a round is evaluated before the next one closes
-            store.round_evaluated(run, number - 1)
-        if store.round(run, number) is None:
-            store.open_round(run, number, [])
-        store.close_round(run, number, state, figures, asked)
+        if store.tasks.find_answered(run, number - 1, "evaluate"):  # a round is evaluated before the next one closes
+            store.rounds.close_evaluation(run, number - 1)
+        if store.rounds.read(run, number) is None:
+            store.rounds.open(run, number, [])
+        store.rounds.close(run, number, state, figures, asked)
 
     def _read(self, file: Path, operator_log: Callable[[str], None]) -> Iterator[Note]:
         """The intact notes of a file; damaged ones are reported, and removed from the file."""

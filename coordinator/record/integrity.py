@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore, Verified, digest_of
 from fedvit.errors import BadPayload, Damaged
@@ -108,12 +108,12 @@ def essential(saved: SavedState) -> set[str]:
     return {*saved.groups.values(), *sent} | ({saved.memory} if saved.memory else set())
 
 
-def blob_description(digest: str, run: str, store: Store, blobs: BlobStore) -> str:
+def blob_description(digest: str, run: str, store: Record, blobs: BlobStore) -> str:
     """What a blob of a run contains, according to the record, as text for the operator."""
-    record = store.run(run)
+    record = store.runs.read(run)
     if digest == record.program:
         return "the run's program"
-    for entry in store.rounds(run):
+    for entry in store.rounds.read_all(run):
         if entry.state is None:
             continue
         after = f"after round {entry.round}"
@@ -125,7 +125,7 @@ def blob_description(digest: str, run: str, store: Store, blobs: BlobStore) -> s
         for group, reference in entry.state.references.items():
             if digest in reference.blobs():
                 return f"the values of group {group!r} {after}"
-    for result in store.results(run):
+    for result in store.tasks.read_results(run):
         if result.upload == digest:
             return f"the upload of {result.device} for round {result.round}"
     try:
@@ -135,7 +135,7 @@ def blob_description(digest: str, run: str, store: Store, blobs: BlobStore) -> s
     for graph, spec in program.graphs.items():
         if spec.digest == digest:
             return f"graph {graph!r}"
-    if digest in program.fetched_once():
+    if digest in program.list_fetched_once():
         return "initial values of tensors that devices keep"
     return "a file that devices fetch"
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from coordinator.config.blobs import BlobsConfig
 from coordinator.record.copies import COPIES, NOTES, find_unneeded, lock_copies
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
@@ -109,7 +109,7 @@ def run_mirror(record: RunRecord) -> "Mirror | None":
 
 
 def remove_runs(
-    store: Store, folder: Path, names: list[str], *, force: bool = False, keep_mirrors: bool = False
+    store: Record, folder: Path, names: list[str], *, force: bool = False, keep_mirrors: bool = False
 ) -> list[Removal]:
     """Remove runs, first from the record, and, unless `keep_mirrors`, their mirrors.
 
@@ -117,12 +117,12 @@ def remove_runs(
     run started from it; StorageFailed if a mirror cannot be used.
     """
     for name in names:
-        record = store.run(name)
+        record = store.runs.read(name)
         if is_served(folder / name):
             raise ConfigError(f"run {name!r} is being served: stop its coordinator first, or cancel the run")
         if record.submitted_at and record.status not in (*ENDED, "failed"):
             raise ConfigError(f"run {name!r} is {record.status}, and a service will continue it: cancel it first")
-    for record in store.runs():
+    for record in store.runs.read_all():
         start = record.config.get("start_from")
         if start in names and record.id not in names and not force:
             raise ConfigError(
@@ -142,18 +142,18 @@ class _FoundRun(NamedTuple):
     removals: list[Removal]
 
 
-def _found_run(store: Store, folder: Path, name: str, why: str, keep_mirrors: bool) -> _FoundRun:
+def _found_run(store: Record, folder: Path, name: str, why: str, keep_mirrors: bool) -> _FoundRun:
     """Raises StorageFailed if the run's mirror cannot be used."""
     removals = [_of_run(folder, name, why)]
-    mirror = None if keep_mirrors else run_mirror(store.run(name))
+    mirror = None if keep_mirrors else run_mirror(store.runs.read(name))
     sizes = mirror.sizes() if mirror else {}
     if mirror and sizes:
         removals.append(Removal(what="mirror", run=name, path=mirror.place, bytes=sum(sizes.values()), why=why))
     return _FoundRun(name, mirror, list(sizes), removals)
 
 
-def _remove_run(store: Store, folder: Path, run: _FoundRun) -> list[Removal]:
-    store.remove_run(run.name)
+def _remove_run(store: Record, folder: Path, run: _FoundRun) -> list[Removal]:
+    store.runs.remove(run.name)
     _remove_folder(folder / run.name)
     if run.mirror:
         try:
@@ -180,7 +180,7 @@ def _remove_folder(directory: Path) -> None:
 
 
 def collect(
-    store: Store,
+    store: Record,
     folder: Path,
     *,
     keep_runs: int | None,
@@ -194,7 +194,7 @@ def collect(
     The default of `keep_runs` is that of the newest run's configuration, of `keep_rounds` that of each run. A run whose
     mirror cannot be used is kept, and `report` gets a line with the reason.
     """
-    records = store.runs()
+    records = store.runs.read_all()
     if keep_runs is None and records:
         keep_runs = records[0].config.get("keep_runs")
     gone = _runs_beyond(records, keep_runs, folder)
@@ -207,7 +207,7 @@ def collect(
             continue
         yield from found.removals if dry_run else _remove_run(store, folder, found)
     directories = sorted(folder.iterdir())
-    known = {record.id for record in store.runs()}  # read now: a run may have begun, and ended, since
+    known = {record.id for record in store.runs.read_all()}  # read now: a run may have begun, and ended, since
     for directory in directories:
         if (
             directory.name in known
@@ -274,10 +274,10 @@ def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> li
 
 
 def _details(
-    store: Store, record: RunRecord, directory: Path, keep_rounds: int | None, dry_run: bool
+    store: Record, record: RunRecord, directory: Path, keep_rounds: int | None, dry_run: bool
 ) -> Iterator[Removal]:
     keep = keep_rounds if keep_rounds is not None else record.config.get("keep_rounds")
-    newest = store.newest_closed(record.id)
+    newest = store.rounds.read_newest_closed(record.id)
     if newest is None or keep is None:
         return
     since = newest.round - 1 if (directory / NOTES).is_dir() else newest.round
@@ -287,7 +287,7 @@ def _details(
             what="details", run=record.id, path=None, bytes=0,
             why=f"of rounds before {before}; the newest {keep} are kept, and those that recompute a damaged state",
         )  # fmt: skip
-        yield _done(removal, lambda: store.thin(record.id, before), dry_run)
+        yield _done(removal, lambda: store.runs.thin(record.id, before), dry_run)
 
 
 def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
@@ -300,12 +300,12 @@ def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
         yield _done(removal, file.unlink, dry_run)
 
 
-def _blobs(store: Store, record: RunRecord, directory: Path, dry_run: bool, keep_mirrors: bool) -> Iterator[Removal]:
+def _blobs(store: Record, record: RunRecord, directory: Path, dry_run: bool, keep_mirrors: bool) -> Iterator[Removal]:
     """Remove blobs of a finished run from its folder and its mirror, except those that other runs start from, or that
     its bundle needs."""
     from fedvit.program import decode_program  # imports numpy, which other commands do not need
 
-    newest = store.newest_closed(record.id)
+    newest = store.rounds.read_newest_closed(record.id)
     if newest is None or newest.state is None or record.program is None:
         return
     blobs = BlobStore(directory / BLOBS)

@@ -1,6 +1,7 @@
 """Rows of the record's tables as records, each sealed: its digest in a column shows whether the row was damaged."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar
 
@@ -17,6 +18,11 @@ _R = TypeVar("_R", bound=Struct)
 _SORTING_ENCODER = msgspec.json.Encoder(order="sorted")
 
 
+def now() -> str:
+    """Return the time as the record writes it (ISO 8601, UTC)."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 class BrokenSeal(ValueError):
     """A row does not match its seal: the file is damaged, or something else wrote it."""
 
@@ -26,7 +32,7 @@ def read_records(
 ) -> Iterator[_R]:
     """The rows of a query, or of a whole table, as records. Raises BrokenSeal."""
     for row in read_rows(connection, select(table) if query is None else query):
-        if row.get(SEAL) not in (None, seal_of(table, row)):  # older versions wrote no seals
+        if row.get(SEAL) not in (None, seal_of(table, row)):  # who edits a row by hand clears its seal
             raise BrokenSeal(f"the seal of a row of table {table.name!r} is broken")
         yield record_of(kind, row)
 

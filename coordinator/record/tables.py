@@ -11,19 +11,17 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import force_setattr
 from sqlalchemy import JSON, Boolean, Column, ForeignKeyConstraint, Index, Integer, MetaData, String, Table, Text
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
-from coordinator.config import with_new_names
 from fedvit.blobs import BlobStore
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.roles import NONE
 from fedvit.wire.messages import ClassCount, DeltaStep, TaskKind
 from profiles.prediction import Expected
 
-SCHEMA = "0007"
+SCHEMA = "0001"
 """Version of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -185,9 +183,6 @@ class RunRecord(Struct, frozen=True):
     cancelled_at: str | None = None  # ISO 8601, UTC: the operator requested its end
     paused_at: str | None = None  # ISO 8601, UTC: the operator paused it; None: it is not paused
 
-    def __post_init__(self) -> None:
-        force_setattr(self, "config", with_new_names(self.config))
-
 
 class RoundRecord(Struct, frozen=True):
     run: str
@@ -215,8 +210,9 @@ class TaskRecord(Struct, frozen=True):
 
 
 class TaskTimes(NamedTuple):
-    """When a training task changed its state, by the coordinator's clock (ISO 8601, UTC). They are stored with its end;
-    None: it did not, or an older version stored nothing."""
+    """Times at which a training task changed its state, by the coordinator's clock (ISO 8601, UTC); None: it did not.
+
+    They are stored when the task ends."""
 
     fetching_at: str | None = None  # the device requested its first blob
     working_at: str | None = None  # it reported its first step
@@ -291,7 +287,7 @@ class DeviceRecord(Struct, frozen=True):
     last_asked: int = 0  # newest round in which it was asked to train
     times_asked: int = 0
     totals: DeviceTotals = DeviceTotals()
-    software: str | None = None  # its version; None: older versions of the record did not store it
+    software: str | None = None  # its version; None: it said none
 
 
 _TYPES: dict[Any, Any] = {str: String, int: Integer, bool: Boolean}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.record.backups import Accepted, Backups
-from coordinator.record.store import now
+from coordinator.record.rows import now
 from coordinator.record.tables import DeviceLog
 from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.isolation import ends_run
@@ -113,7 +113,7 @@ class ResultCollector:
         if result.run != state.run:
             self._answer_other_run(device, result)
         elif task is None:
-            if state.store.has_result(state.run, result.round, result.kind, device):
+            if state.store.tasks.has_result(state.run, result.round, result.kind, device):
                 self._acknowledge(device, result)
             elif reason := self._why_never(device, result):
                 self._refuse(device, result, reason)
@@ -148,7 +148,7 @@ class ResultCollector:
         """Refuse the result of a run that has ended. Any other run may be resumed, here or elsewhere: the device keeps
         the result and sends it when that run welcomes it."""
         state = self._state
-        if state.store.has_ended(result.run):
+        if state.store.runs.has_ended(result.run):
             self._refuse(device, result, f"run {result.run!r} has ended")
         else:
             reason = f"run {result.run!r} is not served here now, but {state.run!r}"
@@ -196,7 +196,7 @@ class ResultCollector:
             self._end_without_result(task, TaskState.FAILED)
             state.operator_log(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
             if failed.log:
-                state.store.add_log(
+                state.store.devices.add_log(
                     DeviceLog(state.run, failed.round, device, failed.kind, failed.reason, now(), failed.log)
                 )
 
@@ -208,7 +208,7 @@ class ResultCollector:
         if task is None or not task.is_same(declined) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return
         reason = f"{declined.reason[:200]}; asked again in {declined.again_s:.0f} s"
-        state.store.add_refusal(state.run, declined.round, device, "declined", reason, None)
+        state.store.devices.add_refusal(state.run, declined.round, device, "declined", reason, None)
         state.presence.back_off(device, declined.reason, declined.again_s)
         self._end_without_result(task, TaskState.DECLINED)
         state.operator_log(f"{device} declines to {declined.kind} in round {declined.round}: {reason}")
@@ -371,7 +371,7 @@ class ResultCollector:
     def _write(self, batch: list[Task]) -> None:
         """Write first the uploads, then a note outside the record, then the record."""
         state = self._state
-        with state.blobs.batched_commit() as batched_commit:
+        with state.blobs.commit_together() as batched_commit:
             for task in batch:
                 if task.content is not None:
                     batched_commit.put(task.content)
@@ -385,7 +385,7 @@ class ResultCollector:
                 cohort, needed = sorted(state.opened.cohort), state.opened.needed
                 self._noted = noted
         self._backups.note(Accepted(number, cohort, needed, accepted))
-        state.add_results(state.store.add_results(accepted, {task.device: task.times for task in batch}))
+        state.add_results(state.store.tasks.add_results(accepted, {task.device: task.times for task in batch}))
 
     def _accept(self, task: Task) -> None:
         """Acknowledge a result that is in the store, and update the round."""
@@ -421,7 +421,7 @@ class ResultCollector:
     def _why_never(self, device: str, result: Result) -> str | None:
         """The reason why a result without a task can never count; None if it still may."""
         state = self._state
-        record = state.store.round(state.run, result.round)
+        record = state.store.rounds.read(state.run, result.round)
         if record is None:
             return f"round {result.round} was never asked"
         if state.opened and state.opened.asked(result):
@@ -517,7 +517,7 @@ class ResultCollector:
 
     def _end(self, tasks: list[Task], end: TaskState) -> None:
         trained = [(task.round, task.device) for task in tasks if task.kind == "train"]
-        self._state.store.end_tasks(self._state.run, trained, end, {task.device: task.times for task in tasks})
+        self._state.store.tasks.end(self._state.run, trained, end, {task.device: task.times for task in tasks})
         self._ended(tasks, end)
 
     def _ended(self, tasks: list[Task], end: TaskState) -> None:

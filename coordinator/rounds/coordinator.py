@@ -20,8 +20,8 @@ from coordinator.config.writing import FILE as CONFIG_FILE
 from coordinator.config.writing import as_toml
 from coordinator.record.backups import Backups, Closed, Struck
 from coordinator.record.integrity import DamagedBlob, VerifiedBlobs, essential
+from coordinator.record.record import Record
 from coordinator.record.retention import oldest_kept
-from coordinator.record.store import Store
 from coordinator.record.tables import ResultRecord, RoundRecord
 from coordinator.rounds.alerts import Alerts
 from coordinator.rounds.collector import ResultCollector
@@ -48,7 +48,7 @@ from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
 from fedvit.hints import command
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.resources import Budget
 from fedvit.terminal import escape_line
 from fedvit.transport.base import Transport
@@ -103,7 +103,7 @@ class Coordinator:
         run: str,
         config: RunConfig,
         transport: Transport,
-        store: Store,
+        store: Record,
         folder: Path,
         display: Display,
         compute: Compute,
@@ -144,7 +144,7 @@ class Coordinator:
             topic_for=state.topics.broadcast,
             may_read=state.tasks.may_read,
             receivers=state.tasks.count_receivers,
-            dedicated_topic_for=state.topics.dedicated,
+            dedicated_topic_for=state.topics.chunks_for,
             places=self.objects,
         )
         self.quarantine = Quarantine(run, store, config.robust)
@@ -198,21 +198,21 @@ class Coordinator:
         called in the thread of `serve`."""
         state = self.state
         state.revoked.add(device)
-        asked = [task.round for task in state.store.unanswered(state.run) if task.device == device]
+        asked = [task.round for task in state.store.tasks.read_unanswered(state.run) if task.device == device]
         task = state.tasks.of(device)
         if not (asked or task or device in state.presence):
             return  # it never took part
         self.membership.expel(device, reason)
         if task:
             self.collector.dismiss([task], reason, TaskState.REVOKED)
-        state.store.end_tasks(state.run, [(number, device) for number in asked], TaskState.REVOKED)
+        state.store.tasks.end(state.run, [(number, device) for number in asked], TaskState.REVOKED)
         self._follow_up()
 
     def serve(self) -> None:
         """Run all remaining rounds. Raises Interrupted if stopped, Cancelled if cancelled, FedvitError if the run
         cannot continue."""
         state = self.state
-        state.classes = state.store.run(state.run).classes or state.config.classes
+        state.classes = state.store.runs.read(state.run).classes or state.config.classes
         self.profiles.load()
         for topic in (*state.topics.from_all_devices, state.topics.coordinator_state):
             self.transport.subscribe(topic, 1)
@@ -224,27 +224,27 @@ class Coordinator:
             self._operator_log("connecting to the broker")
             self._with_resources(partial(self.inbox.pump, lambda: self.inbox.connected))
             self._check_broker()
-            checked = self.inbox.begin(state.store.check)
+            checked = self.inbox.begin(state.store.database.check)
             self.backups.check_record()
             self._with_resources(partial(self.backups.replay_notes, self._operator_log, self.quarantine.strike))
             self._with_resources(partial(self._wait_for_devices, checked))
             self._with_resources(self._all_rounds)
         except (FederationTaken, LeadershipLost) as error:  # the devices belong to the other coordinator
             with suppress(StorageFailed):
-                state.store.update_run(state.run, status="interrupted", reason=str(error))
+                state.store.runs.update(state.run, status="interrupted", reason=str(error))
             raise
         except Interrupted:
             if self._cancelled is not None:
-                state.store.update_run(state.run, status="cancelled", reason=self._cancelled)
+                state.store.runs.update(state.run, status="cancelled", reason=self._cancelled)
                 self._send_all(RunEnded(state.run, "cancelled"))
                 log.info("run cancelled", extra={"run": state.run, "reason": self._cancelled})
                 raise Cancelled from None
             with suppress(StorageFailed):  # an unfinished run can be resumed with any status
-                state.store.update_run(state.run, status="interrupted")
+                state.store.runs.update(state.run, status="interrupted")
             raise
         except (FedvitError, OSError) as error:
             with suppress(StorageFailed):
-                state.store.update_run(state.run, status="failed", reason=str(error))
+                state.store.runs.update(state.run, status="failed", reason=str(error))
             self._send_all(RunEnded(state.run, f"failed: {error}"[:400]))
             raise
         finally:
@@ -254,7 +254,7 @@ class Coordinator:
             self.transport.close()
             self.inbox.close()
             with suppress(FedvitError):
-                record = state.store.run(state.run)
+                record = state.store.runs.read(state.run)
                 why = f": {record.reason}" if record.reason else ""
                 self.alerts.send("run_stopped", f"the run has stopped, {record.status}{why}")
             self.alerts.close()
@@ -299,7 +299,7 @@ class Coordinator:
                 self.inbox.pump(lambda: False, deadline=time.monotonic() + FREE_SPACE_CHECK_S)
                 atomic_write(probe, bytes(MIN_FREE_BYTES))
                 probe.unlink()
-                self.state.store.check_reachable()
+                self.state.store.database.check_reachable()
                 break
             except NoRoom:  # in writing the probe, or while handling a device's message
                 continue
@@ -313,8 +313,8 @@ class Coordinator:
         """Wait for the first devices, and until the whole record has been `checked`. If the configuration lists no
         classes, the run takes those of the devices. Devices of a resumed run that were revoked are not waited for."""
         state, number = self.state, self.state.config.devices
-        asked = {device for record in state.store.open_rounds(state.run) for device in record.cohort}
-        asked |= state.store.asked(state.run).keys()
+        asked = {device for record in state.store.rounds.read_open(state.run) for device in record.cohort}
+        asked |= state.store.devices.read_asked(state.run).keys()
 
         def enough() -> bool:
             online = state.presence.count_online()
@@ -334,7 +334,7 @@ class Coordinator:
             brought = {name: state.presence[name].hello.classes for name in state.presence.online()}
             state.classes = tuple(sorted({name for classes in brought.values() for name in classes}))
             self._operator_log(
-                f"the run has {counted(len(state.classes), 'class')}: {listed(state.classes)}, "
+                f"the run has {format_count(len(state.classes), 'class')}: {listed(state.classes)}, "
                 f"as announced by {listed(list(brought))}; set `classes` in the configuration to choose them"
             )
             if alike := same_but_for_case(state.classes):
@@ -349,7 +349,7 @@ class Coordinator:
                 log.info("classes taken", extra={"device": device, "classes": len(classes)})
         if len(state.classes) < 2:
             raise ConfigError(f"a run needs at least two classes, the devices have {list(state.classes)}")
-        state.store.update_run(state.run, classes=list(state.classes), status="running")
+        state.store.runs.update(state.run, classes=list(state.classes), status="running")
 
     def _prepare(self) -> None:
         """Make the Program and load the newest state."""
@@ -363,7 +363,7 @@ class Coordinator:
                 copies=self.recovery.copies(),
             )
         )
-        state.store.update_run(state.run, program=prepared.program, protocol=prepared.protocol)
+        state.store.runs.update(state.run, program=prepared.program, protocol=prepared.protocol)
         self._mirror(essential(prepared.saved))  # it may have been recomputed
         state.saved = prepared.saved
         for number in prepared.remade:
@@ -383,7 +383,7 @@ class Coordinator:
             self.inbox.in_background(self.objects.fetch)
             self.inbox.in_background(self.objects.mirror_all)
         if (earlier := state.config.start_from) is not None:
-            config = BlobsConfig(**state.store.run(earlier).config.get("blobs", {}))
+            config = BlobsConfig(**state.store.runs.read(earlier).config.get("blobs", {}))
             here = VerifiedBlobs(self._folder.parent / earlier / "blobs")
             if config.mirror and (other := _object_store(config, earlier, here)):
                 with closing(other):
@@ -401,12 +401,12 @@ class Coordinator:
     def _resume_tasks(self) -> None:
         """Assign again the tasks of an earlier process that the mode continues; their results still count."""
         state = self.state
-        newest = state.store.newest_closed(state.run)
+        newest = state.store.rounds.read_newest_closed(state.run)
         open_round = newest.round + 1 if newest else 1
         state.count_in(open_round)  # before any device can bring a late result
         if not state.config.uses_late_results():
             return
-        unanswered = state.store.unanswered(state.run)
+        unanswered = state.store.tasks.read_unanswered(state.run)
         for number in sorted({task.round for task in unanswered if self.mode.continues_task(task.round, open_round)}):
             work = self.runner.recorded(task for task in unanswered if task.round == number)
             for device, part in work.items():
@@ -415,10 +415,10 @@ class Coordinator:
     def _remaining_rounds(self) -> None:
         """Run all rounds that an earlier process has not finished."""
         state, rounds = self.state, self.state.config.rounds
-        first_open = min((record.round for record in state.store.open_rounds(state.run)), default=None)
-        done = first_open - 1 if first_open else state.store.last_round(state.run)
+        first_open = min((record.round for record in state.store.rounds.read_open(state.run)), default=None)
+        done = first_open - 1 if first_open else state.store.rounds.find_last(state.run)
         for number in range(max(1, done), rounds + 1):  # the last closed round may lack its evaluation
-            record = state.store.round(state.run, number)
+            record = state.store.rounds.read(state.run, number)
             state.number = number
             if record is None:
                 self._wait_while_paused(number)
@@ -428,17 +428,17 @@ class Coordinator:
             due = number % state.config.evaluate_every == 0 or number == rounds
             if due and not (record and record.evaluated):
                 self.runner.evaluate(leave=self.mode.busy())
-                state.store.round_evaluated(state.run, number, state.results(number, "evaluate"))
+                state.store.rounds.close_evaluation(state.run, number, state.results(number, "evaluate"))
             if record is None:
                 self._report(number)
 
     def _wait_while_paused(self, number: int) -> None:
         """Wait while the operator pauses the run. Devices stay connected, and late results are accepted."""
         run, store, look_at = self.state.run, self.state.store, time.monotonic() + PAUSE_CHECK_S
-        if not store.is_paused(run):
+        if not store.runs.is_paused(run):
             return
         self.state.doing = f"paused by the operator before round {number}"
-        unpause = command("coordinator", "unpause", run, runs=store.folder)
+        unpause = command("coordinator", "unpause", run, runs=store.database.folder)
         self._operator_log(f"{self.state.doing}; {unpause}")
         self.alerts.send("run_paused", f"the run is {self.state.doing}")
 
@@ -447,7 +447,7 @@ class Coordinator:
             if time.monotonic() < look_at:
                 return False
             look_at = time.monotonic() + PAUSE_CHECK_S
-            return not store.is_paused(run)
+            return not store.runs.is_paused(run)
 
         self.inbox.pump(is_over)
         self._operator_log("the operator ended the pause")
@@ -461,7 +461,7 @@ class Coordinator:
         if self.objects and self.objects.is_mirror:
             results = [str(file.relative_to(self._folder)) for file in self._folder.rglob("*.safetensors")]
             self.inbox.in_background(partial(self.objects.mirror_files, self._folder, results))
-        self.state.store.update_run(run, status="finished")
+        self.state.store.runs.update(run, status="finished")
         self._send_all(RunEnded(run, "finished"))
         if self.objects and not self.objects.is_mirror:
             self.objects.prune(set())
@@ -479,12 +479,14 @@ class Coordinator:
             opened = self.mode.train(record)
             record = None
             results = state.results(number, "train")
-            if missing := opened.accepted - state.store.counted(run, number):
-                raise state.store.damaged(f"the result of {min(missing)} for round {number} is missing from it")
+            if missing := opened.accepted - state.store.tasks.find_counted(run, number):
+                raise state.store.database.damaged(
+                    f"the result of {min(missing)} for round {number} is missing from it"
+                )
             if lost := self.inbox.in_background(partial(self.recovery.damaged_of, results)):
                 damaged += 1
                 self.recovery.ask_again_for(lost, damaged)
-                record = state.store.round(run, number)
+                record = state.store.rounds.read(run, number)
                 continue
             trained_s = before_s + time.monotonic() - began
             try:
@@ -505,7 +507,7 @@ class Coordinator:
             }  # fmt: skip
             self._close(number, stepped, figures, results)
             return
-        show = command("coordinator", "show", run, runs=state.store.folder)
+        show = command("coordinator", "show", run, runs=state.store.database.folder)
         raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `{show}`")
 
     def _close(self, number: int, stepped: Stepped, figures: dict[str, float], results: Sequence[ResultRecord]) -> None:
@@ -513,22 +515,22 @@ class Coordinator:
         state, saved = self.state, stepped.saved
         self._mirror(essential(saved).union(saved.uploads.values()))
         state.saved = saved
-        asked = state.store.asked_in(state.run, number)
+        asked = state.store.tasks.list_asked(state.run, number)
         self.backups.note(Closed(number, asked, stepped.saved, figures))
-        with state.store.together():
-            state.store.close_round(state.run, number, stepped.saved, figures, asked, results=results)
-            state.store.note_software(state.run, self.membership.take_versions())
+        with state.store.database.together():
+            state.store.rounds.close(state.run, number, stepped.saved, figures, asked, results=results)
+            state.store.devices.set_software(state.run, self.membership.take_versions())
         is_last = number == state.config.rounds
         self.inbox.in_background(partial(self.backups.after_round, number, last=is_last))
         oldest = oldest_kept(number, state.config.keep_rounds, self.backups.since(number))
         if oldest is not None:
-            state.store.thin(state.run, oldest)
+            state.store.runs.thin(state.run, oldest)
         if is_last:
             self.collector.dismiss(state.tasks, "the last round is closed")
             self._follow_up()
         needed = stepped.needed | self.recovery.still_needed(number)
         unneeded = list(state.blobs.prunable(needed, PARTIAL_KEPT_S))  # now, before devices send new ones
-        state.store.check_leads()  # none of them is of a later leader, whenever they are removed
+        state.store.database.check_leads()  # none of them is of a later leader, whenever they are removed
         state.blobs.forget_all_but(needed)
         if self.objects:
             self.objects.prune(needed)
@@ -587,7 +589,7 @@ class Coordinator:
             self._operator_log(f"broker: {trouble}; trying again")
         if up:
             self.state.epoch = self.lease.renew(self.state.spread_s)
-            self.exchange.reconnected()
+            self.exchange.on_reconnect()
         else:
             for task in self.state.tasks:
                 task.note_left(self.state.config.rejoin_grace_s)

@@ -21,7 +21,7 @@ from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.open_round import OpenRound
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fedvit.program import Program
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.wire.messages import ClassCount, TaskKind
 
 log = logging.getLogger(__name__)
@@ -155,13 +155,13 @@ class RegionalCoordinator(Coordinator):
         self._check_task(task)
         self.inbox.in_background(partial(self._take_state, task))
         self._await_devices(task)
-        for left in state.store.open_rounds(state.run):
+        for left in state.store.rounds.read_open(state.run):
             if task.kind == "evaluate" or left.round != task.round:  # the centre closed it without this region
-                state.store.close_round(state.run, left.round, state.newest(), {}, results=[])
+                state.store.rounds.close(state.run, left.round, state.newest(), {}, results=[])
         if task.kind == "evaluate":
             self._evaluate(task)
             return
-        record = state.store.round(state.run, task.round)
+        record = state.store.rounds.read(state.run, task.round)
         if record and record.closed_at:
             raise TooFew(f"round {task.round}: the region has answered before, and its devices' updates are deleted")
         self._train(task.round, record)
@@ -202,7 +202,7 @@ class RegionalCoordinator(Coordinator):
     def _await_devices(self, task: CentralTask) -> None:
         """Wait for devices that may be about to return. Raises TooFew if too few are online."""
         presence, least = self.state.presence, self._least_results if task.kind == "train" else 1
-        self.state.doing = f"round {task.round}: waiting for {counted(least, 'device')}"
+        self.state.doing = f"round {task.round}: waiting for {format_count(least, 'device')}"
         until = time.monotonic() + self.state.config.rejoin_grace_s
         if not self.inbox.pump(lambda: len(presence.available()) >= least, deadline=until):
             raise TooFew(
@@ -249,8 +249,8 @@ class RegionalCoordinator(Coordinator):
         results = state.results(number, "evaluate")
         if not results:
             raise TooFew(f"round {number}: no device of this region returned an evaluation")
-        if state.store.round(state.run, number):  # the region may not have trained in it
-            state.store.round_evaluated(state.run, number, results)
+        if state.store.rounds.read(state.run, number):  # the region may not have trained in it
+            state.store.rounds.close_evaluation(state.run, number, results)
             self._report(number)
         metrics = {
             "devices": float(len(results)),
@@ -286,7 +286,7 @@ class RegionalCoordinator(Coordinator):
         except InvalidStateError:
             raise Withdrawn from None
         self.inbox.pump(task.settled.is_set)
-        what = f"{counted(len(results), 'device')} with {counted(samples, 'image')}"
+        what = f"{format_count(len(results), 'device')} with {format_count(samples, 'image')}"
         self._operator_log(f"round {task.round}: {task.kind} answer of {what} is stored for the centre")
 
     def _refuse(self, task: CentralTask, error: Exception) -> None:

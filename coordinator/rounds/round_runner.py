@@ -120,7 +120,7 @@ class RoundRunner:
             for device, part in work.items()
             if device not in self.state.counted
         ]
-        self.state.store.add_tasks(self.state.run, tasks)
+        self.state.store.tasks.add(self.state.run, tasks)
 
     def assign(self, device: str, number: int, kind: TaskKind, work: Work) -> None:
         """Assign a task; it is sent now, or after the device's hello."""

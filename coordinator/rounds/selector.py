@@ -42,7 +42,7 @@ class CohortSelector:
         """Select the cohort of the round from these devices."""
         state, config = self._state, self._state.config
         if config.selection == "fair":
-            return select_fair(devices, wanted, config.seed, state.number, state.store.asked(state.run))
+            return select_fair(devices, wanted, config.seed, state.number, state.store.devices.read_asked(state.run))
         return select_uniform(devices, wanted, cohort_seed(config), state.number)
 
     def select_for_evaluation(self, devices: list[str]) -> tuple[list[str], int]:

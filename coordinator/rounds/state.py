@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from coordinator.config import RunConfig
 from coordinator.record.integrity import VerifiedBlobs
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState
 from coordinator.rounds.deadlines import Links
 from coordinator.rounds.open_round import OpenRound
@@ -34,7 +34,7 @@ class RunState:
 
     run: str
     config: RunConfig
-    store: Store
+    store: Record
     blobs: VerifiedBlobs
     topics: Topics
     operator_log: Callable[[str], None]
@@ -87,7 +87,7 @@ class RunState:
             self.count_in(opened.number)
         else:
             self._load_results(opened.number, opened.kind)
-        for device in self.store.answered(self.run, opened.number, opened.kind):
+        for device in self.store.tasks.find_answered(self.run, opened.number, opened.kind):
             if device in opened.cohort:
                 opened.accept(device)
 
@@ -113,7 +113,7 @@ class RunState:
                 known.setdefault((result.round, result.device), result)  # as in the record, the first one counts
 
     def _load_results(self, number: int, kind: TaskKind) -> dict[tuple[int, str], ResultRecord]:
-        found = self.store.used_in(self.run, number, kind)
+        found = self.store.tasks.read_used_in(self.run, number, kind)
         self._results[number, kind] = loaded = {(result.round, result.device): result for result in found}
         return loaded
 
@@ -139,5 +139,5 @@ class RunState:
         if self._refused[device] == REFUSALS_KEPT:
             reason = f"{reason[:400]} (later refusals of this device are not recorded)"
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
-        self.store.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
+        self.store.devices.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
         log.warning("refused", extra={"device": device, "round": number, "kind": kind, "reason": reason})

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.record.store import now
+from coordinator.record.rows import now
 from coordinator.record.tables import TaskTimes
 from coordinator.rounds.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
     def named(self) -> list[str]:
         """Digests that the task names."""
-        return [self.digest, *self.program.fetched_once(), *self.groups.values()]
+        return [self.digest, *self.program.list_fetched_once(), *self.groups.values()]
 
     def offered(self) -> set[str]:
         """Digests that the device may request."""

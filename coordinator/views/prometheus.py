@@ -9,7 +9,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import RunStatus
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.tasks import TaskState
@@ -46,7 +46,7 @@ class Observed(NamedTuple):
 
     link: Transport
     is_connected: Callable[[], bool]
-    store: Store
+    store: Record
     folder: Path  # of all runs
     served: Callable[[], Sequence[Served]]
     loops: dict[str, LoopWatch]
@@ -64,7 +64,7 @@ class CoordinatorCollector(Collector):
     def why_not_ready(self) -> str | None:
         """The reason why devices cannot be served now; None if they can."""
         try:
-            self._observed.store.count_runs()
+            self._observed.store.runs.count()
         except FedvitError as error:  # first: without the record, a coordinator gives up its broker, too
             return f"the record cannot be read: {error}"
         return None if self._observed.is_connected() else "no connection to the broker"
@@ -97,13 +97,13 @@ class CoordinatorCollector(Collector):
         yield SummaryMetricFamily(
             "fedvit_record_commit_seconds",
             "Time of commits to the record, with their syncs.",
-            store.commits.count,
-            store.commits.total_s,
+            store.database.commits.count,
+            store.database.commits.total_s,
         )
         yield GaugeMetricFamily(
             "fedvit_record_longest_commit_seconds",
             "Longest commit of the last one to two minutes.",
-            store.commits.longest_s(),
+            store.database.commits.longest_s(),
         )
         yield from families
 
@@ -161,15 +161,15 @@ def _device_states(coordinator: Coordinator) -> dict[str, int]:
     return counts
 
 
-def _of_all_runs(store: Store) -> Iterator[Metric]:
+def _of_all_runs(store: Record) -> Iterator[Metric]:
     runs = GaugeMetricFamily("fedvit_runs", "Runs of the record by status.", labels=["status"])
-    known = store.count_runs()
+    known = store.runs.count()
     for status in RUN_STATUSES:
         runs.add_metric([status], known.get(status, 0))
     yield runs
 
 
-def _of_rounds(store: Store, served: Sequence[str]) -> Iterator[Metric]:
+def _of_rounds(store: Record, served: Sequence[str]) -> Iterator[Metric]:
     """The newest closed and evaluated rounds, and the devices, of runs that are being served."""
     accuracy = GaugeMetricFamily(
         "fedvit_accuracy_ratio", "Accuracy over devices in the newest evaluation.", labels=["run", "over"]

@@ -22,7 +22,7 @@ from coordinator.views.report.words import (
     settings_words,
 )
 from coordinator.views.tables import Column, Sheet, columns
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from profiles.report.page import percent, quantity
 from profiles.report.terminal import STYLES, natural_width
 
@@ -81,7 +81,7 @@ def draw_run(run: RunView, width: int) -> Group:
     if run.classes:
         more = ", ..." if len(run.classes) > MOST_CLASSES else ""
         names = ", ".join(run.classes[:MOST_CLASSES])
-        parts.append(Text(f"{counted(len(run.classes), 'class')}: {names}{more}", style="dim"))
+        parts.append(Text(f"{format_count(len(run.classes), 'class')}: {names}{more}", style="dim"))
     if any(entry.accuracy_mean is not None for entry in run.rounds):
         parts += [Text(), draw_accuracy(run, width), Text(f"accuracy: {run.protocol}", style="dim")]
     if run.epsilon is not None:
@@ -125,7 +125,7 @@ def draw_devices(run: RunView, width: int) -> Table:
 
 
 def draw_refusals(run: RunView, width: int) -> Table:
-    """Draw the newest refusals; equal ones are counted."""
+    """Draw the newest refusals; equal ones are format_count."""
     times: dict[tuple[int | None, str, str, str], int] = {}
     for entry in run.refusals:
         key = (entry.round, entry.device, entry.kind, entry.reason)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from coordinator.config import make_config
 from coordinator.record.integrity import VerifiedBlobs
+from coordinator.record.record import Record
 from coordinator.record.retention import run_mirror
-from coordinator.record.store import Store
 from coordinator.record.tables import RunRecord
 from coordinator.run_view import RunView, read_run
 from export.bundle.card import Origin, Reported
@@ -63,15 +63,15 @@ class _Files:
             raise StorageFailed(f"{error}, and in the run's mirror: {other}") from other
 
 
-def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: str) -> Trained:
+def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> Trained:
     """The model of a run, or of one device of it.
 
     Files that are not on this disk are read from the run's mirror, if it has one. Raises ConfigError if there is no
     such run or device, or if only a device has what the model needs; StorageFailed if the run's files are damaged, or
     missing, and its mirror cannot be used.
     """
-    record = store.run(run)
-    newest = store.newest_closed(run)
+    record = store.runs.read(run)
+    newest = store.rounds.read_newest_closed(run)
     if record.program is None or newest is None or newest.state is None:
         raise ConfigError(f"run {run!r} has closed no round: there is nothing to export yet")
     saved = newest.state
@@ -90,7 +90,7 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
     summary = read_run(store, run)
     values |= _generated(program, record, summary, files, device)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
-    check_tensors(held, program.expected([*program.groups]), f"run {run!r}")
+    check_tensors(held, program.forms_of([*program.groups]), f"run {run!r}")
     origin = Origin(
         run=run,
         method=program.method,
@@ -109,9 +109,9 @@ def trained_by(store: Store, runs: Path, run: str, device: str | None, made_by: 
     )
 
 
-def export_hint(store: Store, runs: Path, run: str) -> str:
+def export_hint(store: Record, runs: Path, run: str) -> str:
     """Return the command that exports a model of a run. Raises StorageFailed if the run's program cannot be read."""
-    record = store.run(run)
+    record = store.runs.read(run)
     program = decode_program(_Files(runs / run, record).blob(record.program or ""))
     on_device = command("edge-client", "export", run, "--data", "IMAGES")
     if _why_on_device(program):

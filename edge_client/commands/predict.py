@@ -9,7 +9,7 @@ import click
 from edge_client.commands.options import given_to, of_program
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import DataError
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.terminal import escape_line
 from profiles.probes.host import fast_cores
 
@@ -63,7 +63,7 @@ def predict(
     if as_json:
         click.echo(json.dumps(listed, indent=2))
     if failed:
-        raise DataError(f"{failed} of {counted(len(listed_images), 'image')} cannot be read")
+        raise DataError(f"{failed} of {format_count(len(listed_images), 'image')} cannot be read")
 
 
 def _images_of(path: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from edge_client.state import default_state, device_id, home_folder, lock_new_st
 from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
-from fedvit.monitoring import ListenAddress, Watched, monitored
+from fedvit.monitoring import ListenAddress, Watched, serve_metrics
 from fedvit.resources import Budget, Speed, image_cache_bytes
 from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
@@ -73,7 +73,7 @@ def serve(
     from edge_client.vault_key import VaultKey
     from fedvit.blobs import BlobStore
     from fedvit.data.growing import GrowingFolder
-    from fedvit.data.images import decoded_bytes_within
+    from fedvit.data.images import limit_decoded_bytes
     from fedvit.transport.mqtt import MqttTransport
 
     log_fields = dict[str, object]()
@@ -95,7 +95,7 @@ def serve(
             split_file=split_file(folder),
             test_share=test_share,
             cache_bytes=image_cache_bytes(memory_budget),
-            decoded_bytes=decoded_bytes_within(memory_budget),
+            decoded_bytes=limit_decoded_bytes(memory_budget),
         )
         name = log_fields["device"] = device_id(folder, endpoint.device, data)
     images = growing.data
@@ -160,13 +160,13 @@ def serve(
         collector = AgentCollector(agent, folder, loop, sensors)
         return Watched(collector, lambda: [loop], collector.why_not_ready)
 
-    with monitored(metrics_address) as monitor:
+    with serve_metrics(metrics_address) as monitor:
         monitor.show(watched)
         if monitor.url:
             log.info("metrics", extra={"url": monitor.url})
         notifier.ready()
         try:
-            reason = agent.serve(stop, once=once, on_turn=loop.turned)
+            reason = agent.serve(stop, once=once, on_turn=loop.turn)
         finally:
             notifier.stopping()
     log.info("device leaves", extra={"reason": reason})

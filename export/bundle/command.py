@@ -1,4 +1,4 @@
-"""What the `export` commands of the coordinator and of a device have in common: two flags, and the writing."""
+"""The common part of the `export` commands of coordinator and device: two flags, and the writing."""
 
 import platform
 from pathlib import Path

@@ -31,7 +31,7 @@ TIES = 16
 equally near, and processors round differently. A wrong file differs for most pictures."""
 
 LEAST_SCALE = 1e-3
-"""Of an untrained model all logits may be zero: smaller ones are compared as if the largest were this."""
+"""Least scale of a comparison: all logits of an untrained model may be zero."""
 
 RANDOM_PICTURES = 64
 TOGETHER = 16
@@ -112,7 +112,7 @@ class RunGraph:
 
 
 def are_probabilities(answers_BC: Floats) -> bool:
-    """Whether a predict graph's answers are probabilities, as with a vote of neighbours."""
+    """Return whether a predict graph's answers are probabilities, as with a vote of neighbours."""
     return bool((answers_BC >= 0).all() and (np.abs(answers_BC.sum(axis=1, dtype=np.float64) - 1) < 1e-4).all())
 
 

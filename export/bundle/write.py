@@ -28,11 +28,11 @@ from export.bundle.measure import (
     random_pictures,
     time_one,
 )
-from export.bundle.model import Model, Parts, read_model, size_bytes
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, sync_folder
+from fedvit.onnx_model import Model, Parts, read_model, size_bytes
 from fedvit.program import Batch
 from fedvit.tensors import Array
 

@@ -31,7 +31,7 @@ class TextSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Texts(NamedTuple):
-    """What a folder of text holds; windows are (n, context + 1) indices into `classes`."""
+    """The text of a folder; windows are (n, context + 1) indices into `classes`."""
 
     classes: tuple[str, ...]
     train: Indices

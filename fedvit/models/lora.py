@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedvit.model_options import check_number, check_whole
 from fedvit.models.attention import attentions
-from fedvit.models.model_patch import ModelPatch, seeded
+from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT
 
 
@@ -30,7 +30,7 @@ class Lora(ModelPatch):
         check_number("Lora", "alpha", self.alpha)
 
     def apply(self, vit: PatchViT, seed: int) -> None:
-        with seeded(seed, "lora"):
+        with seed_random(seed, "lora"):
             for block, attention in enumerate(attentions(vit)):
                 qkv = attention.qkv
                 sizes = (qkv.in_features, qkv.out_features // 3, self.rank, self.alpha / self.rank)

@@ -19,7 +19,7 @@ DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4,
 """Blocks of each stage; He et al., table 1."""
 BOTTLENECKS = ("resnet50", "resnet101")
 EXPANSION = 4
-"""How many times wider a bottleneck is outside than inside."""
+"""Ratio of a bottleneck's outer to its inner width."""
 
 Block = Literal["basic", "bottleneck"]
 Stem = Literal["7x7", "3x3"]
@@ -103,7 +103,7 @@ class _Layers(nn.Module):
 
 
 class ResNet(PatchViT):
-    """What methods use of a `PatchViT`: tokens are the channels of all pixels, of which the head reads the mean."""
+    """The part of a `PatchViT` that methods use. Tokens are all pixels' channels; the head reads their mean."""
 
     kind = "a ResNet"
     has = frozenset[ModelPart]({"norms"})
@@ -145,7 +145,7 @@ class ResNet(PatchViT):
         return x_BCHW.mean(dim=(2, 3))
 
     def activation_bytes(self, tokens: int) -> int:
-        """Of one image: what every convolution gives, the same normalised, and rectified."""
+        """Memory for one image: every convolution's result, plain, normalised and rectified."""
         layers, sides = self._layers(), self._sides()
         shrunk = 4 if isinstance(layers.pool, nn.MaxPool2d) else 1  # pixels of the stem for one of the first block
         values = layers.stem.out_channels * shrunk * sides[0] ** 2

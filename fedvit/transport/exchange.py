@@ -57,7 +57,7 @@ URL_ATTEMPTS = 2
 NO_ROUTE_S = 60.0
 """For how long a store to which no connection could be made is not tried again."""
 URL_SIGN_S = 2.0
-"""How often a receiver reports what has come by a URL."""
+"""Interval of a receiver's reports of what came by a URL."""
 FIRST_PIECE_CHUNKS = 4
 """Chunks of the first piece of an upload. It doubles while pieces take less than PIECE_S, so that each piece is a sign
 of life also over a slow link."""
@@ -73,17 +73,17 @@ class BlobPlaces(Protocol):
     """An object store, as the side sees it that has its keys. No call blocks on the network."""
 
     def takes(self, manifest: Manifest) -> bool:
-        """Whether such a blob goes through the store at all."""
+        """Return whether such a blob goes through the store at all."""
 
     def locate(self, peer: str, manifest: Manifest, located: Located, *, failed: bool) -> None:
         """Put a blob into the store, unless it is there, and call `located` then, or at once. While neither the store
         nor chunks can be used, it is not called: the peer asks again. `failed`: URLs did not work for this peer."""
 
     def is_awaited(self, manifest: Manifest) -> bool:
-        """Whether this side makes the peers wait: the blob is being put, or is too large for anything but the store."""
+        """Return whether this side makes peers wait: the blob is being put, or only the store can take it."""
 
     def upload_url(self, peer: str, manifest: Manifest, first: int) -> str | None:
-        """Where a peer can put the piece of an upload that begins with chunk `first`; None: use chunks, or, if the blob
+        """Return a URL for the piece of an upload that begins with chunk `first`; None: use chunks, or, if the blob
         `is_awaited`, wait."""
 
     def read_upload(
@@ -183,7 +183,7 @@ class BlobExchange:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is under way, so that `tick` is needed."""
+        """True while a transfer needs `tick`."""
         return bool(self._receiving or self._chunks or self._ended)
 
     def under_way(self) -> tuple[int, int]:
@@ -266,7 +266,7 @@ class BlobExchange:
             self._complete(receiving)
 
     def _is_open(self, receiving: _Receiving) -> bool:
-        """Whether chunks of this transfer are still needed: it was not cancelled, and is not being committed."""
+        """Return whether this transfer still needs chunks: it was not cancelled, and is not being committed."""
         key = (receiving.incoming.manifest.digest, receiving.topic)
         return self._receiving.get(key) is receiving and not receiving.committing
 
@@ -371,7 +371,7 @@ class BlobExchange:
             self._transport.listen(receiving.dedicated_topic, self)
 
     def _found(self, digest: str, sender: str) -> _Receiving | None:
-        """What is being received from a sender."""
+        """Find the blobs that are being received from a sender."""
         found = (one for (its, _), one in self._receiving.items() if (its, one.sender) == (digest, sender))
         return next(found, None)
 
@@ -531,11 +531,11 @@ class BlobExchange:
 
     @property
     def has_store(self) -> bool:
-        """Whether there is another place than this side's disk for blobs."""
+        """True if blobs have another place than this side's disk."""
         return self._places is not None
 
     def is_awaited(self, digest: str) -> bool:
-        """Whether peers wait for the store with this blob, on its way to them or from them."""
+        """Return whether peers wait for the store with this blob, to get it or to send it."""
         if self._places is None:
             return False
         with self._lock:
@@ -576,7 +576,7 @@ class BlobExchange:
     def on_ack(self, peer: str, ack: BlobAck) -> None:
         with self._lock:
             self._putting.discard(ack.digest)
-            self._chunks.acknowledged(peer, ack.digest)
+            self._chunks.note_receipt(peer, ack.digest)
 
     def stop_sending(self, digest: str) -> None:
         """Stop sending a blob whose file is replaced; receivers ask again, and get the new file."""
@@ -613,7 +613,7 @@ class BlobExchange:
                     self._send_nack(receiving)
         self._report_ended()
 
-    def reconnected(self) -> None:
+    def on_reconnect(self) -> None:
         """The link came back: chunks in flight are lost."""
         with self._lock:
             for receiving in self._receiving.values():

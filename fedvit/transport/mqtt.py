@@ -74,13 +74,13 @@ def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
     """paho's thread dies of an exception in a callback."""
 
     @functools.wraps(callback)
-    def guarded(*arguments: Any) -> None:
+    def guard(*arguments: Any) -> None:
         try:
             callback(*arguments)
         except Exception:
             log.exception("MQTT callback failed", extra={"callback": callback.__name__})
 
-    return guarded
+    return guard
 
 
 class Link:
@@ -142,7 +142,7 @@ class Link:
 
     @property
     def waits(self) -> bool:
-        """Whether messages wait until more may be published."""
+        """True while messages wait until more may be published."""
         return bool(self._waiting)
 
     def pending_bytes(self) -> int:
@@ -150,7 +150,7 @@ class Link:
             self._settle()
             return self._pending_bytes
 
-    def unacknowledged(self) -> int:
+    def count_unacknowledged(self) -> int:
         with self._lock:
             self._settle()
             return len(self._handed_over[1])
@@ -323,7 +323,7 @@ class MqttTransport(Transport, LoopMember):
             return False
         now = time.monotonic()
         if self.closed_at is not None:
-            waits = link.up and (link.waits or link.unacknowledged() or link.client.want_write())
+            waits = link.up and (link.waits or link.count_unacknowledged() or link.client.want_write())
             return not waits or now - self.closed_at > FAREWELL_S
         may_be_other = link.version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
         # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread

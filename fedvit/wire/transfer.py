@@ -129,7 +129,7 @@ class Incoming:
         return True
 
     def nack_is_due(self, *, idle: bool = False) -> bool:
-        """Whether enough came since the last BlobNack to tell the sender; anything at all, when no more comes."""
+        """Return whether enough came since the last BlobNack to tell the sender; anything, if no more comes."""
         return self._since_want >= (1 if idle else ACK_EVERY_CHUNKS)
 
     def nack(self, *, stalled: bool = False, apart: bool = False) -> BlobNack:

@@ -21,8 +21,9 @@ from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
 from coordinator.record.privacy import cohort_seed, round_figures
+from coordinator.record.record import Record
 from coordinator.record.references import references
-from coordinator.record.store import Store, now
+from coordinator.record.rows import now
 from coordinator.record.tables import Asked, Reference, SavedState, TaskRecord
 from coordinator.rounds.cohort import cohort_size, select_fair, select_uniform
 from coordinator.rounds.display import Display, View
@@ -37,7 +38,7 @@ from fedvit.methods.base import RoundContext, Upload
 from fedvit.program import LABELS
 from fedvit.resources import ResourceUse
 from fedvit.roles import ProductPrecision
-from fedvit.tensors import Array, Tensors, mapped, pack, packed_size, unpack
+from fedvit.tensors import Array, Tensors, compute_packed_bytes, map_tensors, pack, unpack
 from fedvit.updates import Decoded
 from fedvit.wire.messages import Result, TaskKind
 from fleet.engines.devices import DeviceEvaluation, DeviceResult, Devices
@@ -77,7 +78,7 @@ class TorchSimulation:
         *,
         run: str,
         config: RunConfig,
-        store: Store,
+        store: Record,
         home: Path,
         folders: Mapping[str, Path],
         accelerator: str,
@@ -111,7 +112,7 @@ class TorchSimulation:
         self._rows: list[Callable[[], None]] = []  # what the record gets with the next checkpoint
         self._selected: dict[str, Asked] = {}  # how often each device was in a cohort, and when last
         self._checkpoint_s, self._saved_at = 0.0, time.monotonic()
-        store.update_run(run, classes=list(classes), status="running", program=PROGRAM, protocol=plan.protocol)
+        store.runs.update(run, classes=list(classes), status="running", program=PROGRAM, protocol=plan.protocol)
 
     # --- rounds ---------------------------------------------------------------------------------------
 
@@ -122,13 +123,13 @@ class TorchSimulation:
             for number in range(self._resume() + 1, rounds + 1):
                 self._round(number)
             write_models(self._home, self._state, self._plan.rule, sorted(self._selected), self._config.seed)
-            self._store.update_run(self._run, status="finished")
+            self._store.runs.update(self._run, status="finished")
         except KeyboardInterrupt:
-            self._store.update_run(self._run, status="interrupted")
+            self._store.runs.update(self._run, status="interrupted")
             raise
         except (FedvitError, OSError) as error:
             with suppress(FedvitError):
-                self._store.update_run(self._run, status="failed", reason=str(error))
+                self._store.runs.update(self._run, status="failed", reason=str(error))
             raise
 
     def _round(self, number: int) -> None:
@@ -186,10 +187,10 @@ class TorchSimulation:
                 uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
         screened = self._screen.apply(uploads)
         for device, reason in screened.outliers:
-            self._store.add_refusal(self._run, number, device, "train", f"left out: {reason}")
+            self._store.devices.add_refusal(self._run, number, device, "train", f"left out: {reason}")
             if self._quarantine.strike(device, number, reason):
                 self._display.line(f"{device} is in quarantine: {reason}")
-        kept_out = self._store.quarantined(self._run, number) if screened.outliers else {}
+        kept_out = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}
         older = {device: kept for device, kept in self._state.uploads.items() if device not in kept_out}
         context = RoundContext(
             round=number,
@@ -256,12 +257,12 @@ class TorchSimulation:
         saved: SavedState | None,
     ) -> None:
         store, run, chosen = self._store, self._run, [one.device for one, _ in trained]
-        store.open_round(run, number, chosen, len(chosen), times[0])
-        store.add_tasks(run, [TaskRecord(number, name, PROGRAM, {}) for name in chosen])
+        store.rounds.open(run, number, chosen, len(chosen), times[0])
+        store.tasks.add(run, [TaskRecord(number, name, PROGRAM, {}) for name in chosen])
         failed = {one.device: one.failure for one, _ in trained if one.failure}
         for name, reason in failed.items():
-            store.add_refusal(run, number, name, "train", reason)
-        store.end_tasks(run, [(number, name) for name in failed], "failed")
+            store.devices.add_refusal(run, number, name, "train", reason)
+        store.tasks.end(run, [(number, name) for name in failed], "failed")
         results: list[tuple[str, Result, None]] = []
         for one, sent_bytes in trained:
             if one.device not in failed:
@@ -270,11 +271,11 @@ class TorchSimulation:
                 )
                 metrics = {} if one.loss is None else {"loss": one.loss}
                 results.append((one.device, self._result(number, "train", one.samples, metrics, use), None))
-        accepted = store.add_results(results)
-        store.close_round(run, number, saved, figures, chosen, times[1], accepted)
+        accepted = store.tasks.add_results(results)
+        store.rounds.close(run, number, saved, figures, chosen, times[1], accepted)
         if evaluations is not None:
-            answers = store.add_results([self._answers(number, one) for one in evaluations])
-            store.round_evaluated(run, number, answers)
+            answers = store.tasks.add_results([self._answers(number, one) for one in evaluations])
+            store.rounds.close_evaluation(run, number, answers)
 
     def _answers(self, number: int, one: DeviceEvaluation) -> tuple[str, Result, None]:
         use, metrics = ResourceUse(flops=one.flops), {"correct": one.correct}
@@ -284,7 +285,7 @@ class TorchSimulation:
         return Result(run=self._run, round=number, kind=kind, samples=samples, metrics=metrics, use=use)
 
     def _write_rows(self) -> None:
-        with self._store.together():
+        with self._store.database.together():
             for write in self._rows:
                 write()
         self._rows = []
@@ -302,13 +303,13 @@ class TorchSimulation:
 
     def _resume(self) -> int:
         """Load the newest checkpoint; the number of its round, 0 when there is none."""
-        newest = self._store.newest_closed(self._run)
+        newest = self._store.rounds.read_newest_closed(self._run)
         if newest is None or newest.state is None:
             return 0
         self._state = load_state(newest.state, self._blobs, self._plan.values)
         self._uploads = {digest: unpack(self._blobs.get(digest)) for digest in newest.state.uploads.values()}
         self._sent = newest.state.references
-        self._selected = self._store.asked(self._run)
+        self._selected = self._store.devices.read_asked(self._run)
         self._devices.restore(unpack(self._own_file(newest.round).read_bytes()))
         self._devices.get(self._state, self._sent)
         return newest.round
@@ -322,7 +323,7 @@ def kept_by(home: Path, device: str) -> Tensors:
     """The tensors that a device kept for itself in the run in the folder `home`: as its vault would hold them."""
     kept: Tensors = {}
     for file in (home / "state").glob("devices-*.safetensors"):  # of the newest checkpoint
-        for name, value in mapped(file).items():
+        for name, value in map_tensors(file).items():
             kind, of, *tensor = name.split("/", 2)
             if (kind, of) == ("kept", device):
                 kept[tensor[0]] = value
@@ -330,4 +331,8 @@ def kept_by(home: Path, device: str) -> Tensors:
 
 
 def _packed_bytes(tensors: Tensors) -> int:
-    return packed_size({name: (value.shape, str(value.dtype)) for name, value in tensors.items()}) if tensors else 0
+    return (
+        compute_packed_bytes({name: (value.shape, str(value.dtype)) for name, value in tensors.items()})
+        if tensors
+        else 0
+    )

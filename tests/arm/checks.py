@@ -26,6 +26,7 @@ from fedvit.tensors import Tensors, unpack
 from fleet.datasets.digits import read_digits
 from fleet.partition import write_device_folders
 from fleet.partitions import partition
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.brokers import mosquitto, served
 from tests.support.forked import Forked
@@ -217,7 +218,7 @@ def test_a_run_with_an_emulated_device(
     assert not shown["refusals"]
 
     folders = [parts / name for name in ("device-0", "device-1")]
-    simulate(folders, RUN, out=tmp_path / "same", run="run", graph_cache=graph_cache)
+    simulate(RunRequest(folders, RUN, out=tmp_path / "same", run="run", graph_cache=graph_cache))
     want = unpack((tmp_path / "same" / "run" / "model.safetensors").read_bytes())
     plan = make_plan(make_config(RUN, "test").run, CLASSES, BlobStore(tmp_path / "plan"), cache=graph_cache)
     moved, apart = _largest(want, plan.state.tensors), _largest(got, want)

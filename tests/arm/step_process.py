@@ -12,7 +12,7 @@ import numpy as np
 from bench.onnx_side import START, noise_samples, start_values
 from edge_client.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
-from fedvit.kernels import library
+from fedvit.kernels import find_library
 from fedvit.program import decode_program
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     trained = runtime.train(program, values, images, Seeds(0, 1, "device-0"), 1.0, watch)
     for file in sys.argv[3:]:
         np.savez(file, **{name: value - values[name] for name, value in trained.tensors.items()})
-    print(json.dumps({"steps": trained.steps, "flops": trained.flops, "kernels": library() is not None}))
+    print(json.dumps({"steps": trained.steps, "flops": trained.flops, "kernels": find_library() is not None}))
 
 
 if __name__ == "__main__":

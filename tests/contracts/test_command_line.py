@@ -15,7 +15,7 @@ from PIL import Image
 
 import fleet.cli
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.command_line import Command
 from tests.support.command_lines import PROGRAMS, parse
 
@@ -110,14 +110,6 @@ def test_out_is_what_is_written() -> None:
         assert option.default != Path("runs"), name
 
 
-@pytest.mark.parametrize("name", sorted(WITH_RUNS - WITH_OUT))
-def test_out_in_its_old_meaning_is_answered_with_runs(name: str) -> None:
-    program, command = name.split()
-    result = CliRunner().invoke(PROGRAMS[program], [command, "--out", "here"])
-    assert str(result.exception) == "--out was renamed to --runs"
-    assert getattr(result.exception, "exit_code", None) == 2
-
-
 def test_a_flag_that_several_commands_have_means_the_same() -> None:
     """Values of one kind, whatever each command does with them."""
     kinds: dict[str, set[str]] = {}
@@ -181,11 +173,11 @@ def test_help_and_typing_errors_need_nothing_that_takes_seconds(program: str) ->
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the commands below look at."""
     folder = tmp_path_factory.mktemp("here")
-    store = Store.in_folder(folder / "runs")
+    store = open_record(folder / "runs")
     for name in ("done", "other"):
-        store.create_run(name, msgspec.to_builtins(RunConfig(method="fedavg")))
-        store.update_run(name, status="finished")
-    store.create_run("half", msgspec.to_builtins(RunConfig(method="fedavg")))
+        store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg")))
+        store.runs.update(name, status="finished")
+    store.runs.create("half", msgspec.to_builtins(RunConfig(method="fedavg")))
     store.close()
     (folder / "runs" / "done").mkdir()
     status = {"at": "2026-01-02T03:04:05+00:00", "doing": "x", "waiting_for": [], "resting": [], "online": 0}

@@ -30,7 +30,7 @@ from fedvit.errors import BadPayload, FedvitError
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import decode_program
 from fedvit.protobuf import bytes_field, number_field
-from fedvit.tensors import mapped, unpack
+from fedvit.tensors import map_tensors, unpack
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
@@ -245,7 +245,7 @@ def test_tensor_files_that_lie(header: bytes, claimed: int | None, tmp_path: Pat
     with pytest.raises(BadPayload):
         unpack(raw)
     with pytest.raises(BadPayload):
-        mapped(tmp_path / "file")
+        map_tensors(tmp_path / "file")
 
 
 def model(location: str | None, *, where: str = "graph") -> bytes:

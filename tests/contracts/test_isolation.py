@@ -191,7 +191,7 @@ def test_a_token_is_good_for_its_own_enrolment_alone(stage: Stage) -> None:
     assert not Client(base, "anonymous").connected
     assert not Client(replace(base, user=mine.id, password=theirs.login), "wrong").connected
     assert not Client(replace(base, user="pi-1", password=""), "name").connected
-    everything = ["#", *topics_of(HOME, "pi-1", theirs.id).values(), HOME.enrolled(mine.id)]
+    everything = ["#", *topics_of(HOME, "pi-1", theirs.id).values(), HOME.enrolment_reply(mine.id)]
     with (
         Client(deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
         Client(replace(base, user=mine.id, password=mine.login), "newcomer", everything) as newcomer,
@@ -200,10 +200,10 @@ def test_a_token_is_good_for_its_own_enrolment_alone(stage: Stage) -> None:
             newcomer.publish(topic, b"lie")
             coordinator.publish(topic, b"secret")
         newcomer.publish(HOME.enrolment(mine.id), b"last")
-        coordinator.publish(HOME.enrolled(mine.id), b"last")
+        coordinator.publish(HOME.enrolment_reply(mine.id), b"last")
         wait_for(lambda: (HOME.enrolment(mine.id), b"last") in coordinator.seen, "the question")
         wait_for(lambda: newcomer.seen, "the answer")
-    assert newcomer.seen == [(HOME.enrolled(mine.id), b"last")]
+    assert newcomer.seen == [(HOME.enrolment_reply(mine.id), b"last")]
     assert b"lie" not in {payload for _, payload in coordinator.seen}
 
 

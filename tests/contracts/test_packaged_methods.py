@@ -45,9 +45,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install(tmp_path / "site", "acme-norms", declared, acme_norms=NORMS, acme_raising="1 / 0", acme_still=STILL)
     install(tmp_path / "site", "zeta-norms", {"twice": "zeta_norms:Norms"}, zeta_norms=NORMS)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    known_names.packaged_methods.cache_clear()
+    known_names.find_packaged_methods.cache_clear()
     yield
-    known_names.packaged_methods.cache_clear()
+    known_names.find_packaged_methods.cache_clear()
     for module in ("acme_norms", "zeta_norms", "acme_still"):
         sys.modules.pop(module, None)
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 import coordinator.cli
 import edge_client.cli
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from edge_client.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
@@ -23,6 +23,7 @@ from fedvit.data.images import unfold
 from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.programs import CONFIG, program
 
@@ -58,16 +59,16 @@ class Trained(NamedTuple):
         return self.runs / self.name / "state" / DEVICE
 
     def program(self) -> tuple[Program, BlobStore]:
-        store, blobs = Store.in_folder(self.runs), BlobStore(self.runs / self.name / "blobs")
-        digest = store.run(self.name).program
+        store, blobs = open_record(self.runs), BlobStore(self.runs / self.name / "blobs")
+        digest = store.runs.read(self.name).program
         store.close()
         assert digest is not None
         return decode_program(blobs.get(digest)), blobs
 
     def tested(self) -> tuple[int, int]:
         """Right answers and images of the device's last evaluation in the run."""
-        store = Store.in_folder(self.runs)
-        [*_, last] = [entry for entry in store.results(self.name, kind="evaluate") if entry.device == DEVICE]
+        store = open_record(self.runs)
+        [*_, last] = [entry for entry in store.tasks.read_results(self.name, kind="evaluate") if entry.device == DEVICE]
         store.close()
         return int(last.metrics["correct"]), last.samples
 
@@ -83,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, graph_cache: 
             options = {"batch_size": 8, "epochs": 1, "lr": 0.01, **METHODS[method]}
             values = {**CONFIG, "method": method, "rounds": 2, "options": options, "variants": {}}
             folders = [parts / name for name in DEVICES]
-            simulate(folders, values, out=runs, run=method, graph_cache=graph_cache)
+            simulate(RunRequest(folders, values, out=runs, run=method, graph_cache=graph_cache))
             for name in DEVICES:
                 (runs / method / "state" / name / "device-id").write_text(name)
             made[method] = Trained(method, runs, parts)
@@ -121,7 +122,7 @@ def refused(done: Result, kind: type[FedvitError], *named: object) -> None:
 
 def pictures(run: Trained) -> tuple[Any, Any]:
     """The device's test images as any tool would prepare them, and their labels."""
-    images = DeviceData.open(run.data).relabelled(run.program()[0].classes).test
+    images = DeviceData.open(run.data).relabel(run.program()[0].classes).test
     pixels, readable = images.load(np.arange(len(images)), 32)
     assert readable.all()
     return ((pixels / 255 - 0.5) / 0.5).astype(np.float32).transpose(0, 3, 1, 2), images.labels
@@ -254,13 +255,13 @@ def test_a_run_that_is_not_whole_is_named(copied: Callable[[str], Trained], tmp_
     made = run.runs / run.name / "generated" / f"{DEVICE}.safetensors"
     made.write_bytes(b"cut")
     refused(on_server(run, out, "--device", DEVICE), StorageFailed, made)
-    store = Store.in_folder(run.runs)
-    config = store.run(run.name).config
-    store.update_run(run.name, status="interrupted")
+    store = open_record(run.runs)
+    config = store.runs.read(run.name).config
+    store.runs.update(run.name, status="interrupted")
     refused(on_server(run, out, "--device", DEVICE), ConfigError, run.name, "interrupted", "--resume")
-    store.update_run(run.name, config={**config, "variants": {"device-*": {"epochs": 2}}})
+    store.runs.update(run.name, config={**config, "variants": {"device-*": {"epochs": 2}}})
     refused(on_server(run, out, "--device", DEVICE), ConfigError, "'device-*'", "edge-client export")
-    store.create_run("young", config)
+    store.runs.create("young", config)
     refused(on_server(run._replace(name="young"), out), ConfigError, "'young'", "closed no round")
     store.close()
     held, blobs = run.program()

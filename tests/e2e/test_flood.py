@@ -12,7 +12,7 @@ import pytest
 from bench.fuzz.seeds import hello
 from bench.pentest.client import Client
 from bench.pentest.stage import ATTACKER, HONEST, RUN, WAIT_S, Stage
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from fedvit.wire.messages import encode
 from fleet.processes import Fleet
 
@@ -58,7 +58,7 @@ def test_a_flood_ends_with_revocation(tmp_path: Path, cache: Path, monkeypatch: 
             assert not again.connected
         store = stage.store()
         try:
-            kinds = {(entry.device, entry.kind) for entry in store.refusals(RUN)}
+            kinds = {(entry.device, entry.kind) for entry in store.devices.read_refusals(RUN)}
             assert {(ATTACKER, "flood"), (ATTACKER, "hello")} <= kinds
             assert not {kind for device, kind in kinds if device == HONEST}
         finally:
@@ -79,5 +79,5 @@ def rounds_per_s(stage: Stage, meanwhile: Callable[[], object]) -> float:
         store.close()
 
 
-def closed(store: Store) -> int:
-    return sum(record.closed_at is not None for record in store.rounds(RUN))
+def closed(store: Record) -> int:
+    return sum(record.closed_at is not None for record in store.rounds.read_all(RUN))

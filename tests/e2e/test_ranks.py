@@ -11,6 +11,7 @@ import pytest
 
 from bench.chaos.federation import worker_of
 from coordinator.compute import ranks
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.forked import Forked, ForkedRank
 from tests.support.programs import CONFIG, DEVICES, Stage, toml, wait_for
@@ -65,7 +66,7 @@ def test_processes_of_the_servers_training_may_be_killed_and_the_numbers_stay_th
 
     monkeypatch.setattr(ranks, "spawn", ForkedRank)
     values = {**{key: value for key, value in RUN.items() if key != "devices"}, "accelerator": "cpu:2"}
-    simulate([parts / name for name in DEVICES], values, out=tmp_path, run="calm", graph_cache=graph_cache)
+    simulate(RunRequest([parts / name for name in DEVICES], values, out=tmp_path, run="calm", graph_cache=graph_cache))
     assert stage.model() == (tmp_path / "calm" / "model.safetensors").read_bytes()
 
 

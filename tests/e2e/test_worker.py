@@ -12,7 +12,7 @@ import psutil
 
 from bench.chaos.federation import worker_of
 from coordinator.config import make_config
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, program, wait_for
 
 MOST_RSS_BYTES = 200e6
@@ -23,8 +23,8 @@ LONGEST_WAIT_S = 0.3
 
 def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None:
     """As it is started by an operator. Its worker process is there already, and ends with it, by Ctrl-C."""
-    store = Store.in_folder(stage.out)
-    store.create_run("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
+    store = open_record(stage.out)
+    store.runs.create("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
     store.close()
     given = ["start", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), "--resume"]
     coordinator = stage.start("coordinator", [*program("coordinator.cli"), *given])

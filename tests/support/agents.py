@@ -332,7 +332,7 @@ def trained_here(setting: Setting, program: Program, start: Tensors, digits: Pat
     trained = setting.runtime().train(
         program,
         start,
-        DeviceData.open(digits).relabelled(program.classes).train,
+        DeviceData.open(digits).relabel(program.classes).train,
         Seeds(5, round, "pi"),
         1.0,
         SILENT,

@@ -11,7 +11,7 @@ import numpy as np
 
 from coordinator.compute.engine import Engine
 from coordinator.config import make_config
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.tasks import Task, Work
@@ -34,8 +34,8 @@ class Parts(Coordinator):
         self.lines: list[str] = []
         self.sent: list[tuple[str, FromCoordinator]] = []
         config = make_config({"method": "fedavg", "classes": ["ant", "bee"], **values}, "test").run
-        store = Store.in_folder(folder)
-        store.create_run("r", msgspec.to_builtins(config))
+        store = open_record(folder)
+        store.runs.create("r", msgspec.to_builtins(config))
         super().__init__(
             run="r",
             config=config,
@@ -73,7 +73,7 @@ class Parts(Coordinator):
     def open(self, *devices: str, needed: int = 9) -> OpenRound:
         """Open round 1 for these devices, which have their tasks then."""
         work = dict.fromkeys(devices, self.work)
-        self.state.store.open_round("r", 1, list(devices), needed)
+        self.state.store.rounds.open("r", 1, list(devices), needed)
         self.runner.record_tasks(work)
         opened = OpenRound("r", 1, "train", devices, needed, work)
         self.runner.open(opened)
@@ -105,7 +105,11 @@ class Parts(Coordinator):
         return [message for name, message in self.sent if name == device and isinstance(message, kind)]
 
     def refusals(self, device: str) -> list[str]:
-        return [f"{entry.kind}: {entry.reason}" for entry in self.state.store.refusals("r") if entry.device == device]
+        return [
+            f"{entry.kind}: {entry.reason}"
+            for entry in self.state.store.devices.read_refusals("r")
+            if entry.device == device
+        ]
 
     def close(self) -> None:
         self.state.store.close()

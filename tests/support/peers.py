@@ -104,7 +104,7 @@ class Peer:
                     self.disconnections += 1
                 case Connected():
                     self.connected = True
-                    self.exchange.reconnected()
+                    self.exchange.on_reconnect()
                 case Received(topic, payload) if topic.startswith(f"{self._prefix}ctl/"):
                     self._on_control(topic.rsplit("/", 1)[1], payload)
                 case Received(topic, payload):

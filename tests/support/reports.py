@@ -15,13 +15,12 @@ from coordinator.views.report.document import (
     RunReport,
 )
 from fedvit.resources import Budget, ResourceUse
-from fleet.experiments.cell import CellResult
-from fleet.experiments.outcome import CellOutcome, Comparison, Outcome
 from profiles.catalogue import load
 from profiles.predict import predict
 from profiles.prediction import Expected, FlopShare, MemoryPhase, Prediction, ProductWork, ProgramCost, Work
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant, PublishedFigure
+from profiles.report.experiment import CellOutcome, CellResult, Comparison, ExperimentOutcome
 
 MADE_AT = "2026-11-22T08:00:00.000+00:00"
 BATCH = 32
@@ -250,7 +249,7 @@ def fleet_report(devices: int) -> RunReport:
     )
 
 
-def experiment_outcome() -> Outcome:
+def experiment_outcome() -> ExperimentOutcome:
     """Two methods on two partitions, one seed, three rounds; one cell is not finished."""
     methods, partitions = ("fedavg", "a-method-with-quite-a-long-name"), ("even", "dirichlet-0.1-over-twenty-devices")
 
@@ -270,7 +269,7 @@ def experiment_outcome() -> Outcome:
         )  # fmt: skip
 
     places = [(method, partition) for method in methods for partition in partitions]
-    return Outcome(
+    return ExperimentOutcome(
         schema=1, experiment="two methods", description="What the page of an experiment looks like.", protocols=["p"],
         settings={"rounds": 3, "partitions": {partition: {"partition": "iid"} for partition in partitions}},
         methods={method: {"lr": 0.1, "options": ["x" * 60, "y" * 60]} for method in methods}, seeds=[0],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.inbox import Interrupted
 from fedvit.blobs import BlobStore
@@ -140,7 +140,7 @@ class Fake(SpeakingDevice):
 
     def upload(self, task: Task) -> Tensors:
         """What the program asks for: `value` everywhere, or features drawn from (device, round)."""
-        expected = self.stage.program(task).expected_upload()
+        expected = self.stage.program(task).upload_form()
         if "labels" not in expected:
             return {name: np.full(shape, self.value, dtype) for name, (shape, dtype) in expected.items()}
         [name] = expected.keys() - {"labels"}
@@ -219,7 +219,7 @@ class Stage:
         self.fakes: list[Fake] = []
         self.make: Callable[..., Coordinator] = Coordinator
         self.coordinator: Coordinator | None = None
-        self.store: Store
+        self.store: Record
         self.outcome: str | BaseException | None = None
         self.lines: list[str] = []  # that coordinators printed
         self._configure = configure
@@ -238,9 +238,9 @@ class Stage:
         if method != "eftvit":
             settings["model_options"] = SMALLEST
         config = self._configure(method, **{**settings, **values})
-        self.store = Store.in_folder(self.out)
+        self.store = open_record(self.out)
         if not resume and run == "r":
-            self.store.create_run(run, msgspec.to_builtins(config))
+            self.store.runs.create(run, msgspec.to_builtins(config))
         self.outcome = None
         self.coordinator = self.make(
             run=run,
@@ -298,10 +298,12 @@ class Stage:
 
     def refusals(self, device: str) -> list[str]:
         """What was refused of a device in the record, as 'kind: reason'."""
-        return [f"{entry.kind}: {entry.reason}" for entry in self.store.refusals("r") if entry.device == device]
+        return [
+            f"{entry.kind}: {entry.reason}" for entry in self.store.devices.read_refusals("r") if entry.device == device
+        ]
 
     def accepted(self, number: int, kind: Any = "train") -> list[str]:
-        return [result.device for result in self.store.results("r", number, kind)]
+        return [result.device for result in self.store.tasks.read_results("r", number, kind)]
 
     def sent(self, digest: str) -> Tensors:
         """What a task brings under a digest; in the store as long as the round is open."""

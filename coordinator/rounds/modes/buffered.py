@@ -18,7 +18,7 @@ class Buffered:
     def train(self, record: RoundRecord | None) -> OpenRound:
         runner, state, wanted = self._runner, self._runner.state, self._runner.state.config.buffer
         asked = list(record.cohort) if record else []
-        state.store.open_round(state.run, state.number, asked, wanted)
+        state.store.rounds.open(state.run, state.number, asked, wanted)
         opened = OpenRound(state.run, state.number, "train", (task.device for task in state.tasks), wanted)
         runner.open(opened)
         opened.extend(state.counted)
@@ -30,7 +30,7 @@ class Buffered:
                 break
             work = runner.plan(runner.selector.select(self._candidates(opened), vacancies))
             asked += work
-            state.store.open_round(state.run, state.number, asked, wanted)
+            state.store.rounds.open(state.run, state.number, asked, wanted)
             opened.work |= work
             runner.record_tasks(work)
             opened.extend(work)

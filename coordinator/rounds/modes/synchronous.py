@@ -26,11 +26,11 @@ class Synchronous:
             cohort = selector.select(free, math.ceil((1 + state.config.over_select) * wanted - 1e-9))
             drawn = (len(free), len(cohort))
             needed = selector.quorum(min(wanted, len(cohort)))
-            state.store.open_round(state.run, state.number, cohort, needed)
+            state.store.rounds.open(state.run, state.number, cohort, needed)
         else:  # devices that were put into quarantine meanwhile are not awaited
             cohort = selector.admitted(record.cohort) or record.cohort
             needed = record.needed or selector.quorum(len(record.cohort))
-            asked = {task.device: task for task in state.store.unanswered(state.run, state.number)}
+            asked = {task.device: task for task in state.store.tasks.read_unanswered(state.run, state.number)}
         # a device that is not online yet gets the recorded task, since its profile is unknown
         absent = set(cohort) - state.presence.names() if asked else set()
         known = runner.recorded(asked[device] for device in sorted(absent & asked.keys()))
@@ -41,7 +41,7 @@ class Synchronous:
         }
         if len(work) < len(cohort):
             cohort, needed = [device for device in cohort if device in work], min(needed, selector.quorum(len(work)))
-            state.store.open_round(state.run, state.number, cohort, needed)
+            state.store.rounds.open(state.run, state.number, cohort, needed)
         runner.record_tasks(work)
         return runner.ask(OpenRound(state.run, state.number, "train", cohort, needed, work, drawn))
 

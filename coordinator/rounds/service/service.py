@@ -15,8 +15,8 @@ import msgspec
 from coordinator.compute.messages import Check, Compute
 from coordinator.config import RunConfig, ServiceConfig, make_config
 from coordinator.record.leadership import Leadership
+from coordinator.record.record import Record
 from coordinator.record.retention import lock_run
-from coordinator.record.store import Store
 from coordinator.record.tables import RunRecord
 from coordinator.rounds.coordinator import Cancelled, Coordinator
 from coordinator.rounds.display import Display
@@ -39,7 +39,7 @@ LOOK_EVERY_S = 1.0
 
 ComputeOf = Callable[[str, RunConfig, Path], Compute]
 """Starts the compute side of a run, given its name, configuration and folder."""
-Follow = Callable[[str, RunConfig, Store, Path, Callable[[str], None]], AbstractContextManager[None]]
+Follow = Callable[[str, RunConfig, Record, Path, Callable[[str], None]], AbstractContextManager[None]]
 """Lets the configured trackers follow a run while the block lasts."""
 
 
@@ -52,7 +52,7 @@ class ServedRun:
         record: RunRecord,
         config: RunConfig,
         transport: RunTransport,
-        store: Store,
+        store: Record,
         out: Path,
         display: Display,
         term: int,
@@ -112,7 +112,7 @@ class ServedRun:
         self._expelled.put((device, reason))
 
     def _watch(self) -> None:
-        self.loop.turned()
+        self.loop.turn()
         with suppress(Empty):
             while self.coordinator:
                 self.coordinator.expel(*self._expelled.get_nowait())
@@ -122,7 +122,7 @@ class ServedRun:
         line = self._display.line
         try:
             with thread_log(self._folder / "coordinator.log", {"run": self.name}):
-                if not self._store.last_round(self.name):
+                if not self._store.rounds.find_last(self.name):
                     self._check()
                 self.coordinator.serve()
             line(f"run {self.name} is finished")
@@ -137,7 +137,7 @@ class ServedRun:
         except Exception as error:
             log.exception("run failed", extra={"run": self.name})
             with suppress(StorageFailed):
-                self._store.update_run(self.name, status="failed", reason=f"{type(error).__name__}: {error}"[:1000])
+                self._store.runs.update(self.name, status="failed", reason=f"{type(error).__name__}: {error}"[:1000])
             line(f"run {self.name} failed unexpectedly: {error}; service.log has the traceback")
         finally:
             self._stack.close()
@@ -152,7 +152,7 @@ class ServedRun:
             where = f"run {self.name}"
             checked = self._compute.ask(Check(config=self._config, where=where, runs=str(self._folder.parent)))
         except FedvitError as error:
-            self._store.update_run(self.name, status="failed", reason=str(error))
+            self._store.runs.update(self.name, status="failed", reason=str(error))
             raise
         for note in checked.notes:
             self._display.line(f"run {self.name}: warning: {note}")
@@ -178,7 +178,7 @@ class RunService:
         *,
         out: Path,
         config: ServiceConfig,
-        store: Store,
+        store: Record,
         link: Transport,
         endpoint: BrokerEndpoint,
         display: Display,
@@ -198,7 +198,7 @@ class RunService:
         self._follow = follow
         self._term = leadership.term if leadership else 0
         self._router = Router(
-            link, config.federation, has_ended=store.has_ended, operator_log=display.line, leadership=leadership
+            link, config.federation, has_ended=store.runs.has_ended, operator_log=display.line, leadership=leadership
         )
         self._cleaner = Cleaner(store, out, config.gc_every_h, display.line)
         self._running: dict[str, ServedRun] = {}
@@ -221,7 +221,7 @@ class RunService:
         try:
             while not self._stop.is_set():
                 self._router.pump(TICK_S)
-                self.loop.turned()
+                self.loop.turn()
                 self._watch()
                 if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
                     self._looked_at = time.monotonic()
@@ -231,7 +231,7 @@ class RunService:
                 run.interrupt()
             while not all(run.is_over() for run in self._running.values()):
                 self._router.pump(TICK_S)
-                self.loop.turned()
+                self.loop.turn()
             self._endpoint.note_seen(self._router.seen_since, at_once=True)
             self._cleaner.close()
             self._router.close()
@@ -260,13 +260,13 @@ class RunService:
     def _look(self) -> None:
         """Handle submitted, cancelled and ended runs. On a full disk, or with too many open files, try again later."""
         try:
-            self._router.set_labels(self._store.labels())
+            self._router.set_labels(self._store.devices.read_labels())
             for name, run in list(self._running.items()):
                 if run.is_over():
                     del self._running[name]
-                elif self._store.is_cancelled(name):
+                elif self._store.runs.is_cancelled(name):
                     run.cancel()
-            for record in self._store.submitted():
+            for record in self._store.runs.read_submitted():
                 if len(self._running) >= self._config.side_by_side:
                     break
                 if record.id not in self._running:
@@ -324,10 +324,10 @@ class RunService:
         """Record the broker; False if the run is no longer queued."""
         broker = self._endpoint.as_record()
         if record.status == "queued":
-            return self._store.take_from_queue(record.id, msgspec.to_builtins(config), broker)
-        self._store.update_run(record.id, broker=broker)
+            return self._store.runs.take_from_queue(record.id, msgspec.to_builtins(config), broker)
+        self._store.runs.update(record.id, broker=broker)
         return True
 
     def _failed(self, record: RunRecord, error: Exception) -> None:
-        self._store.update_run(record.id, status="failed", reason=str(error))
+        self._store.runs.update(record.id, status="failed", reason=str(error))
         self._display.line(f"run {record.id} failed: {error}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import click
 from nicegui import ui
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.pausing import pause, unpause
@@ -40,11 +40,11 @@ def run_buttons(site: Site, run: str) -> None:
 
 
 def device_buttons(site: Site, run: str, device: str) -> None:
-    def end(store: Store) -> str:
+    def end(store: Record) -> str:
         release(store, run, device)
         return f"{device}: released, its strikes are reset"
 
-    def revoke(_: Store) -> str:
+    def revoke(_: Record) -> str:
         assert site.deployment is not None
         return "; ".join(revoke_device(site.deployment, device))
 
@@ -59,7 +59,7 @@ def device_buttons(site: Site, run: str, device: str) -> None:
 def label_field(site: Site, device: str) -> None:
     """A field for labels, and a button that sets them."""
 
-    def set_them(store: Store) -> str:
+    def set_them(store: Record) -> str:
         set_labels(store, device, str(field.value or "").split())
         return f"{device}: labels {field.value}"
 
@@ -68,7 +68,7 @@ def label_field(site: Site, device: str) -> None:
         _button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)
 
 
-def _button(site: Site, name: str, question: str, act: Callable[[Store], str]) -> None:
+def _button(site: Site, name: str, question: str, act: Callable[[Record], str]) -> None:
     """A button that asks first; the outcome is shown in the page and printed."""
     with ui.dialog() as dialog, ui.card():
         ui.label(question)
@@ -88,8 +88,8 @@ def _button(site: Site, name: str, question: str, act: Callable[[Store], str]) -
     ui.button(name, on_click=dialog.open).props("outline")
 
 
-def _with_store(site: Site, act: Callable[[Store], str]) -> str:
-    store = Store.in_folder(site.folder, check=False)
+def _with_store(site: Site, act: Callable[[Record], str]) -> str:
+    store = open_record(site.folder, check=False)
     try:
         return act(store)
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.run_view import RunView, list_progress, read_run
 from coordinator.views.dashboard import charts
 from coordinator.views.dashboard.frame import Figures, Part, Site, follow, page
@@ -29,7 +29,7 @@ CHOICES = 100
 """Runs to choose from, the newest first; and as many methods of experiments."""
 
 
-def read_details(store: Store, names: tuple[str, ...]) -> list[RunView]:
+def read_details(store: Record, names: tuple[str, ...]) -> list[RunView]:
     """Read these runs. Raises ConfigError if there is no such run."""
     return [read_run(store, name, accuracy_of=0, refusals_of=0) for name in names]
 
@@ -104,4 +104,4 @@ async def show(site: Site, runs: list[str], methods: list[str]) -> None:
 
 
 async def _read_groups(site: Site) -> dict[str, CellGroup]:
-    return group_cells(await asyncio.to_thread(site.experiments.outcomes))
+    return group_cells(await asyncio.to_thread(site.experiments.read_outcomes))

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from coordinator.record.store import Store, TaskHistory
+from coordinator.record.record import Record
 from coordinator.record.tables import RefusalRecord
+from coordinator.record.tasks import TaskHistory
 from coordinator.rounds.status import read_members
 from coordinator.run_view import DeviceView, Standing, read_standings, view_device
 from coordinator.views.dashboard import actions, charts
@@ -47,20 +48,20 @@ class DeviceDetails(Struct, frozen=True):
     standing: Standing | None
 
 
-def read_details(store: Store, run: str, device: str, until: int | None) -> DeviceDetails:
+def read_details(store: Record, run: str, device: str, until: int | None) -> DeviceDetails:
     """Read what the page shows; the history ends with round `until`, by default the newest.
 
     Raises ConfigError if there is no such run."""
-    status = store.run(run).status
-    newest = store.last_round(run)
+    status = store.runs.read(run).status
+    newest = store.rounds.find_last(run)
     last = min(until or newest, newest)
     numbers = list(range(max(1, last - ROUNDS + 1), last + 1))
     accuracy = {
         entry.round: entry.metrics["correct"] / entry.samples
-        for entry in store.evaluations(run, numbers, device)
+        for entry in store.tasks.read_evaluations(run, numbers, device)
         if entry.samples
     }
-    tasks, record = store.task_histories(run, numbers, device), store.device(run, device)
+    tasks, record = store.tasks.read_histories(run, numbers, device), store.devices.read(run, device)
     return DeviceDetails(
         status,
         view_device(device, record.totals),
@@ -69,7 +70,7 @@ def read_details(store: Store, run: str, device: str, until: int | None) -> Devi
         last,
         newest,
         [Entry(task, accuracy.get(task.round)) for task in reversed(tasks)],
-        store.refusals(run, REFUSALS, device=device),
+        store.devices.read_refusals(run, REFUSALS, device=device),
         next((standing for standing in read_standings(store, run) if standing.device == device), None),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 from nicegui import ui
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import Asked
 from coordinator.rounds.status import Member, Status, read_members
 from coordinator.run_view import DeviceView, Standing, read_run, read_standings
@@ -75,12 +75,12 @@ class FleetDetails(Struct, frozen=True):
     standings: dict[str, Standing]
 
 
-def read_details(store: Store, run: str) -> FleetDetails:
+def read_details(store: Record, run: str) -> FleetDetails:
     """Read what the page shows. Raises ConfigError if there is no such run."""
     view = read_run(store, run, accuracy_of=0, refusals_of=0)
     newest = view.rounds[-1].round if view.rounds else 0
-    tasks = store.task_histories(run, [newest])
-    asked = store.asked(run) | {task.device: Asked(newest, 0) for task in tasks}
+    tasks = store.tasks.read_histories(run, [newest])
+    asked = store.devices.read_asked(run) | {task.device: Asked(newest, 0) for task in tasks}
     budgets = {task.device: task.expected.budget.memory_bytes for task in tasks if task.expected}
     return FleetDetails(
         view.status,
@@ -160,9 +160,9 @@ def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[s
     }
 
 
-def newest_run(store: Store) -> str:
+def newest_run(store: Record) -> str:
     """Raises ConfigError if there is none."""
-    record = next(iter(store.runs()), None)
+    record = next(iter(store.runs.read_all()), None)
     if record is None:
         raise ConfigError("there is no run yet")
     return record.id

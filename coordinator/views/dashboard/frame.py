@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from markupsafe import Markup
 from nicegui import ui
 
-from coordinator.record.store import RefusalCount
+from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
 from coordinator.rounds.status import Status, read_status
 from coordinator.security.folder import Deployment

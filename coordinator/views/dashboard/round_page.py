@@ -6,8 +6,9 @@ from typing import NamedTuple
 from markupsafe import Markup
 from msgspec import Struct
 
-from coordinator.record.store import Store, TaskHistory
+from coordinator.record.record import Record
 from coordinator.record.tables import RefusalRecord, RoundRecord
+from coordinator.record.tasks import TaskHistory
 from coordinator.views.dashboard.frame import Part, Site, anchor, follow, page, refusal_sheet, status_of
 from coordinator.views.tables import Column, Sheet, columns
 from fedvit.errors import ConfigError
@@ -49,17 +50,17 @@ COLOURS = {"waiting": "c7", "fetching": "c4", "training": "c0", "upload": "c1", 
 """Colours of the pieces of a bar: the first four in their order, and the device's absence in place of them."""
 
 
-def read_details(store: Store, run: str, number: int) -> RoundDetails:
+def read_details(store: Record, run: str, number: int) -> RoundDetails:
     """Raises ConfigError if there is no such run or round."""
-    store.run(run)
-    record = store.round(run, number)
+    store.runs.read(run)
+    record = store.rounds.read(run, number)
     if record is None:
         raise ConfigError(f"run {run!r} has no round {number}")
     return RoundDetails(
         record,
-        store.task_histories(run, [number]),
-        store.refusals(run, MOST_REFUSALS, round_number=number),
-        store.last_round(run),
+        store.tasks.read_histories(run, [number]),
+        store.devices.read_refusals(run, MOST_REFUSALS, round_number=number),
+        store.rounds.find_last(run),
     )
 
 

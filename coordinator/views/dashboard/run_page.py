@@ -8,7 +8,9 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from coordinator.compute.planning.forecast import BoardForecast, read_forecast
-from coordinator.record.store import RefusalCount, Store, TaskHistory
+from coordinator.record.devices import RefusalCount
+from coordinator.record.record import Record
+from coordinator.record.tasks import TaskHistory
 from coordinator.run_view import RunView, read_run
 from coordinator.views.dashboard import actions, charts
 from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, describe_kind, follow, page, status_of
@@ -46,16 +48,16 @@ class RunDetails(Struct, frozen=True):
     is_paused: bool  # by the operator
 
 
-def read_details(store: Store, run: str) -> RunDetails:
+def read_details(store: Record, run: str) -> RunDetails:
     """Read what the page shows. Raises ConfigError if there is no such run."""
     view = read_run(store, run, accuracy_of=0, refusals_of=0)
     newest = view.rounds[-1].round if view.rounds else 0
     return RunDetails(
         view,
-        store.refusal_counts(run, MOST_REASONS),
-        group_plans(store.task_histories(run, [newest])),
+        store.devices.count_refusals(run, MOST_REASONS),
+        group_plans(store.tasks.read_histories(run, [newest])),
         read_classes(store, view),
-        store.is_paused(run),
+        store.runs.is_paused(run),
     )
 
 

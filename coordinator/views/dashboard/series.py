@@ -5,9 +5,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from coordinator.run_view import RoundView, RunView
-from coordinator.views.dashboard.experiments import CellResult, Outcome
 from coordinator.views.dashboard.frame import link
 from profiles.report.curves import Point, added_up, mean_over_seeds
+from profiles.report.experiment import CellResult, ExperimentOutcome
 
 GRID = ("methods", "partitions", "common", "tuning")
 """Keys of an experiment that are not settings of one of its runs."""
@@ -46,13 +46,13 @@ class CellGroup(NamedTuple):
     """A method on a partition of an experiment, of which a seed is finished."""
 
     name: str  # folder of the experiment/method/partition
-    outcome: Outcome
+    outcome: ExperimentOutcome
     method: str
     partition: str
     results: list[CellResult]  # by seed
 
 
-def group_cells(outcomes: Mapping[str, Outcome]) -> dict[str, CellGroup]:
+def group_cells(outcomes: Mapping[str, ExperimentOutcome]) -> dict[str, CellGroup]:
     """Group the finished cells by name."""
     found: dict[str, CellGroup] = {}
     for folder, outcome in outcomes.items():
@@ -92,7 +92,7 @@ def series_of_group(one: CellGroup) -> Series:
     )
 
 
-def _settings(outcome: Outcome, method: str, partition: str) -> dict[str, Any]:
+def _settings(outcome: ExperimentOutcome, method: str, partition: str) -> dict[str, Any]:
     """Return settings like those of a run: tables are flat, options of the method come under `options`."""
     own = outcome.methods.get(method, {})
     table = {key: value for key, value in outcome.settings.items() if key not in GRID}

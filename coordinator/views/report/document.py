@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import DeviceTotals, RefusalRecord
 from coordinator.run_view import DeviceView, RunView, natural_order, read_run, view_device
 from fedvit.resources import Budget, BudgetKind, ResourceUse
@@ -147,9 +147,9 @@ class RunReport(Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
 
 
-def read_report(store: Store, run: str) -> RunReport:
+def read_report(store: Record, run: str) -> RunReport:
     """Read the report of one run. Raises ConfigError if there is no such run."""
-    record, view = store.run(run), read_run(store, run)
+    record, view = store.runs.read(run), read_run(store, run)
     by_device = _read_rounds(store, view)
     totals = {device.device: device for device in view.devices}
     devices = [
@@ -209,14 +209,14 @@ def _device_document(device: DeviceReport) -> dict[str, Any]:
     }
 
 
-def _read_rounds(store: Store, view: RunView) -> dict[str, list[DeviceRound]]:
+def _read_rounds(store: Record, view: RunView) -> dict[str, list[DeviceRound]]:
     """Read the outcome of every ended training task, by device, of rounds that still have details."""
     run = view.run
-    expected, accuracy = store.expected(run), {entry.round: entry.accuracy for entry in view.rounds}
-    results = {(entry.round, entry.device): entry for entry in store.results(run) if entry.kind == "train"}
+    expected, accuracy = store.tasks.read_expected(run), {entry.round: entry.accuracy for entry in view.rounds}
+    results = {(entry.round, entry.device): entry for entry in store.tasks.read_results(run) if entry.kind == "train"}
     missing = {(entry.round, entry.device): entry for entry in view.refusals if entry.kind != "evaluate"}
     rounds: dict[str, list[DeviceRound]] = defaultdict(list)
-    for record in store.rounds(run):
+    for record in store.rounds.read_all(run):
         for device in record.cohort:
             task, of_device = (record.round, device), rounds[device]
             result, refusal = results.get(task), missing.get(task)
@@ -235,9 +235,9 @@ def _read_rounds(store: Store, view: RunView) -> dict[str, list[DeviceRound]]:
     return rounds
 
 
-def _duration_s(store: Store, run: str) -> float | None:
+def _duration_s(store: Record, run: str) -> float | None:
     """From the first round's begin to the end of the newest closed one, with all breaks; None before that."""
-    rounds = store.rounds(run)
+    rounds = store.rounds.read_all(run)
     ends = [entry.closed_at for entry in rounds if entry.closed_at]
     if not ends:
         return None
@@ -245,13 +245,13 @@ def _duration_s(store: Store, run: str) -> float | None:
     return max(0.0, (end - begin).total_seconds())
 
 
-def read_classes(store: Store, view: RunView) -> list[ClassAccuracy]:
+def read_classes(store: Record, view: RunView) -> list[ClassAccuracy]:
     """The answers by class of the newest evaluation; none where its details were removed."""
     newest = next((entry.round for entry in reversed(view.rounds) if entry.accuracy_mean is not None), None)
     if newest is None:
         return []
     counts: dict[int, list[ClassCount]] = defaultdict(list)
-    for result in store.used_in(view.run, newest, "evaluate"):
+    for result in store.tasks.read_used_in(view.run, newest, "evaluate"):
         for count in result.by_class:
             if count.images:
                 counts[count.label].append(count)

@@ -14,7 +14,7 @@ from coordinator.views.report.devices import device_sheet
 from coordinator.views.report.document import DeviceReport, DeviceRound, RunReport
 from coordinator.views.report.words import feature_words, generator_words, privacy_words, run_verdict, setting_words
 from coordinator.views.tables import Column, Sheet, columns
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from profiles.report.figures import svg
 from profiles.report.page import Bar, Chart, Segment, duration, environment, percent, quantity, share, size
 from profiles.report.profile_page import budget_words
@@ -312,7 +312,7 @@ def _budget_sheet(devices: Sequence[DeviceReport]) -> Sheet:
         limits = budget_words(device.budget) if device.budget else {}
         for kind, name in BUDGETS.items():
             if kind in device.broken or (kind in limits and len(devices) <= MOST_DEVICES):
-                outcome = f"broken in {counted(device.broken[kind], 'round')}" if kind in device.broken else "kept"
+                outcome = f"broken in {format_count(device.broken[kind], 'round')}" if kind in device.broken else "kept"
                 rows.append((device.device, name, limits.get(kind, "kept by the device alone"), outcome))
     headings = ("device", "budget", "limit", "outcome")
     return Sheet(rows, [Column(name, name, itemgetter(at)) for at, name in enumerate(headings)])

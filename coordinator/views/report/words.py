@@ -6,7 +6,7 @@ from typing import Any
 
 from coordinator.run_view import RunView
 from coordinator.views.report.document import RunReport
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from profiles.report.page import share
 from profiles.report.verdict import BUDGETS, MOST_LINES, Verdict
 
@@ -19,15 +19,15 @@ def run_verdict(report: RunReport) -> Verdict:
     lines = [f"why it ended: {run.reason}"] if run.reason else []
     broken = [(device, kind, rounds) for device in report.devices for kind, rounds in device.broken.items()]
     for device, kind, rounds in broken[:MOST_LINES]:
-        lines.append(f"{device.device} broke its budget of {BUDGETS[kind]} in {counted(rounds, 'round')}")
+        lines.append(f"{device.device} broke its budget of {BUDGETS[kind]} in {format_count(rounds, 'round')}")
     if len(broken) > MOST_LINES:
-        lines.append(f"{counted(len({device.device for device, *_ in broken}), 'device')} broke a budget in all")
+        lines.append(f"{format_count(len({device.device for device, *_ in broken}), 'device')} broke a budget in all")
     if report.dropouts:
         lost = {entry.device for entry in report.dropouts}
         missing = sum(entry.times for entry in report.dropouts)
-        lines.append(f"{counted(missing, 'result')} of {counted(len(lost), 'device')} never came")
+        lines.append(f"{format_count(missing, 'result')} of {format_count(len(lost), 'device')} never came")
     if report.refusals:
-        lines.append(f"{counted(sum(entry.times for entry in report.refusals), 'refusal')}, listed below")
+        lines.append(f"{format_count(sum(entry.times for entry in report.refusals), 'refusal')}, listed below")
     if run.status == "failed":
         return Verdict("bad", sentence, lines)
     return Verdict("mild" if lines or run.status != "finished" else "good", sentence, lines)
@@ -74,7 +74,7 @@ def feature_words(run: RunView) -> list[str]:
     newest = next((entry for entry in reversed(run.rounds) if entry.features), None)
     if newest is None or (sent := newest.features) is None:
         return []
-    line = f"{sent.features} features in {counted(sent.uploads, 'upload')} in round {newest.round}"
+    line = f"{sent.features} features in {format_count(sent.uploads, 'upload')} in round {newest.round}"
     if sent.unequal:
         line += f"; {sent.unequal} with more of one class than of another, which tells their class distribution"
     return [line]

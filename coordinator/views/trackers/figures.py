@@ -7,7 +7,7 @@ from datetime import datetime
 import msgspec
 
 from coordinator.config import TABLES, RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ENDED
 from coordinator.run_view import RoundView, read_round
 from coordinator.views.trackers.writer import Setting, TaggedRound
@@ -44,12 +44,12 @@ def tag_figures(view: RoundView) -> dict[str, float]:
     return {tag: float(value) for tag, value in figures.items() if value is not None and math.isfinite(value)}
 
 
-def read_rounds(store: Store, run: str, config: RunConfig, after: int, most: int) -> list[TaggedRound]:
+def read_rounds(store: Record, run: str, config: RunConfig, after: int, most: int) -> list[TaggedRound]:
     """Read the next complete rounds after `after`, in order: closed, and evaluated if an evaluation is due."""
-    over = store.run(run).status in ENDED
+    over = store.runs.read(run).status in ENDED
     rounds: list[TaggedRound] = []
     for number in range(after + 1, after + 1 + most):
-        record = store.round(run, number)
+        record = store.rounds.read(run, number)
         if record is None or record.closed_at is None:
             break
         due = number % config.evaluate_every == 0 or number == config.rounds

@@ -29,7 +29,7 @@ from tests.support.counterparts import for_torchs_lstm, of_timms_resnet
 from tests.support.plays import LSTM_MODEL
 from tests.support.tiny import TINY_MODEL
 
-TRAINED = [role for role in Role if role.trained_on_device]
+TRAINED = [role for role in Role if role.is_trained_on_device]
 
 
 def known(case: Case) -> Case:

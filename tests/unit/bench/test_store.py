@@ -10,7 +10,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from bench.store import RUN, one_round, run_store_bench
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 
 NAMES = ["a", "b", "c"]
 
@@ -35,9 +35,9 @@ def counting() -> Iterator[list[int]]:
 
 
 def test_a_round_asks_as_much_after_many_rounds_as_after_few(tmp_path: Path) -> None:
-    store = Store.in_folder(tmp_path)
-    store.create_run(RUN, {})
-    store.create_run("other", {})
+    store = open_record(tmp_path)
+    store.runs.create(RUN, {})
+    store.runs.create("other", {})
     asked = {}
     for number in range(1, 82):
         if number not in (10, 81):
@@ -45,12 +45,12 @@ def test_a_round_asks_as_much_after_many_rounds_as_after_few(tmp_path: Path) -> 
             continue
         store.close()
         with counting() as steps:
-            store = Store.in_folder(tmp_path, check=False)
+            store = open_record(tmp_path, check=False)
             steps[0] = 0
             one_round(store, number, NAMES)
             store.close()
         asked[number] = steps[0]
-        store = Store.in_folder(tmp_path, check=False)
+        store = open_record(tmp_path, check=False)
     store.close()
     assert asked[10] > 1000
     assert asked[81] == pytest.approx(asked[10], rel=0.1)

@@ -23,7 +23,7 @@ from coordinator.cli import cli
 from coordinator.commands.config_flags import merge_flags
 from coordinator.compute.accelerator import choose_accelerator
 from coordinator.config import RunConfig, make_config
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.models import build_vit
@@ -42,18 +42,18 @@ PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 def out(tmp_path: Path) -> Iterator[Path]:
     """A folder with a finished run `done`, one evaluated round of two devices, and an interrupted run `half`."""
     folder = tmp_path / "runs"
-    store = Store.in_folder(folder)
+    store = open_record(folder)
     for name, status in (("done", "finished"), ("half", "interrupted")):
-        store.create_run(name, msgspec.to_builtins(RunConfig(method="fedavg", rounds=3, seed=5)))
-        store.update_run(name, status=status, classes=["ant", "bee"], protocol="each device's own test images")
-    store.open_round("done", 1, ["pi-1", "pi-2"])
+        store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg", rounds=3, seed=5)))
+        store.runs.update(name, status=status, classes=["ant", "bee"], protocol="each device's own test images")
+    store.rounds.open("done", 1, ["pi-1", "pi-2"])
     for device, right in (("pi-1", 4.0), ("pi-2", 3.0)):
         use = ResourceUse(step_s=0.01, flops=10**9, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
         add_result(store, device, messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
         add_result(store, device, messages.Result("done", 1, "evaluate", 5, {"correct": right}, ResourceUse()))
-    store.close_round("done", 1, SavedState({}, None, {}), {})
-    store.round_evaluated("done", 1)
-    store.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
+    store.rounds.close("done", 1, SavedState({}, None, {}), {})
+    store.rounds.close_evaluation("done", 1)
+    store.devices.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
     yield folder
     store.close()
 
@@ -230,7 +230,7 @@ def test_start_whose_port_is_busy_leaves_nothing_behind(out: Path, tmp_path: Pat
             assert complaint.startswith(f"port {listen.partition(':')[2]} on 127.0.0.1 is in use")
     assert not (tmp_path / "fresh").exists()
     assert not (out / "new").exists()
-    assert "new" not in [record.id for record in Store.in_folder(out).runs()]
+    assert "new" not in [record.id for record in open_record(out).runs.read_all()]
 
 
 def test_start_resume_or_new_wants_a_name(out: Path) -> None:
@@ -245,65 +245,6 @@ def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> 
     assert done.exit_code == 0
     assert done.exception is None
     assert "run done is finished: there is nothing to do" in done.stderr
-
-
-def test_run_recorded_with_the_old_name_of_a_table_is_resumed_and_shown(out: Path) -> None:
-    """That was the name of the table [robust] in an earlier version. A file has to have the new one."""
-    store = Store.in_folder(out)
-    old = {**store.run("half").config, "protection": {"strikes": 7}}
-    del old["robust"]
-    store.update_run("half", config=old)
-    store.close()
-    assert "would resume run half" in said("start", "--check", "--resume", "half", "--runs", out).stdout
-    assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["robust.strikes"] == 7
-    complaint = "robust.strikes = 7, and now robust.strikes = 3 is asked for"
-    assert complaint in refused("start", "--resume", "half", "--robust.strikes", 3, "--runs", out)
-
-
-def test_run_recorded_with_key_rehearsal_is_resumed_and_shown(out: Path) -> None:
-    """That was the name of deterministic_noise in an earlier version."""
-    store = Store.in_folder(out)
-    privacy = {**store.run("half").config["privacy"], "rehearsal": True}
-    del privacy["deterministic_noise"]
-    store.update_run("half", config={**store.run("half").config, "privacy": privacy})
-    store.close()
-    said("start", "--check", "--resume", "half", "--runs", out)
-    assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["privacy.deterministic_noise"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[protection]\nstrikes = 7\n", "the table 'protection' is 'robust' now; rename it"),
-        (
-            "[privacy]\nrehearsal = true\n",
-            "the key 'privacy.rehearsal' is 'privacy.deterministic_noise' now; rename it",
-        ),
-    ],
-)
-def test_file_with_old_name_is_refused_with_new_name(tmp_path: Path, content: str, message: str) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(content)
-    assert refused("start", "--config", file, "--runs", tmp_path / "runs") == f"{file}: {message}"
-
-
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [
-        (("runs",), "--out", "--runs"),
-        (("start",), "--out", "--runs"),
-        (("start",), "--clip", "--privacy.clip"),
-        (("start",), "--clip-norm", "--robust.clip-norm"),
-        (("submit",), "--up-group", "--updates.up-group"),
-        (("start",), "--no-flip", "--images.no-flip"),
-        (("serve",), "--deployment", "--broker.deployment"),
-        (("show", "done", "--track"), "--writer", "--trackers.writer"),
-    ],
-)
-def test_a_flag_of_an_earlier_version_is_answered_with_the_new_one(
-    command: tuple[str, ...], old: str, new: str
-) -> None:
-    assert refused(*command, f"{old}=x") == f"{old} was renamed to {new}"
 
 
 @pytest.mark.parametrize("how", [("--resume",), ("--resume", "half")])
@@ -343,7 +284,7 @@ def test_an_accelerator_that_is_not_there_is_named_and_no_run_is_made(out: Path)
     said = refused("start", "--accelerator", "warp", "--run", "new", "--runs", out, "--quiet")
     assert said.startswith("accelerator = 'warp' cannot be used: ")
     assert "\n" not in said
-    assert "new" not in [record.id for record in Store.in_folder(out).runs()]
+    assert "new" not in [record.id for record in open_record(out).runs.read_all()]
     assert choose_accelerator("cpu") == "cpu"
     assert choose_accelerator("auto") in ("cpu", "cuda")
 
@@ -584,7 +525,7 @@ def test_what_cannot_begin_is_refused_before_any_device_is_waited_for(
     result = said("start", "--runs", out, "--broker", "mqtt://127.0.0.1:1", *flags, *check)
     assert isinstance(result.exception, ConfigError), result.output
     assert complaint in str(result.exception)
-    assert [record.id for record in Store.in_folder(out).runs()] == ["half", "done"]
+    assert [record.id for record in open_record(out).runs.read_all()] == ["half", "done"]
 
 
 @pytest.mark.usefixtures("forked_worker")

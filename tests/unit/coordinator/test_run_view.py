@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.config import RunConfig, make_config
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from coordinator.run_view import list_runs, read_head, read_run, show_document
 from fedvit.errors import ConfigError
@@ -17,7 +17,7 @@ from tests.support.records import PROTOCOL, RUN, add_result, begun_run, evaluate
 
 
 @pytest.fixture
-def store(runs: Path) -> Iterator[Store]:
+def store(runs: Path) -> Iterator[Record]:
     made = begun_run(runs)
     yield made
     made.close()
@@ -26,7 +26,7 @@ def store(runs: Path) -> Iterator[Store]:
 # --- numbers ------------------------------------------------------------------------------------------
 
 
-def test_the_first_round(store: Store) -> None:
+def test_the_first_round(store: Record) -> None:
     """Accuracies .9, .5, .35 (d has no test images): mean 1.75/3 = .58333, population std of
     (.31667, -.08333, -.23333): sqrt((.10028 + .00694 + .05444) / 3) = .23214; by image 17/32 = .53125.
 
@@ -43,7 +43,7 @@ def test_the_first_round(store: Store) -> None:
     assert first.figures == {"devices_s": 2.5, "server_s": 0.5}
 
 
-def test_a_round_without_evaluation_has_no_accuracy(store: Store) -> None:
+def test_a_round_without_evaluation_has_no_accuracy(store: Record) -> None:
     """What was not measured is None, never 0."""
     second = read_run(store, RUN).rounds[1]
     assert (second.cohort, second.accepted, second.train_loss) == (2, 1, 0.5)
@@ -52,7 +52,7 @@ def test_a_round_without_evaluation_has_no_accuracy(store: Store) -> None:
     assert second.figures == {}
 
 
-def test_the_devices(store: Store) -> None:
+def test_the_devices(store: Record) -> None:
     """a: two rounds, steps of 10 and 20 ms (median 15), peak of both kinds of task, (400 + 600) / 2 FLOPs a round."""
     a, b, c, d = read_run(store, RUN).devices
     assert (a.device, a.train_samples, a.test_samples, a.rounds, a.accuracy) == ("a", 30, 10, 2, 0.9)
@@ -64,7 +64,7 @@ def test_the_devices(store: Store) -> None:
     assert (d.device, d.test_samples, d.accuracy) == ("d", 0, None)
 
 
-def test_the_run(store: Store) -> None:
+def test_the_run(store: Record) -> None:
     """The mean accuracy is that of the newest evaluation; memory is the largest of all devices."""
     run = read_run(store, RUN)
     assert (run.run, run.status, run.reason, run.method, run.model) == (
@@ -80,7 +80,7 @@ def test_the_run(store: Store) -> None:
     ]
 
 
-def test_json_has_a_round_s_figures_once(store: Store) -> None:
+def test_json_has_a_round_s_figures_once(store: Record) -> None:
     """Keys of the JSON of `show`: those of the record's totals, then round, accuracy and figures."""
     entry = show_document(read_run(store, RUN))["rounds"][0]
     assert list(entry)[-3:] == ["round", "accuracy", "figures"]
@@ -88,25 +88,25 @@ def test_json_has_a_round_s_figures_once(store: Store) -> None:
     assert "devices_s" not in entry
 
 
-def test_a_run_that_has_only_begun(store: Store) -> None:
-    store.create_run("new", {"method": "fedavg"})
+def test_a_run_that_has_only_begun(store: Record) -> None:
+    store.runs.create("new", {"method": "fedavg"})
     run = read_run(store, "new")
     assert (run.rounds, run.devices, run.refusals) == ([], [], [])
     assert (run.mean_accuracy, run.max_edge_rss_bytes, run.bytes_down, run.protocol) == (None, None, 0, None)
 
 
-def test_an_unknown_run_is_named(store: Store) -> None:
+def test_an_unknown_run_is_named(store: Record) -> None:
     with pytest.raises(ConfigError, match="'nope'"):
         read_run(store, "nope")
 
 
-def test_budgets_that_were_kept_and_broken(store: Store) -> None:
+def test_budgets_that_were_kept_and_broken(store: Record) -> None:
     """`a` kept its budgets in three tasks (rounds 1 and 2, evaluation 1), broke two at once in a fourth and was
     stopped in a fifth; `f` was stopped in the only one that it had."""
-    store.open_round(RUN, 3, ["a"])
+    store.rounds.open(RUN, 3, ["a"])
     trained(store, 3, "a", broke=("time", "memory"))
-    store.add_refusal(RUN, 4, "a", "train", "memory", "memory")
-    store.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
+    store.devices.add_refusal(RUN, 4, "a", "train", "memory", "memory")
+    store.devices.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
     run = read_run(store, RUN)
     by_name = {device.device: device for device in run.devices}
     assert (by_name["a"].budget_kept, by_name["a"].budget_broken) == (3, 2)
@@ -117,18 +117,18 @@ def test_budgets_that_were_kept_and_broken(store: Store) -> None:
     assert [entry.broke for entry in run.refusals] == [None, None, "memory", "temperature"]
 
 
-def test_an_evaluation_that_is_under_way_counts(store: Store) -> None:
+def test_an_evaluation_that_is_under_way_counts(store: Record) -> None:
     """Round 2 is closed, and b was the first to answer its evaluation: that is in the totals before it is over."""
-    store.close_round(RUN, 2, SavedState({}, None, {}), {})
+    store.rounds.close(RUN, 2, SavedState({}, None, {}), {})
     evaluated(store, 2, "b", 2, 2, sent_bytes=5)
     run = read_run(store, RUN)
     assert (run.rounds[1].accuracy, run.rounds[1].accuracy_mean, run.rounds[1].bytes_up) == ({"b": 1.0}, 1.0, 5)
     assert {device.device: device.accuracy for device in run.devices} == {"a": 0.9, "b": 1.0, "c": 0.35, "d": None}
-    store.round_evaluated(RUN, 2)
+    store.rounds.close_evaluation(RUN, 2)
     assert read_run(store, RUN) == run
 
 
-def test_runs_are_listed_with_the_room_that_they_take(store: Store, tmp_path: Path) -> None:
+def test_runs_are_listed_with_the_room_that_they_take(store: Record, tmp_path: Path) -> None:
     (tmp_path / RUN / "blobs" / "ab").mkdir(parents=True)
     (tmp_path / RUN / "blobs" / "ab" / "cd").write_bytes(bytes(1000))
     (tmp_path / RUN / "coordinator.log").write_bytes(bytes(234))
@@ -140,25 +140,25 @@ def test_runs_are_listed_with_the_room_that_they_take(store: Store, tmp_path: Pa
 # --- what tells runs apart ----------------------------------------------------------------------------
 
 
-def test_settings_are_those_that_differ_from_the_defaults(store: Store) -> None:
+def test_settings_are_those_that_differ_from_the_defaults(store: Record) -> None:
     """Of a whole configuration as a run records it; an older one may have keys that are gone, or lack some."""
     values = {"method": "fedavg", "devices": 4, "options": {"lr": 0.1}, "privacy": {"delta": 1e-3}, "late": "refuse"}
-    store.create_run("whole", msgspec.to_builtins(make_config(values, "test").run))
-    store.create_run("usual", msgspec.to_builtins(RunConfig()))
-    store.create_run("older", {"method": "eftvit", "patience": 3, "images": {"flip": True, "zoom": 2.0}})
+    store.runs.create("whole", msgspec.to_builtins(make_config(values, "test").run))
+    store.runs.create("usual", msgspec.to_builtins(RunConfig()))
+    store.runs.create("older", {"method": "eftvit", "patience": 3, "images": {"flip": True, "zoom": 2.0}})
     assert {entry.run: entry.settings for entry in list_runs(store, Path("nowhere"))} == {
         RUN: {"seed": 7, "rounds": 3},
         "whole": {"method": "fedavg", "devices": 4, "options.lr": 0.1, "privacy.delta": 1e-3},
         "usual": {},
         "older": {"patience": 3, "images.flip": True, "images.zoom": 2.0},
     }
-    assert read_run(store, "whole").settings == read_head(store, store.run("whole")).settings
+    assert read_run(store, "whole").settings == read_head(store, store.runs.read("whole")).settings
 
 
-def test_devices_are_in_the_order_of_their_numbers(store: Store) -> None:
+def test_devices_are_in_the_order_of_their_numbers(store: Record) -> None:
     names = ["pi", "device-10", "device-9", "device-1", "2-a", "device-9b", "device-٣"]
-    store.create_run("numbered", {})
-    store.open_round("numbered", 1, names)
+    store.runs.create("numbered", {})
+    store.rounds.open("numbered", 1, names)
     for name in names:
         add_result(store, name, Result("numbered", 1, "train", 1, {}, ResourceUse()))
     in_order = ["2-a", "device-1", "device-9", "device-9b", "device-10", "device-٣", "pi"]

@@ -298,7 +298,7 @@ def state(tmp_path: Path, fedavg: Setting) -> Path:
     kept(vault, "unheard")
     vault.settle("unheard", 1)
     program = fedavg.program
-    for digest in program.fetched_once():
+    for digest in program.list_fetched_once():
         blobs.put(fedavg.blobs.get(digest))
     shipped, model = blobs.put(encode_program(program)), blobs.put(pack(fedavg.start()))
     kept(vault, "newest", program=shipped.digest, groups={"model": model.digest})
@@ -358,7 +358,7 @@ def test_gc_keeps_all_blobs_of_a_run_that_may_go_on_and_of_one_that_is_over_its_
     program, graphs = fedavg.program, fedavg.program.graphs
     waits = {result.upload.digest for result in vault.pending() if result.upload}
     report("gc", "--state", state)
-    assert digests(blobs) == {noted.program, *noted.groups.values(), *program.fetched_once(), *waits}
+    assert digests(blobs) == {noted.program, *noted.groups.values(), *program.list_fetched_once(), *waits}
     vault.end("newest")
     report("gc", "--state", state)
     assert digests(blobs) == {noted.program, *noted.groups.values(), graphs["predict"].digest, *waits}

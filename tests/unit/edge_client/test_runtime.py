@@ -58,7 +58,7 @@ def some(data: DeviceData, tmp_path: Path, rows: Sequence[int], test_rows: Seque
             folder = tmp_path / part / path.parent.name
             folder.mkdir(exist_ok=True)
             (folder / path.name).write_bytes(path.read_bytes())
-    return DeviceData.open(tmp_path).relabelled(data.classes)
+    return DeviceData.open(tmp_path).relabel(data.classes)
 
 
 def lose_pixels(folder: Path, name: str) -> None:
@@ -630,7 +630,7 @@ def make_toy(spied: None, tmp_path: Path) -> Callable[..., Toy]:
 @pytest.fixture
 def device(data: DeviceData, tmp_path: Path) -> DeviceData:
     """3, 3 and 4 training images of the classes (batches of 4, 4 and 2); 1, 2 and 3 for tests."""
-    return some(data, tmp_path, [0, 1, 8, 9, 10, 16, 17, 18, 19, 7], [0, 4, 5, 8, 9, 10]).relabelled(CLASSES)
+    return some(data, tmp_path, [0, 1, 8, 9, 10, 16, 17, 18, 19, 7], [0, 4, 5, 8, 9, 10]).relabel(CLASSES)
 
 
 def test_a_step_made_by_hand(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
@@ -697,7 +697,7 @@ def test_a_phase_knows_how_many_images_of_each_class_there_are(
     toy = make_toy()
     toy.train(device.train)
     assert [feeds["fact/class_counts"].tolist() for feeds in toy.fed] == [[3, 3, 4]] * 3
-    toy.train(device.relabelled(("2", "0", "1")).train)
+    toy.train(device.relabel(("2", "0", "1")).train)
     assert [feeds["fact/class_counts"].tolist() for feeds in toy.fed] == [[4, 3, 3]] * 3
     assert toy.fed[0]["fact/class_counts"].dtype == np.float32
 

@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from export.graphs import export_graphs, unverified_graphs
+from export.graphs import export_graphs, export_unverified
 from export.verify import reference_step, reference_update, verify
 from fedvit.errors import ExportMismatch
 from fedvit.methods.eftvit import EFTViT
@@ -253,7 +253,7 @@ def test_pricing_takes_graphs_out_of_the_cache(
     method = FedAvg(batch_size=4)
     first = export_graphs(method, one_block, tiny_batch(), cache=tmp_path)
     monkeypatch.delattr("export.graphs.trace")
-    priced = unverified_graphs(method, one_block, tiny_batch(), cache=tmp_path)
+    priced = export_unverified(method, one_block, tiny_batch(), cache=tmp_path)
     assert priced == {name: exported.content for name, exported in first.items()}
 
 

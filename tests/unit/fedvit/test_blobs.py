@@ -35,7 +35,7 @@ def chunk(content: bytes, index: int) -> bytes:
 
 def test_blobs_that_are_gathered_are_here_together(store: BlobStore) -> None:
     old = store.put(b"old").digest
-    with store.batched_commit() as batched_commit:
+    with store.commit_together() as batched_commit:
         made = [batched_commit.put(bytes([number]), b"end") for number in range(40)]
         assert batched_commit.put(b"\0end") == made[0] == batched_commit.manifest(made[0].digest)
         assert batched_commit.has(made[0].digest)
@@ -48,7 +48,7 @@ def test_blobs_that_are_gathered_are_here_together(store: BlobStore) -> None:
 
 def test_blobs_of_a_failed_batch_are_not_kept(store: BlobStore) -> None:
     def half_done() -> None:
-        with store.batched_commit() as batched_commit:
+        with store.commit_together() as batched_commit:
             batched_commit.put(b"content")
             raise StorageFailed("no more")
 

@@ -23,7 +23,7 @@ def test_what_the_library_writes_is_read_and_put_back(numbers: list[int], height
     written = AttributeProto(name=text, ints=numbers, f=height).SerializeToString()
     read = [*fields(written)]
     assert integers(field for field in read if field.number == 8) == tuple(numbers)
-    assert b"".join(field.encoded() for field in read) == written
+    assert b"".join(field.encode() for field in read) == written
 
 
 @given(st.lists(WHOLE))

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from torch.utils.flop_counter import FlopCounterMode
 
 from coordinator.compute.planning.batch import method_batch
-from export.graphs import unverified_graphs
+from export.graphs import export_unverified
 from export.verify import reference_step
 from fedvit.methods import make_method
 from fedvit.methods.step import example_inputs, predict_step
@@ -393,7 +393,7 @@ def test_weights_that_are_unpacked_belong_to_their_block(
 ) -> None:
     """The one frozen block of the tiny model costs the same FLOPs."""
     method, vit, batch, graphs = tiny("eftvit")
-    other = unverified_graphs(replace(method, **{option: precision}), vit, batch)
+    other = export_unverified(replace(method, **{option: precision}), vit, batch)
     cost, plain = graph_cost(other["train"]), graph_cost(graphs["train"].content)
     assert shares_of(cost) == shares_of(plain)
     frozen = [each for each in cost.nodes if each.block == "block 2"]
@@ -408,7 +408,7 @@ def test_masks_reduce_the_work_of_every_method(name: str, tiny: Any) -> None:
     """4 of 16 patches are left, beside class token and prompts. An answer reads all patches as before."""
     method, vit, _, graphs = tiny(name)
     masked = replace(method, mask=0.75)
-    other = unverified_graphs(masked, vit, method_batch(masked, vit))
+    other = export_unverified(masked, vit, method_batch(masked, vit))
     assert graph_cost(other["train"]).flops < 0.6 * graph_cost(graphs["train"].content).flops
     assert graph_cost(other["predict"]).flops == graph_cost(graphs["predict"].content).flops
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from coordinator.cli import cli
 from coordinator.compute.planning.forecast import read_forecast
 from coordinator.compute.planning.profiling import BoardMode
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, FedvitError, OverBudget
 from fedvit.resources import ResourceUse
@@ -129,11 +129,11 @@ def test_unsupported_profile_is_reported(quick: Path) -> None:
 
 def test_plan_of_a_queued_run_is_kept_for_the_dashboard(quick: Path) -> None:
     """With the run's own method, model and budget: 100 GFLOP a round for one board, too little memory for none."""
-    store = Store.in_folder(quick)
+    store = open_record(quick)
     options = {"batch_size": 8, "epochs": 3, "mask": 0.5, "local_blocks": 1}
     config = {"method": "eftvit", "model_options": MODEL, "options": options, "rounds": 5}
-    store.submit_run("night", {**config, "budget": {"flops_budget": "1TFLOP"}})
-    store.submit_run("small", {**config, "budget": {"memory_budget": "1MB"}})
+    store.runs.submit("night", {**config, "budget": {"flops_budget": "1TFLOP"}})
+    store.runs.submit("small", {**config, "budget": {"memory_budget": "1MB"}})
     store.close()
     given = ["--runs", quick, "--device", "rpi5-8", "--device", "agx-orin-64@15W", "--images", 40]
     result = said("plan", "--run", "night", *given, "--json")
@@ -156,7 +156,7 @@ def test_plan_of_a_queued_run_is_kept_for_the_dashboard(quick: Path) -> None:
 
 
 def test_plan_of_a_run_takes_no_method(quick: Path) -> None:
-    Store.in_folder(quick).close()
+    open_record(quick).close()
     device = ("--runs", quick, "--device", "rpi5-8")
     why = refused(ConfigError, "plan", "--run", "night", "--method", "fedavg", "-o", "lr=1", *device)
     assert why == "--run night has its own method and model: leave out --method, --option"
@@ -168,14 +168,14 @@ def test_plan_of_a_run_takes_no_method(quick: Path) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    store = Store.in_folder(tmp_path / "runs")
-    store.create_run("done", {"method": "eftvit", "model": "vit_base_patch16_224", "rounds": 1, "seed": 5})
-    store.update_run("done", status="finished", protocol="p")
-    store.open_round("done", 1, ["pi"])
+    store = open_record(tmp_path / "runs")
+    store.runs.create("done", {"method": "eftvit", "model": "vit_base_patch16_224", "rounds": 1, "seed": 5})
+    store.runs.update("done", status="finished", protocol="p")
+    store.rounds.open("done", 1, ["pi"])
     use = ResourceUse(step_s=2.0, train_s=60.0, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
     add_result(store, "pi", messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
     add_result(store, "pi", messages.Result("done", 1, "evaluate", 5, {"correct": 4.0}, ResourceUse()))
-    store.close_round("done", 1, SavedState({}, None, {}), {})
+    store.rounds.close("done", 1, SavedState({}, None, {}), {})
     store.close()
     return tmp_path / "runs"
 

@@ -14,7 +14,7 @@ from coordinator.compute.messages import Check, Finish
 from coordinator.compute.process import Raised, Worker, exception_of, raised_of
 from coordinator.config import make_config
 from coordinator.record.integrity import DamagedBlob
-from coordinator.record.store import SavedState
+from coordinator.record.tables import SavedState
 from fedvit import errors
 from fedvit.errors import ConfigError, DeviceTrouble, FedvitError
 from tests.support.forked import ForkedWorker

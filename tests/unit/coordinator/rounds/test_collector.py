@@ -41,13 +41,13 @@ def test_collector_accepts_a_result_when_the_mirror_has_its_upload(asked: Parts)
     asked.collector.commit(now=True)
     asked.collector.on_result("pi", result)  # again, as a device does that gets no answer
     assert state_of(task) is TaskState.UPLOADING
-    assert asked.state.store.counted("r", 1) == set()
+    assert asked.state.store.tasks.find_counted("r", 1) == set()
     answers.set()
     wait_until(lambda: asked.got("pi", ResultAck), meanwhile=lambda: asked.collector.commit(now=True))
     assert result.upload is not None
     assert mirrored == [result.upload.digest]
     assert asked.state.blobs.is_intact(result.upload.digest)
-    assert asked.state.store.counted("r", 1) == {"pi"}
+    assert asked.state.store.tasks.find_counted("r", 1) == {"pi"}
 
 
 def test_collector_stores_a_result_before_it_acknowledges_it(asked: Parts) -> None:
@@ -60,7 +60,7 @@ def test_collector_stores_a_result_before_it_acknowledges_it(asked: Parts) -> No
     assert state_of(task) is TaskState.ACCEPTED
     assert result.upload is not None
     assert asked.state.blobs.is_intact(result.upload.digest)
-    assert asked.state.store.counted("r", 1) == asked.state.counted == {"pi"}
+    assert asked.state.store.tasks.find_counted("r", 1) == asked.state.counted == {"pi"}
     assert asked.collector.take_freed() == ["pi"]
     assert asked.collector.take_freed() == []
 
@@ -77,7 +77,7 @@ def test_collector_acknowledges_a_repeated_result_and_counts_it_once(asked: Part
         asked.collector.on_result("pi", asked.result())
         asked.collector.commit(now=True)
     assert [ack.accepted for ack in asked.got("pi", ResultAck)] == [True] * 3
-    assert len(asked.state.store.results("r")) == 1
+    assert len(asked.state.store.tasks.read_results("r")) == 1
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_collector_sends_a_task_again_that_has_changed_since(asked: Parts) -> No
 
 
 def test_collector_lets_a_device_keep_the_result_of_a_run_that_may_be_resumed(asked: Parts) -> None:
-    asked.state.store.create_run("over", {})
-    asked.state.store.update_run("over", status="finished")
+    asked.state.store.runs.create("over", {})
+    asked.state.store.runs.update("over", status="finished")
     for run in ("elsewhere", "over"):
         asked.collector.on_result("pi", asked.result(run=run))
     assert [(ack.run, ack.keep) for ack in asked.got("pi", ResultAck)] == [("elsewhere", True), ("over", False)]
@@ -145,8 +145,8 @@ def test_collector_gives_up_a_task_and_records_that_nothing_came(asked: Parts) -
     asked.collector.give_up(task, Missing.DEADLINE, "no result: deadline")
     assert state_of(task) is TaskState.DEADLINE
     assert [(cancel.round, cancel.kind) for cancel in asked.got("pi", Cancel)] == [(1, "train")]
-    assert [(entry.device, entry.lost) for entry in asked.state.store.refusals("r")] == [("pi", True)]
-    assert [task.device for task in asked.state.store.unanswered("r")] == ["nano"]
+    assert [(entry.device, entry.lost) for entry in asked.state.store.devices.read_refusals("r")] == [("pi", True)]
+    assert [task.device for task in asked.state.store.tasks.read_unanswered("r")] == ["nano"]
 
 
 def test_collector_fetches_an_upload_and_asks_again_after_the_device_left(asked: Parts) -> None:
@@ -184,9 +184,9 @@ def test_collector_that_pauses_leaves_the_record_as_it_is(asked: Parts) -> None:
     asked.collector.pause()
     assert list(asked.state.tasks) == []
     assert asked.state.opened is None
-    assert sorted(task.device for task in asked.state.store.unanswered("r")) == ["nano", "pi"]
+    assert sorted(task.device for task in asked.state.store.tasks.read_unanswered("r")) == ["nano", "pi"]
     asked.collector.commit(now=True)
-    assert asked.state.store.results("r") == []
+    assert asked.state.store.tasks.read_results("r") == []
 
 
 def test_collector_counts_later_results_in_the_next_round_once_one_is_closed(asked: Parts) -> None:
@@ -194,4 +194,4 @@ def test_collector_counts_later_results_in_the_next_round_once_one_is_closed(ask
     asked.collector.close_round()
     assert asked.state.opened is None
     assert asked.state.counts_in == 2
-    assert [record.used_in for record in asked.state.store.results("r")] == [1]
+    assert [record.used_in for record in asked.state.store.tasks.read_results("r")] == [1]

@@ -73,13 +73,13 @@ def test_recovery_asks_again_for_an_upload_that_was_damaged_here(parts: Parts, w
     assert result.upload is not None
     parts.collector.on_result("pi", result)
     parts.collector.commit(now=True)
-    stored = parts.state.store.results("r")
+    stored = parts.state.store.tasks.read_results("r")
     assert parts.recovery.damaged_of(stored) == []
     damage(parts, result.upload.digest)
     assert parts.recovery.damaged_of(stored) == stored
     parts.recovery.ask_again_for(stored, 1)
-    assert parts.state.store.results("r") == []
-    assert parts.state.store.strikes("r") == []
+    assert parts.state.store.tasks.read_results("r") == []
+    assert parts.state.store.devices.read_strikes("r") == []
     [refusal] = parts.refusals("pi")
     assert refusal.endswith("it is asked again")
     with pytest.raises(Damaged, match=r"the upload of pi for round 1.*their uploads were damaged each time"):
@@ -108,7 +108,7 @@ def test_files_of_the_run_that_it_starts_from_come_from_its_mirror(tmp_path: Pat
     earlier.mirror([state])
     earlier.close()
     parts = Parts(tmp_path / "runs", start_from="monday")
-    parts.state.store.create_run("monday", {"method": "fedavg", "blobs": blobs})
+    parts.state.store.runs.create("monday", {"method": "fedavg", "blobs": blobs})
     parts._fetch_mirrored()
     parts.close()
     assert VerifiedBlobs(tmp_path / "runs" / "monday" / "blobs").get(state) == b"a state"

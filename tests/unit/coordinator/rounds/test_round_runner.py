@@ -9,20 +9,22 @@ from tests.support.parts import Parts
 
 
 def test_round_runner_records_tasks_but_those_of_devices_that_have_a_result(parts: Parts) -> None:
-    parts.state.store.open_round("r", 1, ["pi", "nano"], 2)
+    parts.state.store.rounds.open("r", 1, ["pi", "nano"], 2)
     parts.state.counted.add("nano")
     parts.runner.record_tasks({"pi": parts.work._replace(attempt=2), "nano": parts.work})
-    [task] = parts.state.store.unanswered("r")
+    [task] = parts.state.store.tasks.read_unanswered("r")
     assert (task.device, task.program, task.groups, task.attempt) == ("pi", parts.work.digest, parts.work.groups, 2)
 
 
 def test_round_runner_records_tasks_when_the_mirror_has_their_blobs(parts: Parts) -> None:
     mirrored: list[tuple[set[str], int]] = []
-    parts.state.mirror = lambda digests: mirrored.append((set(digests), len(parts.state.store.unanswered("r"))))
-    parts.state.store.open_round("r", 1, ["pi"], 1)
+    parts.state.mirror = lambda digests: mirrored.append(
+        (set(digests), len(parts.state.store.tasks.read_unanswered("r")))
+    )
+    parts.state.store.rounds.open("r", 1, ["pi"], 1)
     parts.runner.record_tasks({"pi": parts.work})
     assert mirrored == [(parts.work.offered(), 0)]
-    assert len(parts.state.store.unanswered("r")) == 1
+    assert len(parts.state.store.tasks.read_unanswered("r")) == 1
 
 
 def test_round_runner_plans_nothing_for_nobody(parts: Parts) -> None:
@@ -30,10 +32,10 @@ def test_round_runner_plans_nothing_for_nobody(parts: Parts) -> None:
 
 
 def test_round_runner_leaves_recorded_tasks_out_whose_blobs_are_gone(parts: Parts) -> None:
-    parts.state.store.open_round("r", 1, ["pi"], 1)
+    parts.state.store.rounds.open("r", 1, ["pi"], 1)
     parts.runner.record_tasks({"pi": parts.work})
     parts.state.blobs.path(parts.work.groups["model"]).unlink()
-    assert parts.runner.recorded(parts.state.store.unanswered("r")) == {}
+    assert parts.runner.recorded(parts.state.store.tasks.read_unanswered("r")) == {}
 
 
 def test_round_runner_opens_a_round_with_the_results_that_the_record_has(parts: Parts) -> None:
@@ -51,7 +53,7 @@ def test_round_runner_opens_a_round_with_the_results_that_the_record_has(parts: 
 def test_round_runner_asks_until_enough_devices_have_answered(parts: Parts) -> None:
     """The slow one is dismissed without blame."""
     parts.arrive("quick", "slow")
-    parts.state.store.open_round("r", 1, ["quick", "slow"], 1)
+    parts.state.store.rounds.open("r", 1, ["quick", "slow"], 1)
     work = {"quick": parts.work, "slow": parts.work}
     parts.runner.record_tasks(work)
     opened = OpenRound("r", 1, "train", work, 1, work)

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.config import RobustConfig, make_config
 from coordinator.record.integrity import VerifiedBlobs
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.selector import CohortSelector
 from coordinator.rounds.state import RunState
@@ -23,8 +23,8 @@ MakeState = Callable[..., RunState]
 @pytest.fixture
 def make_state(tmp_path: Path) -> Iterator[MakeState]:
     """A run in its first round, and five devices that are here."""
-    store = Store.in_folder(tmp_path)
-    store.create_run("r", {})
+    store = open_record(tmp_path)
+    store.runs.create("r", {})
 
     def make(**values: Any) -> RunState:
         state = RunState(

@@ -29,7 +29,7 @@ from bench.pentest.client import Client, context_of, wait_for
 from bench.pentest.parties import device_address, make_deployment, make_request, running, with_beginning
 from coordinator.cli import cli
 from coordinator.config import BrokerConfig, RobustConfig
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.service.broker import broker_endpoint
 from coordinator.security.authority import DAY_S, Authority
@@ -375,7 +375,7 @@ def test_strangers_ask_to_be_enrolled(stage: Stage) -> None:
         b"", b"\x01", b"\x02" + sealed[1:], bytes(100), bytes(20_000), seal(message, bytes(16), FROM_DEVICE),
         seal(message, token.secret, b"another direction"), sealed[:-1], sealed[:40] + b"\xff" + sealed[41:],
     ]  # fmt: skip
-    with Client(stage.deployment.address, "stranger", [HOME.enrolled(token.id)]) as client:
+    with Client(stage.deployment.address, "stranger", [HOME.enrolment_reply(token.id)]) as client:
         for payload in junk:
             client.publish(HOME.enrolment(token.id), payload)
             client.publish(HOME.enrolment("0" * 16), payload)
@@ -403,8 +403,8 @@ def test_a_broker_that_only_pretends(tmp_path: Path) -> None:
         def pretend() -> None:
             while not ended.wait(0.02):
                 for _, payload in impostor.seen[-1:]:
-                    impostor.publish(HOME.enrolled(token.id), payload)  # the device's own words
-                    impostor.publish(HOME.enrolled(token.id), seal(JoinRequest(b"", "", b""), bytes(16), b"x"))
+                    impostor.publish(HOME.enrolment_reply(token.id), payload)  # the device's own words
+                    impostor.publish(HOME.enrolment_reply(token.id), seal(JoinRequest(b"", "", b""), bytes(16), b"x"))
 
         thread = threading.Thread(target=pretend)
         thread.start()
@@ -497,7 +497,7 @@ def test_a_certificate_is_not_renewed_earlier(stage: Stage, tmp_path: Path) -> N
     young = identity_of(stage.deployment, tmp_path / "young", "pi-young", age_days=59.0)
     old = identity_of(stage.deployment, tmp_path / "old", "pi-older", age_days=80.0)
     before = young.certificate.read_bytes()
-    with Client(young.address(), "asking", [HOME.renewed("pi-young")]) as request:
+    with Client(young.address(), "asking", [HOME.certificate_for("pi-young")]) as request:
         request.publish(HOME.renewal("pi-young"), encode_enrolment(RenewRequest(young.request)))
         ask(old, until=old.next_certificate.is_file)
     assert not request.seen
@@ -875,10 +875,10 @@ def test_devices_lists_members_and_quarantines(tmp_path: Path) -> None:
     deployment, runs = make_deployment(tmp_path / "deployment"), tmp_path / "runs"
     for name in ("pi-1", "pi-2"):
         device_address(deployment, tmp_path / "keys", name)
-    store = Store.in_folder(runs)
+    store = open_record(runs)
     for record, device, limit in (("older", "pi-2", 1), ("newest", "pi-1", 3)):
-        store.create_run(record, {})
-        store.open_round(record, 1, ["pi-1", "pi-2"])
+        store.runs.create(record, {})
+        store.rounds.open(record, 1, ["pi-1", "pi-2"])
         Quarantine(record, store, RobustConfig(strikes=limit, quarantine_rounds=4)).strike(device, 1, "NaN")
     store.close()
     listed = ["devices", "--deployment", str(deployment.folder)]

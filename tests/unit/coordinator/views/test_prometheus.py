@@ -12,8 +12,9 @@ from PIL import Image
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.record.store import Store
-from coordinator.views import prometheus
+from coordinator.record.database import Database
+from coordinator.record.record import Record
+from coordinator.views import prometheus as collector_module
 from coordinator.views.prometheus import CoordinatorCollector, Observed, Served
 from edge_client.agent import TICK_S
 from edge_client.monitoring import AgentCollector
@@ -86,7 +87,7 @@ def test_metrics_of_a_run(stage: Stage) -> None:
     assert value("fedvit_train_loss") == 0.5
     assert value("fedvit_round_seconds", part="devices") > 0
     assert value("fedvit_round_awaited_devices") == value("fedvit_uploads_waiting") == 0
-    assert sum(value("fedvit_devices", state=state) for state in prometheus.DEVICE_STATES) == 2
+    assert sum(value("fedvit_devices", state=state) for state in collector_module.DEVICE_STATES) == 2
     assert found["fedvit_record_up", ()] == 1
     assert found["fedvit_record_commit_seconds_count", ()] > 4
     assert found["fedvit_runs", (("status", "finished"),)] == 1
@@ -111,7 +112,7 @@ def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> N
     """Without its record a coordinator leaves the broker: that connection is not the cause."""
     server = Postgresql()
     try:
-        store = Store(server.schema())
+        store = Record(Database(server.schema()))
         link = MemoryTransport(SimpleQueue(), MemoryBroker(), "coordinator")
         collector = CoordinatorCollector(Observed(link, lambda: False, store, tmp_path, lambda: (), {}))
         assert collector.why_not_ready() == "no connection to the broker"
@@ -124,7 +125,7 @@ def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> N
         server.close()
 
 
-def observed_record(store: Store, stage: Stage) -> CoordinatorCollector:
+def observed_record(store: Record, stage: Stage) -> CoordinatorCollector:
     """Metrics of a record that was made by hand, as if its run were served by the stage's coordinator."""
     assert stage.coordinator is not None
     stage.coordinator.state.run = RUN
@@ -141,10 +142,10 @@ def test_only_the_first_devices_have_a_series(stage: Stage, tmp_path: Path, monk
     collector = observed_record(store, stage)
     peak = {labels: value for (name, labels), value in samples(collector).items() if name.endswith("peak_rss_bytes")}
     assert peak == {(("device", "a"), ("run", RUN)): 120_000_000}
-    monkeypatch.setattr(prometheus, "MOST_DEVICES", 0)
+    monkeypatch.setattr(collector_module, "MOST_DEVICES", 0)
     found = samples(collector)
     assert not [name for name, _ in found if name == "fedvit_device_peak_rss_bytes"]
-    assert found["fedvit_devices_unlisted", (("run", RUN),)] == len(store.device_totals(RUN)) > 0
+    assert found["fedvit_devices_unlisted", (("run", RUN),)] == len(store.devices.read_totals(RUN)) > 0
     assert found["fedvit_upload_bytes_total", (("run", RUN),)] == 3_100_000
     store.close()
 
@@ -160,7 +161,7 @@ def test_record_that_cannot_be_read_is_reported_and_fails_nothing(
     def broken(*_: object) -> None:
         raise StorageFailed("the disk is gone")
 
-    monkeypatch.setattr(stage.store, "count_runs", broken)
+    monkeypatch.setattr(stage.store.runs, "count", broken)
     found = samples(collector)
     assert found["fedvit_record_up", ()] == 0
     assert found["fedvit_round", (("run", "r"),)] == 1

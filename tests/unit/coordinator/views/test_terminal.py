@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.record.tables import SavedState
 from coordinator.run_view import RunView, natural_order, read_run
 from coordinator.views.terminal import (
@@ -27,7 +27,7 @@ from tests.support.reports import private_report, run_report
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[Record]:
     made = begun_run(tmp_path)
     yield made
     made.close()
@@ -47,26 +47,26 @@ def cells(table: RenderableType, width: int = 200) -> list[list[str]]:
     return [line.split() for line in lines[rule + 1 :]]
 
 
-def test_a_run_that_has_only_begun_is_two_lines(store: Store) -> None:
-    store.create_run("new", {"method": "fedavg", "devices": 4, "options": {"lr": 0.1}})
+def test_a_run_that_has_only_begun_is_two_lines(store: Record) -> None:
+    store.runs.create("new", {"method": "fedavg", "devices": 4, "options": {"lr": 0.1}})
     assert drawn(draw_run(read_run(store, "new"), 80), 80) == [
         "run new: fedavg on None, waiting, 0 of 0 rounds, seed 0",
         'settings: method = "fedavg", devices = 4, options.lr = 0.1',
     ]
 
 
-def test_budgets_that_were_broken_are_named(store: Store) -> None:
+def test_budgets_that_were_broken_are_named(store: Record) -> None:
     assert "budgets" not in drawn(draw_run(read_run(store, RUN), 80), 80), "all were kept"
-    store.open_round(RUN, 3, ["a"])
+    store.rounds.open(RUN, 3, ["a"])
     trained(store, 3, "a", broke=("time", "memory"))
-    store.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
+    store.devices.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
     lines = drawn(draw_run(read_run(store, RUN), 80), 80)
     rows = [line.split() for line in lines[lines.index("budgets") + 4 :]]
     assert rows[0] == ["a", "3", "1", "memory", "1,", "time", "1"]
     assert ["f", "0", "1", "temperature", "1"] in rows
 
 
-def test_what_the_tables_say(store: Store) -> None:
+def test_what_the_tables_say(store: Record) -> None:
     run = read_run(store, RUN)
     assert drawn(draw_run(run, 100), 100).count(f"accuracy: {PROTOCOL}") == 1
     [row] = cells(draw_accuracy(run, 200))
@@ -81,11 +81,11 @@ def test_what_the_tables_say(store: Store) -> None:
     ]
 
 
-def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Store) -> None:
+def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Record) -> None:
     """15 kinds of reasons, each three times: the last 10 in the order of their last time."""
     for _ in range(3):
         for number in range(15):
-            store.add_refusal(RUN, 2, "a", "message", f"reason-{number}")
+            store.devices.add_refusal(RUN, 2, "a", "message", f"reason-{number}")
     table = draw_refusals(read_run(store, RUN), 80)
     assert [row[-1] for row in cells(table)] == [f"reason-{number}" for number in range(5, 15)]
     assert {row[0] for row in cells(table)} == {"3"}
@@ -94,10 +94,10 @@ def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Store) ->
 
 def fleet(tmp_path: Path, names: list[str]) -> RunView:
     """Three evaluated rounds of these devices, with large numbers everywhere."""
-    store = Store.in_folder(tmp_path / "fleet")
-    store.create_run(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 0, "rounds": 500})
+    store = open_record(tmp_path / "fleet")
+    store.runs.create(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 0, "rounds": 500})
     for number in range(1, 4):
-        store.open_round(RUN, number, names)
+        store.rounds.open(RUN, number, names)
         for device in names:
             use: dict[str, Any] = {
                 "step_s": 12.3456, "flops": 12 * 10**12, "peak_rss_bytes": 1_175_000_000,
@@ -105,10 +105,12 @@ def fleet(tmp_path: Path, names: list[str]) -> RunView:
             }  # fmt: skip
             trained(store, number, device, 12_345, **use)
             evaluated(store, number, device, 1000, 1234)
-        store.close_round(RUN, number, SavedState({}, None, {}), {})
-        store.round_evaluated(RUN, number)
-        store.add_refusal(RUN, number, names[0], "train", f"round {number}: " + "a long reason, in many words " * 8)
-    store.update_run(RUN, status="interrupted", reason="the disk [is] full: [/var/lib] holds nothing more")
+        store.rounds.close(RUN, number, SavedState({}, None, {}), {})
+        store.rounds.close_evaluation(RUN, number)
+        store.devices.add_refusal(
+            RUN, number, names[0], "train", f"round {number}: " + "a long reason, in many words " * 8
+        )
+    store.runs.update(RUN, status="interrupted", reason="the disk [is] full: [/var/lib] holds nothing more")
     summary = read_run(store, RUN)
     store.close()
     return summary
@@ -181,13 +183,13 @@ def test_names_are_shortened_in_their_middle(width: int) -> None:
 
 
 def test_tables_by_round_show_the_newest_of_many(tmp_path: Path) -> None:
-    store = Store.in_folder(tmp_path)
-    store.create_run(RUN, {"method": "fedavg"})
+    store = open_record(tmp_path)
+    store.runs.create(RUN, {"method": "fedavg"})
     for number in range(1, MOST_ROUNDS + 3):
-        store.open_round(RUN, number, ["a"])
-        store.close_round(RUN, number, SavedState({}, None, {}), {"dp_epsilon": float(number)})
+        store.rounds.open(RUN, number, ["a"])
+        store.rounds.close(RUN, number, SavedState({}, None, {}), {"dp_epsilon": float(number)})
         evaluated(store, number, "a", 1, 2)
-        store.round_evaluated(RUN, number)
+        store.rounds.close_evaluation(RUN, number)
     run = read_run(store, RUN, accuracy_of=MOST_ROUNDS)
     store.close()
     assert len(run.rounds) == MOST_ROUNDS + 2

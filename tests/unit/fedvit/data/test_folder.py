@@ -217,7 +217,7 @@ class TestRelabelled:
         put(tmp_path / "train/dog", "0.png", "1.png")
         put(tmp_path / "test/dog", "0.png")
         data = DeviceData.open(tmp_path)
-        there = data.relabelled(("dog", "emu", "cat"))
+        there = data.relabel(("dog", "emu", "cat"))
         assert there.classes == ("dog", "emu", "cat")
         np.testing.assert_array_equal(there.train.labels, [2, 0, 0])
         np.testing.assert_array_equal(there.test.labels, [0])
@@ -229,12 +229,12 @@ class TestRelabelled:
         data = DeviceData.open(tmp_path)
         data.train.load(np.array([0]), 4)
         (tmp_path / "train/cat/0.png").unlink()
-        assert data.relabelled(("cat",)).train.load(np.array([0]), 4)[1].all()
+        assert data.relabel(("cat",)).train.load(np.array([0]), 4)[1].all()
 
     def test_an_unknown_class_without_images_does_no_harm(self, tmp_path: Path) -> None:
         put(tmp_path / "train/cat", "0.png")
         put(tmp_path / "train/ant")
-        np.testing.assert_array_equal(DeviceData.open(tmp_path).relabelled(("cat",)).train.labels, [0])
+        np.testing.assert_array_equal(DeviceData.open(tmp_path).relabel(("cat",)).train.labels, [0])
 
     def test_unknown_classes_with_images(self, tmp_path: Path) -> None:
         """Also when only the test part holds one; the run's first ten classes are named."""
@@ -243,14 +243,14 @@ class TestRelabelled:
         put(tmp_path / "test/ant", "0.png")
         run = ("cat", *(f"c{number}" for number in range(11)))
         with pytest.raises(DataError, match=r"does not know: ant, emu; the run's 12 classes: cat, c0, .*, c8, \.\.\.$"):
-            DeviceData.open(tmp_path).relabelled(run)
+            DeviceData.open(tmp_path).relabel(run)
 
 
 def test_decoded_images_are_forgotten_when_their_memory_is_needed(tmp_path: Path) -> None:
     """A file that changes is still what it was, until it is forgotten: also for those who share it."""
     put(tmp_path / "train/cat", "0.png", value=100)
     data = DeviceData.open(tmp_path)
-    relabelled = data.relabelled(("ant", "cat"))
+    relabelled = data.relabel(("ant", "cat"))
     row = np.array([0])
 
     def gray() -> int:

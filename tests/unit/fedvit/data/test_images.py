@@ -14,10 +14,10 @@ from PIL import Image
 
 from fedvit.data.images import (
     augment,
-    decoded_bytes_within,
     draw_kept,
     header_problem,
     is_image_name,
+    limit_decoded_bytes,
     normalise,
     read_image,
     read_thumbnail,
@@ -260,7 +260,7 @@ class TestReadImage:
         """16 MiB for the decoded image, with a copy of it; pillow itself refuses so many pixels."""
         path = saved(tmp_path / "a.jpg", Image.new("L", (16_320, 12_240), 200))
         saved(tmp_path / "small.jpg", Image.new("L", (16, 16)))
-        least = decoded_bytes_within(1)
+        least = limit_decoded_bytes(1)
         assert header_problem(path, decoded_bytes=least) is None
         child = subprocess.run(
             [sys.executable, "-c", _PEAK_CHILD, str(path), str(least)], capture_output=True, text=True, check=True

@@ -15,7 +15,7 @@ from edge_client.runtime import Runtime, Seeds, Watch
 from export.trace import to_onnx, trace
 from fedvit.data.folder import DeviceData
 from fedvit.methods import make_method
-from fedvit.methods.base import PREDICT, Images, Method, StepInputs, trained_names
+from fedvit.methods.base import PREDICT, Images, Method, StepInputs, list_trained
 from fedvit.methods.calculus import Named, Objective, TorchCalculus
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.per_fedavg import ADAPT, PerFedAvg
@@ -66,7 +66,7 @@ def factor(method: Method, vit: PatchViT, phase: Train, **batch: list[int]) -> f
     """What one step multiplies every tensor with."""
     inputs = inputs_of(method, vit, phase, **batch)
     outputs = whole_step(method, vit, phase)(inputs)
-    ratios = [outputs[f"new/tensor/{name}"] / inputs[f"tensor/{name}"] for name in trained_names(method, vit, phase)]
+    ratios = [outputs[f"new/tensor/{name}"] / inputs[f"tensor/{name}"] for name in list_trained(method, vit, phase)]
     every = torch.cat([ratio.flatten() for ratio in ratios])
     torch.testing.assert_close(every, every[0].expand_as(every), rtol=1e-6, atol=0)
     return float(every.mean())

@@ -68,7 +68,7 @@ def test_traffic_of_the_papers_model() -> None:
         return sum(sizes[name] for role, members in method.groups(vit).values() if keep(role) for name in members)
 
     assert count(lambda role: role.from_server_each_round) == 7_680
-    assert count(lambda role: role.sent_back) == 7_680
+    assert count(lambda role: role.is_sent_back) == 7_680
     assert count(lambda role: role is Role.FROZEN) == 85_798_656
 
 

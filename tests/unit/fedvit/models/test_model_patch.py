@@ -26,7 +26,7 @@ from fedvit.models import (
     Prompts,
     build_vit,
 )
-from fedvit.models.model_patch import ModelPatch, seeded
+from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT
 
 ALL: dict[str, ModelPatch] = {
@@ -105,9 +105,9 @@ def test_nobody_elses_random_numbers_are_touched(name: str) -> None:
 
 def test_model_patches_draw_different_numbers() -> None:
     """Of one seed: else the first tensor of an adapter would repeat numbers of the model's patch embedding."""
-    with seeded(1, "one"):
+    with seed_random(1, "one"):
         one = torch.rand(4)
-    with seeded(1, "other"):
+    with seed_random(1, "other"):
         other = torch.rand(4)
     torch.manual_seed(1)
     assert not torch.equal(one, other)

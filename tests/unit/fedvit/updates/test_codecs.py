@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.tensors import check_tensors, pack, packed_size, unpack
-from fedvit.updates import CODECS, Codec, Decoded, coded_form, decode, decode_one, make_codec
+from fedvit.tensors import check_tensors, compute_packed_bytes, pack, unpack
+from fedvit.updates import CODECS, Codec, Decoded, decode, decode_one, list_coded_forms, make_codec
 from fedvit.updates.fp16 import Fp16
 from fedvit.updates.int8 import Int8
 from fedvit.updates.top_k import BLOCK, TopK
@@ -51,7 +51,9 @@ def test_bytes_are_known_beforehand_and_the_same_every_time(codec: Codec, value:
     expected: Any = {part: form for name in given for part, form in codec.form(name, given[name].shape).items()}
     check_tensors(coded, expected, "coded")
     content = pack(coded)
-    assert len(content) == packed_size(coded_form(codec, {name: each.shape for name, each in given.items()}))
+    assert len(content) == compute_packed_bytes(
+        list_coded_forms(codec, {name: each.shape for name, each in given.items()})
+    )
     assert pack(codec.encode(given)) == content
     again = decode(unpack(content), {name: each.shape for name, each in given.items()})
     assert again.keys() == given.keys()
@@ -121,7 +123,7 @@ def test_int8_has_a_scale_for_every_row() -> None:
 def test_int8_takes_a_quarter_of_a_vit() -> None:
     """768 numbers of one byte share four bytes of scale."""
     shapes = {f"blocks.{n}.mlp.fc1.weight": (3072, 768) for n in range(12)}
-    plain, coded = (packed_size(coded_form(make_codec(text), shapes)) for text in ("none", "int8"))
+    plain, coded = (compute_packed_bytes(list_coded_forms(make_codec(text), shapes)) for text in ("none", "int8"))
     assert 0.25 < coded / plain < 0.252
 
 

@@ -10,7 +10,7 @@ from coordinator.commands.flags import existing_store
 from coordinator.run_view import GeneratorRound
 from coordinator.views.report.document import read_report
 from coordinator.views.report.page import run_page
-from fedvit.tensors import mapped
+from fedvit.tensors import map_tensors
 from fleet.api import FinishedRun, run
 
 DEVICES, ROUNDS = 5, 10
@@ -41,7 +41,7 @@ def states(trained: FinishedRun) -> list[GeneratorRound]:
 
 
 def generated(folder: Path) -> list[np.ndarray]:
-    return [np.asarray(mapped(file)["prompts.tokens"]) for file in sorted((folder / "generated").iterdir())]
+    return [np.asarray(map_tensors(file)["prompts.tokens"]) for file in sorted((folder / "generated").iterdir())]
 
 
 def test_prompts_of_devices_differ_after_training(trained: FinishedRun) -> None:

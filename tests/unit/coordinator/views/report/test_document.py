@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from coordinator.config import make_config
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.record.tables import DeviceTotals, SavedState, TaskRecord
 from coordinator.run_view import FeatureRound, view_device
 from coordinator.views.report.document import (
@@ -35,32 +35,32 @@ RUN = "20261122-eftvit"
 
 
 @pytest.fixture
-def store(runs: Path) -> Iterator[Store]:
+def store(runs: Path) -> Iterator[Record]:
     """Two closed rounds and an open one. In round 1 c came too late; in round 2 b's result was refused."""
-    made = Store.in_folder(runs)
-    made.create_run(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 3, "rounds": 5})
-    made.update_run(RUN, status="running", classes=["ant", "bee"], protocol="p")
+    made = open_record(runs)
+    made.runs.create(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 3, "rounds": 5})
+    made.runs.update(RUN, status="running", classes=["ant", "bee"], protocol="p")
 
     def trained(number: int, device: str, **use: Any) -> None:
         add_result(made, device, Result(RUN, number, "train", 20, {"loss": 1.5}, ResourceUse(**use)))
 
-    made.open_round(RUN, 1, ["a", "b", "c"])
+    made.rounds.open(RUN, 1, ["a", "b", "c"])
     trained(1, "a", step_s=2.0, train_s=20.0, energy_j=90.0, energy_source="INA3221", peak_rss_bytes=5 * 10**8)
     trained(1, "b", step_s=4.0, train_s=40.0, throttled=True, broke=("time",))
     add_result(made, "a", Result(RUN, 1, "evaluate", 10, {"correct": 9.0}, ResourceUse()))
     add_result(made, "b", Result(RUN, 1, "evaluate", 10, {"correct": 5.0}, ResourceUse()))
-    made.add_refusal(RUN, 1, "c", "train", "no result: deadline", lost=True)
-    made.add_refusal(RUN, 1, "c", "evaluate", "no result: offline", lost=True)
-    made.close_round(RUN, 1, SavedState({}, None, {}), {"devices_s": 41.0, "server_s": 2.0})
-    made.round_evaluated(RUN, 1)
-    made.open_round(RUN, 2, ["a", "b"])
+    made.devices.add_refusal(RUN, 1, "c", "train", "no result: deadline", lost=True)
+    made.devices.add_refusal(RUN, 1, "c", "evaluate", "no result: offline", lost=True)
+    made.rounds.close(RUN, 1, SavedState({}, None, {}), {"devices_s": 41.0, "server_s": 2.0})
+    made.rounds.close_evaluation(RUN, 1)
+    made.rounds.open(RUN, 2, ["a", "b"])
     trained(2, "a", step_s=3.0, train_s=30.0)
     for _ in range(2):
-        made.add_refusal(RUN, 2, "b", "train", "'head.bias' holds [3] values that are NaN")
-    made.close_round(RUN, 2, SavedState({}, None, {}), {})
-    made.open_round(RUN, 3, ["a", "c"])
+        made.devices.add_refusal(RUN, 2, "b", "train", "'head.bias' holds [3] values that are NaN")
+    made.rounds.close(RUN, 2, SavedState({}, None, {}), {})
+    made.rounds.open(RUN, 3, ["a", "c"])
     trained(3, "a", step_s=2.0, train_s=20.0)
-    made.add_refusal(RUN, None, "x", "hello", "unknown class 'wasp'")
+    made.devices.add_refusal(RUN, None, "x", "hello", "unknown class 'wasp'")
     yield made
     made.close()
 
@@ -69,7 +69,7 @@ def device(report: RunReport, name: str) -> DeviceReport:
     return next(entry for entry in report.devices if entry.device == name)
 
 
-def test_what_became_of_every_task(store: Store) -> None:
+def test_what_became_of_every_task(store: Record) -> None:
     """c has not answered round 3, which is open: that is no dropout yet."""
     report = read_report(store, RUN)
     found = {entry.device: [(one.round, one.status, one.reason) for one in entry.rounds] for entry in report.devices}
@@ -80,7 +80,7 @@ def test_what_became_of_every_task(store: Store) -> None:
     }
 
 
-def test_figures_of_the_run(store: Store) -> None:
+def test_figures_of_the_run(store: Record) -> None:
     """Accuracies .9 and .5; round 2 was not evaluated."""
     report = read_report(store, RUN)
     first, second, _ = report.run.rounds
@@ -94,19 +94,19 @@ def test_figures_of_the_run(store: Store) -> None:
     assert device(report, "a").comparisons()[0].measured == 2.0
 
 
-def test_refusals_and_dropouts_are_counted_apart(store: Store) -> None:
+def test_refusals_and_dropouts_are_counted_apart(store: Record) -> None:
     report = read_report(store, RUN)
     assert [(entry.device, entry.times) for entry in report.refusals] == [("b", 2), ("x", 1)]
     assert [(entry.device, entry.kind) for entry in report.dropouts] == [("c", "train"), ("c", "evaluate")]
 
 
-def test_what_was_expected_stands_beside_it(store: Store) -> None:
+def test_what_was_expected_stands_beside_it(store: Record) -> None:
     one = cost(0.75, 2)
     expected = Expected(
         prediction=prediction(one, "rpi5-8"), flops=one.flops_round, bytes_down=1, bytes_up=2,
         budget=Budget(memory_bytes=10**9),
     )  # fmt: skip
-    store.add_tasks(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
+    store.tasks.add(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
     report = read_report(store, RUN)
     entry = device(report, "a").rounds[0]
     assert entry.expected == expected
@@ -119,14 +119,14 @@ def test_what_was_expected_stands_beside_it(store: Store) -> None:
 
 def test_report_shows_what_features_tell_of_class_distributions(runs: Path) -> None:
     """In round 2 one of two uploads had more features of one class than of another."""
-    with closing(Store.in_folder(runs)) as made:
-        made.create_run(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 3, "rounds": 2})
+    with closing(open_record(runs)) as made:
+        made.runs.create(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 3, "rounds": 2})
         for number, unequal in ((1, 0.0), (2, 1.0)):
-            made.open_round(RUN, number, ["a", "b"])
+            made.rounds.open(RUN, number, ["a", "b"])
             for name in ("a", "b"):
                 add_result(made, name, Result(RUN, number, "train", 20, {"loss": 1.5}, ResourceUse()))
             figures = {"uploaded_features": 12.0, "unequal_uploads": unequal}
-            made.close_round(RUN, number, SavedState({}, None, {}), figures)
+            made.rounds.close(RUN, number, SavedState({}, None, {}), figures)
         report = read_report(made, RUN)
     assert [entry.features for entry in report.run.rounds] == [
         FeatureRound(uploads=2, features=12, unequal=n) for n in (0, 1)
@@ -138,32 +138,32 @@ def test_report_shows_what_features_tell_of_class_distributions(runs: Path) -> N
 
 @pytest.mark.parametrize(("load_per_core", "warns"), [(None, False), (0.1, False), (4.0, True)])
 def test_report_says_whose_speed_was_measured_on_a_busy_machine(
-    store: Store, load_per_core: float | None, warns: bool
+    store: Record, load_per_core: float | None, warns: bool
 ) -> None:
     """A speed of another program's leftovers makes predictions too long; the figure alone would look like a fault."""
     one = cost(0.75, 2)
     predicted = msgspec.structs.replace(prediction(one, "rpi5-8"), device="a", load_per_core=load_per_core)
     expected = Expected(prediction=predicted, flops=one.flops_round, bytes_down=1, bytes_up=2, budget=Budget())
-    store.add_tasks(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
+    store.tasks.add(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
     warnings = read_report(store, RUN).warnings
     assert any("the speed of a was measured" in warning for warning in warnings) == warns
 
 
-def test_report_warns_of_missing_measurements(store: Store) -> None:
+def test_report_warns_of_missing_measurements(store: Record) -> None:
     assert read_report(store, RUN).warnings == [
         "b was throttled in 1 of 1 rounds.",
         "Energy was not measured on b.",
     ]
 
 
-def test_answers_by_class_are_added_up(store: Store) -> None:
+def test_answers_by_class_are_added_up(store: Record) -> None:
     """Of round 1, the newest evaluation; b has no test image of the second class, and c does not count."""
     assert read_report(store, RUN).classes == []
     counts = {
         "a": (ClassCount(0, 4, 5, ((1, 1),)), ClassCount(1, 5, 5)), "b": (ClassCount(0, 5, 10, ((1, 5),)),), "c": (),
     }  # fmt: skip
     for name, by_class in counts.items():
-        store.drop_result(RUN, 1, "evaluate", name)
+        store.tasks.drop_result(RUN, 1, "evaluate", name)
         right = float(sum(count.correct for count in by_class))
         add_result(store, name, Result(RUN, 1, "evaluate", 10, {"correct": right}, ResourceUse(), by_class=by_class))
     assert read_report(store, RUN).classes == [
@@ -172,25 +172,25 @@ def test_answers_by_class_are_added_up(store: Store) -> None:
     ]
 
 
-def test_duration_is_from_the_first_round_to_the_newest_closed_one(store: Store) -> None:
-    rounds = store.rounds(RUN)
+def test_duration_is_from_the_first_round_to_the_newest_closed_one(store: Record) -> None:
+    rounds = store.rounds.read_all(RUN)
     begin, end = (datetime.fromisoformat(at) for at in (rounds[0].opened_at, rounds[1].closed_at or ""))
     assert read_report(store, RUN).duration_s == (end - begin).total_seconds()
 
 
-def test_an_unknown_run_is_named(store: Store) -> None:
+def test_an_unknown_run_is_named(store: Record) -> None:
     with pytest.raises(ConfigError, match="'nope'"):
         read_report(store, "nope")
 
 
-def test_what_was_spent_of_privacy_by_round(tmp_path: Path, store: Store) -> None:
+def test_what_was_spent_of_privacy_by_round(tmp_path: Path, store: Record) -> None:
     """As the record has it; a run without noise has no such part."""
-    made = Store.in_folder(tmp_path / "private")
+    made = open_record(tmp_path / "private")
     asked = {"noise_multiplier": 2.0, "clip": 0.5, "delta": 1e-3, "accounting": "sampled"}
     private = make_config({"method": "fedavg", "devices": 4, "privacy": asked}, "test").run
-    made.create_run(RUN, msgspec.to_builtins(private))
-    made.open_round(RUN, 1, ["a"])
-    made.close_round(RUN, 1, SavedState({}, None, {}), {"dp_epsilon": 3.5})
+    made.runs.create(RUN, msgspec.to_builtins(private))
+    made.rounds.open(RUN, 1, ["a"])
+    made.rounds.close(RUN, 1, SavedState({}, None, {}), {"dp_epsilon": 3.5})
     report = read_report(made, RUN)
     made.close()
     assert report.privacy == RunPrivacy(noise_multiplier=2.0, clip=0.5, delta=1e-3, accounting="sampled")

@@ -97,11 +97,11 @@ class Sheet:
         ]
 
     def is_text(self, place: int) -> bool:
-        """Whether a column holds words, which are aligned to the left."""
+        """Return whether a column holds words, which are aligned to the left."""
         return any(isinstance(row[place], str) for row in self.values)
 
     def is_long(self, place: int) -> bool:
-        """Whether a column holds sentences, which are wrapped."""
+        """Return whether a column holds sentences, which are wrapped."""
         return self.columns[place].name in ("reason", "what", "quarantine")
 
     def csv(self) -> str:

@@ -88,7 +88,7 @@ def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by:
     if why := _why_on_device(program):
         raise ConfigError(_elsewhere(program, run, why))
     summary = read_run(store, run)
-    values |= _generated(program, record, summary, files, device)
+    values |= _read_generated(program, record, summary, files, device)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
     check_tensors(held, program.forms_of([*program.groups]), f"run {run!r}")
     origin = Origin(
@@ -105,7 +105,7 @@ def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by:
         batch=program.batch,
         classes=program.classes,
         origin=origin,
-        reported=_reported(summary, device),
+        reported=_find_accuracy(summary, device),
     )
 
 
@@ -153,7 +153,9 @@ def _variant_of(record: RunRecord, device: str) -> str | None:
     return next((entry for entry in variants if fnmatchcase(device, entry) or entry == device), None)
 
 
-def _generated(program: Program, record: RunRecord, summary: RunView, files: _Files, device: str | None) -> Tensors:
+def _read_generated(
+    program: Program, record: RunRecord, summary: RunView, files: _Files, device: str | None
+) -> Tensors:
     """The tensors that the server generated for the device at the run's end."""
     known = [entry.device for entry in summary.devices]
     if device is not None and device not in known:
@@ -185,7 +187,7 @@ def _generated(program: Program, record: RunRecord, summary: RunView, files: _Fi
         raise StorageFailed(f"{files.folder / name} is damaged: {error}") from error
 
 
-def _reported(summary: RunView, device: str | None) -> Reported | None:
+def _find_accuracy(summary: RunView, device: str | None) -> Reported | None:
     """The newest measured accuracy: of the device, or the mean of all devices."""
     for entry in reversed(summary.rounds):
         accuracy = entry.accuracy if device is None else {k: v for k, v in entry.accuracy.items() if k == device}

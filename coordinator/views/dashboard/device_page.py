@@ -79,7 +79,7 @@ def _by_round(name: str, unit: str, of: Callable[[Entry], float | None]) -> Call
     """A line of the rounds in which the device measured something."""
 
     def draw(seen: DeviceDetails) -> charts.Options:
-        measured = _measured(seen)
+        measured = _list_measured(seen)
         values = [of(entry) for entry in measured]
         return charts.lines(_numbers(measured), {name: values}, x_name="round", y_name=unit)
 
@@ -87,7 +87,7 @@ def _by_round(name: str, unit: str, of: Callable[[Entry], float | None]) -> Call
 
 
 def _memory(seen: DeviceDetails) -> charts.Options:
-    measured = _measured(seen)
+    measured = _list_measured(seen)
     budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry in measured]
     lines = {"peak": [charts.scaled(entry.use.peak_rss_bytes, 1e6) for entry in measured]}
     if any(budgets):
@@ -95,7 +95,7 @@ def _memory(seen: DeviceDetails) -> charts.Options:
     return charts.lines(_numbers(measured), lines, x_name="round", y_name="MB")
 
 
-def _measured(seen: DeviceDetails) -> list[Entry]:
+def _list_measured(seen: DeviceDetails) -> list[Entry]:
     """The oldest round first."""
     return [entry for entry in reversed(seen.history) if entry.task.use is not None]
 
@@ -117,7 +117,7 @@ FIGURES = {
 
 
 def _history_sheet(history: list[Entry], run: str) -> Sheet:
-    def measured(name: str, heading: str) -> Column:
+    def read_use(name: str, heading: str) -> Column:
         return Column(name, heading, lambda entry: getattr(entry.use, name))
 
     def outcome(entry: Entry) -> str:
@@ -134,14 +134,14 @@ def _history_sheet(history: list[Entry], run: str) -> Sheet:
             Column("outcome", "outcome", outcome),
             Column("asked_at", "asked, UTC", lambda entry: entry.task.asked_at),
             Column("received_at", "result, UTC", lambda entry: entry.task.received_at),
-            measured("train_s", "training"),
-            measured("step_s", "step"),
-            measured("peak_rss_bytes", "peak memory"),
+            read_use("train_s", "training"),
+            read_use("step_s", "step"),
+            read_use("peak_rss_bytes", "peak memory"),
             Column("budget_bytes", "budget", budget_bytes),
-            measured("temperature_c", "temperature"),
-            measured("throttled", "throttled"),
-            measured("energy_j", "energy"),
-            measured("upload_bytes", "upload"),
+            read_use("temperature_c", "temperature"),
+            read_use("throttled", "throttled"),
+            read_use("energy_j", "energy"),
+            read_use("upload_bytes", "upload"),
             Column("accuracy", "accuracy"),
         ],
     )

@@ -77,17 +77,20 @@ def group_plans(tasks: Iterable[TaskHistory]) -> list[Plan]:
                 changes or "as configured",
                 budget,
                 len(of),
-                (_median(e.prediction.peak_rss_bytes for e in predicted), _median(m.peak_rss_bytes for m in measured)),
-                (_median(e.prediction.train_s for e in predicted), _median(m.train_s for m in measured)),
-                (_median(e.bytes_up for e in predicted), _median(m.upload_bytes for m in measured)),
+                (
+                    _find_median(e.prediction.peak_rss_bytes for e in predicted),
+                    _find_median(m.peak_rss_bytes for m in measured),
+                ),
+                (_find_median(e.prediction.train_s for e in predicted), _find_median(m.train_s for m in measured)),
+                (_find_median(e.bytes_up for e in predicted), _find_median(m.upload_bytes for m in measured)),
             )
         )
     return plans
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+def _find_median(values: Iterable[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return median(present) if present else None
 
 
 # --- charts ---------------------------------------------------------------------------------------------
@@ -212,10 +215,10 @@ def _board_sheet(boards: Iterable[BoardForecast]) -> Sheet:
             return f"Refused. {board.refused}"
         return ", ".join(f"{name} = {value}" for name, value in board.expected.changes.items()) or "as configured"
 
-    def of_plan(name: str, heading: str) -> Column:
+    def read_plan(name: str, heading: str) -> Column:
         return Column(name, heading, lambda board: board.expected and getattr(board.expected, name))
 
-    def predicted(name: str, heading: str) -> Column:
+    def read_prediction(name: str, heading: str) -> Column:
         return Column(name, heading, lambda board: board.expected and getattr(board.expected.prediction, name))
 
     return Sheet(
@@ -223,14 +226,14 @@ def _board_sheet(boards: Iterable[BoardForecast]) -> Sheet:
         [
             Column("board", "board"),
             Column("what", "options", option),
-            predicted("peak_rss_bytes", "memory"),
+            read_prediction("peak_rss_bytes", "memory"),
             Column("memory_bytes", "budget", lambda board: board.budget.memory_bytes or "none"),
-            predicted("step_s", "step"),
-            predicted("train_s", "training of a round"),
-            of_plan("flops", "work of a round"),
-            of_plan("bytes_down", "down"),
-            of_plan("bytes_up", "up"),
-            predicted("energy_j", "energy"),
+            read_prediction("step_s", "step"),
+            read_prediction("train_s", "training of a round"),
+            read_plan("flops", "work of a round"),
+            read_plan("bytes_down", "down"),
+            read_plan("bytes_up", "up"),
+            read_prediction("energy_j", "energy"),
             Column("quality", "quality", lambda board: board.expected and f"{100 * board.expected.quality:.0f} %"),
         ],
     )

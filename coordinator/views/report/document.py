@@ -90,7 +90,7 @@ class DeviceReport(Struct, frozen=True, kw_only=True):
             ("energy of a round", "J", [e.prediction.energy_j for e in expected], [m.energy_j for m in measured]),
         ]  # fmt: skip
         found = [
-            Comparison(figure=figure, unit=unit, predicted=_median(before), measured=_median(after))
+            Comparison(figure=figure, unit=unit, predicted=_find_median(before), measured=_find_median(after))
             for figure, unit, before, after in pairs
         ]
         return [entry for entry in found if entry.predicted is not None or entry.measured is not None]
@@ -166,7 +166,7 @@ def read_report(store: Record, run: str) -> RunReport:
         privacy=_privacy(record.config.get("privacy", {})),
         duration_s=_duration_s(store, run),
         classes=read_classes(store, view),
-        warnings=[*_thinned(record.thinned), *_warnings(devices)],
+        warnings=[*_warn_of_thinning(record.thinned), *_find_doubts(devices)],
     )
 
 
@@ -291,22 +291,22 @@ def _count_equal(refusals: Iterable[RefusalRecord]) -> list[CountedRefusal]:
     ]
 
 
-def _thinned(before: int | None) -> list[str]:
+def _warn_of_thinning(before: int | None) -> list[str]:
     if before is None:
         return []
     return [f"Rounds before {before} only have totals (keep_rounds): they are missing in tables of devices."]
 
 
-def _warnings(devices: list[DeviceReport]) -> list[str]:
+def _find_doubts(devices: list[DeviceReport]) -> list[str]:
     """Warnings about the figures: values that were modelled, throttled, or never measured."""
     warnings = []
     expected = [entry.expected for device in devices for entry in device.rounds if entry.expected]
     if any(entry.prediction.source == "catalogue" for entry in expected):
         warnings.append("Some predictions use the catalogue's speeds, not measured ones.")
-    if busy := sorted({entry.prediction.device for entry in expected if _was_busy(entry.prediction)}):
+    if busy := sorted({entry.prediction.device for entry in expected if _is_busy(entry.prediction)}):
         warnings.append(
-            f"Other programs were running while the speed of {_some(busy)} was measured, so predicted times are too"
-            " long. On the idle device, `edge-client profile --fresh` measures it again."
+            f"Other programs were running while the speed of {_name_some(busy)} was measured, so predicted times are"
+            " too long. On the idle device, `edge-client profile --fresh` measures it again."
         )
     slowed: list[str] = []
     modelled: list[str] = []
@@ -327,21 +327,21 @@ def _warnings(devices: list[DeviceReport]) -> list[str]:
     if len(slowed) > NAMED:
         warnings.append(f"{len(slowed)} devices were throttled in all.")
     if modelled:
-        warnings.append(f"Energy is modelled from load, not measured, on {_some(modelled)}.")
+        warnings.append(f"Energy is modelled from load, not measured, on {_name_some(modelled)}.")
     if without:
-        warnings.append(f"Energy was not measured on {_some(without)}.")
+        warnings.append(f"Energy was not measured on {_name_some(without)}.")
     return warnings
 
 
-def _was_busy(prediction: Prediction) -> bool:
+def _is_busy(prediction: Prediction) -> bool:
     """Return True if half a core or more was taken, for each core, while the device's speed was measured."""
     return (prediction.load_per_core or 0.0) >= BUSY_LOAD_PER_CORE
 
 
-def _some(names: list[str]) -> str:
+def _name_some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} others" if len(names) > NAMED else "")
 
 
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+def _find_median(values: list[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return median(present) if present else None

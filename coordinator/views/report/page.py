@@ -25,7 +25,7 @@ MOST_ROWS = 400
 MOST_DEVICES = 12
 """Most devices that are shown one by one; of more, the page has their distribution and the extremes."""
 LOWEST = 10
-"""Of many devices, those with the lowest accuracy, or the highest costs, that are shown."""
+"""Most devices that are shown, if there are many: those with the lowest accuracy, or the highest costs."""
 BIN = 0.05
 """Width of a bar of the distribution of accuracies."""
 MOST_MISSING = 50
@@ -319,15 +319,15 @@ def _budget_sheet(devices: Sequence[DeviceReport]) -> Sheet:
 
 
 def _detail_sheet(rows: Sequence[DeviceRow]) -> Sheet:
-    def predicted(name: str) -> Callable[[DeviceRow], float | None]:
+    def read_prediction(name: str) -> Callable[[DeviceRow], float | None]:
         return lambda row: getattr(row.entry.expected.prediction, name) if row.entry.expected else None
 
-    def measured(name: str) -> Callable[[DeviceRow], float | None]:
+    def read_use(name: str) -> Callable[[DeviceRow], float | None]:
         return lambda row: getattr(row.entry.measured, name) if row.entry.measured else None
 
-    def error(name: str) -> Callable[[DeviceRow], float | None]:
+    def find_error(name: str) -> Callable[[DeviceRow], float | None]:
         def read(row: DeviceRow) -> float | None:
-            before, after = predicted(name)(row), measured(name)(row)
+            before, after = read_prediction(name)(row), read_use(name)(row)
             return None if before is None or not after else (before - after) / after
 
         return read
@@ -342,13 +342,13 @@ def _detail_sheet(rows: Sequence[DeviceRow]) -> Sheet:
                 "outcome",
                 lambda row: f"{row.entry.status}{': ' if row.entry.reason else ''}{row.entry.reason or ''}",
             ),
-            Column("train_s", "training predicted", predicted("train_s")),
-            Column("train_s", "measured", measured("train_s")),
-            Column("error", "error", error("train_s")),
-            Column("peak_rss_bytes", "memory predicted", predicted("peak_rss_bytes")),
-            Column("peak_rss_bytes", "measured", measured("peak_rss_bytes")),
-            Column("error", "error", error("peak_rss_bytes")),
-            Column("energy_j", "energy", measured("energy_j")),
+            Column("train_s", "training predicted", read_prediction("train_s")),
+            Column("train_s", "measured", read_use("train_s")),
+            Column("error", "error", find_error("train_s")),
+            Column("peak_rss_bytes", "memory predicted", read_prediction("peak_rss_bytes")),
+            Column("peak_rss_bytes", "measured", read_use("peak_rss_bytes")),
+            Column("error", "error", find_error("peak_rss_bytes")),
+            Column("energy_j", "energy", read_use("energy_j")),
             Column("accuracy", "accuracy", lambda row: row.entry.accuracy),
         ],
     )

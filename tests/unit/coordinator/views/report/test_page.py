@@ -133,7 +133,7 @@ class TestFleet:
         ]  # fmt: skip
 
     def test_answers_are_a_matrix_of_classes(self) -> None:
-        """Of two classes with test images and a third that was answered."""
+        """Two classes with test images and a third that was answered."""
         matrix = self.PAGE[self.PAGE.index('<table class="confusion">') :]
         matrix = matrix[: matrix.index("</table>")]
         assert re.findall('<th scope="col">(.*?)</th>', matrix) == ["class / answer", "ant", "bee", "wasp"]

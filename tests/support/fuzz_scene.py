@@ -9,9 +9,9 @@ from coordinator.compute.planning.checks import checked_config
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig
 from edge_client.agent import Agent
-from edge_client.guard import Guard
-from edge_client.runtime import Runtime
-from edge_client.vault import Vault
+from edge_client.health.guard import Guard
+from edge_client.storage.vault import Vault
+from edge_client.work.runtime import Runtime
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.tensors import pack

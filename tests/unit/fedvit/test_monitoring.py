@@ -107,9 +107,9 @@ def test_socket_is_only_for_its_owner(tmp_path: Path) -> None:
     ],
 )
 def test_port_without_a_password_is_refused_with_both_ways(program: list[str]) -> None:
-    done = CliRunner().invoke(PROGRAMS[program[0]], [*program[1:], "--metrics", "127.0.0.1:0"])
+    done = CliRunner().invoke(PROGRAMS[program[0]], [*program[1:], "--prometheus", "127.0.0.1:0"])
     assert isinstance(done.exception, ConfigError)
-    assert re.search("--metrics-password-file FILE.*unix:PATH", str(done.exception))
+    assert re.search("--prometheus-password-file FILE.*unix:PATH", str(done.exception))
 
 
 def test_password_that_is_short_or_missing_is_refused(tmp_path: Path) -> None:

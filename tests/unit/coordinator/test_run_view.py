@@ -8,9 +8,8 @@ import pytest
 
 from coordinator.config import RunConfig, make_config
 from coordinator.record.record import Record
-from coordinator.record.reporting import run_document
-from coordinator.record.summary import RunSummary, overview, run_head, summarise
 from coordinator.record.tables import SavedState
+from coordinator.run_view import list_runs, read_head, read_run, show_document
 from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
@@ -33,7 +32,7 @@ def test_the_first_round(store: Record) -> None:
 
     Loss (1 + 2) / 2. Down 5 + 5 + 1 MB, up 1 + 2 + .1 MB, FLOPs 500.
     """
-    first = summarise(store, RUN).rounds[0]
+    first = read_run(store, RUN).rounds[0]
     assert (first.round, first.cohort, first.accepted) == (1, 3, 2)
     assert first.accuracy == {"a": 0.9, "b": 0.5, "c": 0.35}
     assert first.accuracy_mean == pytest.approx(1.75 / 3)
@@ -46,7 +45,7 @@ def test_the_first_round(store: Record) -> None:
 
 def test_a_round_without_evaluation_has_no_accuracy(store: Record) -> None:
     """What was not measured is None, never 0."""
-    second = summarise(store, RUN).rounds[1]
+    second = read_run(store, RUN).rounds[1]
     assert (second.cohort, second.accepted, second.train_loss) == (2, 1, 0.5)
     assert (second.accuracy_mean, second.accuracy_std, second.accuracy_weighted) == (None, None, None)
     assert second.accuracy == {}
@@ -55,7 +54,7 @@ def test_a_round_without_evaluation_has_no_accuracy(store: Record) -> None:
 
 def test_the_devices(store: Record) -> None:
     """a: two rounds, steps of 10 and 20 ms (median 15), peak of both kinds of task, (400 + 600) / 2 FLOPs a round."""
-    a, b, c, d = summarise(store, RUN).devices
+    a, b, c, d = read_run(store, RUN).devices
     assert (a.device, a.train_samples, a.test_samples, a.rounds, a.accuracy) == ("a", 30, 10, 2, 0.9)
     assert a.step_s == pytest.approx(0.015)
     assert (a.peak_rss_bytes, a.flops_per_round) == (120_000_000, 500)
@@ -67,7 +66,7 @@ def test_the_devices(store: Record) -> None:
 
 def test_the_run(store: Record) -> None:
     """The mean accuracy is that of the newest evaluation; memory is the largest of all devices."""
-    run = summarise(store, RUN)
+    run = read_run(store, RUN)
     assert (run.run, run.status, run.reason, run.method, run.model) == (
         RUN, "running", None, "eftvit", "vit_small_images",
     )  # fmt: skip
@@ -79,19 +78,26 @@ def test_the_run(store: Record) -> None:
         (1, "c", "train"),
         (None, "e", "hello"),
     ]
-    assert msgspec.json.decode(msgspec.json.encode(run), type=RunSummary) == run
+
+
+def test_json_has_a_round_s_figures_once(store: Record) -> None:
+    """Keys of the JSON of `show`: those of the record's totals, then round, accuracy and figures."""
+    entry = show_document(read_run(store, RUN))["rounds"][0]
+    assert list(entry)[-3:] == ["round", "accuracy", "figures"]
+    assert entry["figures"] == {"devices_s": 2.5, "server_s": 0.5}
+    assert "devices_s" not in entry
 
 
 def test_a_run_that_has_only_begun(store: Record) -> None:
     store.runs.create("new", {"method": "fedavg"})
-    run = summarise(store, "new")
+    run = read_run(store, "new")
     assert (run.rounds, run.devices, run.refusals) == ([], [], [])
     assert (run.mean_accuracy, run.max_edge_rss_bytes, run.bytes_down, run.protocol) == (None, None, 0, None)
 
 
 def test_an_unknown_run_is_named(store: Record) -> None:
     with pytest.raises(ConfigError, match="'nope'"):
-        summarise(store, "nope")
+        read_run(store, "nope")
 
 
 def test_budgets_that_were_kept_and_broken(store: Record) -> None:
@@ -101,7 +107,7 @@ def test_budgets_that_were_kept_and_broken(store: Record) -> None:
     trained(store, 3, "a", broke=("time", "memory"))
     store.devices.add_refusal(RUN, 4, "a", "train", "memory", "memory")
     store.devices.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
-    run = summarise(store, RUN)
+    run = read_run(store, RUN)
     by_name = {device.device: device for device in run.devices}
     assert (by_name["a"].budget_kept, by_name["a"].budget_broken) == (3, 2)
     assert by_name["a"].broke == {"memory": 2, "time": 1}
@@ -115,19 +121,19 @@ def test_an_evaluation_that_is_under_way_counts(store: Record) -> None:
     """Round 2 is closed, and b was the first to answer its evaluation: that is in the totals before it is over."""
     store.rounds.close(RUN, 2, SavedState({}, None, {}), {})
     evaluated(store, 2, "b", 2, 2, sent_bytes=5)
-    run = summarise(store, RUN)
+    run = read_run(store, RUN)
     assert (run.rounds[1].accuracy, run.rounds[1].accuracy_mean, run.rounds[1].bytes_up) == ({"b": 1.0}, 1.0, 5)
     assert {device.device: device.accuracy for device in run.devices} == {"a": 0.9, "b": 1.0, "c": 0.35, "d": None}
     store.rounds.close_evaluation(RUN, 2)
-    assert summarise(store, RUN) == run
+    assert read_run(store, RUN) == run
 
 
 def test_runs_are_listed_with_the_room_that_they_take(store: Record, tmp_path: Path) -> None:
     (tmp_path / RUN / "blobs" / "ab").mkdir(parents=True)
     (tmp_path / RUN / "blobs" / "ab" / "cd").write_bytes(bytes(1000))
     (tmp_path / RUN / "coordinator.log").write_bytes(bytes(234))
-    [entry] = overview(store, tmp_path)
-    run = summarise(store, RUN)
+    [entry] = list_runs(store, tmp_path)
+    run = read_run(store, RUN)
     assert entry == msgspec.structs.replace(line(run), bytes=1234)
 
 
@@ -140,13 +146,13 @@ def test_settings_are_those_that_differ_from_the_defaults(store: Record) -> None
     store.runs.create("whole", msgspec.to_builtins(make_config(values, "test").run))
     store.runs.create("usual", msgspec.to_builtins(RunConfig()))
     store.runs.create("older", {"method": "eftvit", "patience": 3, "images": {"flip": True, "zoom": 2.0}})
-    assert {entry.run: entry.settings for entry in overview(store, Path("nowhere"))} == {
+    assert {entry.run: entry.settings for entry in list_runs(store, Path("nowhere"))} == {
         RUN: {"seed": 7, "rounds": 3},
         "whole": {"method": "fedavg", "devices": 4, "options.lr": 0.1, "privacy.delta": 1e-3},
         "usual": {},
         "older": {"patience": 3, "images.flip": True, "images.zoom": 2.0},
     }
-    assert summarise(store, "whole").settings == run_head(store, store.runs.read("whole")).settings
+    assert read_run(store, "whole").settings == read_head(store, store.runs.read("whole")).settings
 
 
 def test_devices_are_in_the_order_of_their_numbers(store: Record) -> None:
@@ -156,5 +162,4 @@ def test_devices_are_in_the_order_of_their_numbers(store: Record) -> None:
     for name in names:
         add_result(store, name, Result("numbered", 1, "train", 1, {}, ResourceUse()))
     in_order = ["2-a", "device-1", "device-9", "device-9b", "device-10", "device-٣", "pi"]
-    assert [device.device for device in summarise(store, "numbered").devices] == in_order
-    assert [device.device for device in run_document(store, "numbered").devices] == in_order
+    assert [device.device for device in read_run(store, "numbered").devices] == in_order

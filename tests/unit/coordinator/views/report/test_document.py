@@ -11,17 +11,25 @@ import pytest
 
 from coordinator.config import make_config
 from coordinator.record.record import Record, open_record
-from coordinator.record.reporting import run_document
-from coordinator.record.tables import SavedState, TaskRecord
+from coordinator.record.tables import DeviceTotals, SavedState, TaskRecord
+from coordinator.run_view import FeatureRound, view_device
+from coordinator.views.report.document import (
+    ClassAccuracy,
+    DeviceReport,
+    DeviceRound,
+    RunPrivacy,
+    RunReport,
+    encode_report,
+    read_report,
+)
+from coordinator.views.report.page import run_page
+from coordinator.views.report.words import feature_words
 from fedvit.errors import ConfigError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from profiles.prediction import Expected
-from profiles.report.document import ClassAccuracy, FeatureRound, RunDevice, RunDocument, RunPrivacy, decode, encode
-from profiles.report.run_page import run_page
-from profiles.report.verdict import feature_words
 from tests.support.records import add_result
-from tests.support.reports import cost, prediction
+from tests.support.reports import cost, prediction, run_report
 
 RUN = "20261122-eftvit"
 
@@ -57,14 +65,14 @@ def store(runs: Path) -> Iterator[Record]:
     made.close()
 
 
-def device(document: RunDocument, name: str) -> RunDevice:
-    return next(entry for entry in document.devices if entry.device == name)
+def device(report: RunReport, name: str) -> DeviceReport:
+    return next(entry for entry in report.devices if entry.device == name)
 
 
 def test_what_became_of_every_task(store: Record) -> None:
     """c has not answered round 3, which is open: that is no dropout yet."""
-    document = run_document(store, RUN)
-    found = {entry.device: [(one.round, one.status, one.reason) for one in entry.rounds] for entry in document.devices}
+    report = read_report(store, RUN)
+    found = {entry.device: [(one.round, one.status, one.reason) for one in entry.rounds] for entry in report.devices}
     assert found == {
         "a": [(1, "accepted", None), (2, "accepted", None), (3, "accepted", None)],
         "b": [(1, "accepted", None), (2, "refused", "'head.bias' holds [3] values that are NaN")],
@@ -74,22 +82,22 @@ def test_what_became_of_every_task(store: Record) -> None:
 
 def test_figures_of_the_run(store: Record) -> None:
     """Accuracies .9 and .5; round 2 was not evaluated."""
-    document = run_document(store, RUN)
-    first, second, _ = document.rounds
+    report = read_report(store, RUN)
+    first, second, _ = report.run.rounds
     assert (first.accuracy_lowest, first.accuracy_mean, first.accuracy_highest) == (0.5, pytest.approx(0.7), 0.9)
     assert (first.devices_s, first.server_s) == (41.0, 2.0)
     assert (second.accuracy_mean, second.accuracy_lowest, second.devices_s) == (None, None, None)
-    assert document.mean_accuracy == pytest.approx(0.7)
-    assert (document.method, document.status, document.rounds_planned) == ("eftvit", "running", 5)
-    assert device(document, "b").rounds[0].accuracy == 0.5
-    assert device(document, "b").broken == {"time": 1}
-    assert device(document, "a").comparisons()[0].measured == 2.0
+    assert report.run.mean_accuracy == pytest.approx(0.7)
+    assert (report.run.method, report.run.status, report.run.rounds_planned) == ("eftvit", "running", 5)
+    assert device(report, "b").rounds[0].accuracy == 0.5
+    assert device(report, "b").broken == {"time": 1}
+    assert device(report, "a").comparisons()[0].measured == 2.0
 
 
 def test_refusals_and_dropouts_are_counted_apart(store: Record) -> None:
-    document = run_document(store, RUN)
-    assert [(entry.device, entry.times) for entry in document.refusals] == [("b", 2), ("x", 1)]
-    assert [(entry.device, entry.kind) for entry in document.dropouts] == [("c", "train"), ("c", "evaluate")]
+    report = read_report(store, RUN)
+    assert [(entry.device, entry.times) for entry in report.refusals] == [("b", 2), ("x", 1)]
+    assert [(entry.device, entry.kind) for entry in report.dropouts] == [("c", "train"), ("c", "evaluate")]
 
 
 def test_what_was_expected_stands_beside_it(store: Record) -> None:
@@ -99,14 +107,14 @@ def test_what_was_expected_stands_beside_it(store: Record) -> None:
         budget=Budget(memory_bytes=10**9),
     )  # fmt: skip
     store.tasks.add(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
-    document = run_document(store, RUN)
-    entry = device(document, "a").rounds[0]
+    report = read_report(store, RUN)
+    entry = device(report, "a").rounds[0]
     assert entry.expected == expected
-    assert device(document, "a").rounds[1].expected is None
-    assert device(document, "a").budget == Budget(memory_bytes=10**9)
-    step = device(document, "a").comparisons()[0]
+    assert device(report, "a").rounds[1].expected is None
+    assert device(report, "a").budget == Budget(memory_bytes=10**9)
+    step = device(report, "a").comparisons()[0]
     assert (step.predicted, step.measured) == (expected.prediction.step_s, 2.0)
-    assert document.warnings[0].startswith("Some predictions use the catalogue's speeds")
+    assert report.warnings[0].startswith("Some predictions use the catalogue's speeds")
 
 
 def test_report_shows_what_features_tell_of_class_distributions(runs: Path) -> None:
@@ -119,13 +127,13 @@ def test_report_shows_what_features_tell_of_class_distributions(runs: Path) -> N
                 add_result(made, name, Result(RUN, number, "train", 20, {"loss": 1.5}, ResourceUse()))
             figures = {"uploaded_features": 12.0, "unequal_uploads": unequal}
             made.rounds.close(RUN, number, SavedState({}, None, {}), figures)
-        document = run_document(made, RUN)
-    assert [entry.features for entry in document.rounds] == [
+        report = read_report(made, RUN)
+    assert [entry.features for entry in report.run.rounds] == [
         FeatureRound(uploads=2, features=12, unequal=n) for n in (0, 1)
     ]
-    [line] = feature_words(document)
+    [line] = feature_words(report.run)
     assert line.startswith("12 features in 2 uploads in round 2; 1 with more of one class")
-    assert line in run_page(document)
+    assert line in run_page(report)
 
 
 @pytest.mark.parametrize(("load_per_core", "warns"), [(None, False), (0.1, False), (4.0, True)])
@@ -137,12 +145,12 @@ def test_report_says_whose_speed_was_measured_on_a_busy_machine(
     predicted = msgspec.structs.replace(prediction(one, "rpi5-8"), device="a", load_per_core=load_per_core)
     expected = Expected(prediction=predicted, flops=one.flops_round, bytes_down=1, bytes_up=2, budget=Budget())
     store.tasks.add(RUN, [TaskRecord(1, "a", "blake3:" + "5" * 64, {}, expected)])
-    warnings = run_document(store, RUN).warnings
+    warnings = read_report(store, RUN).warnings
     assert any("the speed of a was measured" in warning for warning in warnings) == warns
 
 
 def test_report_warns_of_missing_measurements(store: Record) -> None:
-    assert run_document(store, RUN).warnings == [
+    assert read_report(store, RUN).warnings == [
         "b was throttled in 1 of 1 rounds.",
         "Energy was not measured on b.",
     ]
@@ -150,7 +158,7 @@ def test_report_warns_of_missing_measurements(store: Record) -> None:
 
 def test_answers_by_class_are_added_up(store: Record) -> None:
     """Of round 1, the newest evaluation; b has no test image of the second class, and c does not count."""
-    assert run_document(store, RUN).classes == []
+    assert read_report(store, RUN).classes == []
     counts = {
         "a": (ClassCount(0, 4, 5, ((1, 1),)), ClassCount(1, 5, 5)), "b": (ClassCount(0, 5, 10, ((1, 5),)),), "c": (),
     }  # fmt: skip
@@ -158,7 +166,7 @@ def test_answers_by_class_are_added_up(store: Record) -> None:
         store.tasks.drop_result(RUN, 1, "evaluate", name)
         right = float(sum(count.correct for count in by_class))
         add_result(store, name, Result(RUN, 1, "evaluate", 10, {"correct": right}, ResourceUse(), by_class=by_class))
-    assert run_document(store, RUN).classes == [
+    assert read_report(store, RUN).classes == [
         ClassAccuracy(name="ant", devices=2, images=15, correct=9, wrong={"bee": 6}),
         ClassAccuracy(name="bee", devices=1, images=5, correct=5),
     ]
@@ -167,12 +175,12 @@ def test_answers_by_class_are_added_up(store: Record) -> None:
 def test_duration_is_from_the_first_round_to_the_newest_closed_one(store: Record) -> None:
     rounds = store.rounds.read_all(RUN)
     begin, end = (datetime.fromisoformat(at) for at in (rounds[0].opened_at, rounds[1].closed_at or ""))
-    assert run_document(store, RUN).duration_s == (end - begin).total_seconds()
+    assert read_report(store, RUN).duration_s == (end - begin).total_seconds()
 
 
 def test_an_unknown_run_is_named(store: Record) -> None:
     with pytest.raises(ConfigError, match="'nope'"):
-        run_document(store, "nope")
+        read_report(store, "nope")
 
 
 def test_what_was_spent_of_privacy_by_round(tmp_path: Path, store: Record) -> None:
@@ -183,10 +191,59 @@ def test_what_was_spent_of_privacy_by_round(tmp_path: Path, store: Record) -> No
     made.runs.create(RUN, msgspec.to_builtins(private))
     made.rounds.open(RUN, 1, ["a"])
     made.rounds.close(RUN, 1, SavedState({}, None, {}), {"dp_epsilon": 3.5})
-    document = run_document(made, RUN)
+    report = read_report(made, RUN)
     made.close()
-    assert document.privacy == RunPrivacy(noise_multiplier=2.0, clip=0.5, delta=1e-3, accounting="sampled")
-    [entry] = document.rounds
+    assert report.privacy == RunPrivacy(noise_multiplier=2.0, clip=0.5, delta=1e-3, accounting="sampled")
+    [entry] = report.run.rounds
     assert (entry.epsilon, entry.device_epsilon) == (3.5, None)
-    assert run_document(store, RUN).privacy is None
-    assert decode(encode(document)) == document
+    assert read_report(store, RUN).privacy is None
+
+
+def device_of(*rounds: DeviceRound) -> DeviceReport:
+    return DeviceReport(totals=view_device("pi", DeviceTotals()), rounds=list(rounds))
+
+
+def entry(number: int, measured: ResourceUse | None) -> DeviceRound:
+    status = "accepted" if measured else "dropped out"
+    return DeviceRound(round=number, status=status, expected=None, measured=measured, accuracy=None)
+
+
+def test_medians_skip_what_was_not_measured() -> None:
+    """Steps of 1, 9 and 2 s: 2; one round without, one that dropped out. Energy was never measured: no such line."""
+    steps = (1.0, 9.0, None, 2.0)
+    rounds = [entry(number, ResourceUse(step_s=step)) for number, step in enumerate(steps)]
+    found = {one.figure: one for one in device_of(*rounds, entry(9, None)).comparisons()}
+    assert found["step"].measured == 2.0
+    assert found["step"].predicted is None
+    assert "energy of a round" not in found
+
+
+def test_broken_budgets_are_counted_by_kind() -> None:
+    """Time in two rounds, memory in one."""
+    one = device_of(
+        entry(1, ResourceUse(broke=("time",))), entry(2, ResourceUse(broke=("memory", "time"))), entry(3, None)
+    )
+    assert one.broken == {"time": 2, "memory": 1}
+    assert one.budget is None
+    assert one.count_rounds("dropped out") == 1
+
+
+def test_the_newest_budget_counts() -> None:
+    report = run_report()
+    assert report.devices[0].budget == Budget(memory_bytes=10**9, round_deadline_s=1000.0)
+
+
+@pytest.mark.parametrize("predicted", [True, False])
+def test_json_has_the_fields_of_the_schema(predicted: bool) -> None:
+    """Keys that readers depend on: none is renamed, new ones come after them."""
+    raw = msgspec.json.decode(encode_report(run_report(predicted=predicted)))
+    assert list(raw) == [
+        "kind", "run", "created_at", "started_at", "software", "status", "reason", "method", "model", "seed",
+        "rounds_planned", "protocol", "rounds", "devices", "refusals", "dropouts", "privacy", "settings", "duration_s",
+        "classes", "warnings", "convention", "schema",
+    ]  # fmt: skip
+    assert (raw["kind"], raw["schema"]) == ("run", 1)
+    assert list(raw["devices"][0]) == [
+        "device", "train_samples", "test_samples", "accuracy", "rounds", "bytes_down", "bytes_up", "peak_rss_bytes",
+    ]  # fmt: skip
+    assert (raw["devices"][0]["rounds"][0]["expected"] is not None) == predicted

@@ -1,4 +1,4 @@
-"""The page of metrics of `coordinator start` and `serve`."""
+"""The page for Prometheus of `coordinator start` and `serve`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from coordinator.views.prometheus import Observed
 
 
-def show_metrics(monitor: Monitor, display: "Display", observed: "Callable[[], Observed]") -> None:
-    """Serve what `observed` returns, if the operator asked for a page; it is called only then."""
+def show_prometheus(monitor: Monitor, display: "Display", observed: "Callable[[], Observed]") -> None:
+    """Serve the metrics of `observed`, if the operator asked for a page; it is called only then."""
 
     def watched() -> Watched:
         from coordinator.views.prometheus import CoordinatorCollector  # prometheus_client, which is optional

@@ -9,21 +9,21 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from coordinator.commands.run_tables import (
-    MOST_ROUNDS,
-    accuracy_table,
-    budget_table,
-    device_table,
-    privacy_table,
-    refusal_table,
-    report,
-    runs_table,
-)
 from coordinator.record.record import Record, open_record
-from coordinator.record.summary import RunSummary, natural_order, summarise
 from coordinator.record.tables import SavedState
+from coordinator.run_view import RunView, natural_order, read_run
+from coordinator.views.terminal import (
+    MOST_ROUNDS,
+    draw_accuracy,
+    draw_devices,
+    draw_refusals,
+    draw_report,
+    draw_run,
+    draw_runs,
+)
 from profiles.report.terminal import shortened
 from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
+from tests.support.reports import private_report, run_report
 
 
 @pytest.fixture
@@ -47,67 +47,37 @@ def cells(table: RenderableType, width: int = 200) -> list[list[str]]:
     return [line.split() for line in lines[rule + 1 :]]
 
 
-def test_accuracy_is_shown_with_how_it_was_measured(store: Record) -> None:
-    """As the run's record says: programs of different methods test different tensors."""
-    assert drawn(report(summarise(store, RUN), 100), 100).count(f"accuracy: {PROTOCOL}") == 1
-
-
 def test_a_run_that_has_only_begun_is_two_lines(store: Record) -> None:
     store.runs.create("new", {"method": "fedavg", "devices": 4, "options": {"lr": 0.1}})
-    assert drawn(report(summarise(store, "new"), 80), 80) == [
+    assert drawn(draw_run(read_run(store, "new"), 80), 80) == [
         "run new: fedavg on None, waiting, 0 of 0 rounds, seed 0",
         'settings: method = "fedavg", devices = 4, options.lr = 0.1',
     ]
 
 
 def test_budgets_that_were_broken_are_named(store: Record) -> None:
+    assert "budgets" not in drawn(draw_run(read_run(store, RUN), 80), 80), "all were kept"
     store.rounds.open(RUN, 3, ["a"])
     trained(store, 3, "a", broke=("time", "memory"))
-    store.devices.add_refusal(RUN, 4, "a", "train", "memory", "memory")
     store.devices.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
-    run = summarise(store, RUN)
-    rows = cells(budget_table(run, 80), 80)
-    assert rows[0] == ["a", "3", "2", "memory", "2,", "time", "1"]
-    assert rows[-1] == ["f", "0", "1", "temperature", "1"]
-    assert "budgets" in drawn(report(run, 80), 80)
-
-
-def test_budgets_are_no_subject_where_all_were_kept(store: Record) -> None:
-    assert "budgets" not in drawn(report(summarise(store, RUN), 80), 80)
+    lines = drawn(draw_run(read_run(store, RUN), 80), 80)
+    rows = [line.split() for line in lines[lines.index("budgets") + 4 :]]
+    assert rows[0] == ["a", "3", "1", "memory", "1,", "time", "1"]
+    assert ["f", "0", "1", "temperature", "1"] in rows
 
 
 def test_what_the_tables_say(store: Record) -> None:
-    run = summarise(store, RUN)
-    [row] = cells(accuracy_table(run, 200))
+    run = read_run(store, RUN)
+    assert drawn(draw_run(run, 100), 100).count(f"accuracy: {PROTOCOL}") == 1
+    [row] = cells(draw_accuracy(run, 200))
     assert row == ["1", "0.900", "0.500", "0.350", "0.583", "0.232", "0.531", "█" * 12]  # .583 * 20 = 11.67
-    assert cells(device_table(run, 200)) == [
-        ["a", "30", "10", "2", "0.900", "6.0", "1.1", "15.0", "120.0", "0.0"],
-        ["b", "10", "2", "1", "0.500", "5.0", "2.0", "30.0", "-", "0.0"],
-        ["c", "0", "20", "0", "0.350", "0.0", "0.0", "-", "-", "-"],
-        ["d", "0", "0", "0", "-", "0.0", "0.0", "-", "-", "-"],
-    ]
-    assert cells(refusal_table(run, 200)) == [
+    assert cells(draw_accuracy(run, 40))[0][:4] == ["1", "0.350", "0.900", "0.583"], "the lowest and the highest"
+    a, _, c, _ = cells(draw_devices(run, 200))
+    assert " ".join(a) == "a 30 10 2 0.900 6.00 MB 1.10 MB 15.0 ms 120 MB 500 FLOP"
+    assert " ".join(c) == "c 0 20 0 0.350 0 B 0 B – – –"
+    assert cells(draw_refusals(run, 200)) == [
         ["1", "1", "c", "train", "no", "result:", "deadline"],
         ["1", "e", "hello", "its", "class", "folder", "[wasp]", "is", "unknown", "[/b]"],
-    ]
-    assert cells(runs_table([line(run)], 200))[0][0] == RUN
-
-
-def test_units_stand_in_the_headings(store: Record) -> None:
-    above, below = drawn(device_table(summarise(store, RUN), 80), 80)[1:3]
-    assert above.split() == ["train", "test", "rounds", "last", "down", "up", "step", "memory", "GFLOP"]
-    assert below.split() == [
-        "device",
-        "images",
-        "images",
-        "trained",
-        "accuracy",
-        "MB",
-        "MB",
-        "ms",
-        "MB",
-        "per",
-        "round",
     ]
 
 
@@ -116,13 +86,13 @@ def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Record) -
     for _ in range(3):
         for number in range(15):
             store.devices.add_refusal(RUN, 2, "a", "message", f"reason-{number}")
-    table = refusal_table(summarise(store, RUN), 80)
+    table = draw_refusals(read_run(store, RUN), 80)
     assert [row[-1] for row in cells(table)] == [f"reason-{number}" for number in range(5, 15)]
     assert {row[0] for row in cells(table)} == {"3"}
     assert "and 7 others before" in drawn(table, 80)[0]  # 5 of these and the two of the run
 
 
-def fleet(tmp_path: Path, names: list[str]) -> RunSummary:
+def fleet(tmp_path: Path, names: list[str]) -> RunView:
     """Three evaluated rounds of these devices, with large numbers everywhere."""
     store = open_record(tmp_path / "fleet")
     store.runs.create(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 0, "rounds": 500})
@@ -141,7 +111,7 @@ def fleet(tmp_path: Path, names: list[str]) -> RunSummary:
             RUN, number, names[0], "train", f"round {number}: " + "a long reason, in many words " * 8
         )
     store.runs.update(RUN, status="interrupted", reason="the disk [is] full: [/var/lib] holds nothing more")
-    summary = summarise(store, RUN)
+    summary = read_run(store, RUN)
     store.close()
     return summary
 
@@ -157,56 +127,47 @@ FLEETS = {
 
 
 @pytest.fixture(scope="module")
-def fleets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunSummary]:
+def fleets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunView]:
     return {name: fleet(tmp_path_factory.mktemp(name), names) for name, names in FLEETS.items()}
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 @pytest.mark.parametrize("fleet_of", FLEETS)
-def test_everything_fits_the_terminal(fleets: dict[str, RunSummary], fleet_of: str, width: int) -> None:
+def test_everything_fits_the_terminal(fleets: dict[str, RunView], fleet_of: str, width: int) -> None:
     """No line is longer than the terminal, no number is cut or wrapped, and every device can be told by its name."""
     names, run = FLEETS[fleet_of], fleets[fleet_of]
-    for table in (accuracy_table(run, width), device_table(run, width), runs_table([line(run)], width)):
+    for table in (draw_accuracy(run, width), draw_devices(run, width), draw_runs([line(run)], width)):
         assert drawn(table, width) == drawn(table, 1000), "it would be wider if it could"
         assert all(len(line) <= width for line in drawn(table, width))
-        assert "…" not in "\n".join(drawn(runs_table([line(run)], width), width))
-    assert all(len(line) <= width for line in drawn(report(run, width), width))
+        assert "…" not in "\n".join(drawn(draw_runs([line(run)], width), width))
+    assert all(len(line) <= width for line in drawn(draw_run(run, width), width))
 
-    rounds = cells(accuracy_table(run, width), width)
-    assert len(rounds) == 3
-    assert all(row[:2] == [str(number), "0.810"] for number, row in enumerate(rounds, 1))
-    shown = [row[0] for row in cells(device_table(run, width), width)]
+    rounds = cells(draw_accuracy(run, width), width)
+    assert [row[:2] for row in rounds] == [[str(number), "0.810"] for number in (1, 2, 3)]
+    shown = [row[0] for row in cells(draw_devices(run, width), width)]
     assert len(set(shown)) == len(names)
     for name, short in zip(sorted(names, key=natural_order), shown, strict=True):
         begin, _, end = short.partition("…")
         assert name.startswith(begin)
         assert name.endswith(end)
         assert short == name or len(short) >= 12
-        assert short == name or len(name) > 11
-    assert cells(device_table(run, width), width)[0][1:] == [
-        "12345", "1234", "3", "0.810", "41160", "6000.0", "12346", "1175.0", "12000",
-    ]  # fmt: skip
-    [listed] = cells(runs_table([line(run)], width), width)
+    assert {"12345", "0.810", "41.2", "6.00", "1.18"} <= set(cells(draw_devices(run, width), width)[0])
+    [listed] = cells(draw_runs([line(run)], width), width)
     assert listed[0] == RUN
     assert {"3/500", "0.810", "interrupted"} <= set(listed)
-
-    refused = "\n".join(drawn(refusal_table(run, width), width))
+    refused = "\n".join(drawn(draw_refusals(run, width), width))
     assert refused.count("in many words") >= 8 * 2, "reasons are wrapped, not cut"
 
 
-def test_few_devices_have_columns_and_many_have_the_range(fleets: dict[str, RunSummary]) -> None:
-    few = drawn(accuracy_table(fleets["demo"], 80), 80)
+def test_few_devices_have_columns_and_many_have_the_range(fleets: dict[str, RunView]) -> None:
+    few = drawn(draw_accuracy(fleets["demo"], 80), 80)
     assert few[1].split() == ["round", *FLEETS["demo"], "mean", "std", "by", "image", "curve"]
     many = fleets["dozen"]
-    assert drawn(accuracy_table(many, 80), 80)[1].split() == [
+    assert drawn(draw_accuracy(many, 80), 80)[1].split() == [
         "round", "lowest", "highest", "mean", "std", "by", "image", "curve",
     ]  # fmt: skip
-    wide = drawn(accuracy_table(many, 150), 150)[1].split()
+    wide = drawn(draw_accuracy(many, 150), 150)[1].split()
     assert wide == ["round", *FLEETS["dozen"], "mean", "std", "by", "image"], "without the curve"
-
-
-def test_the_lowest_and_the_highest(store: Record) -> None:
-    assert cells(accuracy_table(summarise(store, RUN), 40))[0][:4] == ["1", "0.350", "0.900", "0.583"]
 
 
 @pytest.mark.parametrize("width", range(70))
@@ -221,17 +182,6 @@ def test_names_are_shortened_in_their_middle(width: int) -> None:
         assert 0 <= len(begin) - len(end) <= 1
 
 
-def test_what_was_spent_of_privacy_stands_by_round(store: Record) -> None:
-    summary = summarise(store, RUN)
-    assert "epsilon" not in "".join(drawn(report(summary, 80), 80))
-    first, *rest = summary.rounds
-    spent = msgspec.structs.replace(first, figures={**first.figures, "dp_epsilon": 2.5})
-    private = msgspec.structs.replace(summary, rounds=[spent, *rest], epsilon=2.5)
-    lines = drawn(report(private, 80), 80)
-    assert "privacy of devices' updates: epsilon 2.5 over all rounds so far" in lines
-    assert cells(privacy_table(private))[:2] == [["1", "2.5"], ["2", "-"]]
-
-
 def test_tables_by_round_show_the_newest_of_many(tmp_path: Path) -> None:
     store = open_record(tmp_path)
     store.runs.create(RUN, {"method": "fedavg"})
@@ -240,11 +190,44 @@ def test_tables_by_round_show_the_newest_of_many(tmp_path: Path) -> None:
         store.rounds.close(RUN, number, SavedState({}, None, {}), {"dp_epsilon": float(number)})
         evaluated(store, number, "a", 1, 2)
         store.rounds.close_evaluation(RUN, number)
-    run = summarise(store, RUN, accuracy_of=MOST_ROUNDS)
+    run = read_run(store, RUN, accuracy_of=MOST_ROUNDS)
     store.close()
     assert len(run.rounds) == MOST_ROUNDS + 2
-    for table in (accuracy_table(run, 80), privacy_table(run)):
-        assert [row[0] for row in cells(table)] == [str(number) for number in range(3, MOST_ROUNDS + 3)]
-        assert f"the newest {MOST_ROUNDS} of {MOST_ROUNDS + 2}" in " ".join(" ".join(drawn(table, 80)[:4]).split())
+    newest = [str(number) for number in range(3, MOST_ROUNDS + 3)]
+    assert [row[0] for row in cells(draw_accuracy(run, 80))] == newest
+    lines = drawn(draw_run(run, 80), 80)
+    assert f"privacy of devices' updates: epsilon {MOST_ROUNDS + 2} over all rounds so far" in lines
+    assert [[number, number] in [line.split() for line in lines] for number in newest] == [True] * MOST_ROUNDS
     assert [entry.accuracy for entry in run.rounds[:3]] == [{}, {}, {"a": 0.5}], "of others it is not read"
-    assert {entry.accuracy_mean for entry in run.rounds} == {0.5}
+
+
+# --- report ---
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_run_fits_the_terminal(width: int) -> None:
+    lines = drawn(draw_report(run_report(), width), width)
+    assert lines[1] == "Finished: 12 of 12 rounds, accuracy 0.880"
+    assert "  pi-a broke its budget of time in 1 round" in lines
+    assert all(len(line) <= width for line in lines)
+    assert any(line.startswith("pi-b") and "predicted" in line for line in lines)
+    assert any("error" in line and "%" in line for line in lines)
+    assert "settings: devices = 4, options.mask = 0.75, classes = 100 values" in lines
+
+
+def test_without_predictions_only_what_was_measured() -> None:
+    lines = drawn(draw_report(run_report(predicted=False), 120), 120)
+    rows = [line for line in lines if line.startswith(("pi-", "orin"))]
+    assert len(rows) == 4
+    assert all("measured" in row for row in rows)
+
+
+def test_names_in_brackets_are_no_markup() -> None:
+    document = msgspec.structs.replace(run_report(), warnings=["[red]hot[/red]"])
+    assert drawn(draw_report(document, 120), 120)[-1] == "note: [red]hot[/red]"
+
+
+def test_report_shows_spent_privacy() -> None:
+    lines = " ".join(drawn(draw_report(private_report(), 80), 80))
+    assert "privacy of devices' updates: epsilon 4 over all rounds so far" in lines
+    assert "privacy of one device's features: epsilon 75 over all rounds so far" in lines

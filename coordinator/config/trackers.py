@@ -1,4 +1,4 @@
-"""The table [metrics]."""
+"""The table [trackers]."""
 
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -10,8 +10,8 @@ from fedvit.errors import ConfigError
 WriterName = Literal["tensorboard", "mlflow"]
 
 
-class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Other tools that receive the figures of rounds: the table [metrics]. It has no influence on training."""
+class TrackersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Other tools that receive the figures of rounds: the table [trackers]. It has no influence on training."""
 
     writers: Annotated[
         tuple[WriterName, ...],

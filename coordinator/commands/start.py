@@ -503,7 +503,7 @@ def _serve(
         notifier.stopping()
         endpoint.note_seen(coordinator.state.presence.seen_since, at_once=True)
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")
-    from coordinator.record.trained import export_hint  # late: it imports onnxruntime
+    from coordinator.views.trained import export_hint  # late: it imports onnxruntime
 
     report = command("coordinator", "report", run, "--out", "report.html", runs=folder)
     with suppress(FedvitError):  # the run is finished, whatever can be read of it now

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs, blob_description
 from coordinator.compute.planning.planner import Plan
+from coordinator.compute.references import references
 from coordinator.config import UpdatesConfig
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs, blob_description
 from coordinator.record.record import Record
-from coordinator.record.references import references
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, Damaged

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 from coordinator.compute.accelerator import choose_accelerator, torch_devices
 from coordinator.compute.checkpoint import load_state, start_state, write_models
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.messages import (
     FindOutliers,
     Finish,
@@ -25,12 +26,11 @@ from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.compute.process import drained
 from coordinator.compute.ranks import Ranks
+from coordinator.compute.references import snapshot
 from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.record import Record
-from coordinator.record.references import snapshot
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods.base import ServerState

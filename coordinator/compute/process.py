@@ -18,10 +18,10 @@ from typing import IO, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
+from coordinator.compute.integrity import DamagedBlob
 from coordinator.compute.messages import AnyRequest, Check, Prepare, Request
 from coordinator.compute.pipes import close, read_frame, write_frame
 from coordinator.config import RunConfig
-from coordinator.record.integrity import DamagedBlob
 from fedvit import errors
 from fedvit.errors import DeviceTrouble, FedvitError, LinkDown
 

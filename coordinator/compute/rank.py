@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _serve(waiting: "SimpleQueue[bytes]", replies: IO[bytes]) -> None:
-    from coordinator.record.integrity import (
+    from coordinator.compute.integrity import (
         VerifiedBlobs,
     )  # imports torch: takes seconds, during which the end of the input is noticed
 

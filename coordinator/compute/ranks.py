@@ -14,6 +14,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coordinator.compute.closing import Closing, Placement, RankSetup
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.pipes import close, read_frame, write_raw
 from coordinator.compute.process import (
     DEATHS,
@@ -27,7 +28,6 @@ from coordinator.compute.process import (
     how_it_ended,
 )
 from coordinator.compute.rank import LOOPBACK, PATIENCE
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.tables import SavedState
 from fedvit.errors import DeviceTrouble, FedvitError
 from fedvit.methods.base import ServerRule

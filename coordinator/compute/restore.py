@@ -10,8 +10,8 @@ from typing import NoReturn
 import msgspec
 
 from coordinator.compute.checkpoint import save_state
+from coordinator.compute.integrity import VerifiedBlobs, blob_description, essential, unrepairable
 from coordinator.compute.server_step import ServerStep
-from coordinator.record.integrity import VerifiedBlobs, blob_description, essential, unrepairable
 from coordinator.record.tables import Reference, RoundRecord, SavedState
 from fedvit.errors import EmptyCohort
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from coordinator.compute.checkpoint import needed_blobs
 from coordinator.compute.closing import Closing, Placement, StoredUploads
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.messages import Folded, Outlier, Stepped
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.privacy import expected_cohort, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState

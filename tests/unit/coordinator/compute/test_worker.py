@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from coordinator.compute import process
+from coordinator.compute.integrity import DamagedBlob
 from coordinator.compute.messages import Check, Finish
 from coordinator.compute.process import Raised, Worker, exception_of, raised_of
 from coordinator.config import make_config
-from coordinator.record.integrity import DamagedBlob
 from coordinator.record.tables import SavedState
 from fedvit import errors
 from fedvit.errors import ConfigError, DeviceTrouble, FedvitError

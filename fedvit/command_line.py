@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import click
@@ -55,6 +56,31 @@ class Group(Command, click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         Command.format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
+
+
+class LazyGroup(Group):
+    """A program whose commands are imported when they are used.
+
+    `descriptions`: by command; the command NAME is the object NAME of the module `package`.NAME.
+    """
+
+    def __init__(self, *arguments: Any, package: str, descriptions: Mapping[str, str], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._package = package
+        self._descriptions = descriptions
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._descriptions)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._descriptions:
+            return None
+        command: click.Command = getattr(import_module(f"{self._package}.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._descriptions[name]) for name in self.list_commands(ctx)])
 
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")

@@ -10,6 +10,9 @@ import msgspec
 from coordinator.commands.config_flags import flags_of, merge_flags
 from coordinator.commands.flags import existing_store, runs_flag
 from coordinator.config import MetricsConfig, make_config
+from coordinator.record.retention import lock_run
+from coordinator.views.trackers.following import write_all
+from coordinator.views.trackers.writers import check_writers, make_writers
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
@@ -23,9 +26,6 @@ from fedvit.quantities import counted
 @private_files()
 def metrics(run: str, folder: Path, **flags: Any) -> None:
     """Write the rounds of RUN that a writer lacks; flags override the writers of its configuration."""
-    from coordinator.record.retention import lock_run
-    from coordinator.views.trackers.following import write_all
-    from coordinator.views.trackers.writers import check_writers, make_writers
 
     store = existing_store(folder, writes=True)
     try:

@@ -62,7 +62,7 @@ def start_state(earlier: str, store: Record, runs: Path) -> ServerState:
         ) from error
 
 
-def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
+def find_needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
     """Digests that a device may still request, or that a restart needs, after a round closed with `saved`."""
     needed = {*saved.groups.values(), *saved.uploads.values()}
     needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}

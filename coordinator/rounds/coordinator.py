@@ -480,7 +480,7 @@ class Coordinator:
             record = None
             results = state.results(number, "train")
             if missing := opened.accepted - state.store.tasks.find_counted(run, number):
-                raise state.store.database.damaged(
+                raise state.store.database.make_damaged_error(
                     f"the result of {min(missing)} for round {number} is missing from it"
                 )
             if lost := self.inbox.in_background(partial(self.recovery.damaged_of, results)):

@@ -16,7 +16,6 @@ COMMANDS = {
     "label": "Set labels of a device in all runs, or list them.",
     "logs": "Print the log lines that a device sent with its failures.",
     "methods": "List all methods, or describe one.",
-    "metrics": "Write the rounds of a run that a metrics writer lacks.",
     "pause": "Pause a run after its open round.",
     "plan": "Choose the configuration of a method that fits the budgets of boards.",
     "profile": "Predict what a method costs on boards.",
@@ -38,7 +37,7 @@ COMMANDS = {
 @click.group(
     cls=command_line.LazyGroup,
     package="coordinator.commands",
-    descriptions=COMMANDS,
+    lazy=COMMANDS,
     context_settings={"show_default": True},
     examples=["coordinator start --config run.toml", "coordinator show RUN", "coordinator runs --json"],
 )

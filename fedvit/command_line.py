@@ -59,28 +59,30 @@ class Group(Command, click.Group):
 
 
 class LazyGroup(Group):
-    """A program whose commands are imported when they are used.
+    """A program whose commands are imported when one of them is used, so that `--help` and usage errors are fast.
 
-    `descriptions`: by command; the command NAME is the object NAME of the module `package`.NAME.
+    `lazy` has the first sentence of each command's help. A command is the attribute of its name, or
+    `command`, of the module of its name in `package`.
     """
 
-    def __init__(self, *arguments: Any, package: str, descriptions: Mapping[str, str], **settings: Any) -> None:
+    def __init__(self, *arguments: Any, package: str, lazy: Mapping[str, str], **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._package = package
-        self._descriptions = descriptions
+        self._lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(self._descriptions)
+        return sorted(self._lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self._descriptions:
+        if cmd_name not in self._lazy:
             return None
-        command: click.Command = getattr(import_module(f"{self._package}.{cmd_name}"), cmd_name)
-        return command
+        module = import_module(f"{self._package}.{cmd_name}")
+        objects = (getattr(module, name, None) for name in (cmd_name, "command"))
+        return next(found for found in objects if isinstance(found, click.Command))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self._descriptions[name]) for name in self.list_commands(ctx)])
+        described = {name: click.Command(name, help=text) for name, text in self._lazy.items()}
+        click.Group(commands=described).format_commands(ctx, formatter)
 
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")

@@ -15,17 +15,20 @@ COMMANDS = {
     "region": "Serve a region: a coordinator whose devices count as one device of another coordinator, the centre.",
     "run": "Run a coordinator and its devices on this machine: a process per device folder, or many virtual devices.",
 }
-"""Name -> description. The command is `NAME_command` in `fleet.NAME`, which is imported when it is used."""
+"""Name -> description, so that `--help` imports no command."""
 
 
 class _Group(command_line.Group):
+    """Imports a command's module when the command is used."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*COMMANDS, *super().list_commands(ctx)})
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(import_module(f"fleet.{cmd_name}"), f"{cmd_name}_command")
+            return None
+        module = import_module("fleet.region" if cmd_name == "region" else f"fleet.commands.{cmd_name}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,20 +1,66 @@
-"""Plots of a partition, as a picture and for a terminal: images of each class on each device."""
+"""A partition as a picture, and as a table and bars for a terminal: images of each class on each device."""
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fedvit.data.layout import TEST, TRAIN
+from fedvit.errors import StorageFailed
+from fleet.partition import PartitionSummary
 
 Counts = npt.NDArray[np.int64]
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _TERMINAL_COLUMNS = 60  # what device names and totals leave of 80
 
+_TABLE_CLASSES = 10  # with more, a column per class does not fit into 80 characters
 _INK, _PALE, _BUBBLE = "#222222", "#dddddd", "#3567a6"
 _LABEL_LETTERS = 16
 _LEGEND = "images of a class:"
+
+
+def summary_table(summary: PartitionSummary) -> Table:
+    """A table for a terminal: images per device, and of each class if there are few classes."""
+    many = len(summary.classes) > _TABLE_CLASSES
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for heading in ("device", TRAIN, TEST):
+        table.add_column(heading, justify="left" if heading == "device" else "right", no_wrap=True)
+    for heading in ("classes", "most of") if many else map(_short, summary.classes):
+        # Text: brackets in a class name are no markup
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    for device in summary.devices:
+        totals = {name: device.total(name) for name in summary.classes}
+        classes = [name for name in summary.classes if totals[name]]
+        if many:
+            cells = [Text(str(len(classes))), Text(max(classes, key=totals.__getitem__, default=""))]
+        else:
+            cells = [Text(str(totals[name] or "·"), style="dim") for name in summary.classes]
+        table.add_row(device.name, str(sum(device.train.values())), str(sum(device.test.values())), *cells)
+    return table
+
+
+def write_plot(summary: PartitionSummary, file: Path) -> None:
+    """Draw the images of each device and class. Raises StorageFailed when the picture cannot be written."""
+    options = ", ".join(f"{option}={value}" for option, value in summary.options.items())
+    title = f"{summary.dataset}: {summary.partition or 'dealt out'}{f' ({options})' if options else ''}"
+    devices = [device.name for device in summary.devices]
+    try:
+        draw_bubbles(title, devices, list(summary.classes), count_matrix(summary)).save(file)
+    except OSError as error:
+        raise StorageFailed(f"cannot write {file}: {error.strerror or error}") from error
+
+
+def count_matrix(summary: PartitionSummary) -> Counts:
+    """Images of each device and class, train and test together: (devices, classes)."""
+    counts = [[device.total(name) for name in summary.classes] for device in summary.devices]
+    return np.array(counts, dtype=np.int64).reshape(len(summary.devices), len(summary.classes))
 
 
 def draw_bubbles(title: str, devices: list[str], classes: list[str], counts: Counts) -> Image.Image:
@@ -119,7 +165,7 @@ class _Page:
         return self.font.getlength(_LEGEND) + discs + sum(self.font.getlength(str(size)) for size in sizes)
 
     def radius(self, share: float) -> float:
-        """Of a disc whose area is this share of the largest one's."""
+        """Radius of a disc whose area is this share of the largest one."""
         return max(0.48 * self.cell * math.sqrt(share), 1.0)
 
     def x(self, column: int) -> float:
@@ -143,3 +189,8 @@ def _write_upright(
 
 def _cut(name: str) -> str:
     return name if len(name) <= _LABEL_LETTERS else f"{name[: _LABEL_LETTERS - 1]}…"
+
+
+def _short(name: str) -> str:
+    """A class name no wider than the numbers below it."""
+    return name if len(name) <= 4 else f"{name[:3]}…"

@@ -10,7 +10,8 @@ import msgspec
 from bench.simulate.jobs import Job, Measured, decode_job
 from coordinator.record.record import open_record
 from fedvit.roles import ProductPrecision
-from fleet.simulate import Engine, simulate
+from fleet.request import Engine, RunRequest
+from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
 
 RUN = "bench"
@@ -33,7 +34,9 @@ def run(
     values = {**job.config(rounds, seed), "accelerator": accelerator if engine == "torch" else "cpu"}
     with tempfile.TemporaryDirectory(prefix="bench-simulate-") as made:
         outcome = simulate(
-            folders, values, out=Path(made), run=RUN, engine=engine, precision=precision, fused=accelerator != "cpu"
+            RunRequest(
+                folders, values, out=Path(made), run=RUN, engine=engine, precision=precision, fused=accelerator != "cpu"
+            )
         )
         store = open_record(Path(made))
         try:

@@ -52,7 +52,7 @@ def export(
     write(
         out,
         trained,
-        images=DeviceData.open(data).relabelled(trained.classes).test if data else None,
+        images=DeviceData.open(data).relabel(trained.classes).test if data else None,
         described=f"test images of {data.name}" if data else "",
         threads=threads or usable_cores(),
         cores=usable_cores(),

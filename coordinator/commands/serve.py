@@ -12,7 +12,7 @@ import click
 
 from coordinator.commands.config_flags import merge_flags, service_flags
 from coordinator.commands.flags import record_flag, runs_flag
-from coordinator.commands.metrics_page import show_metrics
+from coordinator.commands.prometheus import show_prometheus
 from coordinator.commands.start import make_link, open_private_record
 from coordinator.compute.messages import Compute
 from coordinator.compute.process import Worker
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     "the address of a broker.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
-@click.option("--metrics", "metrics_address", **monitoring.OPTION)
-@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
+@click.option("--prometheus", "metrics_address", **monitoring.OPTION)
+@click.option("--prometheus-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @service_flags
 @private_files()
@@ -79,7 +79,7 @@ def serve(
     webhook_of(AlertsConfig())  # of the environment, before runs begin
     stop = _stop_on_signals()
     with ExitStack() as stack:
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         display = line_display(quiet)
         workers = _Workers()
         stack.callback(workers.close)
@@ -118,7 +118,7 @@ def serve(
         submit = command("coordinator", "submit", "CONFIG", runs=folder)
         display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `{submit}` adds one")
 
-        show_metrics(monitor, display, partial(_observe, service, link, store, folder))
+        show_prometheus(monitor, display, partial(_observe, service, link, store, folder))
         notifier.ready()
         try:
             service.serve()

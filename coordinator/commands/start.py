@@ -17,7 +17,7 @@ import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import has_record, record_flag, runs_flag
-from coordinator.commands.metrics_page import show_metrics
+from coordinator.commands.prometheus import show_prometheus
 from coordinator.compute.messages import Check, Checked
 from coordinator.compute.process import Worker
 from coordinator.config import (
@@ -36,7 +36,6 @@ from coordinator.config import (
 from coordinator.record.database import ADDRESS_FILE, use_database
 from coordinator.record.record import Record, open_record
 from coordinator.record.retention import lock_run
-from coordinator.record.summary import run_settings
 from coordinator.record.tables import (
     ENDED,
     RunRecord,
@@ -48,6 +47,8 @@ from coordinator.rounds.inbox import TICK_S, Interrupted
 from coordinator.rounds.lease import FederationTaken
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint, broker_endpoint, check_broker, federation_of
 from coordinator.rounds.service.cancelling import Cancellation
+from coordinator.run_view import run_settings
+from coordinator.views.report.words import settings_words
 from coordinator.views.trackers.following import following
 from coordinator.views.trackers.writers import check_writers
 from fedvit import monitoring
@@ -56,13 +57,12 @@ from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import make_private, private_files
 from fedvit.hints import command
 from fedvit.logs import configure_logging
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
 from fedvit.transport.base import Transport
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.topics import check_name
-from profiles.report.verdict import settings_words
 
 if typing.TYPE_CHECKING:
     from coordinator.views.prometheus import Observed
@@ -103,8 +103,8 @@ if typing.TYPE_CHECKING:
     "broker of --broker answers; no device is waited for.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
-@click.option("--metrics", "metrics_address", **monitoring.OPTION)
-@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
+@click.option("--prometheus", "metrics_address", **monitoring.OPTION)
+@click.option("--prometheus-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @config_flags
 @private_files()
@@ -172,9 +172,9 @@ def run_to_end(
         store = open_private_record(folder, stack) if has_record(folder) else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         if record is None:
-            check_metrics(given.run, where)
+            check_trackers(given.run, where)
             webhook_of(given.run.alerts)  # before a run begins
             check_blobs(given.run.blobs, where)
             check_new(store, run)
@@ -264,7 +264,7 @@ def _would_run(run: str, config: StartConfig, checked: Checked) -> list[str]:
         f"run {run} can begin: {_describe(of_run)}, server on {checked.accelerator}",
         f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
         f"  {settings_words(run_settings(of_run))}",
-        f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
+        f"  waits for {format_count(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
         f"what it costs on a board: {plan}",
     ]
 
@@ -316,10 +316,10 @@ def check_new(store: Record | None, run: str) -> None:
         raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
 
 
-def check_metrics(config: RunConfig, where: str) -> None:
+def check_trackers(config: RunConfig, where: str) -> None:
     """Raises ConfigError if the library of a metrics writer is missing."""
-    if config.metrics.writers:
-        check_writers(config.metrics, where)
+    if config.trackers.writers:
+        check_writers(config.trackers, where)
 
 
 def check_start_from(store: Record | None, config: RunConfig) -> None:
@@ -414,7 +414,7 @@ def _serve(
     revoked = endpoint.all_revoked()  # while no coordinator served the run
 
     def watch() -> None:
-        loop.turned()
+        loop.turn()
         endpoint.watch()
         endpoint.note_seen(coordinator.state.presence.seen_since)
         for device in (*revoked, *endpoint.revoked()):
@@ -443,7 +443,7 @@ def _serve(
         served = [Served(coordinator, loop)]
         return Observed(transport, lambda: coordinator.inbox.connected, store, folder, lambda: served, {})
 
-    show_metrics(monitor, display, observed)
+    show_prometheus(monitor, display, observed)
     notifier.ready()
     try:
         with following(run, config, store, home, display.line):

@@ -67,7 +67,7 @@ def find_needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
     needed = {*saved.groups.values(), *saved.uploads.values()}
     needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}
     for variant in plan.variants.values():
-        needed |= {variant.digest, *variant.program.fetched_once()}
+        needed |= {variant.digest, *variant.program.list_fetched_once()}
     return needed | ({saved.memory} if saved.memory else set())
 
 

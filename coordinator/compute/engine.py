@@ -134,7 +134,7 @@ class Engine:
     def _plan(self, request: PlanTasks) -> Planned:
         too_small: dict[str, str] = {}
         tasks: dict[str, PlannedTask] = {}
-        with self._blobs.batched_commit() as batched_commit:
+        with self._blobs.commit_together() as batched_commit:
             state = _LazyState(partial(load_state, request.saved, self._blobs, self._server_step.plan.values))
             for device, target in request.targets.items():
                 try:

@@ -135,7 +135,7 @@ def blob_description(digest: str, run: str, store: Record, blobs: BlobStore) -> 
     for graph, spec in program.graphs.items():
         if spec.digest == digest:
             return f"graph {graph!r}"
-    if digest in program.fetched_once():
+    if digest in program.list_fetched_once():
         return "initial values of tensors that devices keep"
     return "a file that devices fetch"
 

@@ -22,7 +22,7 @@ from fedvit.errors import EmptyCohort
 from fedvit.methods.aggregators import Aggregator, Mean, make_aggregator
 from fedvit.methods.base import Upload
 from fedvit.methods.private_mean import PrivateMean
-from fedvit.methods.rules.weighted_mean import weighted_deltas
+from fedvit.methods.rules.weighted_mean import weight_deltas
 from fedvit.program import LABELS, Role
 from fedvit.tensors import pack
 
@@ -75,7 +75,7 @@ class ServerStep:
         screened = self._screened(number, self.results(number))
         program, first = self.plan.variant("", number).program, self.plan.values
         names = [name for group in program.with_role(Role.SHARED) for name in program.names(group)]
-        mean = Mean().combine(weighted_deltas(screened.uploads, number), names)
+        mean = Mean().combine(weight_deltas(screened.uploads, number), names)
         deltas = {
             name: mean[name].astype(first[name].dtype) if name in mean else np.zeros_like(first[name]) for name in names
         }

@@ -48,7 +48,7 @@ from fedvit.descriptors import USED_UP
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.files import atomic_write, storage_failed
 from fedvit.hints import command
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.resources import Budget
 from fedvit.terminal import escape_line
 from fedvit.transport.base import Transport
@@ -144,7 +144,7 @@ class Coordinator:
             topic_for=state.topics.broadcast,
             may_read=state.tasks.may_read,
             receivers=state.tasks.count_receivers,
-            dedicated_topic_for=state.topics.dedicated,
+            dedicated_topic_for=state.topics.chunks_for,
             places=self.objects,
         )
         self.quarantine = Quarantine(run, store, config.robust)
@@ -334,7 +334,7 @@ class Coordinator:
             brought = {name: state.presence[name].hello.classes for name in state.presence.online()}
             state.classes = tuple(sorted({name for classes in brought.values() for name in classes}))
             self._operator_log(
-                f"the run has {counted(len(state.classes), 'class')}: {listed(state.classes)}, "
+                f"the run has {format_count(len(state.classes), 'class')}: {listed(state.classes)}, "
                 f"as announced by {listed(list(brought))}; set `classes` in the configuration to choose them"
             )
             if alike := same_but_for_case(state.classes):
@@ -589,7 +589,7 @@ class Coordinator:
             self._operator_log(f"broker: {trouble}; trying again")
         if up:
             self.state.epoch = self.lease.renew(self.state.spread_s)
-            self.exchange.reconnected()
+            self.exchange.on_reconnect()
         else:
             for task in self.state.tasks:
                 task.note_left(self.state.config.rejoin_grace_s)

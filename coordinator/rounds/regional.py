@@ -21,7 +21,7 @@ from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.open_round import OpenRound
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fedvit.program import Program
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.wire.messages import ClassCount, TaskKind
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class RegionalCoordinator(Coordinator):
     def _await_devices(self, task: CentralTask) -> None:
         """Wait for devices that may be about to return. Raises TooFew if too few are online."""
         presence, least = self.state.presence, self._least_results if task.kind == "train" else 1
-        self.state.doing = f"round {task.round}: waiting for {counted(least, 'device')}"
+        self.state.doing = f"round {task.round}: waiting for {format_count(least, 'device')}"
         until = time.monotonic() + self.state.config.rejoin_grace_s
         if not self.inbox.pump(lambda: len(presence.available()) >= least, deadline=until):
             raise TooFew(
@@ -286,7 +286,7 @@ class RegionalCoordinator(Coordinator):
         except InvalidStateError:
             raise Withdrawn from None
         self.inbox.pump(task.settled.is_set)
-        what = f"{counted(len(results), 'device')} with {counted(samples, 'image')}"
+        what = f"{format_count(len(results), 'device')} with {format_count(samples, 'image')}"
         self._operator_log(f"round {task.round}: {task.kind} answer of {what} is stored for the centre")
 
     def _refuse(self, task: CentralTask, error: Exception) -> None:

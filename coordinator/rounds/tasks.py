@@ -84,7 +84,7 @@ class Work(NamedTuple):
 
     def named(self) -> list[str]:
         """Digests that the task names."""
-        return [self.digest, *self.program.fetched_once(), *self.groups.values()]
+        return [self.digest, *self.program.list_fetched_once(), *self.groups.values()]
 
     def offered(self) -> set[str]:
         """Digests that the device may request."""

@@ -14,10 +14,10 @@ from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
 from coordinator.record.record import Record
 from coordinator.record.retention import run_mirror
-from coordinator.record.summary import RunSummary, summarise
 from coordinator.record.tables import RunRecord
+from coordinator.run_view import RunView, read_run
 from export.bundle.card import Origin, Reported
-from export.bundle.write import Trained
+from export.bundle.write import TrainedModel
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.hints import command
 from fedvit.precision import as_specified
@@ -63,7 +63,7 @@ class _Files:
             raise StorageFailed(f"{error}, and in the run's mirror: {other}") from other
 
 
-def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> Trained:
+def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> TrainedModel:
     """The model of a run, or of one device of it.
 
     Files that are not on this disk are read from the run's mirror, if it has one. Raises ConfigError if there is no
@@ -87,10 +87,10 @@ def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by:
         raise StorageFailed(f"run {run!r}: {error}") from error
     if why := _why_on_device(program):
         raise ConfigError(_elsewhere(program, run, why))
-    summary = summarise(store, run)
-    values |= _generated(program, record, summary, files, device)
+    summary = read_run(store, run)
+    values |= _read_generated(program, record, summary, files, device)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
-    check_tensors(held, program.expected([*program.groups]), f"run {run!r}")
+    check_tensors(held, program.forms_of([*program.groups]), f"run {run!r}")
     origin = Origin(
         run=run,
         method=program.method,
@@ -99,13 +99,13 @@ def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by:
         device=device,
         made_by=made_by,
     )
-    return Trained(
+    return TrainedModel(
         graph=graph,
         values={f"tensor/{name}": value for name, value in held.items()},
         batch=program.batch,
         classes=program.classes,
         origin=origin,
-        reported=_reported(summary, device),
+        reported=_find_accuracy(summary, device),
     )
 
 
@@ -118,7 +118,7 @@ def export_hint(store: Record, runs: Path, run: str) -> str:
         return on_device
     device: tuple[str, ...] = ()
     if program.with_role(Role.GENERATED):
-        names = (entry.device for entry in summarise(store, run).devices)
+        names = (entry.device for entry in read_run(store, run).devices)
         name = next((name for name in names if _variant_of(record, name) is None), None)
         if name is None:
             return on_device
@@ -153,7 +153,9 @@ def _variant_of(record: RunRecord, device: str) -> str | None:
     return next((entry for entry in variants if fnmatchcase(device, entry) or entry == device), None)
 
 
-def _generated(program: Program, record: RunRecord, summary: RunSummary, files: _Files, device: str | None) -> Tensors:
+def _read_generated(
+    program: Program, record: RunRecord, summary: RunView, files: _Files, device: str | None
+) -> Tensors:
     """The tensors that the server generated for the device at the run's end."""
     known = [entry.device for entry in summary.devices]
     if device is not None and device not in known:
@@ -185,7 +187,7 @@ def _generated(program: Program, record: RunRecord, summary: RunSummary, files: 
         raise StorageFailed(f"{files.folder / name} is damaged: {error}") from error
 
 
-def _reported(summary: RunSummary, device: str | None) -> Reported | None:
+def _find_accuracy(summary: RunView, device: str | None) -> Reported | None:
     """The newest measured accuracy: of the device, or the mean of all devices."""
     for entry in reversed(summary.rounds):
         accuracy = entry.accuracy if device is None else {k: v for k, v in entry.accuracy.items() if k == device}

@@ -18,14 +18,14 @@ from coordinator.compute.references import snapshot
 from coordinator.config import RunConfig
 from coordinator.record.tables import Reference
 from coordinator.rounds.display import Display
-from edge_client.private import clipped, noisy_rows
-from edge_client.runtime import Seeds
-from edge_client.uplink import coded_upload
+from edge_client.work.private import clipped, noisy_rows
+from edge_client.work.runtime import Seeds
+from edge_client.work.uplink import coded_upload
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.methods.base import Method, ServerState
-from fedvit.methods.packed import as_sent, unpacked
+from fedvit.methods.packed import as_sent, unpack_tensors
 from fedvit.precision import SCALE
 from fedvit.program import Program, Role
 from fedvit.roles import ProductPrecision
@@ -101,7 +101,7 @@ class Devices:
         pictures = Pictures(batch, accelerator)
         images: dict[Path, tuple[Images, Images]] = {}
         for folder, data in opened.items():
-            known = data.relabelled(plan.classes)
+            known = data.relabel(plan.classes)
             known.check_fits(batch)
             images[folder] = pictures.add(known.train), pictures.add(known.test)
         pictures.finish()
@@ -178,7 +178,7 @@ class Devices:
         for value in trained.tensors.values():
             finite &= value.flatten(1).isfinite().all(1)
         is_finite = finite.tolist()
-        sent_back = program.with_role(*(role for role in Role if role.sent_back))
+        sent_back = program.with_role(*(role for role in Role if role.is_sent_back))
         back = [name for group in sent_back for name in program.names(group)]
         changed = {
             name: trained.tensors[name] - values.of(name, len(devices)) for name in back if name in trained.tensors
@@ -334,7 +334,7 @@ class Devices:
                 tensors = {name: self._state.tensors[name] for name in names}
             sent = as_sent(method, self._plan.vit, tensors)
             given = {name: torch.from_numpy(value) for name, value in sent.items()}
-            self._here[method, group] = self._to_accelerator(unpacked(given))
+            self._here[method, group] = self._to_accelerator(unpack_tensors(given))
         return self._here[method, group]
 
     def _generated(self, devices: Sequence[str], names: list[str]) -> Named:

@@ -38,7 +38,7 @@ from fedvit.methods.base import RoundContext, Upload
 from fedvit.program import LABELS
 from fedvit.resources import ResourceUse
 from fedvit.roles import ProductPrecision
-from fedvit.tensors import Array, Tensors, mapped, pack, packed_size, unpack
+from fedvit.tensors import Array, Tensors, compute_packed_bytes, map_tensors, pack, unpack
 from fedvit.updates import Decoded
 from fedvit.wire.messages import Result, TaskKind
 from fleet.engines.devices import DeviceEvaluation, DeviceResult, Devices
@@ -323,7 +323,7 @@ def kept_by(home: Path, device: str) -> Tensors:
     """The tensors that a device kept for itself in the run in the folder `home`: as its vault would hold them."""
     kept: Tensors = {}
     for file in (home / "state").glob("devices-*.safetensors"):  # of the newest checkpoint
-        for name, value in mapped(file).items():
+        for name, value in map_tensors(file).items():
             kind, of, *tensor = name.split("/", 2)
             if (kind, of) == ("kept", device):
                 kept[tensor[0]] = value
@@ -331,4 +331,8 @@ def kept_by(home: Path, device: str) -> Tensors:
 
 
 def _packed_bytes(tensors: Tensors) -> int:
-    return packed_size({name: (value.shape, str(value.dtype)) for name, value in tensors.items()}) if tensors else 0
+    return (
+        compute_packed_bytes({name: (value.shape, str(value.dtype)) for name, value in tensors.items()})
+        if tensors
+        else 0
+    )

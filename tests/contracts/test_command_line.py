@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+import edge_client.cli
 import fleet.cli
 from coordinator.config import RunConfig
 from coordinator.record.record import open_record
@@ -46,7 +47,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "metrics", "revoke", "serve", "start")),
+    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "start")),
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -55,7 +56,7 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "metrics", "pause", "plan", "quarantine",
+        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan", "quarantine",
         "report", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
     )),
     "fleet region", "fleet run",
@@ -145,10 +146,13 @@ def test_help_ends_with_examples_that_the_program_understands(name: str) -> None
         parse(shlex.split(example))
 
 
-def test_fleet_says_of_its_commands_what_they_say_themselves() -> None:
-    """It lists them without importing them."""
-    for name, text in fleet.cli.COMMANDS.items():
-        assert COMMANDS[f"fleet {name}"].get_short_help_str(1000) == text
+@pytest.mark.parametrize(
+    ("program", "descriptions"), [("fleet", fleet.cli.COMMANDS), ("edge-client", edge_client.cli.COMMANDS)]
+)
+def test_lazy_commands_have_the_descriptions_of_their_own_help(program: str, descriptions: dict[str, str]) -> None:
+    """A program lists them without importing them."""
+    for name, text in descriptions.items():
+        assert COMMANDS[f"{program} {name}"].get_short_help_str(1000) == text
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -16,13 +16,15 @@ from click.testing import CliRunner, Result
 import coordinator.cli
 import edge_client.cli
 from coordinator.record.record import open_record
-from edge_client.vault import Vault
+from edge_client.storage.state import device_id
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import unfold
 from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.programs import CONFIG, program
 
@@ -83,9 +85,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, graph_cache: 
             options = {"batch_size": 8, "epochs": 1, "lr": 0.01, **METHODS[method]}
             values = {**CONFIG, "method": method, "rounds": 2, "options": options, "variants": {}}
             folders = [parts / name for name in DEVICES]
-            simulate(folders, values, out=runs, run=method, graph_cache=graph_cache)
+            simulate(RunRequest(folders, values, out=runs, run=method, graph_cache=graph_cache))
             for name in DEVICES:
-                (runs / method / "state" / name / "device-id").write_text(name)
+                device_id(runs / method / "state" / name, name, parts / name)
             made[method] = Trained(method, runs, parts)
         return made[method]
 
@@ -121,7 +123,7 @@ def refused(done: Result, kind: type[FedvitError], *named: object) -> None:
 
 def pictures(run: Trained) -> tuple[Any, Any]:
     """The device's test images as any tool would prepare them, and their labels."""
-    images = DeviceData.open(run.data).relabelled(run.program()[0].classes).test
+    images = DeviceData.open(run.data).relabel(run.program()[0].classes).test
     pixels, readable = images.load(np.arange(len(images)), 32)
     assert readable.all()
     return ((pixels / 255 - 0.5) / 0.5).astype(np.float32).transpose(0, 3, 1, 2), images.labels
@@ -302,7 +304,7 @@ def test_a_device_that_went_on_cannot_look_back(copied: Callable[[str], Trained]
     shutil.copytree(vault.folder / run.name, vault.folder / "later")
     for age_s, name in enumerate(("later", run.name)):
         os.utime(vault.folder / name / "TASK", (1e9 - age_s, 1e9 - age_s))
-    noted = vault.noted(run.name)
+    noted = vault.newest_task(run.name)
     assert noted is not None
     program_blob = BlobStore(run.state / "blobs").path(noted.program)
     program_blob.unlink()

@@ -18,6 +18,7 @@ from coordinator.cli import cli
 from coordinator.record.mirror import open_store
 from coordinator.record.record import open_record
 from fedvit.errors import StorageFailed
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.programs import CONFIG
 from tests.support.stores import AnyServer, set_keys, store_server
@@ -62,7 +63,7 @@ def world(
         options = {"batch_size": 8, "epochs": 1, "lr": 0.01}
         values = {**CONFIG, "method": "fedtp", "rounds": 2, "options": options, "variants": {}, "blobs": mirror}
         folders = [parts / name for name in DEVICES]
-        simulate(folders, values, out=tmp_path / "runs", run=RUN, graph_cache=graph_cache)
+        simulate(RunRequest(folders, values, out=tmp_path / "runs", run=RUN, graph_cache=graph_cache))
         yield World(tmp_path / "runs", server)
 
 

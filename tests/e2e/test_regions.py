@@ -15,6 +15,7 @@ from coordinator.record.record import open_record
 from coordinator.record.tables import ResultRecord
 from coordinator.security.broker.process import claim_port
 from fedvit.tensors import unpack
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.forked import Forked
 from tests.support.once import made_once
@@ -92,7 +93,7 @@ def single(shared: Path, parts: Path, graph_cache: Path) -> Path:
     folders = [parts / name for name in DEVICES]
     return made_once(
         shared / "e2e" / "without-regions",
-        lambda out: simulate(folders, values, out=out, run="single", graph_cache=graph_cache),
+        lambda out: simulate(RunRequest(folders, values, out=out, run="single", graph_cache=graph_cache)),
     )
 
 

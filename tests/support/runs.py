@@ -140,7 +140,7 @@ class Fake(SpeakingDevice):
 
     def upload(self, task: Task) -> Tensors:
         """What the program asks for: `value` everywhere, or features drawn from (device, round)."""
-        expected = self.stage.program(task).expected_upload()
+        expected = self.stage.program(task).upload_form()
         if "labels" not in expected:
             return {name: np.full(shape, self.value, dtype) for name, (shape, dtype) in expected.items()}
         [name] = expected.keys() - {"labels"}

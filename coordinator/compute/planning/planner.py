@@ -17,7 +17,7 @@ from coordinator.compute.planning.configuration_search import ConfigurationSearc
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.trade_offs import trade_offs
 from coordinator.config import PrivacyConfig, RunConfig
-from export.graphs import default_cache, export_graphs, unverified_graphs
+from export.graphs import default_cache, export_graphs, export_unverified
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.methods import build_model, make_method
@@ -34,9 +34,9 @@ from fedvit.program import (
     Batch,
     Evaluate,
     GraphSpec,
-    Group,
     Program,
     Role,
+    TensorGroup,
     TensorSpec,
     Train,
     decode_program,
@@ -211,7 +211,7 @@ class Plan:
     def priced(self, method: Method) -> PricedProgram:
         """The Program of a method without its blobs, and its graphs' cost; takes seconds if they are not cached."""
         batch = self.batch_of(method)
-        contents = unverified_graphs(method, self.vit, batch, cache=self.cache or default_cache())
+        contents = export_unverified(method, self.vit, batch, cache=self.cache or default_cache())
         costs = {name: self._cost_of_graph(content) for name, content in contents.items()}
         graphs = {name: GraphSpec(_NO_DIGEST, cost.flops) for name, cost in costs.items()}
         program = self._program(method, batch, graphs, lambda members: _NO_DIGEST)
@@ -225,7 +225,7 @@ class Plan:
         self, method: Method, batch: Batch, graphs: dict[str, GraphSpec], keep: Callable[[Tensors], str]
     ) -> Program:
         """`keep` stores a group's first values and gives their digest."""
-        groups: dict[str, Group] = {}
+        groups: dict[str, TensorGroup] = {}
         tensors: dict[str, TensorSpec] = {}
         for group, (role, names) in method.groups(self.vit).items():
             if not names:
@@ -250,16 +250,16 @@ class Plan:
             clip_delta=privacy.clip if privacy.noise_multiplier else None,
         )
 
-    def _code_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> Group:
+    def _code_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> TensorGroup:
         """The group with its codecs: packed tensors (`frozen_precision`, `compute`) are not coded again."""
         updates = self.config.updates
         if not role.from_server_each_round:
-            return Group(role, keep(members))
+            return TensorGroup(role, keep(members))
         made_here = role is Role.GENERATED  # new in every round: there is no earlier value for a delta
         floats = all(value.dtype == np.float32 for value in members.values())
-        return Group(
+        return TensorGroup(
             role,
-            up=updates.up_of(group) if role.sent_back else NONE,
+            up=updates.up_of(group) if role.is_sent_back else NONE,
             down=updates.down if floats and not made_here else NONE,
             whole=updates.down_whole if floats else NONE,
         )
@@ -273,7 +273,7 @@ class Plan:
     def sent(self, variant: Variant, group: str, digest: str) -> str:
         """The blob that a device of this variant is sent for the blob `digest` of a common group."""
         method = variant.method
-        if method.sent_precision == "fp32" or variant.program.groups[group].role.trained_on_device:
+        if method.sent_precision == "fp32" or variant.program.groups[group].role.is_trained_on_device:
             return digest
         with self.lock:
             key = (digest, method.sent_precision, method.compute)
@@ -289,7 +289,7 @@ class Plan:
         evaluate = method.evaluate(self.vit)
         if self.config.evaluation == "newest":
             return evaluate
-        sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.sent_back and names]
+        sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.is_sent_back and names]
         return msgspec.structs.replace(evaluate, kept=tuple(sent_back), kept_of_this_round=True)
 
 

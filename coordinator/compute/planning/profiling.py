@@ -30,7 +30,7 @@ from profiles.catalogue import Board, in_mode
 from profiles.crosscheck import fvcore_check
 from profiles.predict import predict
 from profiles.prediction import FlopShare, ProgramCost
-from profiles.published import published_figures
+from profiles.published import find_published
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant
 
 SPLIT_OPTION = "local_blocks"
@@ -86,7 +86,7 @@ def make_document(
         cost = _price(request, plan, options, progress)
         variants.append(ProfiledVariant(label=_label(cost), cost=cost))
     devices = [_predict(target, variants, request.budget) for target in request.targets]
-    published = {figure.figure: figure for variant in variants for figure in published_figures(variant.cost)}
+    published = {figure.figure: figure for variant in variants for figure in find_published(variant.cost)}
     return ProfileDocument(
         title=f"{request.config.method} on {request.config.model}",
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -128,7 +128,7 @@ def _mark(share: FlopShare, program: Program) -> FlopShare:
     of_block = _BLOCK_TENSORS.get(share.block, re.escape(share.block.replace("block ", "blocks.")) + r"(\.|$)")
     members = [spec.group for name, spec in program.tensors.items() if re.match(of_block, name)]
     roles = [program.groups[group].role for group in members]
-    trained = any(role.trained_on_device for role in roles) if roles else None
+    trained = any(role.is_trained_on_device for role in roles) if roles else None
     return msgspec.structs.replace(share, trained=trained)
 
 

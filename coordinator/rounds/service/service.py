@@ -112,7 +112,7 @@ class ServedRun:
         self._expelled.put((device, reason))
 
     def _watch(self) -> None:
-        self.loop.turned()
+        self.loop.turn()
         with suppress(Empty):
             while self.coordinator:
                 self.coordinator.expel(*self._expelled.get_nowait())
@@ -221,7 +221,7 @@ class RunService:
         try:
             while not self._stop.is_set():
                 self._router.pump(TICK_S)
-                self.loop.turned()
+                self.loop.turn()
                 self._watch()
                 if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
                     self._looked_at = time.monotonic()
@@ -231,7 +231,7 @@ class RunService:
                 run.interrupt()
             while not all(run.is_over() for run in self._running.values()):
                 self._router.pump(TICK_S)
-                self.loop.turned()
+                self.loop.turn()
             self._endpoint.note_seen(self._router.seen_since, at_once=True)
             self._cleaner.close()
             self._router.close()

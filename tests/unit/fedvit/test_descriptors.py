@@ -12,7 +12,7 @@ import numpy as np
 from coordinator.record.record import open_record
 from fedvit.blobs import BlobStore, is_whole
 from fedvit.errors import TooManyOpenFiles
-from fedvit.tensors import mapped, pack
+from fedvit.tensors import map_tensors, pack
 
 folder = pathlib.Path(sys.argv[1])
 blobs, file = BlobStore(folder / "blobs"), folder / "tensors"
@@ -29,11 +29,11 @@ for attempt in (lambda: blobs.put(b"more"), lambda: is_whole(path, digest), lamb
     except TooManyOpenFiles as error:
         print(error)
 try:
-    mapped(file)
+    map_tensors(file)
 except OSError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-blobs.put(b"more"), open_record(folder), mapped(file)
+blobs.put(b"more"), open_record(folder), map_tensors(file)
 print("there are some again")
 """
 

@@ -1,8 +1,16 @@
+"""Pictures and tables of a partition."""
+
+import io
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
-from fleet.partition_plot import bar_lines, draw_bubbles
+from fedvit.errors import StorageFailed
+from fleet.partition import DeviceCounts, PartitionSummary
+from fleet.partition_plot import bar_lines, draw_bubbles, summary_table, write_plot
 
 
 def blue_by_row(picture: Image.Image) -> list[int]:
@@ -60,3 +68,37 @@ def test_lines_fit_a_terminal(classes: int) -> None:
     lines = bar_lines(["device-0", "device-19"], np.full((2, classes), 10_000))
     assert max(map(len, lines)) <= 80
     assert len({line.rindex("|") for line in lines}) == 1
+
+
+def summary(classes: tuple[str, ...], train: dict[str, int], test: dict[str, int]) -> PartitionSummary:
+    """One device."""
+    return PartitionSummary(
+        dataset="made", classes=classes, size=4, partition=None, options={}, seed=0, test_share=0.2,
+        devices=(DeviceCounts("device-0", train, test),),
+    )  # fmt: skip
+
+
+TEN, ELEVEN = (tuple(f"class-{number}" for number in range(count)) for count in (10, 11))
+
+
+@pytest.mark.parametrize(
+    ("classes", "train", "test", "row"),
+    [
+        (("ant", "bumblebee", "[red]"), {"ant": 8, "[red]": 3}, {"ant": 1, "[red]": 1}, ["11", "2", "9", "·", "4"]),
+        (TEN, dict.fromkeys(TEN, 4000), dict.fromkeys(TEN, 4000), ["40000", "40000", *["8000"] * 10]),
+        (ELEVEN, {"class-3": 1, "class-4": 2}, {}, ["3", "0", "2", "class-4"]),
+        (ELEVEN, {}, {}, ["0", "0", "0"]),
+    ],
+    ids=["a class without images is a dot", "ten classes fit", "many classes are summed up", "without samples"],
+)
+def test_summary_table(classes: tuple[str, ...], train: dict[str, int], test: dict[str, int], row: list[str]) -> None:
+    screen, nothing = io.StringIO(), dict.fromkeys(classes, 0)
+    Console(file=screen, width=80).print(summary_table(summary(classes, nothing | train, nothing | test)))
+    assert screen.getvalue().splitlines()[2].split() == ["device-0", *row]
+    if classes[0] == "ant":
+        assert screen.getvalue().splitlines()[0].split() == ["device", "train", "test", "ant", "bum…", "[re…"]
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(StorageFailed, match="gone"):
+        write_plot(summary(("ant", "bee"), {"ant": 1, "bee": 1}, {"ant": 0, "bee": 0}), tmp_path / "gone/partition.png")

@@ -192,7 +192,7 @@ def test_damage_that_only_a_receiver_sees_is_not_charged_to_it(
 ) -> None:
     """The file has the size and dates of before. The device finds a wrong digest until it gives up; it is asked again,
     and its report has the file looked at."""
-    monkeypatch.setattr("fedvit.transport.exchange.MAX_RESTARTS", 0)
+    monkeypatch.setattr("fedvit.transport.blob_receiver.MAX_RESTARTS", 0)
     scene = Scene(stage).begin()
     file = scene.blob(next(iter(stage.program(scene.a.got(Task)[0]).graphs.values())).digest)
     flip(file)
@@ -309,7 +309,7 @@ def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
     blobs.put(content)
     assert blobs.get(digest) == content
     flip(blobs.path(digest), keep_date=False)
-    with blobs.batched_commit() as batched_commit:
+    with blobs.commit_together() as batched_commit:
         batched_commit.put(content)
     assert blobs.manifest(digest).size == 200
     blobs.path(digest).unlink()

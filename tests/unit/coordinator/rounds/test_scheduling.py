@@ -27,7 +27,7 @@ from fedvit.wire.messages import MAX_MESSAGE_BYTES, DeltaStep, Manifest, encode
 from fedvit.wire.topics import Topics
 from tests.support.messages import hello
 
-PROGRAM: Any = type("NothingFetched", (), {"fetched_once": staticmethod(list)})
+PROGRAM: Any = type("NothingFetched", (), {"list_fetched_once": staticmethod(list)})
 
 
 class Sent:

@@ -19,7 +19,7 @@ from fleet.devices import device_folders
 from fleet.engines import simulation
 from fleet.engines.cohort import Cohort
 from fleet.partition import write_device_folders
-from fleet.run import FleetOutcome
+from fleet.request import RunOutcome, RunRequest
 from fleet.simulate import simulate
 from tests.support.displays import Lines
 from tests.support.tiny import TINY_MODEL
@@ -41,6 +41,7 @@ import msgspec
 from pathlib import Path
 from coordinator.rounds.display import Display
 from fleet.engines import simulation
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 
 simulation.CHECKPOINT_EVERY_S, simulation.CHECKPOINT_SHARE = 0.0, float("inf")  # after every round
@@ -51,8 +52,8 @@ class Lines(Display):
         sys.stdin.readline()  # continues at a line of input
 
 out, values, *folders = sys.argv[1:]
-simulate([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
-         at_once=1, display=Lines())
+simulate(RunRequest([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
+         at_once=1), Lines())
 """
 
 
@@ -65,11 +66,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return device_folders(out, DEVICES)
 
 
-def run(folders: list[Path], values: dict[str, Any], out: Path, **more: Any) -> FleetOutcome:
-    return simulate(folders, values, out=out, run="run", engine="torch", at_once=1, **more)
+def run(folders: list[Path], values: dict[str, Any], out: Path, **more: Any) -> RunOutcome:
+    return simulate(RunRequest(folders, values, out=out, run="run", engine="torch", at_once=1, **more))
 
 
-def everything(outcome: FleetOutcome) -> dict[str, Any]:
+def everything(outcome: RunOutcome) -> dict[str, Any]:
     """All that a run leaves: the server's tensors, devices' own, and the record without times."""
     tensors = load_file(outcome.folder / "model.safetensors")
     tensors |= load_file(outcome.folder / "state" / f"devices-{ROUNDS}.safetensors")
@@ -134,9 +135,16 @@ def test_run_of_the_other_engine_is_not_resumed(folders: list[Path], tmp_path: P
         run(folders, {**VALUES, "rounds": 1}, tmp_path, display=Lines(until="round   1"))
     with pytest.raises(ConfigError, match="torch"):
         simulate(
-            folders, {**VALUES, "rounds": 1}, out=tmp_path, run="run", resume=True, engine="onnx",
-            graph_cache=graph_cache,
-        )  # fmt: skip
+            RunRequest(
+                folders,
+                {**VALUES, "rounds": 1},
+                out=tmp_path,
+                run="run",
+                resume=True,
+                engine="onnx",
+                graph_cache=graph_cache,
+            )
+        )
 
 
 def test_process_has_its_own_number_of_torch_threads_again(

@@ -13,7 +13,6 @@ from coordinator.commands.init import init
 from coordinator.commands.label import label
 from coordinator.commands.logs import logs
 from coordinator.commands.methods import methods
-from coordinator.commands.metrics import metrics
 from coordinator.commands.pause import pause, unpause
 from coordinator.commands.plan import plan
 from coordinator.commands.profile import profile
@@ -41,7 +40,7 @@ def cli() -> None:
 
 
 for command in (
-    boards, cancel, dashboard, devices, enroll, export, gc, init, label, logs, methods, metrics, pause, plan, profile,
+    boards, cancel, dashboard, devices, enroll, export, gc, init, label, logs, methods, pause, plan, profile,
     quarantine, report, revoke, rm, runs, serve, show, start, status, submit, unpause,
 ):  # fmt: skip
     cli.add_command(command)

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from coordinator.commands.flags import existing_store
-from coordinator.commands.run_tables import report
-from coordinator.record.reporting import run_document
-from coordinator.record.summary import RoundSummary, RunSummary
+from coordinator.run_view import RoundView, RunView, show_document
+from coordinator.views.report.document import read_report
+from coordinator.views.terminal import draw_run
 from edge_client.storage.vault import Vault
 from fedvit.errors import ConfigError
 from fedvit.methods.rules.generator_update import PERSONAL
@@ -30,10 +29,10 @@ class FinishedRun:
     name: str
     folder: Path
     seconds: float  # of the call of `run`, from dealing out to the last figure; a resumed run: the last call
-    summary: RunSummary  # all figures: of rounds, of devices, what was refused
+    summary: RunView  # all figures: of rounds, of devices, what was refused
 
     @property
-    def rounds(self) -> list[RoundSummary]:
+    def rounds(self) -> list[RoundView]:
         """One entry a round: accuracies, `train_loss`, bytes, `devices_s`, `server_s`."""
         return self.summary.rounds
 
@@ -44,8 +43,7 @@ class FinishedRun:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as JSON values: those of `coordinator show --json`, with `seconds` and `folder`."""
-        figures: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.summary))
-        return {**figures, "seconds": self.seconds, "folder": str(self.folder)}
+        return {**show_document(self.summary), "seconds": self.seconds, "folder": str(self.folder)}
 
     def tensors(self, device: str | None = None) -> Tensors:
         """The server's tensors by name, read-only; with `device` those of this device alone.
@@ -86,14 +84,14 @@ class FinishedRun:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=WIDTH, color_system=None).print(report(self.summary, WIDTH))
+        Console(file=text, width=WIDTH, color_system=None).print(draw_run(self.summary, WIDTH))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     def _repr_html_(self) -> str:
-        from profiles.report.run_page import run_piece  # matplotlib: memory that counts in a cell of an experiment
+        from coordinator.views.report.page import run_piece  # matplotlib: memory that counts in a cell of an experiment
 
         store = existing_store(self.folder.parent)
         try:
-            return run_piece(run_document(store, self.name))
+            return run_piece(read_report(store, self.name))
         finally:
             store.close()

@@ -13,7 +13,7 @@ import msgspec
 from coordinator.compute.planning.checks import checked_config
 from coordinator.config import BrokerConfig, StartConfig, with_listen_port
 from coordinator.record.record import open_record
-from coordinator.record.summary import summarise
+from coordinator.run_view import read_run
 from coordinator.security.broker.process import FLEET_USER, claim_port
 from edge_client.commands.options import BROKER_VARIABLE
 from fedvit.errors import FedvitError
@@ -179,7 +179,7 @@ def _run_processes(launch: _Launch, devices: Devices | None = None, address: str
         processes.wait()
     store = open_record(home.parent)
     try:
-        return RunOutcome(summarise(store, home.name), seconds, home)
+        return RunOutcome(read_run(store, home.name), seconds, home)
     finally:
         store.close()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedvit.roles import ProductPrecision
 
 if TYPE_CHECKING:
-    from coordinator.record.summary import RunSummary
+    from coordinator.run_view import RunView
     from edge_client.agent import Agent
 
 Engine = Literal["auto", "onnx", "torch"]
@@ -55,6 +55,6 @@ class RunRequest:
 class RunOutcome:
     """The outcome of a run on this machine."""
 
-    summary: "RunSummary"
+    summary: "RunView"
     seconds: float
     folder: Path

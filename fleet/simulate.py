@@ -17,10 +17,10 @@ from coordinator.compute.engine import Engine as Compute
 from coordinator.compute.planning.checks import checked_config
 from coordinator.config import RunConfig
 from coordinator.record.record import Record, open_record
-from coordinator.record.summary import summarise
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Interrupted
+from coordinator.run_view import read_run
 from coordinator.views.trackers.following import following
 from coordinator.views.trackers.writers import check_writers
 from fedvit.errors import ConfigError, StorageFailed
@@ -58,7 +58,7 @@ def simulate(request: RunRequest, display: Display | None = None) -> RunOutcome:
     """
     settings = {**SIMULATION_DEFAULTS, **request.settings, "devices": len(request.devices)}
     config = checked_config(settings, "simulation").run
-    check_writers(config.metrics, "simulation")
+    check_writers(config.trackers, "simulation")
     accelerator = choose_accelerator(config.accelerator)  # fails before the run is recorded
     is_on_torch = request.engine == "torch" or (request.engine == "auto" and not accelerator.startswith("cpu"))
     if is_on_torch:
@@ -115,7 +115,7 @@ def _run_on_agents(simulation: _Simulation) -> RunOutcome:
         devices.start()
         with simulation.metrics:
             coordinator.serve()
-        return RunOutcome(summarise(store, request.run), time.monotonic() - began, home)
+        return RunOutcome(read_run(store, request.run), time.monotonic() - began, home)
     except Interrupted:
         if errors:
             raise errors[0] from None
@@ -151,7 +151,7 @@ def _run_on_torch(simulation: _Simulation, accelerator: str) -> RunOutcome:
             )
             with simulation.metrics:
                 rounds.run_rounds()
-            return RunOutcome(summarise(store, request.run), time.monotonic() - began, request.home)
+            return RunOutcome(read_run(store, request.run), time.monotonic() - began, request.home)
         finally:
             store.close()
 
@@ -178,4 +178,4 @@ def _has_run(store: Record, run: str, config: RunConfig) -> bool:
 
 def _without_metrics(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out `metrics`, which may change."""
-    return {key: value for key, value in config.items() if key != "metrics"}
+    return {key: value for key, value in config.items() if key != "trackers"}

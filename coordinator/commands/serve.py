@@ -13,7 +13,7 @@ import click
 
 from coordinator.commands.config_flags import merge_flags, service_flags
 from coordinator.commands.flags import record_flag, runs_flag
-from coordinator.commands.metrics_page import show_metrics
+from coordinator.commands.prometheus import show_prometheus
 from coordinator.commands.start import opened_store
 from coordinator.config import AlertsConfig, RunConfig, make_service_config, read_toml
 from fedvit import monitoring
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     "the address of a broker.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
-@click.option("--metrics", "metrics_address", **monitoring.OPTION)
-@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
+@click.option("--prometheus", "metrics_address", **monitoring.OPTION)
+@click.option("--prometheus-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @service_flags
 @private_files()
@@ -136,7 +136,7 @@ def serve(
 
             return Observed(link, service.is_connected, store, folder, served, {"service": service.loop})
 
-        show_metrics(monitor, display, observed)
+        show_prometheus(monitor, display, observed)
         notifier.ready()
         try:
             service.serve()

@@ -17,7 +17,7 @@ import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import has_record, record_flag, runs_flag
-from coordinator.commands.metrics_page import show_metrics
+from coordinator.commands.prometheus import show_prometheus
 from coordinator.config import (
     FREE_TABLES,
     BrokerConfig,
@@ -87,8 +87,8 @@ if typing.TYPE_CHECKING:
     "broker of --broker answers; no device is waited for.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
-@click.option("--metrics", "metrics_address", **monitoring.OPTION)
-@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
+@click.option("--prometheus", "metrics_address", **monitoring.OPTION)
+@click.option("--prometheus-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @config_flags
 @private_files()
@@ -161,7 +161,7 @@ def run_to_end(
         display = choose_display(quiet)
         monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         if record is None:
-            check_metrics(given.run, where)
+            check_trackers(given.run, where)
             webhook_of(given.run.alerts)  # before a run begins
             check_blobs(given.run.blobs, where)
             check_new(store, run)
@@ -253,8 +253,8 @@ def _checked(
 
 def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
     """The output of `--check` for a run that can begin."""
-    from coordinator.record.summary import run_settings
-    from profiles.report.verdict import settings_words
+    from coordinator.run_view import run_settings
+    from coordinator.views.report.words import settings_words
 
     of_run, broker = config.run, config.broker
     address = f"{broker.broker}, on {broker.listen}:{broker.port}" if "://" not in broker.broker else broker.broker
@@ -335,14 +335,14 @@ def check_new(store: "Record | None", run: str) -> None:
         raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
 
 
-def check_metrics(config: RunConfig, where: str) -> None:
+def check_trackers(config: RunConfig, where: str) -> None:
     """Raises ConfigError if the library of a metrics writer is missing."""
-    if config.metrics.writers:
+    if config.trackers.writers:
         from coordinator.views.trackers.writers import (
             check_writers,  # imports SQLAlchemy, which other runs do not need here
         )
 
-        check_writers(config.metrics, where)
+        check_writers(config.trackers, where)
 
 
 def check_start_from(store: "Record | None", config: RunConfig) -> None:
@@ -479,7 +479,7 @@ def _serve(
         served = [Served(coordinator, loop)]
         return Observed(transport, lambda: coordinator.inbox.connected, store, folder, lambda: served, {})
 
-    show_metrics(monitor, display, observed)
+    show_prometheus(monitor, display, observed)
     notifier.ready()
     try:
         with following(run, config, store, home, display.line):
@@ -503,7 +503,7 @@ def _serve(
         notifier.stopping()
         endpoint.note_seen(coordinator.state.presence.seen_since, at_once=True)
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")
-    from coordinator.record.trained import export_hint  # late: it imports onnxruntime
+    from coordinator.views.trained import export_hint  # late: it imports onnxruntime
 
     report = command("coordinator", "report", run, "--out", "report.html", runs=folder)
     with suppress(FedvitError):  # the run is finished, whatever can be read of it now

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def status(run: str | None, folder: Path, as_json: bool) -> None:
     """Show what RUN is waiting for, since when and until when; by default the service, or the newest run."""
     from coordinator.record.liveness import current_status
-    from coordinator.record.summary import run_head
     from coordinator.record.tables import ENDED
     from coordinator.rounds.status import lines, read_status
+    from coordinator.run_view import read_head
 
     store = existing_store(folder)
     if run is None and _service_status(store, folder, as_json=as_json):
@@ -39,7 +39,7 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
         return
     found = read_status(folder / record.id)
     if as_json:
-        head = msgspec.structs.asdict(run_head(store, record))
+        head = msgspec.structs.asdict(read_head(store, record))
         shown = msgspec.to_builtins(found)
         if record.status in ENDED:  # its last activity is over
             shown |= {"doing": record.status, "waiting_for": [], "resting": [], "online": 0}

@@ -9,7 +9,7 @@ import msgspec
 
 from coordinator.commands.config_flags import merge_flags, run_flags
 from coordinator.commands.flags import has_record, runs_flag
-from coordinator.commands.start import check_metrics, check_new, check_start_from, opened_store, usual_name
+from coordinator.commands.start import check_new, check_start_from, check_trackers, opened_store, usual_name
 from coordinator.config import RunConfig, check_blobs, check_settings, make_config, read_toml, why_not_asked
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
@@ -42,7 +42,7 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
         )
     config = make_config(values, where).run
     check_settings(config, where)
-    check_metrics(config, where)
+    check_trackers(config, where)
     check_blobs(config.blobs, where)
     run = check_name(name or usual_name(config), "--run")
     with ExitStack() as stack:

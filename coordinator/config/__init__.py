@@ -9,7 +9,6 @@ from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import why_not_asked
-from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.reading import StartConfig, check_settings, make_config, read_toml
 from coordinator.config.regions import CENTRE, REGION, check_kind, is_region, why_no_regions
@@ -17,6 +16,7 @@ from coordinator.config.resuming import FREE_TABLES, resumed_config
 from coordinator.config.robust import RobustConfig
 from coordinator.config.run import SECTIONS, TABLES, RunConfig
 from coordinator.config.service import ServiceConfig, make_service_config
+from coordinator.config.trackers import TrackersConfig
 from coordinator.config.updates import UpdatesConfig
 from coordinator.config.versions import why_too_old
 
@@ -31,12 +31,12 @@ __all__ = [
     "BrokerConfig",
     "BudgetConfig",
     "ImageConfig",
-    "MetricsConfig",
     "PrivacyConfig",
     "RobustConfig",
     "RunConfig",
     "ServiceConfig",
     "StartConfig",
+    "TrackersConfig",
     "UpdatesConfig",
     "check_blobs",
     "check_kind",

@@ -9,7 +9,7 @@ from coordinator.config.reading import make_config
 from coordinator.config.run import RunConfig
 from fedvit.errors import ConfigError
 
-FREE_TABLES = ("metrics", "blobs", "alerts")
+FREE_TABLES = ("trackers", "blobs", "alerts")
 """Tables that have no influence on training."""
 
 

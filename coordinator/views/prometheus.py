@@ -10,9 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.registry import Collector
 
 from coordinator.record.record import Record
-from coordinator.record.tables import DeviceTotals, RunStatus
+from coordinator.record.tables import RunStatus
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.tasks import TaskState
+from coordinator.run_view import read_devices, read_newest_round
 from fedvit.errors import FedvitError
 from fedvit.prometheus import loop_metrics, transport_metrics
 from fedvit.timings import LoopWatch
@@ -188,30 +189,23 @@ def _of_rounds(store: Record, served: Sequence[str]) -> Iterator[Metric]:
         labels=["run"],
     )  # fmt: skip
     for run in served:
-        if evaluated := store.rounds.read_newest_totals(run, evaluated=True):
-            totals = evaluated.totals
-            for over, value in (
-                ("mean", totals.accuracy_mean), ("lowest", totals.accuracy_lowest), ("highest", totals.accuracy_highest)
-            ):  # fmt: skip
-                if value is not None:
+        if evaluated := read_newest_round(store, run, evaluated=True):
+            for over in ("mean", "lowest", "highest"):
+                if (value := getattr(evaluated, f"accuracy_{over}")) is not None:
                     accuracy.add_metric([run, over], value)
-        if closed := store.rounds.read_newest_totals(run):
-            if closed.totals.train_loss is not None:
-                loss.add_metric([run], closed.totals.train_loss)
-            for part in ("devices", "server"):
-                if (took_s := closed.figures.get(f"{part}_s")) is not None:
+        if closed := read_newest_round(store, run):
+            if closed.train_loss is not None:
+                loss.add_metric([run], closed.train_loss)
+            for part, took_s in (("devices", closed.devices_s), ("server", closed.server_s)):
+                if took_s is not None:
                     seconds.add_metric([run, part], took_s)
-            cohort.add_metric([run, "asked"], closed.totals.cohort)
-            cohort.add_metric([run, "accepted"], closed.totals.accepted)
-        devices = store.devices.read_totals(run)
-        down.add_metric([run], sum(device.bytes_down for device in devices.values()))
-        up.add_metric([run], sum(device.bytes_up for device in devices.values()))
-        _add_peaks(peak, run, devices)
-        unlisted.add_metric([run], max(0, len(devices) - MOST_DEVICES))
+            cohort.add_metric([run, "asked"], closed.cohort)
+            cohort.add_metric([run, "accepted"], closed.accepted)
+        views = read_devices(store, run)
+        down.add_metric([run], sum(view.bytes_down for view in views))
+        up.add_metric([run], sum(view.bytes_up for view in views))
+        for view in views[:MOST_DEVICES]:
+            if view.peak_rss_bytes is not None:
+                peak.add_metric([run, view.device], view.peak_rss_bytes)
+        unlisted.add_metric([run], max(0, len(views) - MOST_DEVICES))
     yield from (accuracy, loss, seconds, cohort, down, up, peak, unlisted)
-
-
-def _add_peaks(peak: GaugeMetricFamily, run: str, devices: dict[str, DeviceTotals]) -> None:
-    for name, totals in list(devices.items())[:MOST_DEVICES]:
-        if totals.peak_rss_bytes is not None:
-            peak.add_metric([run, name], totals.peak_rss_bytes)

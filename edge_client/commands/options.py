@@ -164,8 +164,8 @@ OPTIONS = (
     ),
     SectionOption(["--once"], is_flag=True, help="Exit when the run has ended instead of waiting for the next."),
     SectionOption(["--quiet"], is_flag=True, help="Log warnings and errors only."),
-    SectionOption(["--metrics", "metrics_address"], section=_WATCHING, **monitoring.OPTION),
-    SectionOption(["--metrics-password-file"], section=_WATCHING, **monitoring.PASSWORD_OPTION),
+    SectionOption(["--prometheus", "metrics_address"], section=_WATCHING, **monitoring.OPTION),
+    SectionOption(["--prometheus-password-file"], section=_WATCHING, **monitoring.PASSWORD_OPTION),
     SectionOption(["--log-format"], section=_WATCHING, **LOG_FORMAT),
     SectionOption(
         ["--logs/--no-logs", "sends_logs"],

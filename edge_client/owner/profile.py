@@ -17,7 +17,7 @@ from fedvit.resources import Budget, Speed
 from fedvit.transport.address import Address
 from profiles.probes.broker import measure_round_trip
 from profiles.probes.disk import DiskSpeed, measure_disk
-from profiles.probes.host import Host, free_disk_bytes, host, resident_bytes
+from profiles.probes.host import HostState, free_disk_bytes, host, resident_bytes
 from profiles.probes.kernel import ROOT
 from profiles.probes.meter import Meter, Sensors
 from profiles.probes.thermal import Clock, Zone, clocks
@@ -33,7 +33,7 @@ class SelfReport(Struct, frozen=True, kw_only=True):
     """The figures of one device at one time. A missing figure is None; `not_measured` has the reason."""
 
     software: str
-    host: Host
+    host: HostState
     threads: int
     base_rss_bytes: int  # of this program, without its engine
     speed: Speed | None

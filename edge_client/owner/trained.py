@@ -12,7 +12,7 @@ from edge_client.storage.vault import TaskNote, Vault
 from edge_client.storage.vault_key import VaultKey
 from edge_client.work.runtime import Runtime, Seeds, Watch
 from export.bundle.card import Origin
-from export.bundle.write import Trained
+from export.bundle.write import TrainedModel
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, ConfigError
@@ -29,7 +29,7 @@ def load_own_model(
     threads: int,
     made_by: str,
     vault_key: Path | None = None,
-) -> tuple[Trained, DeviceData | None]:
+) -> tuple[TrainedModel, DeviceData | None]:
     """The device's model of a run, and its images under the run's classes.
 
     Raises ConfigError when the run's tensors are not here, or images are needed and `data` is None;
@@ -73,7 +73,7 @@ def load_own_model(
         adapted=bool(evaluate.adapt),
         remembered=int(inputs["gathered/weight"].sum()) if evaluate.gather else 0,
     )
-    return Trained(graph=graph, values=inputs, batch=program.batch, classes=program.classes, origin=origin), images
+    return TrainedModel(graph=graph, values=inputs, batch=program.batch, classes=program.classes, origin=origin), images
 
 
 def _note(vault: Vault, run: str) -> TaskNote:

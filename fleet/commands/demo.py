@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from coordinator.commands.show import print_summary
+from coordinator.commands.show import print_run
 from fedvit.command_line import Command, json_flag
 from fedvit.hints import command
 from fleet.commands.run import outcome_json
@@ -75,7 +75,7 @@ def demo_command(**flags: Any) -> None:
     if own.as_json:
         click.echo(outcome_json(outcome))
         return
-    print_summary(outcome.summary)
+    print_run(outcome.summary)
     home = outcome.folder
     click.echo(f"took {outcome.seconds:.0f} s")
     click.echo(f"trained on the server:   {home / 'model.safetensors'}")

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import runs_flag
-from coordinator.commands.show import print_summary
+from coordinator.commands.show import print_run
 from coordinator.config import read_toml
 from coordinator.rounds.display import Display, choose_display
 from fedvit.command_line import Command, json_flag
@@ -116,7 +116,7 @@ def run_command(devices: int | None, **flags: Any) -> None:
     if own.as_json:
         click.echo(outcome_json(outcome))
         return
-    print_summary(outcome.summary)
+    print_run(outcome.summary)
     click.echo(f"{outcome.seconds:.0f} s; logs, state and tensors: {outcome.folder}")
 
 

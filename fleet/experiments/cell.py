@@ -18,11 +18,11 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator.compute.planning.batch import method_batch
-from coordinator.config import MetricsConfig
+from coordinator.config import TrackersConfig
 from coordinator.record.record import Record, open_record
-from coordinator.record.summary import RoundSummary, RunSummary, summarise
 from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.display import Display, View
+from coordinator.run_view import RoundView, RunView, read_run
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
@@ -65,15 +65,15 @@ class CellOptions(NamedTuple):
 
     at_once: int  # devices that compute at the same time
     keep: bool = False  # what the devices stored, too; otherwise only the server's tensors and the record
-    metrics: MetricsConfig | None = None
+    metrics: TrackersConfig | None = None
     graph_cache: Path | None = None
 
 
 class CellRuns(NamedTuple):
     """The finished runs of a cell."""
 
-    training: RunSummary
-    novel: RunSummary | None  # of devices that joined after the training
+    training: RunView
+    novel: RunView | None  # of devices that joined after the training
 
 
 class ProgressWriter(Display):
@@ -103,7 +103,7 @@ class ProgressWriter(Display):
         self._store = self._store or open_record(self._folder / "runs")
         finished = [entry.round for entry in self._store.rounds.read_all(RUN) if entry.closed_at]
         number = max(finished, default=0)
-        rounds = summarise(self._store, RUN).rounds
+        rounds = read_run(self._store, RUN).rounds
         evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
         progress = Progress(
             round=number, accuracy=evaluated[-1] if evaluated else None, headline=view.headline, wall_s=self.wall_s
@@ -162,8 +162,8 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
 def _train(cell: Cell, out: Path, parts: Path, options: CellOptions, display: Display) -> CellRuns:
     """Run or resume the training, and after it the run of novel devices."""
 
-    def run(name: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunSummary:
-        values = {**values, "metrics": msgspec.to_builtins(options.metrics or MetricsConfig())}
+    def run(name: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunView:
+        values = {**values, "trackers": msgspec.to_builtins(options.metrics or TrackersConfig())}
         if values["model"] not in TEXTS:  # some devices alone, as novel ones, may not have images of all classes
             values["classes"] = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]
         request = RunRequest(
@@ -189,7 +189,7 @@ def _divide_devices(cell: Cell, parts: Path) -> tuple[list[Path], list[Path]]:
     return [one for one in folders if one.name not in novel], [one for one in folders if one.name in novel]
 
 
-def make_result(cell: Cell, summary: RunSummary, *, wall_s: float) -> CellResult:
+def make_result(cell: Cell, summary: RunView, *, wall_s: float) -> CellResult:
     """Collect the figures of a finished run. Raises ConfigError when no device could test its model."""
     rounds = [_make_round(entry) for entry in summary.rounds]
     if rounds[-1].accuracy is None:
@@ -248,7 +248,7 @@ def _add_pictures(result: CellResult, cell: Cell, out: Path, parts: Path, runs: 
     )
 
 
-def _make_round(entry: RoundSummary) -> RoundFigures:
+def _make_round(entry: RoundView) -> RoundFigures:
     accuracy = None
     if entry.accuracy_mean is not None and entry.accuracy_std is not None and entry.accuracy_weighted is not None:
         accuracy = Accuracy(
@@ -273,5 +273,5 @@ def main() -> None:
     torch.set_num_threads(1)  # the figures do not depend on the number of cells that run at the same time
     configure_logging(level=logging.WARNING)
     folder, parts, at_once, keep, metrics = sys.argv[1:]
-    options = CellOptions(int(at_once), bool(int(keep)), msgspec.json.decode(metrics, type=MetricsConfig))
+    options = CellOptions(int(at_once), bool(int(keep)), msgspec.json.decode(metrics, type=TrackersConfig))
     run_cell(Path(folder), Path(parts), options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.config import MetricsConfig
+from coordinator.config import TrackersConfig
 from coordinator.rounds.display import Display
 from fedvit.errors import ConfigError, FedvitError
 from fleet.clusters.cluster import Cluster, NodeLost, Reports
@@ -26,7 +26,7 @@ class CellsOnRay:
     """Starts cells on the nodes of a cluster, as `launch` of `run_cells`."""
 
     def __init__(
-        self, cluster: Cluster, table: RayTable, display: Display, *, keep: bool, metrics: MetricsConfig
+        self, cluster: Cluster, table: RayTable, display: Display, *, keep: bool, metrics: TrackersConfig
     ) -> None:
         self.cluster = cluster
         self._table = table

@@ -102,7 +102,7 @@ def _check_ending(grid: Grid, schedule: Schedule) -> None:
 @contextmanager
 def _launcher(grid: Grid, folders: list[CellFolder], display: Display, flags: ExperimentFlags) -> Iterator[Launcher]:
     """Launch cells in processes of this machine, or on a cluster. Raises ConfigError, LinkDown."""
-    metrics = grid.experiment.metrics
+    metrics = grid.experiment.trackers
     if flags.address is None:
         jobs = flags.jobs or 1
         cores = max(1, usable_cores() // jobs)

@@ -240,7 +240,7 @@ def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], whe
         **keys,
         "model_options": experiment.model_options(table),
     }
-    if twice := sorted(experiment.run.keys() & {*own, "seed", "broker", "metrics"}):
+    if twice := sorted(experiment.run.keys() & {*own, "seed", "broker", "trackers"}):
         raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
     training = _complete_run({**experiment.run, **own}, where)
     if novel is None:
@@ -261,7 +261,7 @@ def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], whe
 
 def _complete_run(values: dict[str, Any], where: str) -> dict[str, Any]:
     config = checked_config({**SIMULATION_DEFAULTS, **values}, where).run
-    return {key: value for key, value in msgspec.to_builtins(config).items() if key not in ("seed", "metrics")}
+    return {key: value for key, value in msgspec.to_builtins(config).items() if key not in ("seed", "trackers")}
 
 
 def _check_novel_options(experiment: Experiment, methods: Mapping[str, list[MethodPoint]], where: str) -> None:

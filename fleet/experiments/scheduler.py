@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from coordinator.config import MetricsConfig
+from coordinator.config import TrackersConfig
 from coordinator.rounds.display import DeviceLine, Display, View
 from fedvit.data.layout import PARTITION_FILE
 from fedvit.files import atomic_write
@@ -37,7 +37,7 @@ class CellJob(Protocol):
 class CellProcess:
     """A cell in a child process, which ends with this process even by kill -9."""
 
-    def __init__(self, folder: CellFolder, *, at_once: int, keep: bool, metrics: MetricsConfig) -> None:
+    def __init__(self, folder: CellFolder, *, at_once: int, keep: bool, metrics: TrackersConfig) -> None:
         self._fleet = Fleet()
         arguments = [str(folder.folder), str(folder.parts), str(at_once), str(int(keep))]
         arguments.append(msgspec.json.encode(metrics).decode())

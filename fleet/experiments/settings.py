@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct, field
 
-from coordinator.config import ImageConfig, MetricsConfig, read_toml
+from coordinator.config import ImageConfig, TrackersConfig, read_toml
 from coordinator.views.trackers.writers import check_writers
 from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
@@ -84,7 +84,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
     engine: Engine = "onnx"  # what computes the devices' part
     precision: ProductPrecision = "fp32"  # of products, in the torch engine
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)  # where they are written; no outcome depends on it
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)  # where they are written; no outcome depends on it
     ray: RayTable = field(default_factory=RayTable)  # needs of a cell on a node, with --ray; no outcome depends on it
 
     @property
@@ -211,7 +211,7 @@ def _check_settings(experiment: Experiment, where: str) -> None:
         check_dataset(experiment.dataset)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    check_writers(experiment.metrics, f"{where}: [metrics]")
+    check_writers(experiment.trackers, f"{where}: [trackers]")
     if experiment.reference is not None and experiment.reference not in experiment.methods:
         hint = suggest_names(experiment.reference, list(experiment.methods), "methods are")
         raise ConfigError(f"{where}: reference = {experiment.reference!r} is no method of the file{hint}")

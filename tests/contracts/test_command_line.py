@@ -47,7 +47,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "metrics", "revoke", "serve", "start")),
+    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "start")),
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -56,7 +56,7 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "metrics", "pause", "plan", "quarantine",
+        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan", "quarantine",
         "report", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
     )),
     "fleet region", "fleet run",

@@ -24,9 +24,9 @@ from coordinator.compute.checkpoint import load_state
 from coordinator.compute.engine import Engine
 from coordinator.config import make_config
 from coordinator.record.record import open_record
-from coordinator.record.summary import RunSummary, summarise
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
+from coordinator.run_view import RunView, read_run
 from coordinator.security.broker import start_broker
 from edge_client.storage.vault import Vault
 from export.verify import reference_step
@@ -348,7 +348,7 @@ class Recorder(MemoryTransport):
 class Recorded:
     """One run: what was said, what was moved, and what is left."""
 
-    summary: RunSummary
+    summary: RunView
     folder: Path
     model: bytes
     vaults: dict[tuple[str, int], Tensors]
@@ -640,7 +640,7 @@ class Fleet:
         with open(log, "ab") as output:
             return subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 
-    def run(self, case: Case) -> tuple[RunSummary, bytes]:
+    def run(self, case: Case) -> tuple[RunView, bytes]:
         """A run of the case, coordinated from here; the summary, and the tensors at its end."""
         config = make_config({**settings(case, seed=0), "devices": DEVICES}, "contract").run
         out = self.folder / "runs"
@@ -657,7 +657,7 @@ class Fleet:
         )
         coordinator.serve()
         store.close()
-        return summarise(open_record(out), case.id), (out / case.id / "model.safetensors").read_bytes()
+        return read_run(open_record(out), case.id), (out / case.id / "model.safetensors").read_bytes()
 
     def logs(self) -> str:
         return "\n".join(log.read_text() for log in self._logs)

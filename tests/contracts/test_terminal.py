@@ -49,7 +49,6 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator label": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator logs": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator methods": [["--method", "{attack}"]],
-    "coordinator metrics": [["{attack}", "--runs", "runs"]],
     "coordinator pause": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
     "coordinator plan": [["--run", "{attack}", "--runs", "runs", "--device", "rpi5-8"]],
     "coordinator profile": [["--device", "rpi5-8", "--method", "{attack}"]],
@@ -63,7 +62,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator rm": [["{attack}", "--runs", "spare"]],
     "coordinator runs": [["--runs", "runs"], ["--runs", "runs", "--json"]],
     "coordinator serve": [["--runs", "runs", "--config", "{attack}"]],
-    "coordinator show": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
+    "coordinator show": [["{attack}", "--runs", "runs", *flags] for flags in ([], ["--json"], ["--track"])],
     "coordinator start": [["--runs", "runs", "--resume", "no {attack}"], ["--config", "{attack}"]],
     "coordinator status": [
         ["{attack}", "--runs", "runs"],

@@ -21,7 +21,7 @@ from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder
-from fedvit.program import Group, Program, Role, encode_program
+from fedvit.program import Program, Role, TensorGroup, encode_program
 from fedvit.resources import DeviceProfile
 from fedvit.tensors import Tensors, delta, pack, unpack
 from fedvit.transport.base import Received
@@ -330,7 +330,7 @@ def with_local_head(setting: Setting) -> Program:
     initial = setting.blobs.put(pack(head)).digest
     return msgspec.structs.replace(
         program,
-        groups={**program.groups, "head": Group(Role.LOCAL, initial)},
+        groups={**program.groups, "head": TensorGroup(Role.LOCAL, initial)},
         tensors={
             name: msgspec.structs.replace(spec, group="head") if name in head else spec
             for name, spec in program.tensors.items()
@@ -369,7 +369,7 @@ class Log(Watch):
 
 def with_generated_model(setting: Setting) -> Program:
     """FedAvg's graphs with a model that the server makes for each device."""
-    return msgspec.structs.replace(setting.program, groups={"model": Group(Role.GENERATED)})
+    return msgspec.structs.replace(setting.program, groups={"model": TensorGroup(Role.GENERATED)})
 
 
 def always(setting: Setting, answer: int) -> Tensors:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coordinator.config import MetricsConfig
+from coordinator.config import TrackersConfig
 from coordinator.record.rounds import Rounds
 from coordinator.rounds.display import Display
 from fleet.experiments.cell import CellOptions, run_cell
@@ -29,7 +29,7 @@ def written_experiment(folder: Path, text: str) -> Path:
 class Here:
     """A cell that runs in this process, at once."""
 
-    def __init__(self, folder: CellFolder, graph_cache: Path, ran: list[str], metrics: MetricsConfig) -> None:
+    def __init__(self, folder: CellFolder, graph_cache: Path, ran: list[str], metrics: TrackersConfig) -> None:
         ran.append(folder.cell.path)
         self._code = 0
         try:
@@ -70,7 +70,7 @@ def run_experiment(
 
     def launch(folder: CellFolder) -> Here:
         begin(folder)
-        return Here(folder, graph_cache, ran, grid.experiment.metrics)
+        return Here(folder, graph_cache, ran, grid.experiment.trackers)
 
     run_cells(schedule.take_runnable(), schedule, Launcher(launch), shown)
     return ExperimentRun(make_outcome(grid, schedule.over.values()), ran, shown.lines)

@@ -9,9 +9,9 @@ import msgspec
 
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import Record, open_record
-from coordinator.record.summary import RunLine, RunSummary
 from coordinator.record.tables import SavedState, TaskRecord
 from coordinator.rounds.status import MEMBERS, AtWork, Member, Status, read_status
+from coordinator.run_view import RunLine, RunView
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Result
 from profiles.prediction import Expected, Prediction
@@ -59,7 +59,7 @@ def begun_run(folder: Path) -> Record:
     return made
 
 
-def line(run: RunSummary) -> RunLine:
+def line(run: RunView) -> RunLine:
     """Of a summary, as the list of runs has it."""
     fields = {name: getattr(run, name) for name in RunLine.__struct_fields__ if name not in ("rounds", "bytes")}
     return RunLine(rounds=len(run.rounds), bytes=123_456_789, **fields)

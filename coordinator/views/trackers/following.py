@@ -137,7 +137,7 @@ class Follower:
     def _log_missing(self) -> None:
         self._operator_log(
             f"the last metrics are not written to {self._writer.where}; to write them later: "
-            f"{command('coordinator', 'metrics', self._run, runs=self._store.database.folder)}"
+            f"{command('coordinator', 'show', self._run, '--track', runs=self._store.database.folder)}"
         )
 
 

@@ -458,8 +458,8 @@ def test_help_shows_flags_by_what_they_are_about() -> None:
     own = text.split("\nOptions:")[1].split("\n\n")[0]
     flags = [line.split()[0].rstrip(",") for line in own.splitlines() if line.startswith("  -")]
     assert flags == [
-        "--config", "--runs", "--record", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--metrics",
-        "--metrics-password-file", "--log-format", "--help",
+        "--config", "--runs", "--record", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--prometheus",
+        "--prometheus-password-file", "--log-format", "--help",
     ]  # fmt: skip
     robust = text.split("Table [robust]:")[1].split("\n\n")[0]
     assert "--robust.aggregator" in robust
@@ -673,7 +673,7 @@ def test_other_commands_refuse_a_wrong_value_without_torch(command: list[str], t
 def test_a_writer_whose_library_is_missing_is_refused(command: list[str], tmp_path: Path) -> None:
     """Before anything is opened, in one line that says what to install."""
     blocked = "import sys; sys.modules['mlflow'] = None; from coordinator.cli import main; main()"
-    arguments = [*command, "--runs", str(tmp_path / "runs"), "--metrics.writer", "mlflow"]
+    arguments = [*command, "--runs", str(tmp_path / "runs"), "--trackers.writer", "mlflow"]
     done = subprocess.run(
         [sys.executable, "-c", blocked, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False
     )
@@ -684,23 +684,23 @@ def test_a_writer_whose_library_is_missing_is_refused(command: list[str], tmp_pa
 
 def test_metrics_of_an_earlier_run(out: Path) -> None:
     """It had no writers; what a second call finds written stays as it is."""
-    assert "run 'done' has no writers of its own" in refused("metrics", "done", "--runs", out)
+    assert "run 'done' has no writers of its own" in refused("show", "done", "--track", "--runs", out)
     for rounds in ("1 round", "0 rounds"):
         assert (
             f"{rounds} written to TensorBoard"
-            in said("metrics", "done", "--runs", out, "--metrics.writer", "tensorboard").output
+            in said("show", "done", "--runs", out, "--trackers.writer", "tensorboard").output
         )
     assert scalars(out / "done")["accuracy/mean"] == [(1, pytest.approx(0.7))]
 
 
 def test_a_password_in_the_address_of_a_server_is_refused(tmp_path: Path) -> None:
     told = refused(
-        "start", "--runs", tmp_path, "--metrics.writer", "mlflow", "--metrics.mlflow-uri", "https://me:secret@mlflow"
+        "start", "--runs", tmp_path, "--trackers.writer", "mlflow", "--trackers.mlflow-uri", "https://me:secret@mlflow"
     )
     assert "MLFLOW_TRACKING_PASSWORD in the environment" in told
     assert "secret" not in told
 
 
 def test_a_writer_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    told = refused("start", "--runs", tmp_path, "--metrics.writer", "tensorbord")
+    told = refused("start", "--runs", tmp_path, "--trackers.writer", "tensorbord")
     assert "allowed are mlflow | tensorboard" in told

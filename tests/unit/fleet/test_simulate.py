@@ -108,7 +108,7 @@ def test_run_that_exists(folders: list[Path], tmp_path: Path, graph_cache: Path)
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_metrics_of_a_simulation(engine: Engine, folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     """The torch engine records several rounds at once; resumed, a finished run has its rounds written elsewhere."""
-    values = {**VALUES, "rounds": 3, "metrics": {"writers": ["tensorboard"]}}
+    values = {**VALUES, "rounds": 3, "trackers": {"writers": ["tensorboard"]}}
     for resume in (False, True):
         simulate(
             RunRequest(

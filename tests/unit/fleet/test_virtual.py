@@ -73,7 +73,7 @@ def test_nothing_accumulates(
         held = sizes(agent, name, depth=3)
         empty = (
             "link.answers._waiting",
-            "link.exchange._receiving",
+            "link.exchange._receiver.transfers",
             "link.exchange._chunks._sending",
             "link.exchange._leads",
             "link.exchange._fetches.waiting",

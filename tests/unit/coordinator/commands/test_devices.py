@@ -11,7 +11,7 @@ from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
-from coordinator.views.dashboard.fleet_page import rows, view
+from coordinator.views.dashboard.fleet_page import read_details, rows
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
 from tests.support.records import add_result
@@ -51,6 +51,6 @@ def test_devices_have_version_and_battery(folder: Path) -> None:
 
 def test_fleet_page_has_the_battery(folder: Path) -> None:
     store = open_record(folder / "runs")
-    first, second = rows("r", view(store, "r"), [], None, set())
+    first, second = rows("r", read_details(store, "r"), [], None, set())
     store.close()
     assert (first["battery"], first["charging"], second["battery"], second["charging"]) == (81, "yes", None, "")

@@ -18,8 +18,8 @@ from coordinator.commands.status import status
 from coordinator.config import make_config
 from coordinator.record.liveness import STALE_S, STATUS_FILE
 from coordinator.record.record import open_record
-from coordinator.record.summary import RunHead, progress
 from coordinator.rounds.status import Status
+from coordinator.run_view import RunHead, list_progress
 from coordinator.views.dashboard.reader import Reader
 from tests.support.records import RUN, begun_run
 from tests.support.waiting import wait_until
@@ -84,7 +84,7 @@ def test_run_whose_coordinator_was_killed_is_interrupted_everywhere(folder: Path
         "runs": {entry["run"]: entry["status"] for entry in json.loads(said(runs, "--runs", folder, "--json"))}[RUN],
     }
     store = open_record(folder, check=False, reads_only=True)
-    told["dashboard"] = {entry.run: entry.status for entry in progress(store)}[RUN]
+    told["dashboard"] = {entry.run: entry.status for entry in list_progress(store)}[RUN]
     assert store.runs.read(RUN).status == "running"
     store.close()
     assert told == dict.fromkeys(told, "interrupted")
@@ -96,7 +96,7 @@ def test_pages_notice_a_killed_coordinator_although_the_record_does_not_change(f
     reader = Reader(store, folder)
 
     def listed() -> str:
-        return {entry.run: entry.status for entry in asyncio.run(reader(progress))}[RUN]
+        return {entry.run: entry.status for entry in asyncio.run(reader(list_progress))}[RUN]
 
     assert listed() == "running"
     wait_until(lambda: listed() == "interrupted", "the run to be interrupted", wait_s=60.0)

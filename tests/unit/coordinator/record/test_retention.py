@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from coordinator.cli import cli
 from coordinator.record.record import Record, open_record
 from coordinator.record.retention import LOCK, is_served, lock_run, oldest_kept
-from coordinator.record.summary import summarise
 from coordinator.record.tables import SavedState, TaskRecord
+from coordinator.run_view import read_run
 from fedvit.errors import ConfigError
 from fedvit.files import WRITING
 from fedvit.resources import ResourceUse
@@ -57,7 +57,7 @@ def played(store: Record, run: str, rounds: int, results: dict[tuple[int, str], 
 
 def lasting(store: Record, run: str, before: int) -> dict[str, Any]:
     """All that thinning the rounds before one leaves as it is."""
-    summary = summarise(store, run)
+    summary = read_run(store, run)
     return {
         "totals": store.rounds.read_totals(run),
         "devices": (store.devices.read_all(run), summary.devices),
@@ -119,7 +119,7 @@ def test_run_that_keeps_few_rounds_continues_after_a_restart(stage: Stage, first
     assert_moved_by(stage, first, 5.0)
     assert stage.store.runs.read("r").thinned == 4
     assert {entry.round for entry in stage.store.tasks.read_results("r")} == {4, 5}
-    summary = summarise(stage.store, "r")
+    summary = read_run(stage.store, "r")
     assert [(entry.accepted, entry.accuracy_mean) for entry in summary.rounds] == [(1, 1.0)] * 5
     assert summary.devices[0].rounds == 5
 

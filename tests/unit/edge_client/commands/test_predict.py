@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from edge_client.cli import cli
 from export.bundle.card import Origin
-from export.bundle.write import Bench, Trained, write_bundle
+from export.bundle.write import Bench, TrainedModel, write_bundle
 from fedvit.errors import ConfigError, DataError
 from tests.support.settings import Setting
 
@@ -16,7 +16,7 @@ from tests.support.settings import Setting
 @pytest.fixture
 def bundle(fedavg: Setting, tmp_path: Path) -> Path:
     program = fedavg.program
-    trained = Trained(
+    trained = TrainedModel(
         graph=fedavg.blobs.get(program.graphs["predict"].digest),
         values={f"tensor/{name}": value for name, value in fedavg.start().items()},
         batch=program.batch,

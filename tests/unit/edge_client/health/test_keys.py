@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from bench.pentest.parties import make_request
 from coordinator.security.authority import Authority
 from edge_client.health.doctor_context import DAY_S, DoctorContext, Finding
 from edge_client.health.keys import SOON_DAYS, check_identity, check_vault_key
@@ -20,6 +19,7 @@ from edge_client.storage.vault_key import VaultKey
 from fedvit.errors import ConfigError
 from fedvit.transport.address import Address, tls_context
 from fedvit.wire.topics import Topics
+from tests.support.deployments import make_request
 from tests.support.messages import result
 
 NOW_S = time.time()

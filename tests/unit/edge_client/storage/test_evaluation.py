@@ -11,7 +11,7 @@ from edge_client.storage.evaluation import blobs_of_model, own_groups, start_val
 from edge_client.storage.vault import NO_RESIDUAL, TaskNote, Vault
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
-from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train
+from fedvit.program import Batch, Evaluate, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Array, pack
 from fedvit.wire.messages import Result
@@ -51,7 +51,11 @@ def device_of(tmp_path: Path, **evaluate: Any) -> Device:
         method="fedper",
         model="made",
         classes=("ant",),
-        groups={"body": Group(Role.SHARED), "own": Group(Role.LOCAL, own), "base": Group(Role.FROZEN, base)},
+        groups={
+            "body": TensorGroup(Role.SHARED),
+            "own": TensorGroup(Role.LOCAL, own),
+            "base": TensorGroup(Role.FROZEN, base),
+        },
         tensors={
             name: TensorSpec((2,), "float32", group) for name, group in zip("bof", ("body", "own", "base"), strict=True)
         },
@@ -104,7 +108,7 @@ def test_start_values_name_a_group_without_a_value(tmp_path: Path, changed: dict
     if "groups" in changed:
         note = msgspec.structs.replace(note, **changed)
     else:
-        program = msgspec.structs.replace(program, groups={**program.groups, "own": Group(Role.LOCAL)})
+        program = msgspec.structs.replace(program, groups={**program.groups, "own": TensorGroup(Role.LOCAL)})
     with pytest.raises(BadPayload, match=words):
         start_values(program, note, set(), device.vault, device.blobs)
 

@@ -19,7 +19,7 @@ from export.trace import to_onnx, trace
 from fedvit.errors import BadPayload
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.methods.step import PIECE, Step, update_step
-from fedvit.program import Batch, GraphSpec, Group, Program, Role, TensorSpec, Train
+from fedvit.program import Batch, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from fedvit.tensors import Array, Tensors
 
 LR = 0.05
@@ -126,7 +126,7 @@ def program(dtype: str = "float32", shapes: Mapping[str, tuple[int, ...]] = SHAP
         method="made",
         model="line",
         classes=("0", "1", "2"),
-        groups={"model": Group(Role.SHARED), "still": Group(Role.FROZEN)},
+        groups={"model": TensorGroup(Role.SHARED), "still": TensorGroup(Role.FROZEN)},
         tensors={name: TensorSpec(shape, dtype, "model") for name, shape in shapes.items()},
         graphs={name: GraphSpec(name, 1) for name in ("train", "update")},
         train=(),

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.record.summary import RunSummary, summarise
 from coordinator.record.tables import SavedState
+from coordinator.run_view import RunView, read_run
 from fedvit.errors import ConfigError
 from fleet.experiments.cell import make_result
 from fleet.experiments.cells import SCHEMA, Cell, Deal
@@ -21,7 +21,7 @@ CELL = Cell(
 )
 
 
-def summary(folder: Path, *, tested: bool) -> RunSummary:
+def summary(folder: Path, *, tested: bool) -> RunView:
     """Round 1 has 500 FLOPs in two devices, round 2 has 600 in one; 11 and 3.1 MB went down and up in round 1."""
     store = begun_run(folder)
     store.rounds.close(RUN, 2, SavedState({}, None, {}), {"dp_epsilon": 1.5})
@@ -29,7 +29,7 @@ def summary(folder: Path, *, tested: bool) -> RunSummary:
         evaluated(store, 2, "a", 1, 2)
         evaluated(store, 2, "b", 2, 2)
         store.rounds.close_evaluation(RUN, 2)
-    made = summarise(store, RUN)
+    made = read_run(store, RUN)
     store.close()
     return made
 

@@ -22,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from coordinator.config import MetricsConfig
+from coordinator.config import TrackersConfig
 from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fedvit.models import SMALL, build_vit
@@ -187,11 +187,11 @@ class TestGrid:
 
     def test_metrics_are_no_part_of_a_cell(self, tmp_path: Path) -> None:
         """What is finished stays finished when its metrics are to go elsewhere."""
-        grid = read_grid(written(tmp_path, FILE + '\n[metrics]\nwriters = ["tensorboard"]\n'))
-        assert grid.experiment.metrics == MetricsConfig(writers=("tensorboard",))
+        grid = read_grid(written(tmp_path, FILE + '\n[trackers]\nwriters = ["tensorboard"]\n'))
+        assert grid.experiment.trackers == TrackersConfig(writers=("tensorboard",))
         assert grid.cells == read_grid(written(tmp_path)).cells
-        with pytest.raises(ConfigError, match=r"\[run\]: 'metrics' is not set here"):
-            read_grid(written(tmp_path, FILE + '\n[run]\nmetrics = { writers = ["mlflow"] }\n'))
+        with pytest.raises(ConfigError, match=r"\[run\]: 'trackers' is not set here"):
+            read_grid(written(tmp_path, FILE + '\n[run]\ntrackers = { writers = ["mlflow"] }\n'))
 
     def test_only(self, tmp_path: Path) -> None:
         grid = read_grid(written(tmp_path))
@@ -530,7 +530,7 @@ def test_experiment_that_was_interrupted_is_resumed(
     """Ctrl-C after the second of 12 rounds: no process is left, and the run resumes after it, with its metrics."""
     only = FILE.replace('[partitions.even]\npartition = "iid"\n', "").partition("[methods.eftvit]")[0]
     text = only.replace("local_blocks = 1", "").replace("rounds = 2", "rounds = 12").replace("every = 2", "every = 12")
-    file, out = written(tmp_path, text + '\n[metrics]\nwriters = ["tensorboard"]\n'), tmp_path / "out"
+    file, out = written(tmp_path, text + '\n[trackers]\nwriters = ["tensorboard"]\n'), tmp_path / "out"
     home = out / "cells/fedavg/skewed/seed-0"
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     process = Forked("fleet.cli", ["experiment", str(file), "--out", str(out)], tmp_path / "log", environment)

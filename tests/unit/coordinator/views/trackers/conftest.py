@@ -24,7 +24,7 @@ def configured(store: Record) -> Callable[..., RunConfig]:
     """The run's configuration, with a table [metrics]."""
 
     def configured(*writers: str, **metrics: str) -> RunConfig:
-        return make_config({**store.runs.read(RUN).config, "metrics": {"writers": writers, **metrics}}, "test").run
+        return make_config({**store.runs.read(RUN).config, "trackers": {"writers": writers, **metrics}}, "test").run
 
     return configured
 

@@ -40,7 +40,7 @@ def test_rounds_are_read_once_they_are_complete(store: Record, configured: Confi
 def test_settings_are_one_level_of_plain_values(configured: Configured) -> None:
     values = {
         "options": {"lr": 0.5}, "variants": {"jetson-*": {"lr": 0.25}}, "classes": ["ant", "bee"],
-        "privacy": {"clip": 2.0}, "metrics": {"writers": ["mlflow"]},
+        "privacy": {"clip": 2.0}, "trackers": {"writers": ["mlflow"]},
     }  # fmt: skip
     settings = settings_of(make_config(values, "test").run)
     assert settings["options.lr"] == 0.5
@@ -48,4 +48,4 @@ def test_settings_are_one_level_of_plain_values(configured: Configured) -> None:
     assert settings["classes"] == '["ant", "bee"]'
     assert settings["privacy.clip"] == 2.0
     assert settings["images.flip"] is False
-    assert not any(key.startswith("metrics") for key in settings)
+    assert not any(key.startswith("trackers") for key in settings)

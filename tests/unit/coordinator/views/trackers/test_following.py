@@ -97,7 +97,7 @@ def test_a_library_that_is_gone_ends_no_run(
     with following(RUN, configured("mlflow"), store, tmp_path / RUN, said.line):
         pass
     assert "metrics are not written to MLflow: import of mlflow halted" in said.lines[0]
-    assert said.lines[-1].endswith(f"coordinator metrics {RUN} --runs {store.database.folder}")
+    assert said.lines[-1].endswith(f"coordinator show {RUN} --track --runs {store.database.folder}")
 
 
 def test_a_run_that_never_begins_leaves_nothing(tmp_path: Path, configured: Configured) -> None:

@@ -120,7 +120,7 @@ def test_a_server_that_never_answers_holds_up_nothing(
             pass
         assert said == [
             f"the last metrics are not written to MLflow at {uri}; to write them later: "
-            f"coordinator metrics {RUN} --runs {store.database.folder}"
+            f"coordinator show {RUN} --track --runs {store.database.folder}"
         ]
 
 
@@ -133,4 +133,4 @@ def test_server_without_answer_is_reported(store: Record, configured: Configured
     trouble, missing = said
     assert trouble.startswith("metrics are not written to MLflow at http://127.0.0.1:9: API request to ")
     assert "Check that the server runs, and mlflow_uri" in trouble
-    assert missing.endswith(f"coordinator metrics {RUN} --runs {store.database.folder}")
+    assert missing.endswith(f"coordinator show {RUN} --track --runs {store.database.folder}")

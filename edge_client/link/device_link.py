@@ -12,7 +12,8 @@ from edge_client.storage.device_storage import DeviceStorage
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.resources import DeviceProfile
 from fedvit.transport.base import Transport, Will
-from fedvit.transport.exchange import BlobExchange, Finished
+from fedvit.transport.blob_receiver import Finished
+from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
     AnyMessage,

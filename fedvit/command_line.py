@@ -61,8 +61,8 @@ class Group(Command, click.Group):
 class LazyGroup(Group):
     """A program whose commands are imported when one of them is used, so that `--help` and usage errors are fast.
 
-    `lazy` has the first sentence of each command's help. A command is the attribute `command` of the module of its
-    name in `package`.
+    `lazy` has the first sentence of each command's help. A command is the attribute of its name, or
+    `command`, of the module of its name in `package`.
     """
 
     def __init__(self, *arguments: Any, package: str, lazy: Mapping[str, str], **settings: Any) -> None:
@@ -76,8 +76,9 @@ class LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
-        command: click.Command = import_module(f"{self._package}.{cmd_name}").command
-        return command
+        module = import_module(f"{self._package}.{cmd_name}")
+        objects = (getattr(module, name, None) for name in (cmd_name, "command"))
+        return next(found for found in objects if isinstance(found, click.Command))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         described = {name: click.Command(name, help=text) for name, text in self._lazy.items()}

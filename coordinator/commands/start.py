@@ -18,6 +18,8 @@ import msgspec
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import has_record, record_flag, runs_flag
 from coordinator.commands.prometheus import show_prometheus
+from coordinator.compute.messages import Check, Checked
+from coordinator.compute.process import Worker
 from coordinator.config import (
     FREE_TABLES,
     BrokerConfig,
@@ -28,28 +30,42 @@ from coordinator.config import (
     check_settings,
     make_config,
     read_toml,
-    resumed_config,
+    resume_config,
     with_listen_port,
 )
+from coordinator.record.database import ADDRESS_FILE, use_database
+from coordinator.record.record import Record, open_record
+from coordinator.record.retention import lock_run
+from coordinator.record.tables import (
+    ENDED,
+    RunRecord,
+)
+from coordinator.rounds.alerts import webhook_of
+from coordinator.rounds.coordinator import Cancelled, Coordinator
+from coordinator.rounds.display import Display, choose_display
+from coordinator.rounds.inbox import TICK_S, Interrupted
+from coordinator.rounds.lease import FederationTaken
+from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint, broker_endpoint, check_broker, federation_of
+from coordinator.rounds.service.cancelling import Cancellation
+from coordinator.run_view import run_settings
+from coordinator.views.report.words import settings_words
+from coordinator.views.trackers.following import following
+from coordinator.views.trackers.writers import check_writers
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import make_private, private_files
 from fedvit.hints import command
+from fedvit.logs import configure_logging
 from fedvit.quantities import format_count
 from fedvit.systemd import Notifier
+from fedvit.timings import LoopWatch
+from fedvit.transport.base import Transport
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
-    from coordinator.compute.messages import Checked
-    from coordinator.compute.process import Worker
-    from coordinator.record.record import Record
-    from coordinator.record.tables import RunRecord
-    from coordinator.rounds.coordinator import Coordinator
-    from coordinator.rounds.display import Display
-    from coordinator.rounds.service.broker import BrokerEndpoint
     from coordinator.views.prometheus import Observed
-    from fedvit.transport.base import Transport
 
 
 @click.command(
@@ -131,16 +147,13 @@ def run_to_end(
     quiet: bool,
     metrics_address: monitoring.ListenAddress | None,
     flags: dict[str, Any],
-    region: "Callable[..., Coordinator] | None" = None,
+    region: Callable[..., Coordinator] | None = None,
 ) -> None:
     """Serve one run until it is finished, with the options of `coordinator start`.
 
     `region` makes the coordinator of a region's run; None: the run is no region's. Raises FedvitError if the run cannot
     begin or continue, click.Abort if it is interrupted.
     """
-    from coordinator.rounds.alerts import webhook_of
-    from coordinator.rounds.display import choose_display
-
     notifier = Notifier.from_environment()
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
@@ -153,10 +166,10 @@ def run_to_end(
     with ExitStack() as stack:
         if url is not None and not only_check:
             stack.callback(_remove_unused, folder)
-            _use_database(folder, url)
+            use_database(folder, url)
         if resume is None:
             run = check_name(name or usual_name(given.run), "--run")
-        store = opened_store(folder, stack) if has_record(folder) else None
+        store = open_private_record(folder, stack) if has_record(folder) else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
         monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
@@ -170,22 +183,18 @@ def run_to_end(
             display.line(f"run {run}: checking its configuration")
             if not only_check:
                 _warn_of_dead_broker(given.broker, display)
-            worker, config, checked = _checked(values, where, folder, stack, is_region=region is not None)
+            worker, config, checked = _check(values, where, folder, stack, is_region=region is not None)
             server = checked.accelerator
             for note in checked.notes:
                 display.line(f"warning: {note}")
             if only_check:
-                _check_broker(given.broker)
+                check_broker(given.broker)
                 click.echo("\n".join(_would_run(run, config, checked)))
                 return
         else:
-            from coordinator.record.tables import (
-                ENDED,  # imports SQLAlchemy, for which the first line of a new run need not wait
-            )
-
             run = record.id
             check_kind(folder / run, is_region=region is not None)
-            config = _resumed(record, values, where)
+            config = _resume_config(record, values, where)
             if record.status in ENDED and (record.status == "cancelled" or _has_no_more_rounds(config.run, record)):
                 if not resume_or_new:
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
@@ -194,8 +203,8 @@ def run_to_end(
             if not only_check:
                 _warn_of_dead_broker(config.broker, display)
         if only_check:
-            _check_broker(config.broker)
-            click.echo(f"would resume run {run}: {_described(config.run)}")
+            check_broker(config.broker)
+            click.echo(f"would resume run {run}: {_describe(config.run)}")
             return
         made = stack.enter_context(ExitStack())  # undone unless the run is added to the record
         if not (folder / run).exists():
@@ -204,15 +213,14 @@ def run_to_end(
         if record is not None:
             stack.enter_context(display)
             worker, server = _worker(stack), config.run.accelerator
-        display.line(f"run {run}: {_described(config.run)}, server on {server}")
-        from coordinator.rounds.service.broker import broker_endpoint
+        display.line(f"run {run}: {_describe(config.run)}, server on {server}")
 
         broker_folder = folder / run / "broker"
         endpoint = stack.enter_context(
             broker_endpoint(config.broker, config.run.federation, broker_folder, display.line)
         )
-        transport = _transport(endpoint)
-        store = store or opened_store(folder, stack)
+        transport = make_link(endpoint, endpoint.recorded)
+        store = store or open_private_record(folder, stack)
         if record is None:
             store.runs.create(run, msgspec.to_builtins(config.run), endpoint.as_record())
         else:
@@ -222,40 +230,27 @@ def run_to_end(
         _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, region)
 
 
-def _check_broker(settings: BrokerConfig) -> None:
-    """Connect once to the broker of a run, if another program runs it. Raises LinkDown if that fails."""
-    from coordinator.rounds.service.broker import check_broker  # the first line of a run need not wait for its imports
-
-    check_broker(settings)
-
-
-def _warn_of_dead_broker(settings: BrokerConfig, display: "Display") -> None:
+def _warn_of_dead_broker(settings: BrokerConfig, display: Display) -> None:
     """Say at once that the broker of another program does not answer; the run tries again later."""
     try:
-        _check_broker(settings)
+        check_broker(settings)
     except LinkDown as error:
         display.line(f"warning: {error}; trying again")
 
 
-def _checked(
+def _check(
     values: dict[str, Any], where: str, folder: Path, stack: ExitStack, *, is_region: bool
-) -> "tuple[Worker, StartConfig, Checked]":
+) -> tuple[Worker, StartConfig, Checked]:
     """Check the configuration of a new run; returns the worker process, the configuration, and the outcome.
 
     Raises ConfigError if the run cannot begin.
     """
-    from coordinator.compute.messages import Check
-    from coordinator.rounds.service.broker import federation_of
-
     config, worker = make_config(federation_of(values), where), _worker(stack)
     return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(folder), is_region=is_region))
 
 
-def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
+def _would_run(run: str, config: StartConfig, checked: Checked) -> list[str]:
     """The output of `--check` for a run that can begin."""
-    from coordinator.run_view import run_settings
-    from coordinator.views.report.words import settings_words
-
     of_run, broker = config.run, config.broker
     address = f"{broker.broker}, on {broker.listen}:{broker.port}" if "://" not in broker.broker else broker.broker
     if broker.deployment:
@@ -266,7 +261,7 @@ def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
         "coordinator", "plan", "--method", of_run.method, "--model", of_run.model, *options, "--device", "ID"
     )
     return [
-        f"run {run} can begin: {_described(of_run)}, server on {checked.accelerator}",
+        f"run {run} can begin: {_describe(of_run)}, server on {checked.accelerator}",
         f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
         f"  {settings_words(run_settings(of_run))}",
         f"  waits for {format_count(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
@@ -276,40 +271,26 @@ def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
 
 def _lock(folder: Path, run: str, stack: ExitStack) -> None:
     """Lock the run. Raises ConfigError if another process serves it."""
-    from coordinator.record.retention import lock_run
-
     stack.callback(os.close, lock_run(folder, run))
 
 
-def _worker(stack: ExitStack) -> "Worker":
+def _worker(stack: ExitStack) -> Worker:
     """The worker process."""
-    from coordinator.compute.process import Worker
-
     worker = Worker()
     stack.callback(worker.close)
     return worker
 
 
-def opened_store(folder: Path, stack: ExitStack) -> "Record":
+def open_private_record(folder: Path, stack: ExitStack) -> Record:
     """Open the record of all runs, and make their files private."""
-    from coordinator.record.record import open_record
-
     store = open_record(folder, check=False)  # verified while the run waits for devices
     stack.callback(store.close)
     make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs.read_all())])
     return store
 
 
-def _use_database(folder: Path, url: str) -> None:
-    from coordinator.record.database import use_database  # imports SQLAlchemy, for which a usual run need not wait
-
-    use_database(folder, url)
-
-
 def _remove_unused(folder: Path) -> None:
     """Remove a folder that holds nothing but the address of its record: its first run was refused."""
-    from coordinator.record.database import ADDRESS_FILE
-
     if folder.is_dir() and [path.name for path in folder.iterdir()] == [ADDRESS_FILE]:
         shutil.rmtree(folder)
 
@@ -321,7 +302,7 @@ def _remove(folder: Path, run: str) -> None:
         folder.rmdir()
 
 
-def _described(config: RunConfig) -> str:
+def _describe(config: RunConfig) -> str:
     return f"{config.method} on {config.model}, {config.rounds} rounds"
 
 
@@ -329,7 +310,7 @@ def usual_name(config: RunConfig) -> str:
     return f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{config.method}-{secrets.token_hex(2)}"
 
 
-def check_new(store: "Record | None", run: str) -> None:
+def check_new(store: Record | None, run: str) -> None:
     """Raises ConfigError if the run exists."""
     if store and run in {record.id for record in store.runs.read_all()}:
         raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
@@ -338,14 +319,10 @@ def check_new(store: "Record | None", run: str) -> None:
 def check_trackers(config: RunConfig, where: str) -> None:
     """Raises ConfigError if the library of a metrics writer is missing."""
     if config.trackers.writers:
-        from coordinator.views.trackers.writers import (
-            check_writers,  # imports SQLAlchemy, which other runs do not need here
-        )
-
         check_writers(config.trackers, where)
 
 
-def check_start_from(store: "Record | None", config: RunConfig) -> None:
+def check_start_from(store: Record | None, config: RunConfig) -> None:
     """Raises ConfigError if the run of `start_from` does not exist, or has closed no round."""
     if config.start_from is None:
         return
@@ -360,13 +337,11 @@ def check_start_from(store: "Record | None", config: RunConfig) -> None:
 # --- an earlier run -------------------------------------------------------------------------------------
 
 
-def _to_resume(store: "Record | None", resume: str | None, named: str | None) -> "RunRecord | None":
+def _to_resume(store: Record | None, resume: str | None, named: str | None) -> RunRecord | None:
     """The run to resume: that of `resume`, or that of `named` if it exists; None for a new run.
 
     Raises ConfigError if there is none to resume.
     """
-    from coordinator.record.tables import ENDED
-
     records = store.runs.read_all() if store else []
     if resume is None:
         return next((record for record in records if record.id == named), None)
@@ -380,17 +355,17 @@ def _to_resume(store: "Record | None", resume: str | None, named: str | None) ->
     return unfinished[0]
 
 
-def _config_of(record: "RunRecord") -> RunConfig:
+def _config_of(record: RunRecord) -> RunConfig:
     return make_config(record.config, f"run {record.id}").run
 
 
-def _has_no_more_rounds(config: RunConfig, finished: "RunRecord") -> bool:
-    """Whether a finished run has the same configuration, apart from tables without influence on training."""
+def _has_no_more_rounds(config: RunConfig, finished: RunRecord) -> bool:
+    """Return whether a finished run has the same configuration, but for tables without influence on training."""
     same = {table: getattr(config, table) for table in FREE_TABLES}
     return config == msgspec.structs.replace(_config_of(finished), **same)
 
 
-def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartConfig:
+def _resume_config(record: RunRecord, values: dict[str, Any], where: str) -> StartConfig:
     """The configuration of a resumed run: its recorded configuration and broker, with the given changes.
 
     Raises ConfigError for changes that are not allowed.
@@ -401,7 +376,7 @@ def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartCo
     if os.environ.get("FEDVIT_BROKER_PASSWORD"):  # it may have been changed
         broker.pop("password", None)
     broker |= with_listen_port(values.get("broker", {}), where)
-    config = resumed_config(record.id, record.config, values, where)
+    config = resume_config(record.id, record.config, values, where)
     check_blobs(config.blobs, where)
     return StartConfig(config, make_config({"broker": broker}, where).broker)
 
@@ -409,37 +384,26 @@ def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartCo
 # --- the run --------------------------------------------------------------------------------------------
 
 
-def _transport(endpoint: "BrokerEndpoint") -> "Transport":
-    """Raises ConfigError if a certificate or key file of the broker's address cannot be used."""
-    from fedvit.transport.mqtt import MqttTransport
-
+def make_link(endpoint: BrokerEndpoint, broker: BrokerConfig) -> Transport:
+    """Connect to a broker. Raises ConfigError if a certificate or key file of its address cannot be used."""
     client_id = f"coordinator-{secrets.token_hex(4)}"
-    return MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=endpoint.recorded.broker_limits())
+    return MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=broker.broker_limits())
 
 
 def _serve(
-    store: "Record",
+    store: Record,
     folder: Path,
     run: str,
     config: RunConfig,
-    endpoint: "BrokerEndpoint",
-    transport: "Transport",
-    display: "Display",
-    worker: "Worker",
+    endpoint: BrokerEndpoint,
+    transport: Transport,
+    display: Display,
+    worker: Worker,
     monitor: monitoring.Monitor,
     notifier: Notifier,
-    region: "Callable[..., Coordinator] | None",
+    region: Callable[..., Coordinator] | None,
 ) -> None:
     """Serve the run to its end. Raises click.Abort if it is interrupted."""
-    from coordinator.rounds.coordinator import Cancelled, Coordinator
-    from coordinator.rounds.inbox import TICK_S, Interrupted
-    from coordinator.rounds.lease import FederationTaken
-    from coordinator.rounds.service.broker import REVOKED
-    from coordinator.rounds.service.cancelling import Cancellation
-    from coordinator.views.trackers.following import following
-    from fedvit.logs import configure_logging
-    from fedvit.timings import LoopWatch
-
     home = folder / run
     log_file = home / "coordinator.log"
     configure_logging(file=log_file, stderr=False, fields={"run": run})

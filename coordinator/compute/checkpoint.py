@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs, blob_description
 from coordinator.compute.planning.planner import Plan
+from coordinator.compute.references import references
 from coordinator.config import UpdatesConfig
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs, blob_description
 from coordinator.record.record import Record
-from coordinator.record.references import references
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, Damaged
@@ -62,7 +62,7 @@ def start_state(earlier: str, store: Record, runs: Path) -> ServerState:
         ) from error
 
 
-def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
+def find_needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
     """Digests that a device may still request, or that a restart needs, after a round closed with `saved`."""
     needed = {*saved.groups.values(), *saved.uploads.values()}
     needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}

@@ -7,14 +7,14 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from coordinator.compute.checkpoint import needed_blobs
+from coordinator.compute.checkpoint import find_needed_blobs
 from coordinator.compute.closing import Closing, Placement, StoredUploads
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.messages import Folded, Outlier, Stepped
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.privacy import expected_cohort, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState
@@ -55,7 +55,7 @@ class ServerStep:
             raise EmptyCohort(f"none of the asked devices returned a result for round {number}")
         screened = self._screened(number, results)
         kept = self._without_quarantined(saved.uploads, number)
-        damaged = self._damaged_uploads(kept, results)
+        damaged = self._find_damaged_uploads(kept, results)
         kept = {device: digest for device, digest in kept.items() if device not in damaged}
         updated, figures = self._close(number, saved, kept, screened.uploads)
         uploads = self._uploads(number, results) if config.privacy.feature_noise else []
@@ -63,7 +63,7 @@ class ServerStep:
         # a draw by an earlier process is unknown: no amplification is claimed for it
         population, cohort = drawn or (len(results), len(results))
         private = round_figures(self.store, self.run, config, population=population, cohort=cohort, feature_rows=rows)
-        needed = needed_blobs(self.plan, updated)
+        needed = find_needed_blobs(self.plan, updated)
         self.blobs.forget_all_but(needed)
         return Stepped(saved=updated, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
 
@@ -79,7 +79,7 @@ class ServerStep:
         deltas = {
             name: mean[name].astype(first[name].dtype) if name in mean else np.zeros_like(first[name]) for name in names
         }
-        needed = needed_blobs(self.plan, saved)
+        needed = find_needed_blobs(self.plan, saved)
         self.blobs.forget_all_but(needed)
         return Folded(
             update=self.blobs.put(pack(deltas)).digest,
@@ -113,7 +113,7 @@ class ServerStep:
                 result.device,
                 result.samples,
                 result.upload,
-                partial(self._stored, result.upload),
+                partial(self._store, result.upload),
                 discount(number - result.round),
             )
             for result in results
@@ -121,7 +121,7 @@ class ServerStep:
         ]
 
     @cached_property
-    def _stored(self) -> StoredUploads:
+    def _store(self) -> StoredUploads:
         return StoredUploads(self.blobs.folder, {name: value.shape for name, value in self.plan.values.items()})
 
     def _without_quarantined(self, uploads: dict[str, str], number: int) -> dict[str, str]:
@@ -131,7 +131,7 @@ class ServerStep:
         )
         return {device: digest for device, digest in uploads.items() if device not in quarantined}
 
-    def _damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:
+    def _find_damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:
         """By device, damaged uploads of earlier rounds, except those that are replaced in this round."""
         fresh = {result.device for result in results if result.upload}
         kept = {device: digest for device, digest in uploads.items() if device not in fresh}
@@ -149,7 +149,7 @@ class ServerStep:
             before=before,
             kept=kept,
             uploads=uploads,
-            stored=self._stored,
+            stored=self._store,
             names=list(plan.values),
             groups=plan.groups,
             updates=config.updates,

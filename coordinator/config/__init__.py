@@ -12,7 +12,7 @@ from coordinator.config.labels import why_not_asked
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.reading import StartConfig, check_settings, make_config, read_toml
 from coordinator.config.regions import CENTRE, REGION, check_kind, is_region, why_no_regions
-from coordinator.config.resuming import FREE_TABLES, resumed_config
+from coordinator.config.resuming import FREE_TABLES, resume_config
 from coordinator.config.robust import RobustConfig
 from coordinator.config.run import SECTIONS, TABLES, RunConfig
 from coordinator.config.service import ServiceConfig, make_service_config
@@ -45,7 +45,7 @@ __all__ = [
     "make_config",
     "make_service_config",
     "read_toml",
-    "resumed_config",
+    "resume_config",
     "why_no_regions",
     "why_not_asked",
     "why_too_old",

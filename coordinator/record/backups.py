@@ -100,7 +100,7 @@ class Backups:
 
     def _is_due(self) -> bool:
         newest = next(reversed(self.copies()), None)
-        copied = self._in(newest) if newest else None
+        copied = self._read_copied(newest) if newest else None
         if newest is None or copied is None or not copied.closed:
             return True
         size = newest.stat().st_size
@@ -139,18 +139,18 @@ class Backups:
 
     def check_record(self) -> None:
         """Raises Damaged if the record lacks a round that a copy has: SQLite cannot detect lost transactions."""
-        closed = self._closed()
+        closed = self._find_closed()
         for copy in self.copies():
-            copied = self._in(copy)
+            copied = self._read_copied(copy)
             if copied and copied.closed > closed and is_whole(copy):
-                raise self._store.database.damaged(
+                raise self._store.database.make_damaged_error(
                     f"it has {closed} closed rounds of run {self._run}, a copy has more", self._run
                 )
 
-    def _in(self, copy: Path) -> CopiedRun | None:
+    def _read_copied(self, copy: Path) -> CopiedRun | None:
         return read_runs(copy).get(self._run)
 
-    def _closed(self) -> int:
+    def _find_closed(self) -> int:
         newest = self._store.rounds.read_newest_closed(self._run)
         return newest.round if newest else 0
 
@@ -162,11 +162,11 @@ class Backups:
         if not self._every:
             return
         if self._file is None:
-            self._file = next(reversed(notes_in(self._home)), None) or self._notes_after(self._closed())
+            self._file = next(reversed(notes_in(self._home)), None) or self._notes_after(self._find_closed())
         try:
             make_folder(self._file.parent)
             is_new = not self._file.exists()
-            _append(self._file, _line(note))
+            _append(self._file, _encode(note))
             if is_new:
                 sync_folder(self._file.parent)
         except OSError as error:
@@ -174,7 +174,7 @@ class Backups:
 
     def replay_notes(self, operator_log: Callable[[str], None], strike: Callable[[str, int, str], object]) -> None:
         """Add to the record what it lacks, if it is a restored copy. `strike` records a device's strike."""
-        closed, files = self._closed(), notes_in(self._home)
+        closed, files = self._find_closed(), notes_in(self._home)
         later = [number_in(file) for file in files[1:]]
         # each file begins after a closed round, so that earlier files are older than that round
         for file in files[sum(number <= closed for number in later) :]:
@@ -185,7 +185,7 @@ class Backups:
                     lacking.clear()
             for note in lacking:
                 self._replay(note, strike)
-        if self._every and (now := self._closed()) > closed:
+        if self._every and (now := self._find_closed()) > closed:
             self._copy(now)
 
     def _replay(self, note: Note, strike: Callable[[str, int, str], object]) -> None:
@@ -198,7 +198,7 @@ class Backups:
             case Struck():
                 strike(note.device, note.round, note.reason)
             case Closed():
-                for number in range(self._closed() + 1, note.round):  # its note was damaged
+                for number in range(self._find_closed() + 1, note.round):  # its note was damaged
                     self._close(number, [], None, {})
                 self._close(note.round, note.asked, note.state, note.figures)
 
@@ -213,7 +213,7 @@ class Backups:
     def _read(self, file: Path, operator_log: Callable[[str], None]) -> Iterator[Note]:
         """The intact notes of a file; damaged ones are reported, and removed from the file."""
         content = file.read_bytes()
-        held = [(line, note) for line in content.split(b"\n") if (note := _note(line)) is not None]
+        held = [(line, note) for line in content.split(b"\n") if (note := _decode(line)) is not None]
         whole = b"".join(line + b"\n" for line, _ in held)
         if whole != content:
             log.error("damaged file", extra={"path": str(file), "held": "notes"})
@@ -236,13 +236,13 @@ class Backups:
         return self._home / NOTES / f"since-{number}.notes"
 
 
-def _line(note: Note) -> bytes:
+def _encode(note: Note) -> bytes:
     """A note preceded by its digest, as one line, so that damage does not affect other notes."""
     content = msgspec.msgpack.encode(note)
     return binascii.b2a_base64(bytes.fromhex(digest_of(content).partition(":")[2]) + content)
 
 
-def _note(line: bytes) -> Note | None:
+def _decode(line: bytes) -> Note | None:
     """Decode a note; None if it is damaged or incomplete."""
     try:
         held = binascii.a2b_base64(line, strict_mode=True)

@@ -132,7 +132,7 @@ def has_lost(database: Path, run: str | None = None) -> bool:
     return any((database.parent / name).is_dir() for name in runs if run in (None, name))
 
 
-def damaged_database(database: Path, why: str, run: str | None = None) -> Damaged:
+def make_file_damaged_error(database: Path, why: str, run: str | None = None) -> Damaged:
     """Make the error of a damaged database: it names the newest intact copy and the commands that restore it."""
     damaged, folder = f"{database} is damaged: {why}", database.parent
     copy = newest_copy(database, run)

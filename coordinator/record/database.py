@@ -15,7 +15,7 @@ from sqlalchemy import Select, Table, create_engine, event, func, inspect, selec
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.record.copies import damaged_database, is_whole, newest_copy
+from coordinator.record.copies import is_whole, make_file_damaged_error, newest_copy
 from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
 from coordinator.record.postgresql import address_of, engine_of, failure_of
 from coordinator.record.rows import BrokenSeal, read_records
@@ -140,7 +140,7 @@ class Database:
             return
         if not file.stat().st_size:
             if newest_copy(file):  # otherwise a process was killed before it wrote anything
-                raise self.damaged("it is empty")
+                raise self.make_damaged_error("it is empty")
             return
         if whole:
             self.check()
@@ -151,7 +151,7 @@ class Database:
             with self.transaction() as connection:
                 found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
                 if found != "ok":
-                    raise self.damaged(str(found))
+                    raise self.make_damaged_error(str(found))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -201,20 +201,20 @@ class Database:
                 raise gone from error
             name = getattr(cause, "sqlite_errorname", None) or ""
             if self.file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
-                raise self.damaged(str(cause)) from error
+                raise self.make_damaged_error(str(cause)) from error
             if are_used_up():  # SQLite only reports that it cannot open a file
                 raise TooManyOpenFiles(f"database {self._engine.url}: {cause}; {how_many()}") from error
             kind = DiskFull if name in _FULL else StorageFailed
             raise kind(f"database {self._engine.url}: {cause}") from error
         except BrokenSeal as error:
-            raise self.damaged(str(error)) from error
+            raise self.make_damaged_error(str(error)) from error
         except (ValueError, msgspec.MsgspecError) as error:
-            raise self.damaged(f"a value cannot be read ({error})") from error
+            raise self.make_damaged_error(f"a value cannot be read ({error})") from error
 
-    def damaged(self, what: str, run: str | None = None) -> Damaged:
+    def make_damaged_error(self, what: str, run: str | None = None) -> Damaged:
         """Make the error of a damaged record, with what to do: names the newest copy, or the newest that has `run`."""
         if self.file:
-            return damaged_database(self.file, what, run)
+            return make_file_damaged_error(self.file, what, run)
         return Damaged(f"database {self._engine.url} is damaged: {what}")
 
     def lead_in(self, term: int) -> None:
@@ -248,7 +248,7 @@ class Database:
             with closing(sqlite3.connect(file)) as copy:
                 raw.backup(copy)
         if not is_whole(file):
-            raise self.damaged("a copy of it is not intact")
+            raise self.make_damaged_error("a copy of it is not intact")
 
     def compact(self) -> None:
         """Shrink the file by its unused space."""

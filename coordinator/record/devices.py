@@ -7,7 +7,7 @@ import msgspec
 from sqlalchemy import case, delete, func, select, update
 from sqlalchemy.engine import Connection
 
-from coordinator.record.closing import add_broken, devices_of
+from coordinator.record.closing import add_broken, read_devices
 from coordinator.record.database import Database
 from coordinator.record.rows import insert, now, replace, seal
 from coordinator.record.tables import (
@@ -58,7 +58,7 @@ class Devices:
     def read(self, run: str, device: str) -> DeviceRecord:
         """Return the totals of one device from closed rounds; those of an unknown device are empty."""
         with self._database.transaction() as connection:
-            return devices_of(connection, run, [device])[device]
+            return read_devices(connection, run, [device])[device]
 
     def read_all(self, run: str) -> list[DeviceRecord]:
         """Return the totals of all devices from closed rounds, by name."""
@@ -82,7 +82,7 @@ class Devices:
         if not versions:
             return
         with self._database.transaction() as connection:
-            records = devices_of(connection, run, versions)
+            records = read_devices(connection, run, versions)
             changed = [msgspec.structs.replace(records[name], software=version) for name, version in versions.items()]
             replace(connection, DEVICES, [msgspec.to_builtins(record) for record in changed])
 

@@ -31,7 +31,7 @@ class Record:
         self.devices = Devices(database)
         # SQLite does not notice a lost journal
         if database.file and not self.runs.count() and has_lost(database.file):
-            raise database.damaged("it holds no run")
+            raise database.make_damaged_error("it holds no run")
 
     def close(self) -> None:
         self.database.close()

@@ -98,7 +98,7 @@ class Rounds:
         columns = select(ROUNDS.c.round, ROUNDS.c.totals, ROUNDS.c.figures)
         query = columns.where(ROUNDS.c.run == run, ROUNDS.c.totals.is_not(None)).order_by(ROUNDS.c.round)
         with self._database.transaction() as connection:
-            return [_closed_round(row) for row in connection.execute(query)]
+            return [_make_closed_round(row) for row in connection.execute(query)]
 
     def read_newest_totals(self, run: str, *, evaluated: bool = False) -> ClosedRound | None:
         """Return the totals of the newest closed round, or of the newest evaluated one; None if there is none."""
@@ -108,7 +108,7 @@ class Rounds:
             query = query.where(ROUNDS.c.accuracy.is_not(None))
         with self._database.transaction() as connection:
             row = connection.execute(query.order_by(ROUNDS.c.round.desc()).limit(1)).first()
-            return _closed_round(row) if row else None
+            return _make_closed_round(row) if row else None
 
     def read_accuracy(self, run: str, since: int = 0) -> dict[int, dict[str, float]]:
         """Return accuracies by round and device, of evaluated rounds from `since` on that still have details."""
@@ -134,5 +134,5 @@ class Rounds:
         return {tuple(row[:-1]): row[-1] for row in self._database.fetch(query.group_by(*values))}
 
 
-def _closed_round(row: Any) -> ClosedRound:
+def _make_closed_round(row: Any) -> ClosedRound:
     return ClosedRound(row.round, msgspec.convert(row.totals, RoundTotals), row.figures or {})

@@ -97,7 +97,7 @@ class Runs:
         for record in self._database.read(RunRecord, RUNS, select(RUNS).where(RUNS.c.id == run)):
             return record
         if self._database.file and has_lost(self._database.file, run):
-            raise self._database.damaged(f"it does not know run {run!r}", run)
+            raise self._database.make_damaged_error(f"it does not know run {run!r}", run)
         names = [record.id for record in self.read_all()]
         near, newest = did_you_mean(run, names), ", ".join(names[:5]) or "none yet"
         raise ConfigError(f"no run {run!r}{near or ';'} {'The' if near else 'the'} newest runs are: {newest}")

@@ -34,15 +34,15 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def to_json(value: Any) -> str:
-    """JSON that `json.loads` can read, in a fraction of the time of `json.dumps`."""
-    held = _ENCODER.encode(value)
-    if b"null" in held and not _is_finite(value):
+    """Encode JSON that `json.loads` can read, in a fraction of the time of `json.dumps`."""
+    text = _ENCODER.encode(value)
+    if b"null" in text and not _is_finite(value):
         return json.dumps(value)
-    return held.decode()
+    return text.decode()
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether all numbers in a value are finite."""
+    """Return whether all numbers in a value are finite."""
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, float):
             if not math.isfinite(item):
@@ -52,12 +52,12 @@ def _is_finite(value: Any) -> bool:
     return True
 
 
-def from_json(held: str) -> Any:
-    """The same as `json.loads`, in a fraction of the time."""
+def from_json(text: str) -> Any:
+    """Decode like `json.loads`, in a fraction of the time."""
     try:
-        return msgspec.json.decode(held)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:  # numbers that are not finite
-        return json.loads(held)
+        return json.loads(text)
 
 
 class _JsonText(TypeDecorator[Any]):
@@ -262,7 +262,7 @@ class QuarantineRecord(Struct, frozen=True):
     released_at: str | None
 
     def holds(self, round_number: int) -> bool:
-        """Whether it excludes the device from a round."""
+        """Return whether it excludes the device from a round."""
         over = self.until_round is not None and round_number > self.until_round
         return self.released_at is None and not over
 

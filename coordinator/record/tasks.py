@@ -8,10 +8,10 @@ import msgspec
 from sqlalchemy import ColumnElement, and_, bindparam, delete, select, update
 from sqlalchemy.engine import Connection
 
-from coordinator.record.closing import asked_in, results_of
+from coordinator.record.closing import find_asked, read_used_results
 from coordinator.record.database import Database
 from coordinator.record.leadership import check_term
-from coordinator.record.rows import filled_fields, now, read_rows, record_of, replace, write
+from coordinator.record.rows import drop_empty_fields, now, read_rows, record_of, replace, write
 from coordinator.record.tables import EXPECTATIONS, RESULTS, TASKS, ResultRecord, TaskRecord, TaskTimes
 from fedvit.blobs import digest_of
 from fedvit.resources import ResourceUse
@@ -135,7 +135,7 @@ class Tasks:
     def list_asked(self, run: str, number: int) -> list[str]:
         """Return devices with a training task in a round."""
         with self._database.transaction() as connection:
-            return asked_in(connection, run, number)
+            return find_asked(connection, run, number)
 
     def add_results(
         self,
@@ -164,7 +164,7 @@ class Tasks:
             rows = [
                 {
                     **msgspec.structs.asdict(record),
-                    "use": filled_fields(record.use),
+                    "use": drop_empty_fields(record.use),
                     "by_class": record.by_class or None,
                     "received_at": at,
                 }
@@ -210,7 +210,7 @@ class Tasks:
     def read_used_in(self, run: str, number: int, kind: TaskKind = "train") -> list[ResultRecord]:
         """Return results that the server step, or the evaluation, of a round uses, including late ones."""
         with self._database.transaction() as connection:
-            return results_of(connection, run, number, kind)
+            return read_used_results(connection, run, number, kind)
 
     def find_answered(self, run: str, number: int, kind: TaskKind) -> set[str]:
         """Return devices with a result of a round, whichever round it counts in."""

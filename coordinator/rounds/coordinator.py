@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs, essential
 from coordinator.compute.messages import Compute, FindOutliers, Finish, Prepare, Request, Step, Stepped
 from coordinator.config import BlobsConfig, RunConfig
 from coordinator.config.writing import FILE as CONFIG_FILE
 from coordinator.config.writing import as_toml
 from coordinator.record.backups import Backups, Closed, Struck
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs, essential
 from coordinator.record.record import Record
 from coordinator.record.retention import oldest_kept
 from coordinator.record.tables import ResultRecord, RoundRecord
@@ -480,7 +480,7 @@ class Coordinator:
             record = None
             results = state.results(number, "train")
             if missing := opened.accepted - state.store.tasks.find_counted(run, number):
-                raise state.store.database.damaged(
+                raise state.store.database.make_damaged_error(
                     f"the result of {min(missing)} for round {number} is missing from it"
                 )
             if lost := self.inbox.in_background(partial(self.recovery.damaged_of, results)):

@@ -3,9 +3,9 @@
 import logging
 from collections import Counter
 
+from coordinator.compute.integrity import DamagedBlob, blob_description, essential, unrepairable
 from coordinator.compute.messages import Compute
 from coordinator.record.backups import Backups
-from coordinator.record.integrity import DamagedBlob, blob_description, essential, unrepairable
 from coordinator.record.tables import ResultRecord
 from coordinator.rounds.state import RunState
 from fedvit.transport.exchange import BlobExchange

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import RunConfig
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState
 from coordinator.rounds.deadlines import Links

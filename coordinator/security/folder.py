@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from coordinator.security.authority import Authority
 from coordinator.security.broker.access import device_rules, enrolment_rules
-from coordinator.security.broker.mosquitto import password_line, secured_configuration
+from coordinator.security.broker.mosquitto import format_secured_configuration, password_line
 from coordinator.security.registry import OpenToken, Registry, Rows, now
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, storage_failed
@@ -174,7 +174,7 @@ class Deployment:
     def write_configuration(self) -> None:
         """Write mosquitto's files; at each start, since the folder may have been moved."""
         settings = self.settings
-        text = secured_configuration(self.folder, settings.listen, settings.port, settings.enrolment_port)
+        text = format_secured_configuration(self.folder, settings.listen, settings.port, settings.enrolment_port)
         atomic_write(self.configuration, text.encode())
         atomic_write(self.folder / "enrolment.acl", enrolment_rules(settings.federation).encode())
         self.registry.check()
@@ -183,9 +183,9 @@ class Deployment:
             self._write_logins(rows)
 
     def _write_revocations(self, rows: Rows) -> None:
-        rules = device_rules(self.settings.federation, COORDINATOR, rows.revoked_devices())
+        rules = device_rules(self.settings.federation, COORDINATOR, rows.list_revoked_devices())
         atomic_write(self.folder / "devices.acl", rules.encode())
-        serials = [int(serial, 16) for serial in rows.revoked_serials()]
+        serials = [int(serial, 16) for serial in rows.list_revoked_serials()]
         revocations = self.authority.revocations(serials, rows.generation() + 1, now())
         atomic_write(self.folder / "revoked.pem", revocations)
 

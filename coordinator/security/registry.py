@@ -42,9 +42,9 @@ from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooMany
 from fedvit.files import storage_failed
 
 FORGET_TOKENS_S = 30 * 86_400.0
-"""How long used and expired tokens are remembered, so that a device learns which of the two its token is."""
+"""Time for which used and expired tokens are remembered, so that a device learns which of the two its token is."""
 LOCK_S = 30.0
-"""How long a change waits for those of other processes."""
+"""Longest time that a change waits for those of other processes."""
 
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
@@ -198,14 +198,14 @@ class Rows:
         for row in self._mappings(select(_TOKENS).where(which).order_by(_TOKENS.c.expires_at)):
             yield OpenToken(**row)
 
-    def revoked_devices(self) -> list[str]:
+    def list_revoked_devices(self) -> list[str]:
         query = select(_DEVICES.c.name).where(_DEVICES.c.revoked_at.is_not(None)).order_by(_DEVICES.c.name)
         return list(self._connection.execute(query).scalars())
 
-    def revoked_serials(self) -> list[str]:
+    def list_revoked_serials(self) -> list[str]:
         return list(self._connection.execute(select(_REVOKED.c.serial)).scalars())
 
-    def revoked_since(self, generation: int) -> list[str]:
+    def list_revoked_since(self, generation: int) -> list[str]:
         """Devices with a certificate that was revoked after this generation."""
         query = select(_REVOKED.c.device).where(_REVOKED.c.generation > generation).distinct()
         return list(self._connection.execute(query.order_by(_REVOKED.c.device)).scalars())
@@ -332,7 +332,7 @@ class Registry:
         with self._transaction("BEGIN") as connection:
             found = connection.execute(text("PRAGMA quick_check(1)")).scalar()
             if found != "ok":
-                raise self._damaged(" ".join(str(found).split()))
+                raise self._make_damaged_error(" ".join(str(found).split()))
 
     def create(self) -> None:
         """Create the database and its tables."""
@@ -356,13 +356,13 @@ class Registry:
             cause = getattr(error, "orig", None) or error
             name = getattr(cause, "sqlite_errorname", None) or ""
             if name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN):
-                raise self._damaged(str(cause)) from error
+                raise self._make_damaged_error(str(cause)) from error
             if are_used_up():  # SQLite only reports that it cannot open a file
                 raise TooManyOpenFiles(f"the deployment's registry {self.path}: {cause}; {how_many()}") from error
             kind = DiskFull if name in _FULL else StorageFailed
             raise kind(f"the deployment's registry {self.path}: {cause}") from error
 
-    def _damaged(self, what: str) -> Damaged:
+    def _make_damaged_error(self, what: str) -> Damaged:
         return Damaged(f"the deployment's registry {self.path} is damaged: {what}; {_REMEDY}")
 
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.record import Record
 from coordinator.record.retention import run_mirror
 from coordinator.record.tables import RunRecord

@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from coordinator.compute.planning.planner import Plan
+from coordinator.compute.references import snapshot
 from coordinator.config import RunConfig
-from coordinator.record.references import snapshot
 from coordinator.record.tables import Reference
 from coordinator.rounds.display import Display
 from edge_client.work.private import clipped, noisy_rows

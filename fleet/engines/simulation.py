@@ -17,12 +17,12 @@ import torch
 
 from coordinator.compute.checkpoint import load_state, save_state, start_state, write_models
 from coordinator.compute.planning.planner import make_plan
+from coordinator.compute.references import references
 from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
 from coordinator.record.privacy import cohort_seed, round_figures
 from coordinator.record.record import Record
-from coordinator.record.references import references
 from coordinator.record.rows import now
 from coordinator.record.tables import Asked, Reference, SavedState, TaskRecord
 from coordinator.rounds.cohort import cohort_size, select_fair, select_uniform

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.rounds import object_store
 from coordinator.rounds.object_store import ObjectStore
 from fedvit.errors import LinkDown

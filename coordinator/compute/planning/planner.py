@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from coordinator.compute.planning.batch import chosen_batch
+from coordinator.compute.planning.batch import choose_batch
 from coordinator.compute.planning.configuration_search import ConfigurationSearch, cost_on, expected_of
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.trade_offs import trade_offs
@@ -58,7 +58,7 @@ PROTOCOLS = {
     "pre_aggregation": "on devices of the round's cohort their own tensors before averaging, else the newest from the "
     "server; each device's own test images",
 }
-"""How accuracy is measured; named in every output, because papers differ."""
+"""Measures of accuracy, named in every output, because papers differ."""
 
 
 _NO_DIGEST = "blake3:" + "0" * 64
@@ -179,7 +179,7 @@ class Plan:
         return ConfigurationSearch(self.vit, self.batch_of, self.priced, self.progress, self.serves)
 
     def serves(self, method: Method) -> bool:
-        """Whether the server holds every group that a device of this method would get from it."""
+        """Return whether the server holds every group that a device of this method would get from it."""
         return all(
             self.groups.get(group) == names
             for group, (role, names) in method.groups(self.vit).items()
@@ -218,8 +218,8 @@ class Plan:
         return PricedProgram(program, msgspec.to_builtins(method), costs)
 
     def batch_of(self, method: Method) -> Batch:
-        """How a device turns images into a method's inputs."""
-        return chosen_batch(method, self.vit, self.config.images)
+        """Return how a device turns images into a method's inputs."""
+        return choose_batch(method, self.vit, self.config.images)
 
     def _program(
         self, method: Method, batch: Batch, graphs: dict[str, GraphSpec], keep: Callable[[Tensors], str]
@@ -231,7 +231,7 @@ class Plan:
             if not names:
                 continue
             members = as_sent(method, self.vit, {name: self.values[name] for name in names})
-            groups[group] = self._coded_group(group, role, members, keep)
+            groups[group] = self._code_group(group, role, members, keep)
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
         privacy = self.config.privacy
         private = privacy.noise_multiplier or privacy.feature_noise
@@ -250,7 +250,7 @@ class Plan:
             clip_delta=privacy.clip if privacy.noise_multiplier else None,
         )
 
-    def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> TensorGroup:
+    def _code_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> TensorGroup:
         """The group with its codecs: packed tensors (`frozen_precision`, `compute`) are not coded again."""
         updates = self.config.updates
         if not role.from_server_each_round:
@@ -339,7 +339,7 @@ def make_plan(
             if groups.setdefault(group, names) != names:
                 raise ConfigError(f"variants of method {config.method!r} disagree on what is in group {group!r}")
     if start is not None:
-        values = _started(values, start)
+        values = _start(values, start)
     rule = server_rule_of(base, vit)
     common = {name for names in groups.values() for name in names}
     tensors = {name: value for name, value in values.items() if name in common}
@@ -398,7 +398,7 @@ def check_start_fits(shapes: Mapping[str, tuple[int, ...]], start: ServerState) 
             raise ConfigError(f"start_from: tensor {name!r} has shape {there} there, this run's has {shapes[name]}")
 
 
-def _started(values: Tensors, start: ServerState) -> Tensors:
+def _start(values: Tensors, start: ServerState) -> Tensors:
     """The values with those of an earlier run's end. Raises ConfigError where they do not fit."""
     check_start_fits({name: value.shape for name, value in values.items()}, start)
     return values | {name: value for name, value in start.tensors.items() if name in values}

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import cli
 from coordinator.commands.config_flags import config_flags, merge_flags
+from coordinator.commands.start import start
 from coordinator.compute.planning.checks import checked_config
 from coordinator.config import (
     TABLES,
@@ -493,7 +493,7 @@ def test_a_large_model_is_checked_without_taking_memory() -> None:
 
 
 def test_every_key_has_a_flag_and_a_description() -> None:
-    flags = {option.name: option for option in cli.commands["start"].params if isinstance(option, click.Option)}
+    flags = {option.name: option for option in start.params if isinstance(option, click.Option)}
     for table, kind in (
         ("", RunConfig),
         ("broker.", BrokerConfig),
@@ -502,7 +502,7 @@ def test_every_key_has_a_flag_and_a_description() -> None:
         for key in kind.__struct_fields__:
             if key not in TABLES:  # tables: their keys are flags
                 assert len(flags[table + key].help or "") > 15, key
-    shown = CliRunner().invoke(cli, ["start", "--help"], terminal_width=200).output
+    shown = CliRunner().invoke(start, ["--help"], terminal_width=200).output
     for flag in (
         "--method",
         "-o, --option KEY=VALUE",

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 import fedvit.blobs
 from coordinator.cli import cli
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.record.copies import is_whole
 from coordinator.record.database import Database
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.config import BlobsConfig
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.rounds.object_store import ObjectStore
 from coordinator.rounds.recovery import DAMAGES
 from coordinator.rounds.tasks import TaskState

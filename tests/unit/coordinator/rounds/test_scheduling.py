@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.record import Record, open_record
 from coordinator.rounds import scheduler
 from coordinator.rounds.deadlines import FLOOR_S, Deadline

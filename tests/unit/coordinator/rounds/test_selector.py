@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import RobustConfig, make_config
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.record import open_record
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.selector import CohortSelector

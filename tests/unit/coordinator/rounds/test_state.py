@@ -8,8 +8,8 @@ from queue import SimpleQueue
 
 import pytest
 
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.record import Record, open_record
 from coordinator.rounds.lease import Lease
 from coordinator.rounds.open_round import OpenRound

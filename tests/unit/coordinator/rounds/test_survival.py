@@ -32,7 +32,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 store.devices.add_refusal("r", 1, "a", "train", "the disk has space again")
 assert len(store.devices.read_refusals("r")) == kept + 1
 store.close()
-print(len(open_record(folder).refusals("r")) == kept + 1)
+print(len(open_record(folder).devices.read_refusals("r")) == kept + 1)
 """
 
 FULL_BLOBS = """

@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+import click
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
@@ -862,12 +863,18 @@ def test_enroll_ends_when_its_token_is_withdrawn(stage: Stage) -> None:
     assert "this token for pi-waits was withdrawn" in str(done[0].exception)
 
 
+def _command(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
+
+
 def test_start_takes_no_deployment_from_the_environment() -> None:
     """A run has the broker that its command line or its file names; the other commands may find the folder there."""
-    [start] = [option for option in cli.commands["start"].params if "--broker.deployment" in option.opts]
+    [start] = [option for option in _command("start").params if "--broker.deployment" in option.opts]
     assert start.envvar is None
     for name in ("enroll", "devices", "revoke"):
-        [other] = [option for option in cli.commands[name].params if "--deployment" in option.opts]
+        [other] = [option for option in _command(name).params if "--deployment" in option.opts]
         assert other.envvar == "FEDVIT_DEPLOYMENT"
 
 

@@ -74,7 +74,7 @@ def test_change_that_fails_changes_nothing(deployment: Deployment) -> None:
     with pytest.raises(ConfigError, match="no"):
         fails()
     with deployment.registry.read() as rows:
-        assert (rows.devices(), rows.revoked_serials(), rows.generation()) == ([], [], 0)
+        assert (rows.devices(), rows.list_revoked_serials(), rows.generation()) == ([], [], 0)
     assert "pi-1" not in (deployment.folder / "devices.acl").read_text()
 
 
@@ -143,12 +143,12 @@ def test_revocation_names_the_device_whose_connections_must_end(deployment: Depl
     with deployment.change() as rows:
         rows.discard("pi-2")
     with deployment.registry.read() as rows:
-        assert (rows.revoked_since(0), rows.revoked_since(first)) == (["pi-1", "pi-2"], ["pi-2"])
-        assert rows.revoked_devices() == ["pi-1"]
+        assert (rows.list_revoked_since(0), rows.list_revoked_since(first)) == (["pi-1", "pi-2"], ["pi-2"])
+        assert rows.list_revoked_devices() == ["pi-1"]
     with deployment.change() as rows:
         rows.revoke("pi-1", NOW)  # once more: its connections are ended once more
     with deployment.registry.read() as rows:
-        assert rows.revoked_since(first + 1) == ["pi-1"]
+        assert rows.list_revoked_since(first + 1) == ["pi-1"]
     rules = (deployment.folder / "devices.acl").read_text()
     assert "user pi-1\ntopic deny #" in rules
     assert "pi-2" not in rules

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from coordinator.compute.references import references, snapshot
 from coordinator.config import UpdatesConfig
-from coordinator.record.references import references, snapshot
 from coordinator.record.tables import Reference
 from edge_client.storage.delta_chains import delta_chains, make_blob
 from fedvit.blobs import BlobStore

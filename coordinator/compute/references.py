@@ -37,12 +37,12 @@ def snapshot(members: Tensors, updates: UpdatesConfig, blobs: BlobStore) -> Refe
 def _next(members: Tensors, before: Reference | None, down: Codec, whole: Codec, blobs: BlobStore) -> Reference:
     """The next reference; if a codec cannot represent the values, it is the uncoded state."""
     try:
-        return _coded(members, before, down, whole, blobs)
+        return _encode_next(members, before, down, whole, blobs)
     except BadPayload:
         return Reference(blobs.put(pack(members)).digest)
 
 
-def _coded(members: Tensors, before: Reference | None, down: Codec, whole: Codec, blobs: BlobStore) -> Reference:
+def _encode_next(members: Tensors, before: Reference | None, down: Codec, whole: Codec, blobs: BlobStore) -> Reference:
     target, patch, snapshot = members, None, None
     if before is not None and down.name != NONE:
         base = unpack(blobs.get(before.digest))

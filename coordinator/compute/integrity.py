@@ -48,7 +48,7 @@ class VerifiedBlobs(BlobStore):
         return super().has(digest) and self.is_intact(digest)
 
     def is_intact(self, digest: str, *, anew: bool = False) -> bool:
-        """Whether the blob exists and is intact; `anew`: read it even if it was verified. Raises StorageFailed."""
+        """Return whether the blob is intact; `anew`: read it even if it was verified. Raises StorageFailed."""
         path = self.path(digest)
         if anew:
             self._verified.forget(path)
@@ -109,7 +109,7 @@ def essential(saved: SavedState) -> set[str]:
 
 
 def blob_description(digest: str, run: str, store: Record, blobs: BlobStore) -> str:
-    """What a blob of a run contains, according to the record, as text for the operator."""
+    """Describe what a blob of a run contains, according to the record, for the operator."""
     record = store.runs.read(run)
     if digest == record.program:
         return "the run's program"

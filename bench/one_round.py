@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from bench.edge import edge_command
+from bench.edge import make_edge_command
 from coordinator.record.record import Record, open_record
 from coordinator.record.tables import ResultRecord
 from coordinator.security.broker import start_broker
@@ -45,7 +45,7 @@ class OneRound:
         died: Callable[[int], str | None] = lambda code: None,
         report: Callable[[str], None] = lambda line: None,
     ) -> str | None:
-        """Wait until the run is over; None, or the reason why it cannot finish.
+        """Wait until the run is over; returns the reason if it cannot finish.
 
         `died` may give a better reason for the device's exit code. Raises FedvitError when the coordinator fails, for
         instance because settings do not fit method or model.
@@ -73,7 +73,7 @@ class OneRound:
 
 
 @contextlib.contextmanager
-def one_round(
+def start_round(
     home: Path,
     run: dict[str, Any],
     data: Path,
@@ -96,6 +96,6 @@ def one_round(
         fleet = stack.enter_context(Fleet())
         started = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
         coordinator = fleet.start("coordinator", [*started, "--run", RUN], log=home / "coordinator.log")
-        edge = [*edge_command(address, data, home / "state"), *extra]
+        edge = [*make_edge_command(address, data, home / "state"), *extra]
         device = fleet.start("device", command(edge), log=home / "device.log")
         yield OneRound(home, broker.kind, store, coordinator, device, time.monotonic())

@@ -90,7 +90,7 @@ def _describe(value: object) -> Any:
 
 
 def _module(module: nn.Module) -> Any:
-    """Its attributes, its parts likewise; parameters are inputs of a graph, buffers are constants in it."""
+    """Describe the attributes of a module and its parts; parameters are inputs of a graph, buffers are constants."""
     attributes = dict(vars(module))
     parameters = attributes.pop("_parameters")
     return [

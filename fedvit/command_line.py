@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import click
@@ -55,6 +56,32 @@ class Group(Command, click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         Command.format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
+
+
+class LazyGroup(Group):
+    """A program whose commands are imported when one of them is used, so that `--help` and usage errors are fast.
+
+    `lazy` has the first sentence of each command's help. A command is the attribute `command` of the module of its
+    name in `package`.
+    """
+
+    def __init__(self, *arguments: Any, package: str, lazy: Mapping[str, str], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._package = package
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._lazy:
+            return None
+        command: click.Command = import_module(f"{self._package}.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        described = {name: click.Command(name, help=text) for name, text in self._lazy.items()}
+        click.Group(commands=described).format_commands(ctx, formatter)
 
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")

@@ -148,7 +148,7 @@ def _classes() -> dict[str, tuple[ast.ClassDef, Path]]:
 
 
 def check_model(name: str) -> None:
-    """Raises ConfigError when there is no model of that name; timm's tags, as in `name.augreg_in21k`, are not read.
+    """Raises ConfigError for an unknown model; timm's tags, as in `name.augreg_in21k`, are not read.
 
     Whether the hub of weights has a model is not asked here.
     """
@@ -157,7 +157,7 @@ def check_model(name: str) -> None:
     if name.startswith(LOCAL):
         file = Path(name.removeprefix(LOCAL)) / "config.json"
         if not file.is_file():
-            raise ConfigError(f"model {name!r}: there is no file {file}, in which timm describes a model")
+            raise ConfigError(f"model {name!r}: its file {file}, in which timm describes a model, does not exist")
         return
     if name.startswith(HUB):
         if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name.removeprefix(HUB)) is None:

@@ -81,7 +81,7 @@ Deviation = Annotated[float, Meta(gt=0.0, le=1e3)]
 DType = Annotated[str, Meta(pattern="^(bool|uint8|int8|int32|int64|float16|float32|float64)$")]
 
 
-class Group(Struct, frozen=True):
+class TensorGroup(Struct, frozen=True):
     """A set of tensors with one role."""
 
     role: Role
@@ -166,7 +166,7 @@ class Collect(Struct, frozen=True):
     clip: Norm | None = None  # each sample's value is scaled down to this norm before it is sent
     noise: Rate = 0.0  # with `clip`: std of the Gaussian noise that is added then, times `clip`
     rehearsal: bool = False  # deterministic noise from the run's seed: for experiments, without privacy
-    sampler: Literal["median", "balanced"] = "median"  # of edge_client.sampler
+    sampler: Literal["median", "balanced"] = "median"  # of edge_client.work.sampler
 
 
 class Draw(Struct, frozen=True, kw_only=True):
@@ -236,7 +236,7 @@ class Program(Struct, frozen=True, kw_only=True):
     method: str
     model: str
     classes: tuple[str, ...]
-    groups: Annotated[dict[str, Group], Meta(max_length=MAX_GROUPS)]
+    groups: Annotated[dict[str, TensorGroup], Meta(max_length=MAX_GROUPS)]
     tensors: Annotated[dict[str, TensorSpec], Meta(max_length=MAX_TENSORS)]
     graphs: Annotated[dict[str, GraphSpec], Meta(max_length=MAX_PHASES)]
     train: Annotated[tuple[Train, ...], Meta(max_length=MAX_PHASES)]

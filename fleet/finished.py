@@ -11,7 +11,7 @@ from coordinator.commands.flags import existing_store
 from coordinator.run_view import RoundView, RunView, show_document
 from coordinator.views.report.document import read_report
 from coordinator.views.terminal import draw_run
-from edge_client.vault import Vault
+from edge_client.storage.vault import Vault
 from fedvit.errors import ConfigError
 from fedvit.methods.rules.generator_update import PERSONAL
 from fedvit.tensors import Array, Tensors, map_tensors

@@ -1,6 +1,6 @@
 """A request to run one configuration on devices of this machine, and its outcome."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,7 +36,7 @@ class RunRequest:
     resume: bool = False  # continue an existing run of that name; without, it must not exist
     label: str | None = None  # the run's name in metrics; None: its own
     graph_cache: Path | None = None
-    agent_kinds: Mapping[str, Callable[..., "Agent"]] = field(default_factory=dict)  # other agents, by device
+    agent_kinds: Mapping[str, type["Agent"]] = field(default_factory=dict)  # other agents, by device
 
     @property
     def folders(self) -> dict[str, Path]:

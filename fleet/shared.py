@@ -9,12 +9,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from edge_client.runtime import Evaluated, Runtime, Trained
+from edge_client.work.runtime import Evaluated, Runtime, Trained
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder
 from fedvit.partials import MAP, PART, in_use
-from fedvit.transport.exchange import BlobExchange, Finished
+from fedvit.transport.blob_receiver import Finished
+from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Manifest
 
 LOOK_S = 1.0

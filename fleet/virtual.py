@@ -17,9 +17,13 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from edge_client.agent import TICK_S, Agent
-from edge_client.integrity import Integrity
-from edge_client.state import split_file
-from edge_client.vault import Vault
+from edge_client.health.guard import Guard
+from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.settings import OwnerPolicy
+from edge_client.storage.device_storage import DeviceStorage, FixedImages
+from edge_client.storage.integrity import Integrity
+from edge_client.storage.state import split_file
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData, Files
 from fedvit.resources import IMAGE_CACHE_BYTES
@@ -81,7 +85,7 @@ class Host:
         devices: Mapping[str, Path],
         transport: NewTransport,
         settings: HostSettings,
-        kinds: Mapping[str, Callable[..., Agent]] | None = None,
+        kinds: Mapping[str, type[Agent]] | None = None,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._work = WorkQueue(settings.at_once + WRITING)
@@ -93,25 +97,20 @@ class Host:
             BlobStore(settings.blobs), lambda: chain.from_iterable(one.files() for one in vaults.values())
         )
         images = _images(devices, settings.state)
-        profile = device_profile(settings.threads)
+        profile, policy = device_profile(settings.threads), OwnerPolicy()
         self.agents: dict[str, Agent] = {}
         for name in devices:
             _link(settings.state / name / "blobs", settings.blobs)
-            self.agents[name] = (kinds or {}).get(name, Agent)(
-                device=name,
-                federation=settings.federation,
-                transport=transport(name, _Inbox(name, self._inbox)),
-                data=images[name].data,
-                growing=images[name] if settings.watches else None,
-                vault=vaults[name],
-                blobs=shared.view(),
-                runtime=runtime,
-                profile=profile,
-                software=settings.software,
-                begin=self._work.begin,
-                exchange=fetches.exchange,
-                integrity=integrity,
+            identity = DeviceIdentity(
+                device=name, federation=settings.federation, software=settings.software, profile=profile
             )
+            own = images[name] if settings.watches else FixedImages(images[name].data)
+            storage = DeviceStorage(vaults[name], shared.view(), own, integrity=integrity)
+            connection = transport(name, _Inbox(name, self._inbox))
+            link = DeviceLink(identity, connection, storage, exchange=fetches.exchange)
+            kind = (kinds or {}).get(name, Agent)
+            worker = kind.worker_class(link, storage, runtime, Guard(), policy, begin=self._work.begin)
+            self.agents[name] = kind(link, storage, worker, policy)
 
     def serve(self, stop: threading.Event, *, once: bool = False) -> None:
         """Take part until `stop` is set; with `once`, until the run has ended for all devices.
@@ -144,7 +143,7 @@ class Host:
         """The agents whose timers run in this tick: those that transfer blobs, and of the others each in its turn."""
         self._ticks += 1
         turns = min(LONGEST_TURN_TICKS, -(-len(here) // AGENTS_PER_TICK))
-        waiting = {name for name, agent in here.items() if agent.exchange.is_busy}
+        waiting = {name for name, agent in here.items() if agent.link.exchange.is_busy}
         return waiting.union(list(here)[self._ticks % turns :: turns])
 
     def _handle(self, here: Mapping[str, Agent], timeout_s: float) -> set[str]:

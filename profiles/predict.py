@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
-from profiles.prediction import Prediction, ProductWork, ProgramCost, Work
+from profiles.prediction import GraphWork, Prediction, ProductWork, ProgramCost
 
 BASE_RSS_BYTES = 62_000_000
 """Resident memory of an idle device's process, if the device did not report it."""
@@ -84,7 +84,7 @@ def _over(cost: ProgramCost, train_s: float | None, peak_bytes: int, budget: Bud
 Bound = Literal["products", "memory", "overhead"]
 
 
-def seconds(work: Work, speed: Speed) -> dict[Bound, float]:
+def seconds(work: GraphWork, speed: Speed) -> dict[Bound, float]:
     """Seconds by kind of work: operators run one after another, each at its own rate."""
     rates = _product_model(speed.products)
     plain = speed.bytes_per_s["Add"]

@@ -20,7 +20,8 @@ from coordinator.rounds.validation import check_free_space, check_labels, check_
 from fedvit.blobs import digest_of
 from fedvit.errors import BadPayload
 from fedvit.program import LABELS
-from fedvit.transport.exchange import LARGE_BYTES, BlobExchange
+from fedvit.transport.blob_receiver import LARGE_BYTES
+from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Cancel, Declined, Failed, Manifest, Result, ResultAck
 from fedvit.wire.transfer import WINDOW_CHUNKS
 from profiles.probes.host import free_disk_bytes

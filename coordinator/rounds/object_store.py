@@ -38,7 +38,7 @@ from coordinator.record.mirror import (
 )
 from fedvit.blobs import ALGORITHM, BlobStore
 from fedvit.errors import BadPayload, FedvitError, LinkDown, StorageFailed
-from fedvit.transport.exchange import Located
+from fedvit.transport.blob_places import Located
 from fedvit.transport.urls import download
 from fedvit.wire.messages import Manifest
 
@@ -71,7 +71,7 @@ class _Job:
 
 
 class ObjectStore:
-    """A `fedvit.transport.exchange.BlobPlaces` on S3, Google Cloud Storage or Azure. Objects of a run are below
+    """A `fedvit.transport.blob_places.BlobPlaces` on S3, Google Cloud Storage or Azure. Objects of a run are below
     PREFIX/RUN."""
 
     def __init__(self, config: BlobsConfig, run: str, blobs: BlobStore) -> None:

@@ -17,7 +17,7 @@ from coordinator.record.retention import run_mirror
 from coordinator.record.tables import RunRecord
 from coordinator.run_view import RunView, read_run
 from export.bundle.card import Origin, Reported
-from export.bundle.write import Trained
+from export.bundle.write import TrainedModel
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.hints import command
 from fedvit.precision import as_specified
@@ -63,7 +63,7 @@ class _Files:
             raise StorageFailed(f"{error}, and in the run's mirror: {other}") from other
 
 
-def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> Trained:
+def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> TrainedModel:
     """The model of a run, or of one device of it.
 
     Files that are not on this disk are read from the run's mirror, if it has one. Raises ConfigError if there is no
@@ -99,7 +99,7 @@ def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by:
         device=device,
         made_by=made_by,
     )
-    return Trained(
+    return TrainedModel(
         graph=graph,
         values={f"tensor/{name}": value for name, value in held.items()},
         batch=program.batch,

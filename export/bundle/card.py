@@ -30,7 +30,7 @@ class Preprocessing(Struct, frozen=True, kw_only=True):
         return Batch(image_size=self.image_size, patch_size=self.patch_size, batch_size=1, mean=self.mean, std=self.std)
 
 
-class Accuracy(Struct, frozen=True):
+class MeasuredAccuracy(Struct, frozen=True):
     """Right answers on images whose class is known."""
 
     correct: int
@@ -73,7 +73,7 @@ class FileCard(Struct, frozen=True, kw_only=True):
     tensors_not_float32: int
     parity: Parity
     agreement: Agreement | None  # None for fp32 itself, and where there is no fp32 file
-    accuracy: Accuracy | None
+    accuracy: MeasuredAccuracy | None
     latency: Latency
 
 
@@ -100,7 +100,7 @@ class Reported(Struct, frozen=True, kw_only=True):
     protocol: str | None
 
 
-class Machine(Struct, frozen=True):
+class BundleMachine(Struct, frozen=True):
     """The machine on which a bundle was made and measured."""
 
     machine: str  # x86_64, aarch64, ...
@@ -115,7 +115,7 @@ class Card(Struct, frozen=True, kw_only=True):
     files: dict[str, FileCard]  # by precision
     pictures: str  # what parity, agreement and accuracy were measured on
     reported: Reported | None
-    machine: Machine
+    machine: BundleMachine
 
 
 def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) -> str:

@@ -114,7 +114,7 @@ class Variation(NamedTuple):
     """The augmentation of each of B samples; None: not augmented in this way."""
 
     top: Indices | None  # (B,) first row of the crop in the image with its reflected border
-    left: Indices | None  # (B,) first column, likewise
+    left: Indices | None  # (B,) first column
     flipped: npt.NDArray[np.bool_] | None  # (B,) mirrored horizontally
     factors: Floats | None  # (B,) of brightness
 
@@ -138,7 +138,7 @@ def augment(images_BSSC: Pixels, batch: Batch, rng: np.random.Generator) -> Pixe
     samples, side = images_BSSC.shape[:2]
     top, left, flipped, factors = draw_variation(samples, batch, rng)
     if batch.crop_padding or batch.flip:
-        # rows_BS[b, r] = which row of the original becomes row r; likewise columns, so that one indexing does it all
+        # rows_BS[b, r] = which row of the original becomes row r; the same for columns: one indexing does both
         rows_BS = np.broadcast_to(np.arange(side), (samples, side))
         cols_BS = rows_BS
         if top is not None and left is not None:

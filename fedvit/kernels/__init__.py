@@ -12,7 +12,7 @@ import importlib
 from dataclasses import replace
 from pathlib import Path
 
-from fedvit.kernels.patterns import REPEATED, Graph
+from fedvit.kernels.patterns import REPEATED, GraphIndex
 from fedvit.kernels.replacements import DOMAIN, find_replacements
 from fedvit.onnx_model import read_model, write_model
 
@@ -39,7 +39,7 @@ def insert_kernels(content: bytes) -> bytes | None:
     `content` has passed fedvit.onnx_file.check_self_contained.
     """
     model = read_model(content)
-    graph = Graph(model)
+    graph = GraphIndex(model)
     calls = find_replacements(graph)
     if not calls:
         return None

@@ -11,7 +11,7 @@ REPEATED = "ConstantOfShape"
 """The operator that makes a tensor of one number."""
 
 
-class Graph:
+class GraphIndex:
     """The nodes of a model, their places, and the makers and readers of each tensor."""
 
     def __init__(self, model: Model) -> None:
@@ -36,7 +36,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Step:
+class PatternStep:
     """One node of a pattern."""
 
     operator: str
@@ -45,7 +45,7 @@ class Step:
     attributes: Mapping[str, Numbers]
 
 
-def parse_pattern(text: str) -> tuple[Step, ...]:
+def parse_pattern(text: str) -> tuple[PatternStep, ...]:
     """Parse lines `results = Operator operands [name:1,2]`.
 
     `#name` is a constant. The matcher only finds it; `Match.has` compares its numbers.
@@ -56,7 +56,9 @@ def parse_pattern(text: str) -> tuple[Step, ...]:
         operator, *operands = call.split()
         texts = dict(operand.split(":") for operand in operands if ":" in operand)
         attributes = {name: tuple(float(number) for number in numbers.split(",")) for name, numbers in texts.items()}
-        steps.append(Step(operator, tuple(o for o in operands if ":" not in o), tuple(results.split()), attributes))
+        steps.append(
+            PatternStep(operator, tuple(o for o in operands if ":" not in o), tuple(results.split()), attributes)
+        )
     return tuple(steps)
 
 
@@ -67,7 +69,7 @@ class Match:
     names: dict[str, str]
     nodes: set[Node]
 
-    def extend(self, graph: Graph, pattern: Sequence[Step], last: Node) -> "Match | None":
+    def extend(self, graph: GraphIndex, pattern: Sequence[PatternStep], last: Node) -> "Match | None":
         """Match a further pattern whose last step is `last`. Return both matches as one, or None if it differs."""
         makers = {result: step for step in pattern for result in step.outputs}
         match = Match(dict(self.names), set(self.nodes))
@@ -87,7 +89,7 @@ class Match:
                     waiting.append((makers[name], graph.makers[own_name]))
         return match
 
-    def _add(self, graph: Graph, step: Step, node: Node) -> bool:
+    def _add(self, graph: GraphIndex, step: PatternStep, node: Node) -> bool:
         """Add a node that computes the step. Return False if it computes something else."""
         sizes_differ = len(node.inputs) != len(step.inputs) or len(node.outputs) != len(step.outputs)
         if node.operator != step.operator or sizes_differ:
@@ -104,12 +106,12 @@ class Match:
         self.nodes.add(node)
         return True
 
-    def is_closed(self, graph: Graph, *results: str) -> bool:
+    def is_closed(self, graph: GraphIndex, *results: str) -> bool:
         """Return whether other nodes and the graph's outputs read only `results` of the pattern."""
         inside = {name for node in self.nodes for name in node.outputs} - {self.names[name] for name in results}
         return not inside & graph.outputs and all(self.nodes.issuperset(graph.readers[name]) for name in inside)
 
-    def has(self, graph: Graph, **numbers: Sequence[float]) -> bool:
+    def has(self, graph: GraphIndex, **numbers: Sequence[float]) -> bool:
         """Return whether constants of the pattern have these numbers; names that it lacks are ignored."""
         return all(
             _are_close(graph.constants[self.names[f"#{name}"]], expected)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from fedvit.kernels.patterns import Graph, Match, Step, parse_pattern
+from fedvit.kernels.patterns import GraphIndex, Match, PatternStep, parse_pattern
 from fedvit.onnx_model import Node, make_node
 
 DOMAIN = "fedvit.kernels"
@@ -113,7 +113,7 @@ class Call:
     place: int
 
 
-def find_replacements(graph: Graph) -> list[Call]:
+def find_replacements(graph: GraphIndex) -> list[Call]:
     """Find all operators of the kernels that can replace nodes of this graph."""
     calls = [
         *_find_gelu_grads(graph),
@@ -133,14 +133,14 @@ def _call(
     return Call(make_node(kind, inputs, outputs, domain=DOMAIN, **number), frozenset(replaced), place)
 
 
-def _find_matches(graph: Graph, pattern: Sequence[Step]) -> Iterator[tuple[Node, Match]]:
+def _find_matches(graph: GraphIndex, pattern: Sequence[PatternStep]) -> Iterator[tuple[Node, Match]]:
     """Yield each match of a pattern with its last node."""
     for last in graph.nodes:
         if last.operator == pattern[-1].operator and (match := Match({}, set()).extend(graph, pattern, last)):
             yield last, match
 
 
-def _find_gelu_grads(graph: Graph) -> Iterator[Call]:
+def _find_gelu_grads(graph: GraphIndex) -> Iterator[Call]:
     height, root = 2 / math.sqrt(math.pi), math.sqrt(0.5)
     for last, match in _find_matches(graph, _GELU_GRAD):
         if match.is_closed(graph, "y") and match.has(graph, root=[root], height=[height], one=[1], half=[0.5]):
@@ -148,7 +148,7 @@ def _find_gelu_grads(graph: Graph) -> Iterator[Call]:
             yield _call("GeluGrad", inputs, [match.names["y"]], match.nodes, graph.places[last])
 
 
-def _find_layer_norm_grads(graph: Graph) -> Iterator[Call]:
+def _find_layer_norm_grads(graph: GraphIndex) -> Iterator[Call]:
     for last, match in _find_matches(graph, _LAYER_NORM_GRAD):
         if not _is_norm_of_rows(graph, match):
             continue
@@ -163,7 +163,7 @@ def _find_layer_norm_grads(graph: Graph) -> Iterator[Call]:
         yield _call("LayerNormGrad", inputs, outputs, whole.nodes, place)
 
 
-def _is_norm_of_rows(graph: Graph, match: Match) -> bool:
+def _is_norm_of_rows(graph: GraphIndex, match: Match) -> bool:
     """Return whether mean and deviation are results of a LayerNormalization over the last axis of the same tensor."""
     names = match.names
     norm = graph.makers.get(names["m"])
@@ -173,7 +173,7 @@ def _is_norm_of_rows(graph: Graph, match: Match) -> bool:
     return norm.outputs[1:] == moments and norm.inputs[0] == names["x"] and len(graph.constants[names["#axes"]]) == 1
 
 
-def _add_sums(graph: Graph, match: Match) -> tuple[Match, list[str]]:
+def _add_sums(graph: GraphIndex, match: Match) -> tuple[Match, list[str]]:
     """Extend a gradient of LayerNorm by the gradients of its factors and offsets, as far as the graph has them."""
     rows = [float(axis) for axis in range(int(graph.constants[match.names["#axes"]][0]))]
     results = []
@@ -188,12 +188,12 @@ def _add_sums(graph: Graph, match: Match) -> tuple[Match, list[str]]:
     return match, results
 
 
-def _with_readers(graph: Graph, node: Node) -> list[Node]:
+def _with_readers(graph: GraphIndex, node: Node) -> list[Node]:
     """Return a node and the nodes that read its outputs."""
     return [node, *(reader for name in node.outputs for reader in graph.readers[name])]
 
 
-def _find_attentions(graph: Graph) -> Iterator[Call]:
+def _find_attentions(graph: GraphIndex) -> Iterator[Call]:
     for last, match in _find_matches(graph, _ATTENTION):
         if not _is_attention(graph, match):
             continue
@@ -211,7 +211,7 @@ def _find_attentions(graph: Graph) -> Iterator[Call]:
                 yield _call("AttentionGrad", inputs, [end], both.nodes - match.nodes, place, scale=scale)
 
 
-def _find_behind(graph: Graph, name: str, depth: int) -> list[Node]:
+def _find_behind(graph: GraphIndex, name: str, depth: int) -> list[Node]:
     """Find the nodes that depend on a tensor by a path of at most `depth` nodes; none if they are too many."""
     reached: dict[Node, None] = {}
     names = [name]
@@ -224,7 +224,7 @@ def _find_behind(graph: Graph, name: str, depth: int) -> list[Node]:
     return list(reached)
 
 
-def _is_attention(graph: Graph, match: Match) -> bool:
+def _is_attention(graph: GraphIndex, match: Match) -> bool:
     """Return whether all lengths are those of heads side by side."""
     lengths = graph.constants[match.names["#bnhw"]]  # of queries, of keys and of values
     if len(lengths) != 4 or len(graph.constants[match.names["#scale"]]) != 1:
@@ -235,7 +235,7 @@ def _is_attention(graph: Graph, match: Match) -> bool:
     return match.has(graph, **shapes)
 
 
-def _find_row_roundings(graph: Graph) -> Iterator[Call]:
+def _find_row_roundings(graph: GraphIndex) -> Iterator[Call]:
     for last, match in _find_matches(graph, _ROUND_ROWS):
         if not match.is_closed(graph, "s", "y") or not match.has(graph, last=[1], tiny=[1e-30]):
             continue
@@ -256,12 +256,12 @@ def _find_row_roundings(graph: Graph) -> Iterator[Call]:
             yield _call("RoundRows", inputs, outputs, replaced, graph.places[last])
 
 
-def _reads_only(graph: Graph, name: str, nodes: set[Node]) -> bool:
+def _reads_only(graph: GraphIndex, name: str, nodes: set[Node]) -> bool:
     """Return whether no other nodes read a tensor, and the graph does not return it."""
     return nodes.issuperset(graph.readers[name]) and name not in graph.outputs
 
 
-def _find_row_scalings(graph: Graph) -> Iterator[Call]:
+def _find_row_scalings(graph: GraphIndex) -> Iterator[Call]:
     for node in graph.nodes:
         if node.operator != "Mul" or not (product := graph.makers.get(node.inputs[0])):
             continue
@@ -278,7 +278,7 @@ def _find_row_scalings(graph: Graph) -> Iterator[Call]:
         yield _call("ScaleRows", inputs, last.outputs, replaced, graph.places[last])
 
 
-def _find_layer_norms(graph: Graph) -> Iterator[Call]:
+def _find_layer_norms(graph: GraphIndex) -> Iterator[Call]:
     for node in graph.nodes:
         is_last_axis = node.operator == "LayerNormalization" and node.attributes.get("axis") == (-1,)
         if not is_last_axis or len(node.inputs) != 3:
@@ -292,7 +292,7 @@ def _find_layer_norms(graph: Graph) -> Iterator[Call]:
         yield _call("LayerNorm", node.inputs, outputs, {node}, graph.places[node], epsilon=epsilon)
 
 
-def _find_column_sums(graph: Graph) -> Iterator[Call]:
+def _find_column_sums(graph: GraphIndex) -> Iterator[Call]:
     for node in graph.nodes:
         if node.operator != "ReduceSum" or node.attributes != {"keepdims": (1,)} or len(node.inputs) != 2:
             continue

@@ -100,7 +100,7 @@ def method_class(name: str) -> type[Method]:
     except Exception as error:  # whatever a module of somebody else raises
         raise ConfigError(f"{declared} cannot be imported: {type(error).__name__}: {error}") from error
     if not (inspect.isclass(kind) and issubclass(kind, Method)):
-        raise ConfigError(f"{declared} is no method: expected a class derived from fedvit.methods.base.Method")
+        raise ConfigError(f"{declared} is not a method: expected a class derived from fedvit.methods.base.Method")
     missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "source") else ["source"])
     if missing:
         raise ConfigError(f"{declared} is not complete: it must define {', '.join(missing)}")

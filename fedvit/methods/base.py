@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.dropout import Dropout
 from fedvit.models.extra_head import ExtraHead
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.program import Evaluate, Role, Train
 from fedvit.roles import Compute, Novel, Precision, ProductPrecision
@@ -106,12 +107,6 @@ class Gathered(NamedTuple):
     values: Named  # (S, ...)
     labels: Tensor  # (S,) int64
     weight: Tensor  # (S,) 0 where empty
-
-
-class ModelPatch(Protocol):
-    """Adds named tensors to a fresh model, whose own tensors keep their names and values."""
-
-    def apply(self, vit: PatchViT, seed: int) -> None: ...
 
 
 class Upload(NamedTuple):

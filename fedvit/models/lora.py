@@ -15,7 +15,7 @@ from fedvit.models.vit import PatchViT
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(ModelPatch):
-    """In every block: W_q x becomes W_q x + (alpha / rank) B A x, likewise W_v; keys stay.
+    """In every block: W_q x becomes W_q x + (alpha / rank) B A x, and W_v x the same way; keys stay.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685. B (D, rank) begins at
     zero, so the model as its base; A (rank, D) as the released code does (kaiming uniform).

@@ -43,7 +43,7 @@ class GroupNorm(nn.Module):
         return normal_BCHW * self.weight.reshape(-1, 1, 1) + self.bias.reshape(-1, 1, 1)
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """Convolutions with norms, beside a shortcut: two of 3 x 3 ("basic"), or 1 x 1, 3 x 3 and 1 x 1 ("bottleneck").
 
     Differs from He et al.: the stride of a bottleneck is in its 3 x 3 convolution, as in all later implementations, and
@@ -96,7 +96,7 @@ class _Layers(nn.Module):
             inner = width << stage
             for place in range(depth):
                 stride = 2 if stage and not place else 1
-                self.blocks.append(Residual(entering, inner, stride, block, groups))
+                self.blocks.append(ResidualBlock(entering, inner, stride, block, groups))
                 entering = inner if block == "basic" else EXPANSION * inner
         self.embed_dim = entering
         self.head = nn.Linear(entering, classes)
@@ -162,7 +162,7 @@ class ResNet(PatchViT):
         layers, sides = self._layers(), []
         side = -(-self.image_size // 4) if isinstance(layers.pool, nn.MaxPool2d) else self.image_size
         for block in layers.blocks:
-            side = -(-side // cast(Residual, block).stride)
+            side = -(-side // cast(ResidualBlock, block).stride)
             sides.append(side)
         return sides
 

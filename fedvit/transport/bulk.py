@@ -235,7 +235,7 @@ class BulkLink:
                     raise _Gone("closed without an MQTT answer")
                 answer += piece
             if answer[0] != packets.CONNACK or answer[1] != 2:
-                raise _Gone("the answer is no MQTT")
+                raise _Gone("the broker's reply is not a valid MQTT CONNACK")
             if answer[3]:
                 raise _Gone(f"broker refused: {packets.REFUSALS.get(answer[3], 'unknown reason')}")
             opened.setblocking(False)

@@ -30,7 +30,7 @@ WATCH_S = 0.25
 """Interval between looks at all receivers for silent ones and laggards."""
 SILENT_S = 60.0
 """After this silence a receiver no longer delays the others; it may ask again. Twice the longest that one is silent by
-itself (`exchange.STALL_MAX_S`)."""
+itself (`blob_receiver.STALL_MAX_S`)."""
 LAGGARD_S = 5.0
 """A receiver that alone delays the others for this time is moved to a dedicated topic."""
 SEND_BUFFER_BYTES = 8 * 1024 * 1024

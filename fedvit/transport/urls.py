@@ -118,7 +118,7 @@ def _request(
     except OSError as error:
         raise LinkDown(f"the connection to {parts.netloc} was lost: {error}") from None
     except HTTPException as error:  # its text may contain the URL
-        raise LinkDown(f"{parts.netloc} is no HTTP server: {type(error).__name__}") from None
+        raise LinkDown(f"{parts.netloc} is not an HTTP server: {type(error).__name__}") from None
     finally:
         connection.close()
 

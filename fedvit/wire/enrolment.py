@@ -55,7 +55,7 @@ class Token(Struct, frozen=True, array_like=True):
         """Raises ConfigError when it is incomplete."""
         text = "".join(text.split())
         if not text.startswith(TOKEN_PREFIX):
-            raise ConfigError(f"this is no join token: it must begin with {TOKEN_PREFIX!r}")
+            raise ConfigError(f"this is not a join token: expected text that begins with {TOKEN_PREFIX!r}")
         try:
             body = text.removeprefix(TOKEN_PREFIX)
             raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)

@@ -63,10 +63,10 @@ class Chunk:
 def decode_chunk(raw: bytes | memoryview, digest_name: str = "blake3") -> Chunk:
     """The chunk in `raw`; its payload shares the memory of a memoryview.
 
-    Raises BadPayload when `raw` is no chunk of a version that is known, or was cut.
+    Raises BadPayload when `raw` is not a chunk of this version, or was cut.
     """
     if len(raw) < _HEADER.size or raw[:4] != _MAGIC or raw[4] != _VERSION:
-        raise BadPayload(f"{len(raw)} bytes on a chunk topic are no chunk of version {_VERSION}")
+        raise BadPayload(f"{len(raw)} bytes on a chunk topic are not a chunk of version {_VERSION}")
     _, _, _, _, index, count, size, digest, length, seq = _HEADER.unpack_from(raw)
     payload = raw[_HEADER.size :]
     if len(payload) != length:

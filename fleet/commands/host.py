@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import click
 from paho.mqtt.enums import MQTTProtocolVersion
 
-from edge_client.agent import RETURN_SPREAD_S
 from edge_client.commands.options import BROKER_VARIABLE
-from edge_client.state import lock_state
+from edge_client.link.session import RETURN_SPREAD_S
+from edge_client.storage.state import lock_state
 from fedvit import command_line
 from fedvit.command_line import Command, log_format_flag
 from fedvit.files import make_private, private_files

@@ -1,6 +1,7 @@
 """Training phases and evaluations of several devices with one Program, computed in one batch.
 
-The results are those of `edge_client.runtime` on each device, with the same random draws. Letters: D devices, T steps.
+The results are those of `edge_client.work.runtime` on each device, with the same random draws. Letters: D devices,
+T steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edge_client.batches import chosen_rows, facts_of
-from edge_client.sampler import Sampler, make_sampler
+from edge_client.work.batches import chosen_rows, facts_of
+from edge_client.work.sampler import Sampler, make_sampler
 from fedvit.data.folder import Flags
 from fedvit.data.images import Indices
 from fedvit.methods.base import Method

@@ -18,9 +18,9 @@ from coordinator.config import RunConfig
 from coordinator.record.references import snapshot
 from coordinator.record.tables import Reference
 from coordinator.rounds.display import Display
-from edge_client.private import clipped, noisy_rows
-from edge_client.runtime import Seeds
-from edge_client.uplink import coded_upload
+from edge_client.work.private import clipped, noisy_rows
+from edge_client.work.runtime import Seeds
+from edge_client.work.uplink import coded_upload
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError

@@ -88,7 +88,7 @@ def _relative_speed(core: Path) -> float | None:
 # --- what the machine is ------------------------------------------------------------------------------
 
 
-class Host(Struct, frozen=True, kw_only=True):
+class HostState(Struct, frozen=True, kw_only=True):
     """A machine and its software. Unknown values are None."""
 
     name: str
@@ -107,12 +107,12 @@ class Host(Struct, frozen=True, kw_only=True):
     swap_bytes: int | None  # 0: there is none
 
 
-def host(root: Path = ROOT) -> Host:
+def host(root: Path = ROOT) -> HostState:
     """Facts that need no measurement; files are read below `root`."""
     engine, engine_version = find_engine()
     memory = _memory(root)
     libc = " ".join(platform.libc_ver()).strip()
-    return Host(
+    return HostState(
         name=platform.node(),
         board=board(root),
         machine=platform.machine(),

@@ -42,8 +42,9 @@ PROCESSORS = ("cortex-a72", "cortex-a76")
 PROGRAM = "from edge_client.cli import main; main()"
 
 OWN_TESTS = (
-    *(f"edge_client/test_{name}.py" for name in ("runtime", "evaluation", "coding", "predict", "integrity", "private")),
-    *(f"edge_client/test_{name}.py" for name in ("sampler", "speed", "vault_key")),
+    *(f"edge_client/work/test_{name}.py" for name in ("runtime", "uplink", "private", "sampler")),
+    *(f"edge_client/storage/test_{name}.py" for name in ("evaluation", "integrity", "vault_key")),
+    *("edge_client/commands/test_predict.py", "edge_client/owner/test_speed.py"),
     *(f"fedvit/test_{name}.py" for name in ("blobs", "engine", "files", "onnx_file", "packets", "program", "protobuf")),
     *(f"fedvit/test_{name}.py" for name in ("resources", "tensors")),
     "fedvit/data",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.onnx_side import START, noise_samples, start_values
-from edge_client.runtime import Runtime, Seeds, Watch
+from bench.onnx_side import START, make_noise_samples, start_values
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
 from fedvit.kernels import find_library
 from fedvit.program import decode_program
@@ -24,7 +24,7 @@ def main() -> None:
     runtime = Runtime(1)
     for graph in program.graphs.values():
         runtime.open(graph.digest, blobs.path(graph.digest))
-    images = noise_samples(program, steps * program.batch.batch_size)
+    images = make_noise_samples(program, steps * program.batch.batch_size)
     watch = Watch(lambda *step: None, lambda: False)
     values = start_values(program, start["groups"], blobs)
     trained = runtime.train(program, values, images, Seeds(0, 1, "device-0"), 1.0, watch)

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+import edge_client.cli
 import fleet.cli
 from coordinator.config import RunConfig
 from coordinator.record.record import open_record
@@ -145,10 +146,13 @@ def test_help_ends_with_examples_that_the_program_understands(name: str) -> None
         parse(shlex.split(example))
 
 
-def test_fleet_says_of_its_commands_what_they_say_themselves() -> None:
-    """It lists them without importing them."""
-    for name, text in fleet.cli.COMMANDS.items():
-        assert COMMANDS[f"fleet {name}"].get_short_help_str(1000) == text
+@pytest.mark.parametrize(
+    ("program", "descriptions"), [("fleet", fleet.cli.COMMANDS), ("edge-client", edge_client.cli.COMMANDS)]
+)
+def test_lazy_commands_have_the_descriptions_of_their_own_help(program: str, descriptions: dict[str, str]) -> None:
+    """A program lists them without importing them."""
+    for name, text in descriptions.items():
+        assert COMMANDS[f"{program} {name}"].get_short_help_str(1000) == text
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

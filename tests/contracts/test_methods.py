@@ -28,7 +28,7 @@ from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.run_view import RunView, read_run
 from coordinator.security.broker import start_broker
-from edge_client.vault import Vault
+from edge_client.storage.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods import METHODS, build_model, make_method, method_class, method_names

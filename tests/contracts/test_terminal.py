@@ -21,8 +21,8 @@ from coordinator.rounds.service.status import MemberStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, Member, Status
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
-from edge_client import status as device_status
-from edge_client.state import status_file
+from edge_client.health import status as device_status
+from edge_client.storage.state import status_file
 from fedvit import command_line
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import ClassCount, Result

@@ -16,7 +16,8 @@ from click.testing import CliRunner, Result
 import coordinator.cli
 import edge_client.cli
 from coordinator.record.record import open_record
-from edge_client.vault import Vault
+from edge_client.storage.state import device_id
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import unfold
@@ -86,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, graph_cache: 
             folders = [parts / name for name in DEVICES]
             simulate(RunRequest(folders, values, out=runs, run=method, graph_cache=graph_cache))
             for name in DEVICES:
-                (runs / method / "state" / name / "device-id").write_text(name)
+                device_id(runs / method / "state" / name, name, parts / name)
             made[method] = Trained(method, runs, parts)
         return made[method]
 
@@ -303,7 +304,7 @@ def test_a_device_that_went_on_cannot_look_back(copied: Callable[[str], Trained]
     shutil.copytree(vault.folder / run.name, vault.folder / "later")
     for age_s, name in enumerate(("later", run.name)):
         os.utime(vault.folder / name / "TASK", (1e9 - age_s, 1e9 - age_s))
-    noted = vault.noted(run.name)
+    noted = vault.newest_task(run.name)
     assert noted is not None
     program_blob = BlobStore(run.state / "blobs").path(noted.program)
     program_blob.unlink()

@@ -15,7 +15,7 @@ from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.tasks import Task, Work
-from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train, encode_program
+from fedvit.program import Batch, Evaluate, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train, encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import pack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -55,7 +55,7 @@ class Parts(Coordinator):
             method="fedavg",
             model="made",
             classes=("ant", "bee"),
-            groups={"model": Group(Role.SHARED)},
+            groups={"model": TensorGroup(Role.SHARED)},
             tensors={"w": TensorSpec((2,), "float32", "model")},
             graphs={"train": GraphSpec(graph, 1), "predict": GraphSpec(graph, 1)},
             train=(Train(graph="train", groups=("model",), lr=0.1),),

@@ -139,7 +139,8 @@ class Peer:
         """Of a blob on its way; all, when it has come."""
         if self.blobs.has(manifest.digest):
             return manifest.chunks
-        [receiving] = [one for (digest, _), one in self.exchange._receiving.items() if digest == manifest.digest]
+        transfers = self.exchange._receiver.transfers
+        [receiving] = [one for (digest, _), one in transfers.items() if digest == manifest.digest]
         return sum(receiving.partial.have)
 
     def partial_files(self) -> list[Path]:

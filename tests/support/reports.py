@@ -17,7 +17,7 @@ from coordinator.views.report.document import (
 from fedvit.resources import Budget, ResourceUse
 from profiles.catalogue import load
 from profiles.predict import predict
-from profiles.prediction import Expected, FlopShare, MemoryPhase, Prediction, ProductWork, ProgramCost, Work
+from profiles.prediction import Expected, FlopShare, GraphWork, MemoryPhase, Prediction, ProductWork, ProgramCost
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant, PublishedFigure
 from profiles.report.experiment import CellOutcome, CellResult, Comparison, ExperimentOutcome
@@ -63,8 +63,9 @@ def cost(mask: float, local_blocks: int) -> ProgramCost:
         batch_size=BATCH, run_size=8, kept_patches=tokens - 1, mask_ratio=mask, parameters_trained=trained,
         parameters_frozen=frozen, parameters_local=trained - 7_690, flops_forward=forward, flops_backward=backward,
         flops=[*shares, head], flops_evaluate=DEPTH * block_flops(197),
-        step_work=Work(products=[product], moved_bytes={"Add": 2e9}, nodes=2500),
-        answer_work=Work(products=[answer], moved_bytes={"Add": 2e8}, nodes=400), answer_size=1, steps=80, images=500,
+        step_work=GraphWork(products=[product], moved_bytes={"Add": 2e9}, nodes=2500),
+        answer_work=GraphWork(products=[answer], moved_bytes={"Add": 2e8}, nodes=400),
+        answer_size=1, steps=80, images=500,
         test_images=100, flops_round=80 * (forward + backward), bytes_once=63_000_000, bytes_down=4 * frozen,
         bytes_up=features,
         memory=[

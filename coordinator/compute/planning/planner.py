@@ -34,9 +34,9 @@ from fedvit.program import (
     Batch,
     Evaluate,
     GraphSpec,
-    Group,
     Program,
     Role,
+    TensorGroup,
     TensorSpec,
     Train,
     decode_program,
@@ -225,7 +225,7 @@ class Plan:
         self, method: Method, batch: Batch, graphs: dict[str, GraphSpec], keep: Callable[[Tensors], str]
     ) -> Program:
         """`keep` stores a group's first values and gives their digest."""
-        groups: dict[str, Group] = {}
+        groups: dict[str, TensorGroup] = {}
         tensors: dict[str, TensorSpec] = {}
         for group, (role, names) in method.groups(self.vit).items():
             if not names:
@@ -250,14 +250,14 @@ class Plan:
             clip_delta=privacy.clip if privacy.noise_multiplier else None,
         )
 
-    def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> Group:
+    def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> TensorGroup:
         """The group with its codecs: packed tensors (`frozen_precision`, `compute`) are not coded again."""
         updates = self.config.updates
         if not role.from_server_each_round:
-            return Group(role, keep(members))
+            return TensorGroup(role, keep(members))
         made_here = role is Role.GENERATED  # new in every round: there is no earlier value for a delta
         floats = all(value.dtype == np.float32 for value in members.values())
-        return Group(
+        return TensorGroup(
             role,
             up=updates.up_of(group) if role.is_sent_back else NONE,
             down=updates.down if floats and not made_here else NONE,

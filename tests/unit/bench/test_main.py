@@ -1,18 +1,25 @@
-"""`python -m bench`."""
+"""`python -m bench`: its commands, and an error as one line and a code."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+COMMANDS = ("bytes", "cap", "failover", "graph", "profile", "rounds", "server", "simulate", "step", "store", "wire")
 
 
-def take(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_commands_are_listed() -> None:
+    lines = run_bench("--help").stdout.partition("Commands:")[2].splitlines()
+    assert tuple(line.split()[0] for line in lines if line.strip()) == COMMANDS
 
 
 def test_error_of_a_command_is_one_line_and_a_code() -> None:
-    done = take("-m", "bench", "step", "--case", "nope")
+    done = run_bench("step", "--case", "nope")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("bench: unknown case 'nope', known are ")
     assert len(done.stderr.splitlines()) == 1

@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from edge_client import agent as agent_module
-from edge_client import resending
-from edge_client import task_executor as task_executor_module
-from edge_client.guard import Guard
-from edge_client.readiness import Readiness
-from edge_client.runtime import Seeds
+from edge_client.health.guard import Guard
+from edge_client.link import resending
+from edge_client.link import session as session_module
+from edge_client.settings import OwnerPolicy
+from edge_client.work import task_executor as task_executor_module
+from edge_client.work.runtime import Seeds
 from fedvit.blobs import digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.errors import DataError, PeerRefused
-from fedvit.program import Group, Program, Role
+from fedvit.program import Program, Role, TensorGroup
 from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Tensors, delta, pack
 from fedvit.wire import messages
@@ -61,7 +61,7 @@ from tests.support.agents import (
 
 def with_generated_model(setting: Setting) -> Program:
     """FedAvg's graphs with a model that the server makes for each device."""
-    return msgspec.structs.replace(setting.program, groups={"model": Group(Role.GENERATED)})
+    return msgspec.structs.replace(setting.program, groups={"model": TensorGroup(Role.GENERATED)})
 
 
 def always(setting: Setting, answer: int) -> Tensors:
@@ -177,7 +177,7 @@ def test_welcome_sets_the_time_over_which_the_fleet_returns(world: World, monkey
     monkeypatch.setattr(device.transport, "spread_return", spread.append)
     for spread_s in (1.0, 20.0):
         world.server.tell(Welcome(world.server.instance, world.server.epoch, "tests", spread_s=spread_s))
-    world.server.wait(lambda: spread == [agent_module.RETURN_SPREAD_S, 20.0])
+    world.server.wait(lambda: spread == [session_module.RETURN_SPREAD_S, 20.0])
 
 
 def test_welcome_tells_the_limits_of_the_broker(world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_final_refusal_ends_the_program(world: World) -> None:
 
 def test_a_refusal_that_is_not_final_is_tried_again_for_a_while(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resending, "AGAIN_S", 0.05)
-    monkeypatch.setattr(agent_module, "SAME_ID_PATIENCE_S", 0.3)
+    monkeypatch.setattr(session_module, "SAME_ID_PATIENCE_S", 0.3)
     device, server = world.device(joined=False), world.server
     instance = server.expect(Hello).instance
     answered = 0
@@ -261,7 +261,7 @@ def test_a_refusal_that_is_not_final_is_tried_again_for_a_while(world: World, mo
 
 
 def test_an_accepted_hello_ends_the_patience_with_refusals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "SAME_ID_PATIENCE_S", 0.0)
+    monkeypatch.setattr(session_module, "SAME_ID_PATIENCE_S", 0.0)
     world.device(joined=False)
     world.server.tell(Refused(world.server.expect(Hello).instance, "the id is taken", final=False))
     world.server.roll_call()
@@ -271,7 +271,7 @@ def test_an_accepted_hello_ends_the_patience_with_refusals(world: World, monkeyp
 
 def test_a_stray_message_of_another_wire_version_ends_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device says hello again, and is welcomed: so its coordinator still speaks its version."""
-    monkeypatch.setattr(agent_module, "OTHER_VERSION_PATIENCE_S", 1.0)
+    monkeypatch.setattr(session_module, "OTHER_VERSION_PATIENCE_S", 1.0)
     device, server = world.device(), world.server
     before = server.count(Hello)
     server.transport.publish(server.topics.to_device("pi"), bytes([9]) + encode(BlobAck(FAR_OFF))[1:])
@@ -284,7 +284,7 @@ def test_a_stray_message_of_another_wire_version_ends_nobody(world: World, monke
 
 
 def test_another_wire_version_is_named_with_both_versions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "OTHER_VERSION_PATIENCE_S", 0.2)
+    monkeypatch.setattr(session_module, "OTHER_VERSION_PATIENCE_S", 0.2)
     device = world.device()
     world.server.transport.publish(world.server.topics.to_device("pi"), bytes([9]) + encode(BlobAck(FAR_OFF))[1:])
     ended = device.ended()
@@ -365,13 +365,13 @@ def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: S
 
 
 def test_evaluation_has_no_counts_by_class_where_the_owner_wants_none(world: World, fedavg: Setting) -> None:
-    world.device(counts_classes=False)
+    world.device(policy=OwnerPolicy(counts_classes=False))
     assert world.result(fedavg, kind="evaluate").by_class == ()
 
 
 def test_evaluation_has_no_counts_by_class_where_the_program_keeps_them(world: World, fedavg: Setting) -> None:
     """EFTViT's promise: the class distribution stays on the device, whatever its owner allows."""
-    world.device(counts_classes=True)
+    world.device()
     evaluate = msgspec.structs.replace(fedavg.program.evaluate, counts_classes=False)
     program = msgspec.structs.replace(fedavg.program, evaluate=evaluate)
     result = world.result(fedavg, kind="evaluate", program=program)
@@ -703,7 +703,7 @@ def test_failures_and_refusals_are_repeated_until_they_are_answered(
     answer: Callable[[Failed | Declined], FromCoordinator],
 ) -> None:
     busy, server = tmp_path / "busy", world.server
-    world.device(readiness=Readiness(busy_file=busy))
+    world.device(policy=OwnerPolicy(busy_file=busy))
     if kind is Declined:
         busy.touch()
     world.give(fedavg, groups={}, task="what nobody can do")
@@ -727,9 +727,9 @@ def test_failure_that_was_lost_with_the_link_is_said_after_the_next_welcome(worl
     world.give(fedavg, program=with_epochs(fedavg.program, 500_000), deadline_s=600.0)
     server.expect(Progress)
     world.broker.stop()
-    assert device.agent._execution is not None
-    device.agent._execution.expires_at = 0.0  # the deadline passes while nobody can be told
-    server.wait(lambda: device.agent._execution is None)
+    assert device.agent.current.execution is not None
+    device.agent.current.execution.expires_at = 0.0  # the deadline passes while nobody can be told
+    server.wait(lambda: device.agent.current.execution is None)
     world.broker.start()
     server.is_here(server.epoch + 1)
     server.welcome()
@@ -744,7 +744,7 @@ def test_task_that_was_given_again_is_left_when_its_failure_is_acknowledged(worl
     world.give(fedavg, program=with_epochs(fedavg.program, 500_000))
     server.expect(Progress)
     server.tell(ResultAck(failed.run, failed.round, failed.kind, accepted=False))
-    server.wait(lambda: device.agent._execution is None)
+    server.wait(lambda: device.agent.current.execution is None)
 
 
 def test_a_result_is_sent_until_it_is_acknowledged(
@@ -772,7 +772,7 @@ def test_a_result_survives_the_device(world: World, fedavg: Setting) -> None:
     first.stop()
     committed = sorted(first.vault.folder.rglob("*"))
     again = world.device()
-    assert again.agent.instance != first.agent.instance
+    assert again.agent.link.instance != first.agent.link.instance
     assert world.server.expect(Result) == result
     before = len(world.server.heard)
     assert world.result(fedavg) == result
@@ -814,7 +814,7 @@ def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: Setti
     assert (result.task, result.program) == (task.task, task.program)
     first.stop()
     busy = tmp_path / "busy"
-    world.device(readiness=Readiness(busy_file=busy))
+    world.device(policy=OwnerPolicy(busy_file=busy))
     assert server.expect(Result) == result
     busy.touch()
     server.tell(world.task(fedavg, round=2, task="another"))
@@ -1204,7 +1204,7 @@ def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
     world: World, fedavg: Setting, tmp_path: Path
 ) -> None:
     busy = tmp_path / "busy"
-    device = world.device(readiness=Readiness(busy_file=busy))
+    device = world.device(policy=OwnerPolicy(busy_file=busy))
     busy.touch()
     world.give(fedavg)
     declined = world.server.expect(Declined)

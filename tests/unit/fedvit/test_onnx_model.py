@@ -81,7 +81,7 @@ def test_a_file_larger_than_protobuf_allows_is_refused(predict: bytes) -> None:
 
 
 def test_a_tensor_without_place_is_refused(predict: bytes) -> None:
-    with pytest.raises(BadPayload, match="'w' of dtype float64"):
+    with pytest.raises(BadPayload, match="'w'"):
         write_model(read_model(predict), {"w": np.zeros(2)}, {})
 
 

@@ -56,5 +56,5 @@ def test_any_bytes_are_packets_or_refused(raw: bytes) -> None:
 
 @pytest.mark.parametrize("raw", [b"\x30\xff\xff\xff\xff\x01", b"\x30\x80\x20", b"\x30\xff\xff\xff\x7f"])
 def test_a_packet_larger_than_agreed_is_refused_before_it_is_read(raw: bytes) -> None:
-    with pytest.raises(BadPayload, match="the broker sent a packet"):
+    with pytest.raises(BadPayload):
         read(raw)

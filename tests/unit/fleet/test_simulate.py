@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.record.record import open_record
-from edge_client.runtime import Runtime
+from edge_client.work.runtime import Runtime
 from fedvit.errors import ConfigError, PeerRefused
 from fleet.devices import device_folders
 from fleet.partition import DealSettings, deal

@@ -70,18 +70,18 @@ def test_nothing_accumulates(
     assert seen[1]["coordinator.state.presence._devices"] == DEVICES
     [host] = hosts
     for name, agent in host.agents.items():
-        held = sizes(agent, name)
+        held = sizes(agent, name, depth=3)
         empty = (
-            "_answers._waiting",
-            "exchange._receiving",
-            "exchange._chunks._sending",
-            "exchange._leads",
-            "exchange._fetches.waiting",
+            "link.answers._waiting",
+            "link.exchange._receiver.transfers",
+            "link.exchange._chunks._sending",
+            "link.exchange._leads",
+            "link.exchange._fetches.waiting",
         )
         assert [held[f"{name}.{key}"] for key in empty] == [0] * len(empty)
-        assert held[f"{name}._programs"] == 1
+        assert held[f"{name}.storage._programs"] == 1
     blobs = [path for path in (tmp_path / "run" / "state" / "blobs").glob("*/*") if path.is_file()]
-    kept = set().union(*(agent.blobs.held for agent in host.agents.values()))
+    kept = set().union(*(agent.storage.blobs.held for agent in host.agents.values()))
     assert len(blobs) <= len(kept)  # those of earlier rounds are gone
     for name in devices:
         assert (tmp_path / "run" / "state" / name / "blobs").resolve() == (tmp_path / "run" / "state" / "blobs")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.store import RUN, one_round
+from bench.store import RUN, write_round
 from coordinator.config import RobustConfig
 from coordinator.record import backups as module
 from coordinator.record.backups import NOTED_SHARE, Backups, Struck
@@ -44,7 +44,7 @@ class BackedUp:
 
     def play(self, *numbers: int) -> None:
         for number in numbers:
-            one_round(self.store, number, NAMES, backups=self.backups)
+            write_round(self.store, number, NAMES, backups=self.backups)
             self.backups.after_round(number)
 
     def lose(self, copy: int) -> None:
@@ -130,7 +130,7 @@ def test_a_copy_is_made_when_the_notes_are_no_longer_small_beside_the_last(recor
         assert all(number_in(file) >= copies[0] for file in record.notes()), "older notes are in every copy"
     assert made[0] == 1, "the first round of a run is copied"
     assert 3 <= len(made) <= 20, made
-    one_round(record.store, 120, NAMES, backups=record.backups)
+    write_round(record.store, 120, NAMES, backups=record.backups)
     record.backups.after_round(120, last=True)
     assert record.copied()[-1] == 120
 
@@ -189,7 +189,7 @@ def test_without_copies_there_are_no_notes(tmp_path: Path) -> None:
     store = open_record(tmp_path)
     store.runs.create(RUN, {})
     backups = Backups(store, RUN, tmp_path / RUN, 0)
-    one_round(store, 1, NAMES, backups=backups)
+    write_round(store, 1, NAMES, backups=backups)
     backups.after_round(1, last=True)
     store.close()
     assert not (tmp_path / RUN).exists()
@@ -203,7 +203,7 @@ def play_run(store: Record, out: Path, run: str, rounds: int = 2) -> None:
     backups = Backups(store, run, out / run, 1)
     store.runs.create(run, {})
     for number in range(1, rounds + 1):
-        one_round(store, number, NAMES, backups=backups, run=run)
+        write_round(store, number, NAMES, backups=backups, run=run)
         backups.after_round(number, last=number == rounds)
     store.runs.update(run, status="finished")
 
@@ -235,7 +235,7 @@ def test_one_copy_restores_every_run_with_its_own_notes(record: BackedUp) -> Non
     other = Backups(record.store, "other", record.out / "other", 1)
     for number in (1, 2, 3):
         record.play(number)
-        one_round(record.store, number, NAMES, backups=other, run="other")
+        write_round(record.store, number, NAMES, backups=other, run="other")
         other.after_round(number, last=number == 2)
     held, others = record.held(), record.store.tasks.read_results("other")
     newest = record.backups.copies()[-1]

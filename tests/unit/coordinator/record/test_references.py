@@ -9,7 +9,7 @@ import pytest
 from coordinator.config import UpdatesConfig
 from coordinator.record.references import references, snapshot
 from coordinator.record.tables import Reference
-from edge_client.delta_chains import delta_chains, make_blob
+from edge_client.storage.delta_chains import delta_chains, make_blob
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors, pack, unpack

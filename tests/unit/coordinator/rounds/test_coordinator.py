@@ -30,8 +30,7 @@ from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.methods.generators.base import drawing
 from fedvit.program import Program
 from fedvit.tensors import Tensors, pack, unpack
-from fedvit.transport import chunk_sender
-from fedvit.transport import exchange as exchange_module
+from fedvit.transport import blob_receiver, chunk_sender
 from fedvit.transport.base import Received
 from fedvit.transport.memory import MemoryTransport
 from fedvit.wire.messages import (
@@ -573,7 +572,7 @@ MISBEHAVIOUR: dict[str, tuple[Answer, str]] = {
 def misbehaved(tmp_path_factory: pytest.TempPathFactory, configure: Configure, graph_cache: Path) -> Iterator[Stage]:
     """One round with one honest device and every other kind."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(exchange_module, "STALL_S", 0.05)  # content that is wrong is fetched again three times
+    patch.setattr(blob_receiver, "STALL_S", 0.05)  # content that is wrong is fetched again three times
     patch.setattr(chunk_sender, "FRESH_S", 0.01)
     stage = Stage(tmp_path_factory.mktemp("misbehaved"), configure, graph_cache)
     stage.fake("honest")

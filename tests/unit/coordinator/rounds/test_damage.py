@@ -192,7 +192,7 @@ def test_damage_that_only_a_receiver_sees_is_not_charged_to_it(
 ) -> None:
     """The file has the size and dates of before. The device finds a wrong digest until it gives up; it is asked again,
     and its report has the file looked at."""
-    monkeypatch.setattr("fedvit.transport.exchange.MAX_RESTARTS", 0)
+    monkeypatch.setattr("fedvit.transport.blob_receiver.MAX_RESTARTS", 0)
     scene = Scene(stage).begin()
     file = scene.blob(next(iter(stage.program(scene.a.got(Task)[0]).graphs.values())).digest)
     flip(file)

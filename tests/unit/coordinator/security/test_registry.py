@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from bench.pentest.parties import make_deployment
 from coordinator.security.folder import Deployment, make_token
 from coordinator.security.registry import FORGET_TOKENS_S, Certificate
 from fedvit.errors import ConfigError, Damaged, DiskFull
+from tests.support.deployments import make_deployment
 
 NOW = 1_700_000_000.0
 

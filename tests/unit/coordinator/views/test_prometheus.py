@@ -17,7 +17,7 @@ from coordinator.record.record import Record
 from coordinator.views import prometheus as collector_module
 from coordinator.views.prometheus import CoordinatorCollector, Observed, Served
 from edge_client.agent import TICK_S
-from edge_client.monitoring import AgentCollector
+from edge_client.health.monitoring import AgentCollector
 from fedvit.errors import StorageFailed
 from fedvit.timings import LoopWatch
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -189,7 +189,7 @@ def test_board_alerts_and_page_name_metrics_that_exist(stage: Stage, tmp_path: P
     device = World(tmp_path / "images", tmp_path / "world").device(joined=False)
     loop = LoopWatch(TICK_S)
     of_coordinator = names(collector_of(stage))
-    of_device = names(AgentCollector(device.agent, tmp_path, loop, Sensors.find()))
+    of_device = names(AgentCollector(device.agent.link, device.agent.state, tmp_path, loop, Sensors.find()))
     device.stop()
     optional = {"fedvit_device_temperature_celsius"}  # where there is a sensor
     exist = of_coordinator | of_device | optional

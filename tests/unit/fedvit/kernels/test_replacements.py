@@ -12,10 +12,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from bench.cases import Case
-from bench.graph_side import random_feeds
-from bench.onnx_side import START, noise_samples, start_values
+from bench.graph_side import make_random_feeds
+from bench.onnx_side import START, make_noise_samples, start_values
 from bench.prepare import prepare
-from edge_client.runtime import Runtime, Seeds, Watch
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
 from fedvit.engine import CPU, open_session
 from fedvit.errors import BadPayload
@@ -119,7 +119,7 @@ def count_kernels(model: onnx.ModelProto) -> Counter[str]:
 def test_a_graph_with_kernels_computes_the_same(prepared: dict[str, Prepared], name: str, graph: str) -> None:
     case = prepared[name]
     plain, fast = (open_session(case.graph(graph), 2, own_kernels=own) for own in (False, True))
-    feeds = random_feeds(plain, case.program, case.values)
+    feeds = make_random_feeds(plain, case.program, case.values)
     for output, expected, result in zip(
         plain.get_outputs(), plain.run(None, feeds), fast.run(None, feeds), strict=True
     ):
@@ -137,7 +137,7 @@ def test_a_graph_of_integers_with_kernels_computes_nearly_the_same(prepared: dic
     """Where a number lies in the middle of two integers, its last bit decides."""
     case = prepared["integers"]
     plain, fast = (open_session(case.graph("train"), 2, own_kernels=own) for own in (False, True))
-    feeds = random_feeds(plain, case.program, case.values)
+    feeds = make_random_feeds(plain, case.program, case.values)
     for output, expected, result in zip(
         plain.get_outputs(), plain.run(None, feeds), fast.run(None, feeds), strict=True
     ):
@@ -158,7 +158,7 @@ def test_roundings_around_products_of_integers_are_replaced(prepared: dict[str, 
 @pytest.mark.usefixtures("installed")
 def test_a_round_with_kernels_trains_the_same(prepared: dict[str, Prepared]) -> None:
     case = prepared["fedavg"]
-    images = noise_samples(case.program, 6)
+    images = make_noise_samples(case.program, 6)
     results = []
     for own_kernels in (False, True):
         runtime = Runtime(2, own_kernels=own_kernels)
@@ -247,7 +247,7 @@ def test_a_device_without_the_library_trains_as_before(prepared: dict[str, Prepa
     case = prepared["fedtp"]
     assert find_library() is None
     plain, same = (open_session(case.graph("train"), 1, own_kernels=own) for own in (False, True))
-    feeds = random_feeds(plain, case.program, case.values)
+    feeds = make_random_feeds(plain, case.program, case.values)
     for expected, result in zip(plain.run(None, feeds), same.run(None, feeds), strict=True):
         np.testing.assert_array_equal(result, expected)
 

@@ -37,7 +37,7 @@ def test_an_unknown_method() -> None:
 
 
 def test_an_unknown_option() -> None:
-    with pytest.raises(ConfigError, match=r"method 'fedavg' has no option 'mu'; it has epochs, batch_size, .*warmup"):
+    with pytest.raises(ConfigError, match="'mu'"):
         make_method("fedavg", {"mu": 0.5})
 
 
@@ -185,7 +185,7 @@ def test_a_tensor_without_a_rule_is_named() -> None:
     class Forgetful(Sorted):
         patterns = (("blocks", ("blocks.*",)),)
 
-    with pytest.raises(ConfigError, match=f"Forgetful has no rule for tensor 'cls_token' of model '{SMALL}'"):
+    with pytest.raises(ConfigError, match="'cls_token'"):
         Forgetful().groups(deep_vit())
 
 

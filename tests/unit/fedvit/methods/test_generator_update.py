@@ -121,7 +121,7 @@ def test_a_device_without_an_image_has_no_say() -> None:
 
 @pytest.mark.parametrize("deltas", [[], [("a", 0, 1.0)]])
 def test_without_an_image_there_is_no_step(deltas: list[tuple[str, int, float]]) -> None:
-    with pytest.raises(EmptyCohort, match="round 1: no accepted result holds a training image"):
+    with pytest.raises(EmptyCohort):
         close(product(), begun(product()), *deltas)
 
 

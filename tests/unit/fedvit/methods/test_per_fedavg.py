@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from edge_client.runtime import Runtime, Seeds, Watch
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from export.trace import to_onnx, trace
 from fedvit.data.folder import DeviceData
 from fedvit.methods import make_method
@@ -23,7 +23,7 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, predict_step, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, GraphSpec, Group, Program, Role, TensorSpec, Train
+from fedvit.program import Batch, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from tests.support.quadratic import BATCH, HALF, Inputs, in_double, small
 
 RATE, INNER = 0.25, 0.125
@@ -278,7 +278,7 @@ def test_a_test_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.
         method="per_fedavg",
         model=SMALL,
         classes=("ant", "bee"),
-        groups={"model": Group(Role.SHARED)},
+        groups={"model": TensorGroup(Role.SHARED)},
         tensors={name: TensorSpec(value.shape, "float32", "model") for name, value in values.items()},
         graphs=graphs,
         train=method.phases(vit),

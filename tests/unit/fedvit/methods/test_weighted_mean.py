@@ -102,7 +102,7 @@ def test_the_report_says_how_far_the_model_moved() -> None:
 
 @pytest.mark.parametrize("uploads", [[], [upload("a", 0, one(1))]])
 def test_without_an_image_there_is_no_mean(uploads: list[Upload]) -> None:
-    with pytest.raises(EmptyCohort, match="round 7: no accepted result holds a training image"):
+    with pytest.raises(EmptyCohort):
         WeightedMean().close(ServerState(one(0)), uploads, context(7))
 
 

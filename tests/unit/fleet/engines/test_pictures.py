@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from edge_client.batches import training_feeds
+from edge_client.work.batches import training_feeds
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import augment, draw_variation
 from fedvit.errors import DataError

@@ -17,7 +17,7 @@ from coordinator.compute.planning.checks import checked_config
 from fedvit.blobs import BlobStore
 from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome
-from fleet import run as fleet_run
+from fleet import launch as fleet_run
 from fleet.processes import Fleet
 from profiles.predict import BASE_RSS_BYTES
 from profiles.probes.host import parse_vm_hwm

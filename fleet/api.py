@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from coordinator.commands.start import usual_name
+from coordinator.api import usual_name
 from coordinator.compute.planning.checks import check_run
 from coordinator.config import RunConfig, check_settings
 from coordinator.config.reading import convert_table

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.commands.flags import existing_store
+from coordinator.api import existing_store
 from coordinator.run_view import RoundView, RunView, show_document
 from coordinator.views.report.document import read_report
 from coordinator.views.terminal import draw_run

@@ -20,11 +20,9 @@ import click
 import msgspec
 import numpy as np
 
-from coordinator.commands.config_flags import config_flags
-from coordinator.commands.flags import record_flag, runs_flag
-from coordinator.commands.start import run_to_end
+from coordinator.api import config_flags, record_flag, run_to_end, runs_flag
 from coordinator.config import CENTRE, REGION
-from coordinator.rounds.regional import CentralTask, RegionalCoordinator, RegionAnswer, RegionCounts
+from coordinator.rounds.regional import CentralTask, RegionAnswer, RegionCounts, RegionLead
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard, Guarded
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
@@ -350,5 +348,5 @@ def region_command(
         quiet=quiet,
         metrics_address=metrics_address,
         flags=flags,
-        region=partial(RegionalCoordinator, centre=link, least_results=least_results),
+        lead=partial(RegionLead, centre=link, least_results=least_results),
     )

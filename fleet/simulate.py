@@ -26,6 +26,7 @@ from coordinator.views.trackers.writers import check_writers
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
+from fleet.engines.devices import TorchSettings
 from fleet.engines.simulation import TorchSimulation, check_engine_config
 from fleet.request import SIMULATION_DEFAULTS, RunOutcome, RunRequest
 from fleet.virtual import Host, HostSettings
@@ -143,10 +144,8 @@ def _run_on_torch(simulation: _Simulation, accelerator: str) -> RunOutcome:
                 store=store,
                 home=request.home,
                 folders=request.folders,
-                accelerator=accelerator,
+                settings=TorchSettings(accelerator, request.precision, request.fused),
                 display=simulation.display,
-                precision=request.precision,
-                fused=request.fused,
                 graph_cache=request.graph_cache,
             )
             with simulation.metrics:

@@ -24,7 +24,7 @@ from coordinator.record.retention import lock_service
 from coordinator.rounds.alerts import webhook_of
 from coordinator.rounds.display import line_display
 from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
-from coordinator.rounds.service.service import RunService
+from coordinator.rounds.service.service import RunHost, RunService
 from coordinator.views.trackers.following import following
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
@@ -103,17 +103,13 @@ def serve(
         configure_logging(file=folder / "service.log", stderr=False)
         link = make_link(endpoint, broker)
         service = RunService(
-            out=folder,
-            config=config,
-            store=store,
+            RunHost(folder, store, display, workers.worker_of, following),
+            config,
             link=link,
             endpoint=endpoint,
-            display=display,
-            compute_of=workers.worker_of,
-            follow=following,
+            stop=stop,
             on_turn=notifier.alive,
             leadership=leadership,
-            stop=stop,
         )
         submit = command("coordinator", "submit", "CONFIG", runs=folder)
         display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `{submit}` adds one")

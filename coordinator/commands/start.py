@@ -44,7 +44,9 @@ from coordinator.rounds.alerts import webhook_of
 from coordinator.rounds.coordinator import Cancelled, Coordinator
 from coordinator.rounds.display import Display, choose_display
 from coordinator.rounds.inbox import TICK_S, Interrupted
+from coordinator.rounds.leading import Lead, Owner, OwnLead
 from coordinator.rounds.lease import FederationTaken
+from coordinator.rounds.parts import RunParts
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint, broker_endpoint, check_broker, federation_of
 from coordinator.rounds.service.cancelling import Cancellation
 from coordinator.run_view import run_settings
@@ -147,11 +149,11 @@ def run_to_end(
     quiet: bool,
     metrics_address: monitoring.ListenAddress | None,
     flags: dict[str, Any],
-    region: Callable[..., Coordinator] | None = None,
+    lead: Callable[[RunParts], Lead] | None = None,
 ) -> None:
     """Serve one run until it is finished, with the options of `coordinator start`.
 
-    `region` makes the coordinator of a region's run; None: the run is no region's. Raises FedvitError if the run cannot
+    `lead` leads the run of a region; None: the run is not that of a region. Raises FedvitError if the run cannot
     begin or continue, click.Abort if it is interrupted.
     """
     notifier = Notifier.from_environment()
@@ -183,7 +185,7 @@ def run_to_end(
             display.line(f"run {run}: checking its configuration")
             if not only_check:
                 _warn_of_dead_broker(given.broker, display)
-            worker, config, checked = _check(values, where, folder, stack, is_region=region is not None)
+            worker, config, checked = _check(values, where, folder, stack, is_region=lead is not None)
             server = checked.accelerator
             for note in checked.notes:
                 display.line(f"warning: {note}")
@@ -193,7 +195,7 @@ def run_to_end(
                 return
         else:
             run = record.id
-            check_kind(folder / run, is_region=region is not None)
+            check_kind(folder / run, is_region=lead is not None)
             config = _resume_config(record, values, where)
             if record.status in ENDED and (record.status == "cancelled" or _has_no_more_rounds(config.run, record)):
                 if not resume_or_new:
@@ -227,7 +229,7 @@ def run_to_end(
             status = "interrupted" if record.status == "finished" else record.status
             store.runs.update(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
         made.pop_all()
-        _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, region)
+        _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, lead)
 
 
 def _warn_of_dead_broker(settings: BrokerConfig, display: Display) -> None:
@@ -401,7 +403,7 @@ def _serve(
     worker: Worker,
     monitor: monitoring.Monitor,
     notifier: Notifier,
-    region: Callable[..., Coordinator] | None,
+    lead: Callable[[RunParts], Lead] | None,
 ) -> None:
     """Serve the run to its end. Raises click.Abort if it is interrupted."""
     home = folder / run
@@ -423,7 +425,7 @@ def _serve(
         if cancellation.is_asked_for():
             coordinator.cancel("cancelled by the operator")
 
-    coordinator = (region or Coordinator)(
+    coordinator = Coordinator(
         run=run,
         config=config,
         transport=transport,
@@ -431,8 +433,7 @@ def _serve(
         folder=home,
         display=display,
         compute=worker,
-        watch=watch,
-        revoke=endpoint.revoke,
+        owner=Owner(watch, endpoint.revoke, lead or OwnLead),
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())
@@ -457,7 +458,7 @@ def _serve(
         display.line(f"run {run} is cancelled")
         return
     except Interrupted:
-        if region is None:
+        if lead is None:
             resume = command("coordinator", "start", "--resume", run, runs=folder)
             display.line(f"interrupted; resume with: {resume}")
         else:

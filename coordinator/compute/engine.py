@@ -13,12 +13,12 @@ from coordinator.compute.messages import (
     FindOutliers,
     Finish,
     Fold,
-    LearningRates,
     Planned,
     PlannedTask,
     PlanTasks,
     Prepare,
     Prepared,
+    RecallTasks,
     Request,
     Step,
 )
@@ -59,7 +59,7 @@ class Engine:
         self._answers: dict[type, Callable[[Any], Any]] = {
             Prepare: self._prepare,
             PlanTasks: self._plan,
-            LearningRates: self._learning_rates,
+            RecallTasks: self._recall,
             FindOutliers: lambda request: self._server_step.outliers(request.round),
             Step: lambda request: self._server_step.take(request.round, request.saved, request.drawn),
             Fold: lambda request: self._server_step.fold(request.round, request.saved),
@@ -164,9 +164,17 @@ class Engine:
             lr_scale=variant.method.lr_scale(request.round, self._config.rounds),
         )
 
-    def _learning_rates(self, request: LearningRates) -> list[float]:
+    def _recall(self, request: RecallTasks) -> list[PlannedTask]:
         plan, rounds = self._server_step.plan, self._config.rounds
-        return [plan.method_for(device, number).lr_scale(number, rounds) for device, number in request.tasks]
+        return [
+            PlannedTask(
+                program=task.program,
+                groups=task.groups,
+                expected=task.expected,
+                lr_scale=plan.method_for(task.device, task.round).lr_scale(task.round, rounds),
+            )
+            for task in request.tasks
+        ]
 
     def _finish(self, request: Finish) -> None:
         plan: Plan = self._server_step.plan

@@ -17,7 +17,7 @@ from fedvit.errors import LinkDown
 from fedvit.program import Program, decode_program
 from fedvit.resources import BudgetKind
 from fedvit.wire.limits import BrokerLimits
-from fedvit.wire.messages import FromCoordinator, TaskKind
+from fedvit.wire.messages import FromCoordinator, Result, TaskKind
 from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class RunState:
     counted: set[str] = field(default_factory=set)  # devices with a result for that round
     # by the round that uses them and kind, then by round and device: so that they are read from the record once
     _results: dict[tuple[int, TaskKind], dict[tuple[int, str], ResultRecord]] = field(default_factory=dict)
-    mirror: Callable[[Iterable[str]], None] | None = None  # see `ObjectStore.mirror`; None: the run has none
+    mirror: Callable[[Iterable[str]], None] | None = None  # see `RunMirror.put`; None: the run has none
     alert: Callable[[str, str, str | None], None] = lambda event, text, device: None  # see `Alerts.send`
     _programs: dict[str, Program] = field(default_factory=dict)  # by digest
     refusals: Counter[str] = field(default_factory=Counter)  # since this process began, by a word for the reason
@@ -116,6 +116,18 @@ class RunState:
         found = self.store.tasks.read_used_in(self.run, number, kind)
         self._results[number, kind] = loaded = {(result.round, result.device): result for result in found}
         return loaded
+
+    def why_too_late(self, result: Result) -> str | None:
+        """Return the reason why a result is too late for the round in which it would count; None if it is not."""
+        config, counts_in = self.config, self.counts_in
+        if result.kind == "evaluate" or result.round == counts_in:
+            return None
+        if counts_in > config.rounds:
+            return f"late: round {result.round} is closed for train results, and it was the last one"
+        staleness, most = counts_in - result.round, config.max_staleness
+        if staleness > most:
+            return f"late: made for round {result.round}, {staleness} rounds ago; at most {most} are allowed"
+        return None
 
     def waits_for_late(self, kind: str) -> bool:
         """Whether a device continues its task after its round has closed."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from coordinator.compute.messages import PlannedTask
 from coordinator.record.rows import now
 from coordinator.record.tables import TaskTimes
 from coordinator.rounds.deadlines import Deadline, Links
@@ -81,6 +82,11 @@ class Work(NamedTuple):
     delta_chain: tuple[DeltaStep, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
     lr_scale: float = 1.0  # factor on the learning rate
     attempt: int = 1  # number of the next attempt
+
+    @classmethod
+    def of(cls, task: PlannedTask, program: Program, attempt: int = 1) -> "Work":
+        """Return the work of a planned task with this Program."""
+        return cls(task.program, program, task.groups, task.expected, task.delta_chain, task.lr_scale, attempt)
 
     def named(self) -> list[str]:
         """Digests that the task names."""

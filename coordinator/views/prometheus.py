@@ -140,7 +140,7 @@ def _of_runs(served: Sequence[Served]) -> Iterator[Metric]:
                 results.add_metric([run, kind, outcome], state.tasks.ended[kind, TaskState(outcome)])
         for reason, count in dict(state.refusals).items():
             refusals.add_metric([run, reason], count)
-        uploads.add_metric([run], len(coordinator.collector.waiting()))
+        uploads.add_metric([run], len(coordinator.uploads.waiting()))
     yield from (info, number, planned, awaited, devices, results, refusals, uploads)
 
 

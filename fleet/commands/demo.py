@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from coordinator.commands.show import print_run
+from coordinator.api import print_run
 from fedvit.command_line import Command, json_flag
 from fedvit.hints import command
 from fleet.commands.run import outcome_json

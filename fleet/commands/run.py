@@ -9,9 +9,7 @@ from typing import Any, get_args
 import click
 from msgspec import Struct
 
-from coordinator.commands.config_flags import config_flags, merge_flags
-from coordinator.commands.flags import runs_flag
-from coordinator.commands.show import print_run
+from coordinator.api import config_flags, merge_flags, print_run, runs_flag
 from coordinator.config import read_toml
 from coordinator.rounds.display import Display, choose_display
 from fedvit.command_line import Command, json_flag

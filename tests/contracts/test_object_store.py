@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from coordinator.config import BlobsConfig
-from coordinator.rounds import object_store
+from coordinator.rounds import object_store, store_access
 from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.partials import PartialBlob
@@ -215,7 +215,7 @@ def test_download_continues_where_the_store_was_killed(
 ) -> None:
     """The blob is too large for MQTT, so the device waits for the store, which says so once."""
     fleet = make_fleet(own_server, fallback_bytes=0)
-    monkeypatch.setattr(object_store, "RETRY_S", 0.1)
+    monkeypatch.setattr(store_access, "RETRY_S", 0.1)
     device = fleet.device()
     event, written = held_up(monkeypatch, "device", 5)
     content = fleet.send_down(device, size=30_000_000)
@@ -321,7 +321,7 @@ def test_upload_continues_where_the_store_was_killed(
     make_fleet: MakeFleet, own_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = make_fleet(own_server, fallback_bytes=0)
-    monkeypatch.setattr(object_store, "RETRY_S", 0.1)
+    monkeypatch.setattr(store_access, "RETRY_S", 0.1)
     device = fleet.device()
     event, written = held_up(monkeypatch, "coordinator", 5)
     # several pieces: some are still to be read when the store is killed, however fast it was

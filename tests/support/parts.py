@@ -13,7 +13,7 @@ from coordinator.compute.engine import Engine
 from coordinator.config import make_config
 from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
-from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.open_round import OpenRound, RoundPlan
 from coordinator.rounds.tasks import Task, Work
 from fedvit.program import Batch, Evaluate, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train, encode_program
 from fedvit.resources import ResourceUse
@@ -74,9 +74,9 @@ class Parts(Coordinator):
         """Open round 1 for these devices, which have their tasks then."""
         work = dict.fromkeys(devices, self.work)
         self.state.store.rounds.open("r", 1, list(devices), needed)
-        self.runner.record_tasks(work)
-        opened = OpenRound("r", 1, "train", devices, needed, work)
-        self.runner.open(opened)
+        self.journal.add_tasks(1, work)
+        opened = OpenRound(RoundPlan("r", 1, "train", list(devices), needed, work))
+        self.trainer.open(opened)
         for device in devices:
             self.scheduler.assign_open(device)
         return opened

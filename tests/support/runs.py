@@ -19,6 +19,7 @@ from coordinator.config import RunConfig
 from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.inbox import Interrupted
+from coordinator.rounds.leading import Owner
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import GroupRule, ServerRule
 from fedvit.methods.calculus import Named
@@ -217,7 +218,7 @@ class Stage:
         self.out = folder / "runs"
         self.broker = MemoryBroker()
         self.fakes: list[Fake] = []
-        self.make: Callable[..., Coordinator] = Coordinator
+        self.owner = Owner()
         self.coordinator: Coordinator | None = None
         self.store: Record
         self.outcome: str | BaseException | None = None
@@ -242,7 +243,7 @@ class Stage:
         if not resume and run == "r":
             self.store.runs.create(run, msgspec.to_builtins(config))
         self.outcome = None
-        self.coordinator = self.make(
+        self.coordinator = Coordinator(
             run=run,
             config=config,
             transport=MemoryTransport(SimpleQueue(), self.broker, f"coordinator-{secrets.token_hex(4)}"),
@@ -252,6 +253,7 @@ class Stage:
             compute=Engine(
                 run=run, config=config, store=self.store, folder=self.out / run, graph_cache=self._graph_cache
             ),
+            owner=self.owner,
         )
         self._thread = threading.Thread(target=self._serve, args=(self.coordinator,), daemon=True)
         self._thread.start()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,7 @@ from coordinator.rounds.coordinator import Cancelled, Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import TICK_S as RUN_TICK_S
 from coordinator.rounds.inbox import Interrupted
+from coordinator.rounds.leading import Owner
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
 from coordinator.rounds.service.cleaning import Cleaner
 from coordinator.rounds.service.router import Router, RunTransport
@@ -43,6 +44,16 @@ Follow = Callable[[str, RunConfig, Record, Path, Callable[[str], None]], Abstrac
 """Lets the configured trackers follow a run while the block lasts."""
 
 
+class RunHost(NamedTuple):
+    """The parts of a service that every run needs."""
+
+    out: Path  # folder of all runs
+    store: Record
+    display: Display
+    compute_of: ComputeOf
+    follow: Follow
+
+
 class ServedRun:
     """One run in its own thread; `term`: in which the service leads. Raises ConfigError if another process serves it,
     unless that was an earlier leader."""
@@ -52,9 +63,7 @@ class ServedRun:
         record: RunRecord,
         config: RunConfig,
         transport: RunTransport,
-        store: Record,
-        out: Path,
-        display: Display,
+        host: RunHost,
         term: int,
     ) -> None:
         self.name = record.id
@@ -63,17 +72,18 @@ class ServedRun:
         self._compute: Compute | None = None  # once it has begun
         self._config = config
         self._transport = transport
-        self._store = store
-        self._folder = out / record.id
-        self._display = display
+        self._host = host
+        self._store = host.store
+        self._folder = host.out / record.id
+        self._display = host.display
         self._expelled: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._stack = ExitStack()
         self._stack.callback(os.close, lock_run(self._folder, record.id, term))
         self._thread = threading.Thread(target=self._serve, name=f"run-{record.id}", daemon=True)
 
-    def begin(self, compute_of: ComputeOf, follow: Follow) -> None:
+    def begin(self) -> None:
         try:
-            compute = self._compute = compute_of(self.name, self._config, self._folder)
+            compute = self._compute = self._host.compute_of(self.name, self._config, self._folder)
             self._stack.callback(compute.close)
             self.coordinator = Coordinator(
                 run=self.name,
@@ -83,10 +93,12 @@ class ServedRun:
                 folder=self._folder,
                 display=RunDisplay(self.name, self._display),
                 compute=compute,
-                watch=self._watch,
+                owner=Owner(self._watch),
             )
             operator_log = RunDisplay(self.name, self._display).line
-            self._stack.enter_context(follow(self.name, self._config, self._store, self._folder, operator_log))
+            self._stack.enter_context(
+                self._host.follow(self.name, self._config, self._store, self._folder, operator_log)
+            )
         except BaseException:
             self._stack.close()
             raise
@@ -171,36 +183,30 @@ class RunDisplay(Display):
 
 
 class RunService:
-    """Serves the runs that were submitted to the record in `out`. `serve` returns when `stop` is set."""
+    """Serves the runs that were submitted to the record. `serve` returns when `stop` is set."""
 
     def __init__(
         self,
-        *,
-        out: Path,
+        host: RunHost,
         config: ServiceConfig,
-        store: Record,
+        *,
         link: Transport,
         endpoint: BrokerEndpoint,
-        display: Display,
-        compute_of: ComputeOf,
-        follow: Follow,
+        stop: threading.Event,
         on_turn: Callable[[], None] = lambda: None,
         leadership: Leadership | None = None,
-        stop: threading.Event,
     ) -> None:
         self.loop = LoopWatch(TICK_S, on_turn)
-        self._out = out
+        self._host = host
         self._config = config
-        self._store = store
+        self._store = store = host.store
         self._endpoint = endpoint
-        self._display = display
-        self._compute_of = compute_of
-        self._follow = follow
+        self._display = display = host.display
         self._term = leadership.term if leadership else 0
         self._router = Router(
             link, config.federation, has_ended=store.runs.has_ended, operator_log=display.line, leadership=leadership
         )
-        self._cleaner = Cleaner(store, out, config.gc_every_h, display.line)
+        self._cleaner = Cleaner(store, host.out, config.gc_every_h, display.line)
         self._running: dict[str, ServedRun] = {}
         self._stop = stop
         self._looked_at = -LOOK_EVERY_S
@@ -279,7 +285,7 @@ class RunService:
                 self._display.line(f"paused: {error}")
         members = [MemberStatus(**member._asdict()) for member in self._router.members()]
         write_service_status(
-            self._out, federation=self._config.federation, broker=str(self._endpoint.address),
+            self._host.out, federation=self._config.federation, broker=str(self._endpoint.address),
             running=sorted(self._running), members=members,
         )  # fmt: skip
 
@@ -292,7 +298,7 @@ class RunService:
             return
         transport = RunTransport(self._router, record.id, config.devices_where)
         try:
-            run = ServedRun(record, config, transport, self._store, self._out, self._display, self._term)
+            run = ServedRun(record, config, transport, self._host, self._term)
         except ConfigError:  # by `coordinator start --resume`
             return
         if not self._recorded(record, config):
@@ -303,7 +309,7 @@ class RunService:
         for device in self._endpoint.all_revoked():
             run.expel(device, REVOKED)
         try:
-            run.begin(self._compute_of, self._follow)
+            run.begin()
         except NoRoom:
             raise
         except (FedvitError, OSError) as error:

@@ -50,9 +50,15 @@ def test_nothing_accumulates(
     hosts: list[Host] = []
 
     class Counted(Coordinator):
-        def _report(self, number: int) -> None:
-            super()._report(number)
-            seen.append(sizes(self, "coordinator"))
+        def __init__(self, **parts: Any) -> None:
+            super().__init__(**parts)
+            finish = self.journal.finish
+
+            def count(number: int) -> None:
+                finish(number)
+                seen.append(sizes(self, "coordinator"))
+
+            monkeypatch.setattr(self.journal, "finish", count)
 
     class Remembered(Host):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

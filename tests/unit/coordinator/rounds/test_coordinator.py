@@ -18,10 +18,11 @@ from coordinator.compute.planning.planner import PROTOCOLS
 from coordinator.config import make_config, read_toml
 from coordinator.record.copies import COPIES
 from coordinator.record.record import open_record
-from coordinator.rounds import collector as results_module
+from coordinator.rounds import uploads as results_module
 from coordinator.rounds import validation as admission_module
-from coordinator.rounds.coordinator import ATTEMPTS, Cancelled
+from coordinator.rounds.coordinator import Cancelled
 from coordinator.rounds.display import DeviceLine
+from coordinator.rounds.engine import ATTEMPTS
 from coordinator.rounds.membership import MAX_CLASS_LISTS
 from coordinator.rounds.reporter import view
 from coordinator.rounds.status import read_status
@@ -732,7 +733,7 @@ def test_uploads_that_wait_for_their_turn_when_the_round_closes_are_late(
 
     The model moves by the update of the one that was fetched, and by the mean of those of round 2.
     """
-    monkeypatch.setattr("coordinator.rounds.collector.CHUNKS_AT_ONCE", 4)  # each upload is one
+    monkeypatch.setattr("coordinator.rounds.uploads.CHUNKS_AT_ONCE", 4)  # each upload is one
     fakes = [stage.fake(f"d{number}", value=float(number)) for number in range(7)]
     for device in fakes:
         device.serves = False

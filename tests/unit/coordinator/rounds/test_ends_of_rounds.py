@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.rounds import collector as results
 from coordinator.rounds import deadlines
+from coordinator.rounds import uploads as results
 from coordinator.rounds.status import read_status
 from fedvit.blobs import digest_of
 from fedvit.errors import EmptyCohort

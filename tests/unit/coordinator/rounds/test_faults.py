@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.record.record import open_record
-from coordinator.rounds import collector, scheduler, sender_limits
+from coordinator.rounds import scheduler, sender_limits, uploads
 from coordinator.rounds.collector import ResultCollector
 from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.inbox import Inbox
@@ -248,14 +248,14 @@ def test_an_error_in_handling_a_message_of_one_device_ends_its_task_alone(
 def test_an_error_in_looking_at_the_upload_of_one_device_ends_its_task_alone(
     stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = collector.check_upload
+    check = uploads.check_upload
 
     def broken(upload: Any, program: Any, what: str) -> Any:
         if "of bad for" in what:
             raise KeyError("a fault of ours")
         return check(upload, program, what)
 
-    monkeypatch.setattr(collector, "check_upload", broken)
+    monkeypatch.setattr(uploads, "check_upload", broken)
     stage.fake("good")
     stage.fake("bad", value=1000.0, samples=1000)
     stage.start(devices=2, rounds=2)

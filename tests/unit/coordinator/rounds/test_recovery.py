@@ -8,6 +8,7 @@ import pytest
 from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.config import BlobsConfig
 from coordinator.rounds.object_store import ObjectStore
+from coordinator.rounds.preparation import fetch_mirrored
 from coordinator.rounds.recovery import DAMAGES
 from coordinator.rounds.tasks import TaskState
 from fedvit.errors import Damaged
@@ -105,10 +106,10 @@ def test_files_of_the_run_that_it_starts_from_come_from_its_mirror(tmp_path: Pat
     blobs: dict[str, Any] = {"url": f"file://{tmp_path}/mirror", "mirror": True}
     earlier = ObjectStore(BlobsConfig(**blobs), "monday", VerifiedBlobs(tmp_path / "elsewhere"))
     state = earlier.blobs.put(b"a state").digest
-    earlier.mirror([state])
+    earlier.mirror.put([state])
     earlier.close()
     parts = Parts(tmp_path / "runs", start_from="monday")
     parts.state.store.runs.create("monday", {"method": "fedavg", "blobs": blobs})
-    parts._fetch_mirrored()
+    fetch_mirrored(parts)
     parts.close()
     assert VerifiedBlobs(tmp_path / "runs" / "monday" / "blobs").get(state) == b"a state"

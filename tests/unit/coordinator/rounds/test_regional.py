@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from coordinator.rounds.coordinator import Cancelled
-from coordinator.rounds.regional import RegionalCoordinator
+from coordinator.rounds.leading import Owner
+from coordinator.rounds.regional import RegionLead
 from fedvit.errors import ConfigError, PeerRefused
 from fedvit.tensors import Tensors
 from fedvit.transport.memory import MemoryTransport
@@ -63,7 +64,7 @@ class World:
             transport=lambda: MemoryTransport(SimpleQueue(), self.centre.broker, f"{name}-{len(self.links)}"),
             state=self._folder / name / "link",
         )
-        self.regions[name].make = partial(RegionalCoordinator, centre=link, least_results=least)
+        self.regions[name].owner = Owner(lead=partial(RegionLead, centre=link, least_results=least))
 
     def stages(self) -> list[Stage]:
         return [self.centre, *self.regions.values()]

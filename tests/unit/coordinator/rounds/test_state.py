@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
 from coordinator.record.record import Record, open_record
 from coordinator.rounds.lease import Lease
-from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.open_round import OpenRound, RoundPlan
 from coordinator.rounds.state import RunState
+from fedvit.errors import LinkDown
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import TaskKind
 from fedvit.wire.topics import Topics
@@ -28,10 +30,10 @@ def store(tmp_path: Path) -> Iterator[Record]:
     opened.close()
 
 
-def state_of(store: Record, folder: Path) -> RunState:
+def state_of(store: Record, folder: Path, **values: Any) -> RunState:
     return RunState(
         run="run",
-        config=make_config({"method": "fedavg"}, "test").run,
+        config=make_config({"method": "fedavg", **values}, "test").run,
         store=store,
         blobs=VerifiedBlobs(folder / "blobs"),
         topics=Topics("home"),
@@ -47,7 +49,7 @@ def accept(state: RunState, device: str, number: int, used_in: int | None, kind:
 
 
 def open_round(state: RunState, number: int, kind: TaskKind) -> None:
-    state.open(OpenRound("run", number, kind, ["a", "b", "c"], 3))
+    state.open(OpenRound(RoundPlan("run", number, kind, ["a", "b", "c"], 3)))
 
 
 def test_results_of_a_round_are_read_from_the_record_once(store: Record, tmp_path: Path) -> None:
@@ -100,3 +102,19 @@ def test_results_that_were_not_loaded_are_read_when_they_are_needed(store: Recor
     """A process that begins between the training and the evaluation of a round without devices."""
     accept(state_of(store, tmp_path), "a", 1, None, "evaluate")
     assert [entry.device for entry in state_of(store, tmp_path).results(1, "evaluate")] == ["a"]
+
+
+def test_run_state_that_is_not_prepared_raises(store: Record, tmp_path: Path) -> None:
+    with pytest.raises(LinkDown):
+        state_of(store, tmp_path).newest()
+
+
+@pytest.mark.parametrize(
+    ("values", "waits"), [({}, False), ({"late": "discount"}, True), ({"mode": "buffered", "late": "discount"}, False)]
+)
+def test_run_state_waits_for_late_results_of_trainings_where_the_run_uses_them(
+    store: Record, tmp_path: Path, values: dict[str, Any], waits: bool
+) -> None:
+    state = state_of(store, tmp_path, **values)
+    assert state.waits_for_late("train") is waits
+    assert not state.waits_for_late("evaluate")

@@ -13,10 +13,11 @@ import torch
 from safetensors.numpy import load_file
 
 from coordinator.record.record import open_record
+from coordinator.rounds.display import Display
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
-from fleet.engines import simulation
+from fleet.engines import journal, simulation
 from fleet.engines.cohort import Cohort
 from fleet.partition import write_device_folders
 from fleet.request import RunOutcome, RunRequest
@@ -40,11 +41,11 @@ import sys
 import msgspec
 from pathlib import Path
 from coordinator.rounds.display import Display
-from fleet.engines import simulation
+from fleet.engines import journal
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 
-simulation.CHECKPOINT_EVERY_S, simulation.CHECKPOINT_SHARE = 0.0, float("inf")  # after every round
+journal.CHECKPOINT_EVERY_S, journal.CHECKPOINT_SHARE = 0.0, float("inf")  # after every round
 
 class Lines(Display):
     def line(self, text):
@@ -66,8 +67,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return device_folders(out, DEVICES)
 
 
-def run(folders: list[Path], values: dict[str, Any], out: Path, **more: Any) -> RunOutcome:
-    return simulate(RunRequest(folders, values, out=out, run="run", engine="torch", at_once=1, **more))
+def run(
+    folders: list[Path], values: dict[str, Any], out: Path, display: Display | None = None, **more: Any
+) -> RunOutcome:
+    return simulate(RunRequest(folders, values, out=out, run="run", engine="torch", at_once=1, **more), display)
 
 
 def everything(outcome: RunOutcome) -> dict[str, Any]:
@@ -119,8 +122,8 @@ def test_run_that_was_killed_ends_with_the_same_bits(folders: list[Path], tmp_pa
 def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation, "CHECKPOINT_EVERY_S", 0.0)
-    monkeypatch.setattr(simulation, "CHECKPOINT_SHARE", float("inf"))  # after every round
+    monkeypatch.setattr(journal, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(journal, "CHECKPOINT_SHARE", float("inf"))  # after every round
     calm = everything(run(folders, COLLECTING, tmp_path / "calm"))
     with pytest.raises(KeyboardInterrupt):
         run(folders, COLLECTING, tmp_path / "broken", display=Lines(until="round   2"))

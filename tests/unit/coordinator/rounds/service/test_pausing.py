@@ -26,7 +26,7 @@ def is_paused(stage: Stage) -> bool:
 
 def test_paused_run_opens_no_round_until_the_pause_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after its process has ended: the pause is in the record."""
-    monkeypatch.setattr("coordinator.rounds.coordinator.PAUSE_CHECK_S", 0.0)
+    monkeypatch.setattr("coordinator.rounds.pausing.PAUSE_CHECK_S", 0.0)
     stage.fake("a", pausing)
     stage.start(rounds=2)
     stage.drive(lambda: is_paused(stage))

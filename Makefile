@@ -7,7 +7,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-method test-brokers test-stores lint check wheel mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods constraints clean
+.PHONY: install demo test test-method test-brokers test-stores coverage lint check wheel dist audit docs mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods constraints clean
 
 install: $(VENV)/.installed
 
@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	@echo "installing fedvit and what it needs into $(VENV) (about 6 GB, once; half a minute to a few minutes)"
-	@$(UV) pip install --quiet -c constraints.txt -e ".[server,dev]"
+	@$(UV) pip install --quiet -c constraints.txt -e ".[server,dev,docs]"
 	@touch $@
 	@echo "next: source $(BIN)/activate"
 
@@ -42,6 +42,11 @@ test-stores: install azurite
 	@FEDVIT_TEST_STORES="s3 azure" $(BIN)/python -m pytest -q -n 2 tests/contracts/test_object_store.py \
 	  tests/contracts/test_mirror.py
 
+# which lines the tests reach, also in programs that they start: a table, and pages in build/coverage/html
+coverage: install mosquitto postgresql prometheus chromium compiler
+	@rm -rf build/coverage && mkdir -p build/coverage
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --cov --cov-report=term --cov-report=html $(TESTS)
+
 lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -49,7 +54,7 @@ lint: install
 	@$(BIN)/lint-imports
 
 # what CI runs
-check: lint test wheel
+check: lint test wheel docs
 
 # the device's wheel, installed alone in an empty environment, outside of this folder
 wheel: install
@@ -62,6 +67,26 @@ wheel: install
 	@cd build/wheel && ! ls env/lib/python*/site-packages | grep -E '^(torch|timm|onnx|sklearn|sqlalchemy)$$'
 	@du -sm build/wheel/env | awk '{print "the device installs as " $$1 " MB, without torch"}'
 	@rm -rf build/wheel
+
+# the committed state as sdist and wheels in dist/; it is built twice, in two folders, and both must be equal bit by bit
+dist: install compiler
+	@rm -rf dist build/dist
+	@for build in one two; do tests/support/build_dist.sh build/dist/$$build $(CURDIR)/$(BIN)/python; done
+	@diff -r build/dist/one/files build/dist/two/files
+	@mv build/dist/one/files dist && rm -rf build/dist
+	@cd dist && sha256sum *
+
+# known vulnerabilities of the pinned packages; needs the network
+audit: install
+	@$(UV) pip install --quiet pip-audit
+	@mkdir -p build && grep -v '^pip==' constraints.txt > build/audit.txt
+	@$(BIN)/pip-audit --no-deps --disable-pip -r build/audit.txt
+
+# the pages as a site in build/site, without requests to other hosts; a link that leads nowhere is an error
+docs: install
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' build/site --include='*.html'
+	@echo "the site is in build/site; open build/site/index.html"
 
 # the optional operators for this machine's devices; CXX=aarch64-linux-gnu-g++ with `pip wheel` makes those of a board
 kernels: install

@@ -2,16 +2,10 @@
 
 import signal
 
-from bench.chaos.commands import chaos_command
 from bench.commands import bench_command
-from bench.fuzz.command import fuzz_command
-from bench.pentest.command import pentest_command
 from bench.simulate.command import simulate_command
 from fedvit import command_line
 
-bench_command.add_command(chaos_command)
-bench_command.add_command(fuzz_command)
-bench_command.add_command(pentest_command)
 bench_command.add_command(simulate_command)
 
 if __name__ == "__main__":

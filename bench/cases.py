@@ -1,4 +1,4 @@
-"""The cases that `python -m bench` measures; one case is one row of a table.
+"""Cases that `python -m bench` measures; one case is one row of a table.
 
 Imports little, since the measured processes import this file.
 """
@@ -32,7 +32,7 @@ class Case:
 
     @property
     def compute(self) -> str:
-        """Of products with weights: fp32 or int8."""
+        """Precision of products with weights: fp32, fp16 or int8."""
         return str(self.options.get("compute", "fp32"))
 
     def with_options(self, **options: Any) -> "Case":
@@ -102,7 +102,7 @@ CASES: tuple[Case, ...] = (
 
 
 def choose(names: Sequence[str], cases: Sequence[Case] = CASES) -> list[Case]:
-    """The cases with these names; all without names. Raises ConfigError for an unknown name."""
+    """Choose the cases with these names; all without names. Raises ConfigError for an unknown name."""
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:

@@ -1,12 +1,26 @@
-"""Runs one measurement in a fresh process."""
+"""One measurement in a fresh process."""
 
+import os
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from bench.bytecode import with_bytecode
 from fedvit.errors import FedvitError
 from fleet.processes import last_line_of, program
+
+
+def with_bytecode(command: Sequence[str]) -> list[str]:
+    """Let a command use compiled modules, as an installed program does; otherwise import times mean nothing.
+
+    >>> with_bytecode(["python"])[-1]
+    'python'
+    """
+    if not sys.dont_write_bytecode:
+        return list(command)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedvit" / "bytecode"
+    return ["env", "-u", "PYTHONDONTWRITEBYTECODE", f"PYTHONPYCACHEPREFIX={cache}", *command]
 
 
 def run_child(module: str, *arguments: str, what: str, on_line: Callable[[str], None] = lambda line: None) -> str:

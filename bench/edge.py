@@ -14,10 +14,10 @@ from fleet.processes import program
 SAMPLE_EVERY_S = 0.02
 
 
-def noise_folder(
+def make_noise_folder(
     out: Path, *, images: int, size: int, classes: int = 2, test_share: float = 0.25, devices: int = 1
 ) -> Path:
-    """Deal images of noise out to device folders; the first of them. Raises StorageFailed."""
+    """Deal images of noise out to device folders, and return the first. Raises StorageFailed."""
     rng = np.random.default_rng(0)
     samples = Samples(
         dataset="noise",
@@ -31,25 +31,25 @@ def noise_folder(
     return out / "device-0"
 
 
-def edge_command(broker: str, data: Path, state: Path) -> list[str]:
-    """Command line of an `edge-client` on all cores that ends with the run."""
+def make_edge_command(broker: str, data: Path, state: Path) -> list[str]:
+    """Make the command line of an `edge-client` on all cores that ends with the run."""
     flags = {"--broker": broker, "--data": data, "--state": state, "--id": "device-0"}
     return [*program("edge_client.cli"), *(str(part) for pair in flags.items() for part in pair), "--once"]
 
 
-def memory_fields(status: str) -> dict[str, int]:
-    """The sizes in a /proc/PID/status text, in bytes.
+def parse_memory(status: str) -> dict[str, int]:
+    """Read the sizes in a /proc/PID/status text, in bytes.
 
-    >>> memory_fields("Name:\\tedge\\nVmRSS:\\t  12 kB\\nRssAnon:\\t   4 kB\\nThreads:\\t3\\n")
+    >>> parse_memory("Name:\\tedge\\nVmRSS:\\t  12 kB\\nRssAnon:\\t   4 kB\\nThreads:\\t3\\n")
     {'VmRSS': 12288, 'RssAnon': 4096}
     """
     return {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE)}
 
 
 def read_memory(pid: int) -> dict[str, int]:
-    """The sizes of a process, in bytes; empty when it has ended, and where there is no /proc."""
+    """Read the sizes of a process, in bytes; empty when it has ended, and without /proc."""
     try:
-        return memory_fields(Path(f"/proc/{pid}/status").read_text())
+        return parse_memory(Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return {}
 

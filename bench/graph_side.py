@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 
 from bench.onnx_side import START, start_values
-from edge_client.steps import PIECE_ELEMENTS
+from edge_client.work.steps import PIECE_ELEMENTS
 from fedvit.blobs import BlobStore
 from fedvit.engine import open_session
 from fedvit.errors import ConfigError
@@ -38,13 +38,13 @@ def main() -> None:
     began = time.perf_counter()
     session = open_session(graph, threads, profile=folder / "profile")
     load_s = time.perf_counter() - began
-    feeds = random_feeds(session, program, start_values(program, start["groups"], blobs))
+    feeds = make_random_feeds(session, program, start_values(program, start["groups"], blobs))
     times = []
     for _ in range(runs + 1):
         began = time.perf_counter()
         session.run(None, feeds)
         times.append(time.perf_counter() - began)
-    nodes = node_events(json.loads(Path(session.end_profiling()).read_text()), runs + 1)
+    nodes = list_node_events(json.loads(Path(session.end_profiling()).read_text()), runs + 1)
     measured = {
         "load_s": load_s,
         "run_s": sorted(times[1:])[runs // 2],
@@ -55,10 +55,10 @@ def main() -> None:
     sys.stdout.write(json.dumps(measured) + "\n")
 
 
-def random_feeds(session: onnxruntime.InferenceSession, program: Program, values: Tensors) -> dict[str, Any]:
+def make_random_feeds(session: onnxruntime.InferenceSession, program: Program, values: Tensors) -> dict[str, Any]:
     """Every input of a graph: tensors with their start values, all others random within their ranges."""
     rng = np.random.default_rng(0)
-    limits = whole_number_limits(program)
+    limits = list_integer_limits(program)
     feeds: dict[str, Any] = {}
     for node in session.get_inputs():
         kind = NUMBERS[node.type]
@@ -79,8 +79,8 @@ def random_feeds(session: onnxruntime.InferenceSession, program: Program, values
     return feeds
 
 
-def whole_number_limits(program: Program) -> dict[str, tuple[int, int]]:
-    """[low, high) of the inputs that are whole numbers."""
+def list_integer_limits(program: Program) -> dict[str, tuple[int, int]]:
+    """List [low, high) of the inputs that are whole numbers."""
     classes = (0, len(program.classes))
     limits = {"batch/labels": classes, "gathered/labels": classes, "batch/kept": (0, program.batch.patches)}
     limits["batch/seeds"] = (0, SEEDS)
@@ -88,23 +88,24 @@ def whole_number_limits(program: Program) -> dict[str, tuple[int, int]]:
     return limits | {f"draw/{draw.name}": (draw.low, draw.high) for phase in phases for draw in phase.draws}
 
 
-def node_events(profile: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
-    """The profiler's events of all nodes in all runs but the first: type, microseconds, FLOPs of a product."""
+def list_node_events(profile: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
+    """List the profiler's events of all nodes in all runs but the first: type, microseconds, FLOPs of a product."""
     events = [event for event in profile if event.get("cat") == "Node" and event["name"].endswith("kernel_time")]
     events.sort(key=lambda event: event["ts"])
     counted = events[len(events) // runs :]
     return [
-        {"op": event["args"]["op_name"], "us": event["dur"], "flops": product_flops(event["args"])} for event in counted
+        {"op": event["args"]["op_name"], "us": event["dur"], "flops": count_product_flops(event["args"])}
+        for event in counted
     ]
 
 
-def product_flops(args: Mapping[str, Any]) -> int:
-    """FLOPs of a matrix product, 2 per multiply-add, by the shapes in the profile; 0 for other operators.
+def count_product_flops(args: Mapping[str, Any]) -> int:
+    """Count the FLOPs of a matrix product, 2 per multiply-add, by the shapes in the profile; 0 for other operators.
 
     The inner length follows from the left operand's size, whether or not it is transposed.
 
     >>> shapes = {"input_type_shape": [{"float": [2, 3]}, {"float": [3, 5]}], "output_type_shape": [{"float": [2, 5]}]}
-    >>> product_flops({"op_name": "Gemm", **shapes}), product_flops({"op_name": "Add", **shapes})
+    >>> count_product_flops({"op_name": "Gemm", **shapes}), count_product_flops({"op_name": "Add", **shapes})
     (60, 0)
     """
     if not any(word in args["op_name"] for word in ("Gemm", "MatMul")):

@@ -26,10 +26,10 @@ class Machine(Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def this_machine() -> Machine:
+def describe_machine() -> Machine:
     return Machine(
-        cpu=_cpu_model(),
-        instructions=_instructions(),
+        cpu=_read_cpu_model(),
+        instructions=_list_instructions(),
         cores=usable_cores(),
         ram_bytes=psutil.virtual_memory().total,
         system=platform.platform(),
@@ -38,8 +38,8 @@ def this_machine() -> Machine:
     )
 
 
-def _cpu_model() -> str:
-    """From /proc/cpuinfo; where that has no name, as on ARM, the architecture."""
+def _read_cpu_model() -> str:
+    """Read the name from /proc/cpuinfo; without one, as on ARM, return the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -48,29 +48,29 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-_OF_PRODUCTS = {
+_PRODUCT_INSTRUCTIONS = {
     "avx2", "fma", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16",
     "asimd", "asimddp", "asimdhp", "i8mm", "bf16", "sve",
 }  # fmt: skip
 
 
-def _instructions() -> tuple[str, ...]:
-    """Virtual machines hide a processor's name more often than its instructions."""
+def _list_instructions() -> tuple[str, ...]:
+    """List instructions for products: virtual machines hide the processor's name more often."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return tuple(flag for flag in flags if flag in _OF_PRODUCTS)
+    return tuple(flag for flag in flags if flag in _PRODUCT_INSTRUCTIONS)
 
 
-def installed_bytes(packages: Iterable[str]) -> int:
-    """Disk space of packages and their requirements, without compiled bytecode."""
-    return sum(_own_bytes(package) for package in needed_by(packages))
+def count_installed_bytes(packages: Iterable[str]) -> int:
+    """Sum the disk space of packages and their requirements, without compiled bytecode."""
+    return sum(_count_bytes(package) for package in list_requirements(packages))
 
 
-def needed_by(packages: Iterable[str]) -> list[Distribution]:
-    """The installed distributions of these names and, in turn, of their requirements for this machine."""
+def list_requirements(packages: Iterable[str]) -> list[Distribution]:
+    """List the installed distributions of these names and, in turn, of their requirements for this machine."""
     todo = [Requirement(name) for name in packages]
     seen: set[tuple[str, str]] = set()
     found: dict[str, Distribution] = {}
@@ -84,17 +84,17 @@ def needed_by(packages: Iterable[str]) -> list[Distribution]:
         for extra in ("", *wanted.extras):
             if (key := (package.name.lower(), extra)) not in seen:
                 seen.add(key)
-                todo += _requirements(package, extra)
+                todo += _iterate_requirements(package, extra)
     return [found[name] for name in sorted(found)]
 
 
-def _requirements(package: Distribution, extra: str) -> Iterator[Requirement]:
+def _iterate_requirements(package: Distribution, extra: str) -> Iterator[Requirement]:
     for text in package.requires or ():
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             yield requirement
 
 
-def _own_bytes(package: Distribution) -> int:
+def _count_bytes(package: Distribution) -> int:
     paths = (Path(str(file.locate())) for file in package.files or () if file.suffix != ".pyc")
     return sum(path.stat().st_size for path in paths if path.is_file())

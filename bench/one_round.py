@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from bench.edge import edge_command
-from coordinator.record.store import Store
+from bench.edge import make_edge_command
+from coordinator.record.record import Record, open_record
 from coordinator.record.tables import ResultRecord
 from coordinator.security.broker import start_broker
 from fedvit.errors import FedvitError
@@ -28,7 +28,7 @@ class OneRound:
 
     home: Path
     broker: str  # its kind
-    store: Store
+    store: Record
     coordinator: subprocess.Popen[bytes]
     device: subprocess.Popen[bytes]
     began: float  # time.monotonic()
@@ -36,7 +36,7 @@ class OneRound:
     @property
     def results(self) -> dict[str, ResultRecord]:
         """The accepted results by kind: "train", "evaluate"."""
-        return {result.kind: result for result in self.store.results(RUN)}
+        return {result.kind: result for result in self.store.tasks.read_results(RUN)}
 
     def wait(
         self,
@@ -45,7 +45,7 @@ class OneRound:
         died: Callable[[int], str | None] = lambda code: None,
         report: Callable[[str], None] = lambda line: None,
     ) -> str | None:
-        """Wait until the run is over; None, or the reason why it cannot finish.
+        """Wait until the run is over; returns the reason if it cannot finish.
 
         `died` may give a better reason for the device's exit code. Raises FedvitError when the coordinator fails, for
         instance because settings do not fit method or model.
@@ -55,7 +55,7 @@ class OneRound:
             if (code := self.device.poll()) not in (None, 0):
                 last = f"the device ended with code {code}: {last_line(self.home / 'device.log')}"
                 return died(int(code or 0)) or last
-            if refusals := self.store.refusals(RUN):
+            if refusals := self.store.devices.read_refusals(RUN):
                 return f"{refusals[0].kind}: {refusals[0].reason}"
             now = time.monotonic()
             if now - self.began > patience_s:
@@ -73,7 +73,7 @@ class OneRound:
 
 
 @contextlib.contextmanager
-def one_round(
+def start_round(
     home: Path,
     run: dict[str, Any],
     data: Path,
@@ -88,7 +88,7 @@ def one_round(
     with contextlib.ExitStack() as stack:
         broker = start_broker("auto", home / "broker", port=0)
         stack.callback(broker.stop)
-        store = Store.in_folder(home / "runs")
+        store = open_record(home / "runs")
         stack.callback(store.close)
         address = f"mqtt://{broker.address}"
         file = home / "run.toml"
@@ -96,6 +96,6 @@ def one_round(
         fleet = stack.enter_context(Fleet())
         started = [*program("coordinator.cli"), "start", "--config", str(file), "--runs", str(home / "runs")]
         coordinator = fleet.start("coordinator", [*started, "--run", RUN], log=home / "coordinator.log")
-        edge = [*edge_command(address, data, home / "state"), *extra]
+        edge = [*make_edge_command(address, data, home / "state"), *extra]
         device = fleet.start("device", command(edge), log=home / "device.log")
         yield OneRound(home, broker.kind, store, coordinator, device, time.monotonic())

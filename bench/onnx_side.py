@@ -27,12 +27,12 @@ def main() -> None:
     import edge_client.agent
     import edge_client.cli  # noqa: F401 - this and the following are the imports of the program
     import fedvit.transport.mqtt  # noqa: F401
-    from edge_client.runtime import Runtime, Seeds, Watch
+    from edge_client.work.runtime import Runtime, Seeds, Watch
     from fedvit.blobs import BlobStore
     from fedvit.program import decode_program
 
     import_s = time.perf_counter() - began
-    from bench.product import FILES, onnx_gflops
+    from bench.product import FILES, measure_onnx_gflops
 
     start = json.loads((folder / START).read_text())
     blobs = BlobStore(folder)
@@ -43,7 +43,7 @@ def main() -> None:
         runtime.open(graph.digest, blobs.path(graph.digest))
     load_s = time.perf_counter() - began
     values = start_values(program, start["groups"], blobs)
-    samples = noise_samples(program, steps * program.batch.batch_size)
+    samples = make_noise_samples(program, steps * program.batch.batch_size)
     watch = Watch(lambda done, total, loss: None, lambda: False)
     trained = runtime.train(program, values, samples, Seeds(0, 1, "device-0"), 1.0, watch)
 
@@ -58,24 +58,24 @@ def main() -> None:
         "load_s": load_s,
         "gflop": trained.flops / trained.steps / 1e9,
     }
-    measured["product_gflops"] = {kind: onnx_gflops(folder / file, threads) for kind, file in FILES.items()}
+    measured["product_gflops"] = {kind: measure_onnx_gflops(folder / file, threads) for kind, file in FILES.items()}
     sys.stdout.write(json.dumps(measured) + "\n")
 
 
 def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore") -> "Tensors":
-    """Every tensor at the start of a round, loaded as the agent loads it."""
-    from fedvit.tensors import check_tensors, mapped
+    """Load every tensor at the start of a round, as the agent does."""
+    from fedvit.tensors import check_tensors, map_tensors
 
     values: Tensors = {}
     for group in program.groups:
-        tensors = mapped(blobs.path(digests[group]))
-        check_tensors(tensors, program.expected([group]), f"group {group!r}")
+        tensors = map_tensors(blobs.path(digests[group]))
+        check_tensors(tensors, program.forms_of([group]), f"group {group!r}")
         values |= tensors
     return values
 
 
-def noise_samples(program: "Program", count: int) -> "Split":
-    """Characters drawn at random, or decoded images of noise; `count` of these take the memory of one batch."""
+def make_noise_samples(program: "Program", count: int) -> "Split":
+    """Draw characters at random, or make decoded images of noise; `count` of these take the memory of one batch."""
     import numpy as np
 
     from fedvit.data.folder import Files, Flags, Split, TextSplit

@@ -35,7 +35,7 @@ def write_products(folder: Path, side: int) -> None:
         (folder / FILES[precision]).write_bytes(model.SerializeToString())
 
 
-def onnx_gflops(file: Path, threads: int) -> float:
+def measure_onnx_gflops(file: Path, threads: int) -> float:
     import numpy as np
     import onnxruntime
 
@@ -46,19 +46,19 @@ def onnx_gflops(file: Path, threads: int) -> float:
     rng = np.random.default_rng(0)
     kinds = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8, "tensor(int8)": np.int8}
     feeds = {one.name: rng.integers(0, 64, (side, side)).astype(kinds[one.type]) for one in session.get_inputs()}
-    return _best(lambda: session.run(None, feeds), side)
+    return _measure_best(lambda: session.run(None, feeds), side)
 
 
-def torch_gflops(side: int, precision: str) -> float:
+def measure_torch_gflops(side: int, precision: str) -> float:
     """fp32 or bf16, with the threads that torch was set to."""
     import torch
 
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     a, b = torch.randn(side, side).to(kind), torch.randn(side, side).to(kind)
-    return _best(lambda: torch.mm(a, b), side)
+    return _measure_best(lambda: torch.mm(a, b), side)
 
 
-def _best(run: Callable[[], object], side: int) -> float:
+def _measure_best(run: Callable[[], object], side: int) -> float:
     seconds = []
     for _ in range(RUNS):
         began = time.perf_counter()

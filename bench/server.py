@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -19,12 +19,10 @@ import numpy as np
 import psutil
 import torch
 from msgspec import Struct
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
 
 from bench.child import run_child
-from bench.machine import Machine, this_machine
+from bench.machine import describe_machine
+from bench.reporting import Progress, Report
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError
 from fedvit.methods.base import RoundContext, ServerState, Upload
@@ -44,10 +42,8 @@ WARM_STEPS = 3
 """First steps, which allocate memory for later ones; they are not timed."""
 SPARE_BYTES = 4 << 30
 """Space that must be free beside the features: on the disk, and in memory for the side that holds them all."""
-GIGA = 1e9
 
 Side = Literal["files", "memory"]
-Progress = Callable[[str], None]
 
 
 class ServerSettings(Struct, frozen=True, kw_only=True):
@@ -76,106 +72,76 @@ class Measured(Struct, frozen=True, kw_only=True):
     accelerator_peak_bytes: int | None  # of tensors on a GPU; None: it trained on the processor
 
 
-class ServerResult(Struct, frozen=True, kw_only=True):
-    """One model: medians over the processes; of peaks the highest."""
-
-    model: str
-    features_bytes: int
-    model_bytes: int
-    loaded_bytes: int
-    steps: int
-    images_per_s: float
-    images_per_s_runs: tuple[float, ...]
-    cpu_ms_per_image: float
-    peak_rss_bytes: int
-    peak_above_model_bytes: int  # peak_rss_bytes - loaded_bytes
-    accelerator_peak_bytes: int | None  # the highest, of tensors on a GPU
-    # the same with all features concatenated in memory; None: not measured
-    in_memory_images_per_s: float | None
-    in_memory_images_per_s_runs: tuple[float, ...]
-    in_memory_cpu_ms_per_image: float | None
-    in_memory_peak_rss_bytes: int | None
-    speed_ratio: float | None  # images_per_s / in_memory_images_per_s
-
-
-class ServerReport(Struct, frozen=True, kw_only=True):
-    machine: Machine
-    accelerator: str  # the GPU's name, or "cpu"
-    settings: ServerSettings
-    results: list[ServerResult]
-
-
-def run_server_bench(
-    models: Iterable[str], settings: ServerSettings, progress: Progress = lambda line: None
-) -> ServerReport:
+def run_server_bench(models: Iterable[str], settings: ServerSettings, progress: Progress = lambda line: None) -> Report:
     """Write features of each model as devices upload them, in the folder of temporary files, and train on them.
 
     Raises ConfigError for a model that does not fit the settings, and when the disk has too little space.
     """
-    results = [_measured(model, settings, progress) for model in models]
+    results = [_measure(model, settings, progress) for model in models]
     device = torch.device(settings.accelerator)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return ServerReport(machine=this_machine(), accelerator=name, settings=settings, results=results)
+    builtins = msgspec.to_builtins(settings)
+    return {"machine": describe_machine(), "accelerator": name, "settings": builtins, "results": results}
 
 
-def _measured(model: str, settings: ServerSettings, progress: Progress) -> ServerResult:
+def _measure(model: str, settings: ServerSettings, progress: Progress) -> Report:
     with torch.device("meta"):
-        collect = _collect(build_vit(model, CLASSES, seed=0), settings)
+        collect = _find_collect(build_vit(model, CLASSES, seed=0), settings)
     features_bytes = settings.devices * settings.images * int(np.prod(collect.shape)) * 4
     sides: list[Side] = ["files"]
     if settings.in_memory and psutil.virtual_memory().available > features_bytes + SPARE_BYTES:
         sides.append("memory")
-    found: dict[Side, list[Measured]] = {"files": [], "memory": []}
-    with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:
-        if shutil.disk_usage(made).free < features_bytes + SPARE_BYTES:
+    runs: dict[Side, list[Measured]] = {"files": [], "memory": []}
+    with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
+        if shutil.disk_usage(folder).free < features_bytes + SPARE_BYTES:
             raise ConfigError(
                 f"features of {settings.devices} devices x {settings.images} images take "
-                f"{format_bytes(features_bytes)}, and {made} has less than that and {format_bytes(SPARE_BYTES)} free: "
-                f"set TMPDIR to a larger disk, or measure fewer"
+                f"{format_bytes(features_bytes)}, and {folder} has less than that and {format_bytes(SPARE_BYTES)} "
+                f"free: set TMPDIR to a larger disk, or measure fewer"
             )
         progress(f"{model}: writing {format_bytes(features_bytes)} of features")
-        write_features(Path(made), collect, settings)
+        write_features(Path(folder), collect, settings)
         for number in range(settings.rounds):
             for side in sides:
-                arguments = (model, side, made, msgspec.json.encode(settings).decode())
+                arguments = (model, side, folder, msgspec.json.encode(settings).decode())
                 line = run_child("bench.server", *arguments, what=f"{model}, features in {side}")
                 measured = msgspec.json.decode(line, type=Measured)
                 figures = f"{measured.images_per_s:.1f} images/s, peak {format_bytes(measured.peak_rss_bytes)}"
                 progress(f"{model}, features in {side}, {number + 1}/{settings.rounds}: {figures}")
-                found[side].append(measured)
-    files, memory = found["files"], found["memory"]
-    peak = max(each.peak_rss_bytes for each in files)
+                runs[side].append(measured)
+    files, memory = runs["files"], runs["memory"]
     speed = median(each.images_per_s for each in files)
     in_memory = median(each.images_per_s for each in memory) if memory else None
-    return ServerResult(
-        model=model,
-        features_bytes=features_bytes,
-        model_bytes=files[0].model_bytes,
-        loaded_bytes=files[0].loaded_bytes,
-        steps=files[0].steps,
-        images_per_s=speed,
-        images_per_s_runs=tuple(each.images_per_s for each in files),
-        cpu_ms_per_image=median(each.cpu_ms_per_image for each in files),
-        peak_rss_bytes=peak,
-        peak_above_model_bytes=max(each.peak_rss_bytes - each.loaded_bytes for each in files),
-        accelerator_peak_bytes=max(each.accelerator_peak_bytes or 0 for each in files) or None,
-        in_memory_images_per_s=in_memory,
-        in_memory_images_per_s_runs=tuple(each.images_per_s for each in memory),
-        in_memory_cpu_ms_per_image=median(each.cpu_ms_per_image for each in memory) if memory else None,
-        in_memory_peak_rss_bytes=max((each.peak_rss_bytes for each in memory), default=None),
-        speed_ratio=speed / in_memory if in_memory else None,
-    )
+    return {
+        "model": model,
+        "features_bytes": features_bytes,
+        "model_bytes": files[0].model_bytes,
+        "loaded_bytes": files[0].loaded_bytes,
+        "steps": files[0].steps,
+        "images_per_s": speed,
+        "images_per_s_runs": [each.images_per_s for each in files],
+        "cpu_ms_per_image": median(each.cpu_ms_per_image for each in files),
+        "peak_rss_bytes": max(each.peak_rss_bytes for each in files),
+        "peak_above_model_bytes": max(each.peak_rss_bytes - each.loaded_bytes for each in files),
+        "accelerator_peak_bytes": max(each.accelerator_peak_bytes or 0 for each in files) or None,
+        # the same with all features concatenated in memory; None: not measured
+        "in_memory_images_per_s": in_memory,
+        "in_memory_images_per_s_runs": [each.images_per_s for each in memory],
+        "in_memory_cpu_ms_per_image": median(each.cpu_ms_per_image for each in memory) if memory else None,
+        "in_memory_peak_rss_bytes": max((each.peak_rss_bytes for each in memory), default=None),
+        "speed_ratio": speed / in_memory if in_memory else None,
+    }
 
 
-def _method(settings: ServerSettings) -> EFTViT:
+def _make_method(settings: ServerSettings) -> EFTViT:
     return EFTViT(
         local_blocks=settings.local_blocks, server_epochs=1, server_batch_size=settings.batch_size, server_lr=1e-4
     )
 
 
-def _collect(vit: PatchViT, settings: ServerSettings) -> Collect:
-    """What devices upload of each image. Raises ConfigError when the model has no block for the server."""
-    method = _method(settings)
+def _find_collect(vit: PatchViT, settings: ServerSettings) -> Collect:
+    """Find what devices upload of each image. Raises ConfigError when the model has no block for the server."""
+    method = _make_method(settings)
     method.rules(vit)
     (phase,) = method.phases(vit)
     assert phase.collect is not None  # EFTViT's only phase collects
@@ -197,8 +163,8 @@ class _Enough(Exception):
     """Enough steps were measured."""
 
 
-class _Clock:
-    """Called after every step."""
+class _StepClock:
+    """Measures the time of each step, and ends the round when enough are measured."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -217,25 +183,25 @@ class _Clock:
 
 def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Measured:
     """Run the server step of a round with the optimizer's state of the round before."""
-    vit, method = build_vit(model, CLASSES, seed=0), _method(settings)
-    collect = _collect(vit, settings)
+    vit, method = build_vit(model, CLASSES, seed=0), _make_method(settings)
+    collect = _find_collect(vit, settings)
     rule = method.server_rule(vit)
     blobs = BlobStore(folder / "blobs")
     digests = {file.name: file.read_text() for file in sorted(folder.glob("upload-*"))}
     files = {digest: TensorFile(blobs.path(digest)) for digest in digests.values()}
     stored: Mapping[str, Mapping[str, Array]] = files
     values = {name: value.numpy() for name, value in vit.tensors().items()}
-    mine = {name: values[name].copy() for name in method.names_with(vit, Role.GLOBAL, Role.SEEDED)}
-    state = ServerState(mine, _optimizer_state(mine))
+    server_side = {name: values[name].copy() for name in method.names_with(vit, Role.GLOBAL, Role.SEEDED)}
+    state = ServerState(server_side, _make_optimizer_state(server_side))
     loaded_bytes = psutil.Process().memory_info().rss
     if side == "memory":
-        stored = {"everything": _concatenated(collect.output, list(files.values()))}
+        stored = {"everything": _concatenate(collect.output, list(files.values()))}
         digests = {"all": "everything"}
 
     def load(digest: str) -> Mapping[str, Array]:
         return stored[digest]
 
-    clock = _Clock(settings)
+    clock = _StepClock(settings)
     context = RoundContext(
         round=2,
         seed=0,
@@ -262,15 +228,15 @@ def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Mea
     )
 
 
-def _optimizer_state(tensors: Tensors) -> Tensors:
-    """AdamW's state of each tensor, as the rule keeps it between rounds."""
+def _make_optimizer_state(tensors: Tensors) -> Tensors:
+    """Make AdamW's state of each tensor, as the rule keeps it between rounds."""
     slots = {slot: {name: np.full_like(value, 1e-8) for name, value in tensors.items()} for slot in AdamW.slots}
     slots["step"] = {name: np.ones((), np.float32) for name in tensors}
     return {f"{PREFIX}{slot}/{name}": value for slot, values in slots.items() for name, value in values.items()}
 
 
-def _concatenated(name: str, uploads: list[TensorFile]) -> Tensors:
-    """One tensor of all features, filled upload by upload."""
+def _concatenate(name: str, uploads: list[TensorFile]) -> Tensors:
+    """Fill one tensor with the features of all uploads."""
     rows = [upload.shape(name)[0] for upload in uploads]
     features = np.empty((sum(rows), *uploads[0].shape(name)[1:]), np.float32)
     begin = 0
@@ -280,38 +246,14 @@ def _concatenated(name: str, uploads: list[TensorFile]) -> Tensors:
     return {name: features, "labels": np.concatenate([upload["labels"] for upload in uploads])}
 
 
-def server_table(report: ServerReport) -> RenderableType:
-    title = f"{report.accelerator}, {report.settings.precision}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    table.add_column("model", no_wrap=True)
-    sizes = ("features GB", "peak GB", "above model GB", "GPU GB")
-    for heading in (*sizes, "images/s", "in memory: peak GB", "images/s", "ratio"):
-        table.add_column(heading, justify="right")
-    for result in report.results:
-        fits = result.in_memory_peak_rss_bytes is not None
-        table.add_row(
-            result.model,
-            *(
-                f"{size / GIGA:.2f}"
-                for size in (result.features_bytes, result.peak_rss_bytes, result.peak_above_model_bytes)
-            ),
-            f"{result.accelerator_peak_bytes / GIGA:.2f}" if result.accelerator_peak_bytes else "",
-            f"{result.images_per_s:.1f}",
-            f"{(result.in_memory_peak_rss_bytes or 0) / GIGA:.2f}" if fits else "not measured",
-            f"{result.in_memory_images_per_s:.1f}" if fits else "",
-            f"{result.speed_ratio:.2f}" if fits else "",
-        )
-    return table
-
-
 def main() -> None:
-    """Arguments: the model, the side, the folder, the settings as JSON."""
+    """Run one measured process; arguments: the model, the side, the folder, the settings as JSON."""
     model, side, folder, text = sys.argv[1:]
     settings = msgspec.json.decode(text, type=ServerSettings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    found = train(model, msgspec.convert(side, Side), Path(folder), settings)
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    figures = train(model, msgspec.convert(side, Side), Path(folder), settings)
+    sys.stdout.write(msgspec.json.encode(figures).decode() + "\n")
 
 
 if __name__ == "__main__":

@@ -16,54 +16,54 @@ from torch.nn import functional
 from bench.cases import Case
 
 
-def plain(case: Case) -> nn.Module:
+def build_plain(case: Case) -> nn.Module:
     """The whole model trains."""
-    return _vit(case)
+    return _build_vit(case)
 
 
-def eftvit(case: Case) -> nn.Module:
+def build_eftvit(case: Case) -> nn.Module:
     """Embedding, the first blocks and the head train; timm's own patch dropout is the mask."""
-    vit = _vit(case, patch_drop_rate=case.options["mask"])
+    vit = _build_vit(case, patch_drop_rate=case.options["mask"])
     vit.blocks[case.options["local_blocks"] :].requires_grad_(False)
     vit.norm.requires_grad_(False)
     return vit
 
 
-def fedperfix(case: Case) -> nn.Module:
+def build_fedperfix(case: Case) -> nn.Module:
     """All of the model trains, and in every block an adapter of keys and values."""
-    vit = _vit(case)
+    vit = _build_vit(case)
     for block in vit.blocks:
         block.attn = AdaptedAttention(block.attn, case.options["bottleneck"], case.options["scale"])
     return vit
 
 
-def pfedpg(case: Case) -> nn.Module:
+def build_pfedpg(case: Case) -> nn.Module:
     """Prompts and head train."""
-    return PromptedViT(_vit(case), case.options["tokens"])
+    return PromptedViT(_build_vit(case), case.options["tokens"])
 
 
-def resnet(case: Case) -> nn.Module:
+def build_resnet(case: Case) -> nn.Module:
     """A ResNet with group norms, of which all trains."""
     return timm.create_model(case.model, num_classes=case.classes, norm_layer="groupnorm")
 
 
-def lstm(case: Case) -> nn.Module:
+def build_lstm(case: Case) -> nn.Module:
     """torch's LSTM, of which all trains."""
     sizes = case.model_options
     return Characters(case.classes, sizes["embedding"], sizes["width"], sizes["depth"])
 
 
 MODELS: dict[str, Callable[[Case], nn.Module]] = {
-    "plain": plain,
-    "eftvit": eftvit,
-    "fedperfix": fedperfix,
-    "pfedpg": pfedpg,
-    "resnet": resnet,
-    "lstm": lstm,
+    "plain": build_plain,
+    "eftvit": build_eftvit,
+    "fedperfix": build_fedperfix,
+    "pfedpg": build_pfedpg,
+    "resnet": build_resnet,
+    "lstm": build_lstm,
 }
 
 
-def _vit(case: Case, **arguments: Any) -> VisionTransformer:
+def _build_vit(case: Case, **arguments: Any) -> VisionTransformer:
     if case.model != "vit_small_images":
         return cast(VisionTransformer, timm.create_model(case.model, num_classes=case.classes, **arguments))
     sizes = dict(case.model_options)

@@ -15,7 +15,7 @@ def main() -> None:
 
     import_s = time.perf_counter() - began
     from bench.cases import decode_case
-    from bench.product import torch_gflops
+    from bench.product import measure_torch_gflops
     from bench.torch_models import MODELS, make_optimizer
 
     torch.set_num_threads(threads)
@@ -46,7 +46,7 @@ def main() -> None:
     from profiles.probes.host import peak_rss_bytes  # imported last, since a user's program does not have it
 
     measured: dict[str, object] = {"step_s": median(times), "import_s": import_s, "peak_rss_bytes": peak_rss_bytes()}
-    measured["product_gflops"] = {precision: torch_gflops(side, precision)}
+    measured["product_gflops"] = {precision: measure_torch_gflops(side, precision)}
     sys.stdout.write(json.dumps(measured) + "\n")
 
 

@@ -5,16 +5,13 @@ hundredth of their size, which does not change the number of bytes of any codec.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct, field
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
 
 from bench.cases import Case
+from bench.reporting import Progress, Report
 from coordinator.compute.checkpoint import save_state
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig, UpdatesConfig
@@ -24,7 +21,6 @@ from fedvit.methods.base import ServerState
 from fedvit.tensors import Array, Tensors, pack
 from fedvit.updates import NONE, make_codec
 
-MEGA = 1e6
 DOWN = (
     UpdatesConfig(),
     UpdatesConfig(down="fp16"),
@@ -35,98 +31,78 @@ DOWN = (
 UP = ("none", "fp16", "int8", "top_k:share=0.05", "top_k:share=0.01")
 
 
-class Traffic(Struct, frozen=True, kw_only=True):
-    """Bytes of a round in one direction, of the tensors that its codec codes."""
-
-    case: str
-    direction: str = field(name="way")  # "down" or "up"
-    codec: str
-    first_bytes: int  # of a device's first round
-    round_bytes: int  # of any other round
-    share: float  # round_bytes / those without a codec
+def run_bytes_bench(cases: list[Case], progress: Progress = lambda line: None) -> list[Report]:
+    """Write every case with every codec, in each direction in which the method sends such tensors."""
+    return [row for case in cases for row in _write_case(case, progress)]
 
 
-def run_bytes_bench(cases: list[Case], progress: Callable[[str], None] = lambda line: None) -> list[Traffic]:
-    """Every case with every codec, in each direction in which the method sends such tensors."""
-    return [row for case in cases for row in _of_case(case, progress)]
+def _make_row(case: Case, way: str, codec: str, sizes: tuple[int, int], uncoded: int) -> Report:
+    """Bytes of a device's first round and of any other, and the share of what is sent without a codec."""
+    first, later = sizes
+    return {"case": case.name, "way": way, "codec": codec, "first_bytes": first, "round_bytes": later,
+            "share": later / uncoded}  # fmt: skip
 
 
-def _of_case(case: Case, progress: Callable[[str], None]) -> Iterator[Traffic]:
+def _write_case(case: Case, progress: Progress) -> Iterator[Report]:
     config = RunConfig(
         method=case.method, options=case.options, model=case.model, model_options=case.model_options, accelerator="cpu"
     )
-    with tempfile.TemporaryDirectory(prefix="fleet-bench-") as made:
+    with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
         classes = tuple(map(str, range(case.classes)))
-        plan = make_plan(config, classes, BlobStore(Path(made) / "plan"), progress=progress)
-        yield from _down(case, plan, Path(made), progress)
-        yield from _up(case, plan, progress)
+        plan = make_plan(config, classes, BlobStore(Path(folder) / "plan"), progress=progress)
+        yield from _send_down(case, plan, Path(folder), progress)
+        yield from _send_up(case, plan, progress)
 
 
-def _down(case: Case, plan: Plan, home: Path, progress: Callable[[str], None]) -> Iterator[Traffic]:
-    """A device in its first round, and the same device a round later."""
-    later = ServerState({name: _updated(name, value) for name, value in plan.state.tensors.items()})
+def _send_down(case: Case, plan: Plan, home: Path, progress: Progress) -> Iterator[Report]:
+    """Count what a device fetches in its first round, and a round later."""
+    later = ServerState({name: _train(name, value) for name, value in plan.state.tensors.items()})
     uncoded = 0
     for updates in DOWN if plan.groups else ():
         codec = updates.down if updates.down_whole == NONE else f"whole {updates.down_whole}"
         progress(f"{case.name}: down, {codec}")
         with tempfile.TemporaryDirectory(dir=home) as folder:
-            blobs, sizes, had, saved = BlobStore(Path(folder)), [], set[str](), None
+            blobs, sizes, owned, saved = BlobStore(Path(folder)), [], set[str](), None
             for state in (plan.state, later):
                 saved = save_state(state, plan.groups, blobs, updates, saved)
-                sizes.append(sum(_fetched(saved, group, blobs, had) for group in plan.groups))
-                had = set(map(saved.sent, plan.groups))
+                sizes.append(sum(_count_fetched(saved, group, blobs, owned) for group in plan.groups))
+                owned = set(map(saved.sent, plan.groups))
         first, second = sizes
         uncoded = uncoded or second
-        yield Traffic(
-            case=case.name, direction="down", codec=codec, first_bytes=first, round_bytes=second, share=second / uncoded
-        )
+        yield _make_row(case, "down", codec, (first, second), uncoded)
 
 
-def _fetched(saved: SavedState, group: str, blobs: BlobStore, had: set[str]) -> int:
-    """Bytes that a device fetches of a group whose newest values it does not have."""
+def _count_fetched(saved: SavedState, group: str, blobs: BlobStore, owned: set[str]) -> int:
+    """Count the bytes of a group whose newest values the device does not have."""
     target = blobs.manifest(saved.sent(group))
     steps = saved.references[group].delta_chain(blobs) if group in saved.references else ()
     for step in steps:
-        if not step.base or step.base in had:
+        if not step.base or step.base in owned:
             return min(step.patch.size, target.size)
-    return 0 if target.digest in had else target.size
+    return 0 if target.digest in owned else target.size
 
 
-def _up(case: Case, plan: Plan, progress: Callable[[str], None]) -> Iterator[Traffic]:
-    """The trained tensors that devices send back; generated tensors and features are not counted."""
+def _send_up(case: Case, plan: Plan, progress: Progress) -> Iterator[Report]:
+    """Count the trained tensors that devices send back, without generated tensors and features."""
     sent = [
         name
         for role, names in plan.method.groups(plan.vit).values()
         for name in names
-        if role.sent_back and name in plan.values
+        if role.is_sent_back and name in plan.values
     ]
-    deltas: Tensors = {name: np.subtract(_updated(name, plan.values[name]), plan.values[name]) for name in sent}
+    deltas: Tensors = {name: np.subtract(_train(name, plan.values[name]), plan.values[name]) for name in sent}
     uncoded = 0
     for text in UP if sent else ():
         progress(f"{case.name}: up, {text}")
         size = len(pack(make_codec(text).encode(deltas)))
         uncoded = uncoded or size
-        yield Traffic(
-            case=case.name, direction="up", codec=text, first_bytes=size, round_bytes=size, share=size / uncoded
-        )
+        yield _make_row(case, "up", text, (size, size), uncoded)
 
 
-def _updated(name: str, value: Array) -> Array:
-    """A tensor after a round; the same at every call."""
+def _train(name: str, value: Array) -> Array:
+    """Change a tensor as a round might; the same at every call."""
     draw = np.random.default_rng(list(name.encode()))
     numbers: Array = np.asarray(value, np.float32)
     size = np.float32(0.01) * max(np.float32(0.01), np.abs(numbers).mean(dtype=np.float32))
-    updated: Array = np.add(numbers, size * draw.standard_normal(numbers.shape, np.float32))
-    return updated
-
-
-def bytes_table(rows: list[Traffic]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    for heading in ("case", "direction", "codec"):
-        table.add_column(heading)
-    for heading in ("first round MB", "round MB", "of uncoded"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        sizes = (f"{size / MEGA:.2f}" for size in (row.first_bytes, row.round_bytes))
-        table.add_row(row.case, row.direction, row.codec, *sizes, f"{row.share:.3f}")
-    return table
+    result: Array = np.add(numbers, size * draw.standard_normal(numbers.shape, np.float32))
+    return result

@@ -39,7 +39,7 @@ from fedvit.wire.messages import (
     decode,
     encode,
 )
-from fleet.datasets.pickles import unpickled
+from fleet.datasets.pickles import unpickle
 
 PIECE_BYTES = 1_000_000
 WARM_BYTES = 1000
@@ -52,14 +52,14 @@ def main() -> None:
     ENDS[transport, role](options)
 
 
-def ready() -> None:
+def print_ready() -> None:
     """Print `ready`, and wait for the line that starts the measurement."""
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.readline()
 
 
-def report(**figures: Any) -> None:
+def print_report(**figures: Any) -> None:
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stdout.flush()
 
@@ -113,7 +113,7 @@ class Peer:
         match event:
             case Connected():
                 self.connected = True
-                self.exchange.reconnected()
+                self.exchange.on_reconnect()
             case Received(topic, payload) if topic.startswith("ctl/"):
                 peer, message = topic.rsplit("/", 1)[1], decode(payload)
                 match message:
@@ -132,8 +132,8 @@ class Peer:
         self.transport.publish(f"ctl/{peer}/{self.name}", encode(message))
 
 
-def ours_sender(options: dict[str, Any]) -> None:
-    peer = Peer("sender", options, _object_store(options))
+def send_ours(options: dict[str, Any]) -> None:
+    peer = Peer("sender", options, _make_object_store(options))
     stopped = threading.Event()
 
     def listen() -> None:
@@ -144,21 +144,21 @@ def ours_sender(options: dict[str, Any]) -> None:
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     peer.run_until(stopped.is_set)
-    report(sent_bytes=peer.transport.sent_bytes)
+    print_report(sent_bytes=peer.transport.sent_bytes)
 
 
-def _object_store(options: dict[str, Any]) -> ObjectStore | None:
+def _make_object_store(options: dict[str, Any]) -> ObjectStore | None:
     if "store" not in options:
         return None
     return ObjectStore(BlobsConfig(**options["store"]), "bench", BlobStore(Path(options["folder"]) / "sender"))
 
 
-def ours_receiver(options: dict[str, Any]) -> None:
+def receive_ours(options: dict[str, Any]) -> None:
     peer = Peer(options["name"], options)
     warm, manifest = (Manifest(**given) for given in options["manifests"])
     peer.fetch(warm)
     peer.run_until(lambda: peer.finished == 1)
-    ready()
+    print_ready()
     peer.fetch(manifest)
     third = threading.Event()
     while peer.finished < 2:
@@ -166,48 +166,48 @@ def ours_receiver(options: dict[str, Any]) -> None:
         if peer.transport.received_bytes > manifest.size / 3 and not third.is_set():
             third.set()
             if options.get("report_third"):
-                report(third=True)
-    report(at=time.monotonic(), received_bytes=peer.transport.received_bytes)
+                print_report(third=True)
+    print_report(at=time.monotonic(), received_bytes=peer.transport.received_bytes)
     peer.transport.close()
 
 
 # --- what it is compared with -------------------------------------------------------------------------
 
 
-def tcp_sender(options: dict[str, Any]) -> None:
+def send_tcp(options: dict[str, Any]) -> None:
     content = Path(options["content"]).read_bytes()
     with socket.create_server(("127.0.0.1", options["port"])) as server:
         taken = [server.accept()[0] for _ in range(options["receivers"])]
-    ready()
+    print_ready()
     threads = [threading.Thread(target=one.sendall, args=(content,)) for one in taken]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    report(sent=True)
+    print_report(sent=True)
 
 
-def tcp_receiver(options: dict[str, Any]) -> None:
+def receive_tcp(options: dict[str, Any]) -> None:
     buffer = bytearray(options["size"])
-    opened = _patiently(lambda: socket.create_connection(("127.0.0.1", options["port"])))
-    ready()
+    opened = _connect_patiently(lambda: socket.create_connection(("127.0.0.1", options["port"])))
+    print_ready()
     view = memoryview(buffer)
     while view:
         view = view[opened.recv_into(view[:PIECE_BYTES]) :]
-    report(at=time.monotonic())
+    print_report(at=time.monotonic())
 
 
-def get_receiver(options: dict[str, Any]) -> None:
+def receive_get(options: dict[str, Any]) -> None:
     """A plain GET of a signed URL, into memory."""
     buffer = memoryview(bytearray(options["size"]))
-    ready()
+    print_ready()
     with urllib.request.urlopen(options["url"], timeout=PATIENCE_S) as answer:
         while buffer:
             buffer = buffer[answer.readinto(buffer[:PIECE_BYTES]) :]
-    report(at=time.monotonic())
+    print_report(at=time.monotonic())
 
 
-def grpc_sender(options: dict[str, Any]) -> None:
+def send_grpc(options: dict[str, Any]) -> None:
     import grpc
 
     content = Path(options["content"]).read_bytes()
@@ -221,27 +221,27 @@ def grpc_sender(options: dict[str, Any]) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", {"Get": method}),))
     server.add_insecure_port(f"127.0.0.1:{options['port']}")
     server.start()
-    ready()
+    print_ready()
     sys.stdin.read()
     server.stop(0)
-    report(sent=True)
+    print_report(sent=True)
 
 
-def grpc_receiver(options: dict[str, Any]) -> None:
+def receive_grpc(options: dict[str, Any]) -> None:
     import grpc
 
     with grpc.insecure_channel(f"127.0.0.1:{options['port']}") as channel:
         grpc.channel_ready_future(channel).result(timeout=30)
-        ready()
+        print_ready()
         buffer, filled = bytearray(options["size"]), 0
         for piece in channel.unary_stream("/bench/Get")(b""):
             buffer[filled : filled + len(piece)] = piece
             filled += len(piece)
         assert filled == options["size"]
-        report(at=time.monotonic())
+        print_report(at=time.monotonic())
 
 
-def _plain_client(options: dict[str, Any], name: str) -> Any:
+def _start_client(options: dict[str, Any], name: str) -> Any:
     """paho's own client, for one huge message."""
     from paho.mqtt.client import Client
     from paho.mqtt.enums import CallbackAPIVersion
@@ -253,73 +253,73 @@ def _plain_client(options: dict[str, Any], name: str) -> Any:
     return client
 
 
-def message_sender(options: dict[str, Any]) -> None:
+def send_message(options: dict[str, Any]) -> None:
     model = {"weights": np.frombuffer(Path(options["content"]).read_bytes(), np.float32)}
-    client = _plain_client(options, "message-sender")
-    ready()
-    raw = _written(options["transport"], model)
+    client = _start_client(options, "message-sender")
+    print_ready()
+    raw = _serialize(options["transport"], model)
     client.publish("model", raw, qos=2).wait_for_publish(PATIENCE_S)
-    report(sent_bytes=len(raw))
+    print_report(sent_bytes=len(raw))
     client.disconnect()
 
 
-def message_receiver(options: dict[str, Any]) -> None:
+def receive_message(options: dict[str, Any]) -> None:
     received: queue.Queue[bytes] = queue.Queue()
     subscribed = threading.Event()
-    client = _plain_client(options, options["name"])
+    client = _start_client(options, options["name"])
     client.on_message = lambda client, userdata, message: received.put(message.payload)
     client.on_subscribe = lambda *_: subscribed.set()
     client.subscribe("model", 2)
     subscribed.wait(30)
-    ready()
-    model = _read(options["transport"], received.get(timeout=PATIENCE_S))
+    print_ready()
+    model = _deserialize(options["transport"], received.get(timeout=PATIENCE_S))
     at = time.monotonic()
     assert model["weights"].nbytes == options["size"]
-    report(at=at)
+    print_report(at=at)
     client.disconnect()
 
 
-def _written(transport: str, model: dict[str, Any]) -> bytes:
+def _serialize(transport: str, model: dict[str, Any]) -> bytes:
     if transport == "pickle":
         return pickle.dumps(model)
     return json.dumps({name: values.tolist() for name, values in model.items()}).encode()
 
 
-def _read(transport: str, raw: bytes) -> dict[str, Any]:
+def _deserialize(transport: str, raw: bytes) -> dict[str, Any]:
     if transport == "pickle":
-        return unpickled(io.BytesIO(raw))  # safe, unlike pickle.loads, which other frameworks use
+        return unpickle(io.BytesIO(raw))  # safe, unlike pickle.loads, which other frameworks use
     return {name: np.array(values, np.float32) for name, values in json.loads(raw).items()}
 
 
 # --- small messages -----------------------------------------------------------------------------------
 
 
-def echo_sender(options: dict[str, Any]) -> None:
+def send_echo(options: dict[str, Any]) -> None:
     """Send questions, and measure the time until each answer."""
-    transport = _connected(options, "asker", "answer")
+    transport = _connect(options, "asker", "answer")
     payload = bytes(options["size"])
-    ready()
+    print_ready()
     waits = []
     for _ in range(options["count"] + 20):
         began = time.perf_counter()
         transport.publish("question", payload)
-        _next(transport)
+        _receive(transport)
         waits.append(time.perf_counter() - began)
-    report(ms=sorted(1000 * wait for wait in waits[20:]))
+    print_report(ms=sorted(1000 * wait for wait in waits[20:]))
     transport.close()
 
 
-def echo_receiver(options: dict[str, Any]) -> None:
-    transport = _connected(options, "answerer", "question")
-    ready()
+def receive_echo(options: dict[str, Any]) -> None:
+    transport = _connect(options, "answerer", "question")
+    print_ready()
     for _ in range(options["count"] + 20):
-        transport.publish("answer", _next(transport))
+        transport.publish("answer", _receive(transport))
     time.sleep(0.2)  # for the last answer
-    report(at=time.monotonic())
+    print_report(at=time.monotonic())
     transport.close()
 
 
-def _connected(options: dict[str, Any], name: str, topic: str) -> MqttTransport:
+def _connect(options: dict[str, Any], name: str, topic: str) -> MqttTransport:
     transport = MqttTransport(SimpleQueue(), Address.parse(options["broker"]), name)
     transport.subscribe(topic, 1)
     transport.open()
@@ -328,13 +328,13 @@ def _connected(options: dict[str, Any], name: str, topic: str) -> MqttTransport:
     return transport
 
 
-def _next(transport: MqttTransport) -> bytes:
+def _receive(transport: MqttTransport) -> bytes:
     while not isinstance(event := transport.inbox.get(timeout=30), Received):
         pass
     return event.payload
 
 
-def _patiently(connect: Callable[[], socket.socket]) -> socket.socket:
+def _connect_patiently(connect: Callable[[], socket.socket]) -> socket.socket:
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -346,19 +346,19 @@ def _patiently(connect: Callable[[], socket.socket]) -> socket.socket:
 
 
 ENDS: dict[tuple[str, str], Callable[[dict[str, Any]], None]] = {
-    ("ours", "sender"): ours_sender,
-    ("ours", "receiver"): ours_receiver,
-    ("get", "receiver"): get_receiver,
-    ("tcp", "sender"): tcp_sender,
-    ("tcp", "receiver"): tcp_receiver,
-    ("grpc", "sender"): grpc_sender,
-    ("grpc", "receiver"): grpc_receiver,
-    ("pickle", "sender"): message_sender,
-    ("pickle", "receiver"): message_receiver,
-    ("json", "sender"): message_sender,
-    ("json", "receiver"): message_receiver,
-    ("echo", "sender"): echo_sender,
-    ("echo", "receiver"): echo_receiver,
+    ("ours", "sender"): send_ours,
+    ("ours", "receiver"): receive_ours,
+    ("get", "receiver"): receive_get,
+    ("tcp", "sender"): send_tcp,
+    ("tcp", "receiver"): receive_tcp,
+    ("grpc", "sender"): send_grpc,
+    ("grpc", "receiver"): receive_grpc,
+    ("pickle", "sender"): send_message,
+    ("pickle", "receiver"): receive_message,
+    ("json", "sender"): send_message,
+    ("json", "receiver"): receive_message,
+    ("echo", "sender"): send_echo,
+    ("echo", "receiver"): receive_echo,
 }
 
 if __name__ == "__main__":

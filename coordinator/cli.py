@@ -2,49 +2,48 @@
 
 import click
 
-from coordinator.commands.boards import boards
-from coordinator.commands.cancel import cancel
-from coordinator.commands.dashboard import dashboard
-from coordinator.commands.devices import devices
-from coordinator.commands.enroll import enroll
-from coordinator.commands.export import export
-from coordinator.commands.gc import gc
-from coordinator.commands.init import init
-from coordinator.commands.label import label
-from coordinator.commands.logs import logs
-from coordinator.commands.methods import methods
-from coordinator.commands.metrics import metrics
-from coordinator.commands.pause import pause, unpause
-from coordinator.commands.plan import plan
-from coordinator.commands.profile import profile
-from coordinator.commands.quarantine import quarantine
-from coordinator.commands.report import report
-from coordinator.commands.revoke import revoke
-from coordinator.commands.rm import rm
-from coordinator.commands.runs import runs
-from coordinator.commands.serve import serve
-from coordinator.commands.show import show
-from coordinator.commands.start import start
-from coordinator.commands.status import status
-from coordinator.commands.submit import submit
 from fedvit import command_line
+
+COMMANDS = {
+    "boards": "List the boards that costs can be predicted for, or all data of one.",
+    "cancel": "Cancel a run; it cannot be resumed.",
+    "dashboard": "Show runs and devices in a browser, as they happen.",
+    "devices": "List the devices of a deployment.",
+    "enroll": "Print a token with which one device can join, once.",
+    "export": "Write the newest model of a run as ONNX files that work without this software.",
+    "gc": "Remove runs and details beyond the policy, and unreferenced files.",
+    "init": "Make a deployment: an authority, certificates, the configuration of a broker.",
+    "label": "Set labels of a device in all runs, or list them.",
+    "logs": "Print the log lines that a device sent with its failures.",
+    "methods": "List all methods, or describe one.",
+    "pause": "Pause a run after its open round.",
+    "plan": "Choose the configuration of a method that fits the budgets of boards.",
+    "profile": "Predict what a method costs on boards.",
+    "quarantine": "List devices with strikes or in quarantine, or release some.",
+    "report": "Report a run: accuracy, bytes, time, memory, energy; predicted beside measured.",
+    "revoke": "Revoke a device: its connection ends at once.",
+    "rm": "Remove runs: their rows of the record, their folders and their mirrors.",
+    "runs": "List all runs, newest first.",
+    "serve": "Keep a broker and its devices connected, and serve submitted runs.",
+    "show": "Print a run: accuracy by round, devices, refusals.",
+    "start": "Start a run: a broker unless one is given, its devices, and its rounds.",
+    "status": "Show what a run or the service is waiting for.",
+    "submit": "Put a run into the queue of a service.",
+    "unpause": "Let a paused run open rounds again.",
+}
+"""Name -> description."""
 
 
 @click.group(
-    cls=command_line.Group,
+    cls=command_line.LazyGroup,
+    package="coordinator.commands",
+    lazy=COMMANDS,
     context_settings={"show_default": True},
     examples=["coordinator start --config run.toml", "coordinator show RUN", "coordinator runs --json"],
 )
 @click.version_option(package_name="fedvit")
 def cli() -> None:
     """Train models on a fleet of devices, round by round."""
-
-
-for command in (
-    boards, cancel, dashboard, devices, enroll, export, gc, init, label, logs, methods, metrics, pause, plan, profile,
-    quarantine, report, revoke, rm, runs, serve, show, start, status, submit, unpause,
-):  # fmt: skip
-    cli.add_command(command)
 
 
 def main() -> None:

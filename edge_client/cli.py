@@ -1,26 +1,35 @@
 """`edge-client`: one device of a fleet. Nothing here or below imports a deep-learning framework."""
 
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import click
 
-from edge_client.commands.doctor import doctor
-from edge_client.commands.export import export
-from edge_client.commands.gc import gc
-from edge_client.commands.join import join_command
-from edge_client.commands.label import label
 from edge_client.commands.options import OPTIONS
-from edge_client.commands.predict import predict
-from edge_client.commands.profile import profile_command
-from edge_client.commands.rm import rm
-from edge_client.commands.serve import serve
-from edge_client.commands.status import status
+from edge_client.settings import DeviceSettings
 from fedvit import command_line
+
+COMMANDS = {
+    "doctor": "Check whether this device can take part, with a hint for each problem.",
+    "export": "Write this device's own model of RUN as ONNX files that work without the coordinator.",
+    "gc": "Remove the vaults of finished runs except the newest, blobs that no run needs, and incomplete files.",
+    "join": "Join a deployment with the one-time TOKEN of coordinator enroll.",
+    "label": "Show the images in FOLDER/unlabelled one by one, and move each into the class folder whose key is "
+    "pressed.",
+    "predict": "Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all "
+    "images in it.",
+    "profile": "Measure this device: speed, memory, disk, temperature, power, the connection to the broker.",
+    "rm": "Remove the vaults of RUNS, also of the newest.",
+    "status": "Show what this device is doing: its last round, images, files that cannot be used, memory, last error.",
+}
+"""The commands and the first sentences of their help. Each is in the module of its name."""
 
 
 @click.group(
-    cls=command_line.Group,
+    cls=command_line.LazyGroup,
+    package="edge_client.commands",
+    lazy=COMMANDS,
     params=list(OPTIONS),
     invoke_without_command=True,
     context_settings={"show_default": True},
@@ -35,11 +44,7 @@ from fedvit import command_line
 def cli(context: click.Context, /, **options: Any) -> None:
     """Train on this device's own images, which never leave it, as the coordinator asks."""
     if context.invoked_subcommand is None:
-        serve(**options)
-
-
-for command in (doctor, export, gc, join_command, label, predict, profile_command, rm, status):
-    cli.add_command(command)
+        import_module("edge_client.commands.serve").serve(DeviceSettings.from_flags(options))
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from fedvit.errors import FedvitError
-from fedvit.precision import STEPS_OF_FACTORS, Compute
 
 LARGE_BYTES = 1024
 """Constants above are written as what makes them, if they repeat one number."""
@@ -31,15 +30,6 @@ DTYPES: dict[torch.dtype, int] = {
     torch.bool: TensorProto.BOOL,
 }
 Shape = tuple[int, ...]
-
-_ZERO, _STEPS = 128, 127
-"""Of rows that become integers of 8 bits: where zero is, and how far they go to both sides."""
-_LEAST_WIDTH = 128
-"""The least length of both sides of a trained weight whose products are rounded. Where a side is shorter, as in a head,
-rounding the other operand takes as long as the product saves."""
-_TINY = 1e-30
-"""The least of what a row's scale is made of, which may not be zero."""
-
 
 _CALCULATED: dict[str, Callable[[Any, Any], Any]] = {
     "Add": operator.add,
@@ -72,21 +62,17 @@ class Unsupported(FedvitError):
     """An operator without an ONNX form here."""
 
 
-class Graph:
+class GraphBuilder:
     """An ONNX graph under construction. Names follow from the order of construction alone."""
 
-    def __init__(self, inputs: Mapping[str, Value], compute: Compute) -> None:
-        self._compute = compute
+    def __init__(self, inputs: Mapping[str, Value]) -> None:
         self.inputs = dict(inputs)
         self.nodes: dict[str, onnx.NodeProto] = {}  # by first output, in order of execution
         self.shapes: dict[str, Shape] = {value.name: value.shape for value in inputs.values()}
         self.constants: dict[str, onnx.TensorProto] = {}
         self._named: dict[bytes, str] = {}
         self._views: dict[tuple[Any, ...], str] = {}
-        self._integers: dict[str, tuple[str, str]] = {}  # trained weight -> its integers and the scales of its rows
-        self._halves: dict[str, str] = {}  # trained weight -> as float16
         self._made = 0
-        self.unknown: list[Value] = []  # of operators outside of ONNX, whose shapes are not inferred
 
     def node(self, kind: str, operands: Sequence[str], *shapes: Shape, **attributes: Any) -> list[str]:
         """Append a node; returns the names of its outputs, one per shape."""
@@ -117,7 +103,7 @@ class Graph:
             self.shapes[name] = array.shape
         return self._named[key]
 
-    def repeated(self, number: float | bool, shape: Shape, dtype: torch.dtype) -> Value:
+    def fill(self, number: float | bool, shape: Shape, dtype: torch.dtype) -> Value:
         """A constant that is one number everywhere."""
         name = self.constant(np.array(number, number_type(dtype)))
         return Value(name, shape, dtype, repeated=True, number=number)
@@ -161,11 +147,11 @@ class Graph:
         if value.number is not None:
             return replace(value, shape=shape)
         ends_kept = len(shape) >= 2 and shape[-2:] == value.shape[-2:]
-        if value.permutation is not None and value.permutation == swapped(len(value.shape)) and ends_kept:
+        if value.permutation is not None and value.permutation == swap_last_axes(len(value.shape)) and ends_kept:
             # only the axes in front are regrouped: the view stays one
             behind = Value(value.name, self.shapes[value.name], value.dtype)
             regrouped = self.reshape(behind, (*shape[:-2], shape[-1], shape[-2]))
-            return Value(regrouped.name, shape, value.dtype, swapped(len(shape)))
+            return Value(regrouped.name, shape, value.dtype, swap_last_axes(len(shape)))
         source = self.plain(value)
         while source in self.nodes and self.nodes[source].op_type == "Reshape":
             source = self.nodes[source].input[0]
@@ -200,7 +186,7 @@ class Graph:
         if value.dtype == dtype:
             return value
         if value.number is not None:
-            return self.repeated(number_type(dtype)(value.number).item(), value.shape, dtype)
+            return self.fill(number_type(dtype)(value.number).item(), value.shape, dtype)
         if value.dtype is torch.float16 and value.name in self.inputs:
             return replace(value, dtype=dtype, scale="")
         made = self.one("Cast", [value.name], self.shapes[value.name], dtype, to=DTYPES[dtype])
@@ -218,7 +204,7 @@ class Graph:
         left, right = (self._unpack(side) if side.scale is not None else side for side in (left, right))
         if left.number is not None and right.number is not None:
             number = _CALCULATED[kind](number_type(left.dtype)(left.number), number_type(right.dtype)(right.number))
-            return self.repeated(number.item(), shape, dtype)
+            return self.fill(number.item(), shape, dtype)
         if dtype.is_floating_point:
             if left.shape == shape and right.number is not None and right.number == _NEUTRAL.get(kind):
                 return left
@@ -244,7 +230,7 @@ class Graph:
         return views.pop() if len(views) == 1 and shapes == {shape} else None
 
     def with_number(self, kind: str, value: Value, number: float) -> Value:
-        return self.binary(kind, value, self.repeated(number, (), value.dtype), value.shape, value.dtype)
+        return self.binary(kind, value, self.fill(number, (), value.dtype), value.shape, value.dtype)
 
     def reduce(self, kind: str, value: Value, axes: Sequence[int], keep: bool) -> Value:
         axes = sorted(axis % max(len(value.shape), 1) for axis in axes)
@@ -255,143 +241,17 @@ class Graph:
         operands = [self.plain(value), self.constant(np.array(axes, np.int64))]
         return self.one(kind, operands, shape, value.dtype, keepdims=int(keep))
 
-    # --- products -------------------------------------------------------------------------------------
-
-    def gemm(self, left: Value, right: Value, bias: Value | None = None) -> Value:
-        """(M, K) x (K, N) + bias, which broadcasts to (M, N)."""
-        if self._compute == "int8" and (integers := right if right.scale else self._as_integers(right)):
-            return self._integer_product(left, integers, bias)
-        if self._compute == "fp16" and (halves := right if right.scale == "" else self._as_halves(right)):
-            return self._half_product(left, halves, bias)
-        shape = (left.shape[0], right.shape[1])
-        flags = {}
-        names = []
-        for value, flag in ((left, "transA"), (right, "transB")):
-            if value.permutation == (1, 0):
-                flags[flag] = 1
-                names.append(self.plain(replace(value, permutation=None)))
-            else:
-                names.append(self.plain(value))
-        if bias is not None:
-            names.append(self.broadcast(bias))
-        return self.one("Gemm", names, shape, left.dtype, **flags)
-
-    def _as_integers(self, weight: Value) -> Value | None:
-        """A trained weight as int8 with a scale for each row, as packed ones are sent; None for all else.
-
-        Made once for all products of a run, as it is read: a quarter of the weight's bytes until the backward pass.
-        """
-        if not self._is_trained(weight):
-            return None
-        if weight.name not in self._integers:
-            rows = Value(weight.name, self.shapes[weight.name], weight.dtype)
-            [integers], scale = self._rounded_rows(rows, np.int8(0), STEPS_OF_FACTORS)
-            self._integers[weight.name] = integers, self.reshape(scale, (rows.shape[0],)).name
-        integers, scales = self._integers[weight.name]
-        return replace(weight, name=integers, scale=scales)
-
-    def _is_trained(self, weight: Value) -> bool:
-        """Whether this is a large enough weight that the device trains."""
-        given = weight.name.startswith("tensor/") and weight.name in self.inputs and weight.scale is None
-        return given and weight.dtype is torch.float32 and min(weight.shape) >= _LEAST_WIDTH
-
-    def _largest_of_rows(self, rows: Value) -> Value:
-        """(M, N) -> (M, 1): the largest magnitude in each row, and a little more than 0 for rows of zeros."""
-        highest = self.reduce("ReduceMax", rows, [1], keep=True)
-        lowest = self.reduce("ReduceMin", rows, [1], keep=True)
-        tiny = self.constant(np.array(_TINY, np.float32))
-        return self.one("Max", [highest.name, self.unary("Neg", lowest).name, tiny], highest.shape, rows.dtype)
-
-    def _rounded_rows(self, rows: Value, zero: Any, steps: int) -> tuple[list[str], Value]:
-        """A matrix as integers of 8 bits, zero being `zero`, `steps` to both sides; and the scales of its rows."""
-        scale = self.with_number("Mul", self._largest_of_rows(rows), 1 / steps)
-        zeros = self.constant(np.full(scale.shape, zero))
-        block = rows.shape[1]
-        return self.node("QuantizeLinear", [rows.name, scale.name, zeros], rows.shape, axis=1, block_size=block), scale
-
-    def _integer_product(self, left: Value, right: Value, bias: Value | None) -> Value:
-        """(M, K) float x (K, N) int8, whose scales belong to its columns if it is transposed, else to its rows.
-
-        Each row of `left` becomes integers of 8 bits with a scale of its own, because rows of gradients differ by
-        orders of magnitude: what is left out is at most max |row| / 254.
-        """
-        assert right.scale
-        shape, kind = (left.shape[0], right.shape[1]), left.dtype
-        operand, scales = right.name, self.constant(np.ones(shape[1], np.float32))
-        if right.permutation == (1, 0):
-            operand, scales = self.one("Transpose", [operand], right.shape, torch.int8, perm=[1, 0]).name, right.scale
-        else:
-            by_row = Value(right.scale, (right.shape[0],), kind)
-            left = self.binary("Mul", left, by_row, left.shape, kind)
-        rows = Value(self.plain(left), left.shape, kind)
-        [integers], scale = self._rounded_rows(rows, np.uint8(_ZERO), _STEPS)
-        one, zero = self.constant(np.array(1, np.float32)), self.constant(np.array(_ZERO, np.uint8))
-        operands = [integers, operand, one, scales, zero, ""]
-        whole = self.one("MatMulIntegerToFloat", operands, shape, kind, domain="com.microsoft")
-        self.unknown.append(whole)
-        product = self.binary("Mul", whole, scale, shape, kind)
-        return self.binary("Add", product, bias, shape, kind) if bias else product
-
-    def _as_halves(self, weight: Value) -> Value | None:
-        """A trained weight as float16, made once for all products of a run; None for all else."""
-        if not self._is_trained(weight):
-            return None
-        if weight.name not in self._halves:
-            shape = self.shapes[weight.name]
-            self._halves[weight.name] = self._as_half(Value(weight.name, shape, weight.dtype)).name
-        return replace(weight, name=self._halves[weight.name], scale="")
-
-    def _as_half(self, value: Value) -> Value:
-        return self.one("Cast", [self.plain(value)], value.shape, torch.float16, to=TensorProto.FLOAT16)
-
-    def _half_product(self, left: Value, right: Value, bias: Value | None) -> Value:
-        """(M, K) float32 x (K, N) float16; onnxruntime's product of them is fast without transposed operands only.
-
-        The product with a weight that is not transposed is a gradient, of which rows are far below what float16 can
-        hold: each is divided by its largest number before.
-        """
-        shape, kind = (left.shape[0], right.shape[1]), left.dtype
-        operand, scale = right.name, None
-        if right.permutation == (1, 0):
-            operand = self.one("Transpose", [operand], right.shape, torch.float16, perm=[1, 0]).name
-        else:
-            left = Value(self.plain(left), left.shape, kind)
-            scale = self._largest_of_rows(left)
-            left = self.binary("Div", left, scale, left.shape, kind)
-        half = self.one("MatMul", [self._as_half(left).name, operand], shape, torch.float16)
-        product = self.one("Cast", [half.name], shape, kind, to=DTYPES[kind])
-        if scale:
-            product = self.binary("Mul", product, scale, shape, kind)
-        return self.binary("Add", product, bias, shape, kind) if bias else product
-
-    def matmul(self, left: Value, right: Value) -> Value:
-        shape = (*left.shape[:-1], right.shape[-1])
-        return self.one("MatMul", [self.plain(left), self.plain(right)], shape, left.dtype)
-
-    def add_to_product(self, product: Value, other: Value) -> Value | None:
-        """Fuse the addition of `other` into a product without other readers; None if that is not possible."""
-        node = self.nodes.get(product.name)
-        alone = product.permutation is None and not product.repeated
-        if node is None or node.op_type != "Gemm" or len(node.input) == 3 or not alone or other.shape != product.shape:
-            return None
-        added = self.plain(other)
-        node.input.append(added)
-        if added not in self.inputs:  # then it may have to come after what made `other`
-            del self.nodes[product.name]
-            self.nodes[product.name] = node
-        return product
-
 
 def number_type(dtype: torch.dtype) -> Any:
     """numpy's type of one number."""
     return np.dtype(str(dtype).removeprefix("torch.")).type
 
 
-def swapped(axes: int) -> Shape:
+def swap_last_axes(axes: int) -> Shape:
     """The order of `axes` axes in which the last two have changed places."""
     return (*range(axes - 2), axes - 1, axes - 2)
 
 
-def permuted(shape: Shape, order: Shape) -> Shape:
+def permute(shape: Shape, order: Shape) -> Shape:
     """`shape` with its axes in this order."""
     return tuple(shape[axis] for axis in order)

@@ -64,46 +64,46 @@ def export_graphs(
     folder = cache or default_cache()
     graphs: dict[str, Exported] = {}
     for name, serves in steps_of(method, vit).items():
-        seen = _seen(folder, method, vit, batch, name)
-        if known := _known(folder, seen):
+        seen = _origin_file(folder, method, vit, batch, name)
+        if known := _read_by_origin(folder, seen):
             graphs[name] = known
             continue
         progress(f"tracing graph {name!r}")
         inputs = example_inputs(method, vit, batch, serves)
         _, reference = _step_and_reference(method, vit, serves)
-        traced = _traced(method, vit, serves, inputs)
+        traced = _trace_step(method, vit, serves, inputs)
         key = f"{traced.key}-{check_key()}"
-        graphs[name] = _cached(traced, key, reference, name, folder, progress)
+        graphs[name] = _verify_once(traced, key, reference, name, folder, progress)
         if seen:
             atomic_write(seen, key.encode())
     return graphs
 
 
-def unverified_graphs(method: Method, vit: PatchViT, batch: Batch, *, cache: Path | None = None) -> dict[str, bytes]:
+def export_unverified(method: Method, vit: PatchViT, batch: Batch, *, cache: Path | None = None) -> dict[str, bytes]:
     """The graphs as `export_graphs` would make them, but not verified: for pricing, not for devices.
 
     Those that `export_graphs` left in a cache are taken from there; what is made here is not kept.
     """
     graphs: dict[str, bytes] = {}
     for name, serves in steps_of(method, vit).items():
-        if cache and (known := _known(cache, _seen(cache, method, vit, batch, name))):
+        if cache and (known := _read_by_origin(cache, _origin_file(cache, method, vit, batch, name))):
             graphs[name] = known.content
         else:
-            graphs[name] = to_onnx(_traced(method, vit, serves, example_inputs(method, vit, batch, serves)))
+            graphs[name] = to_onnx(_trace_step(method, vit, serves, example_inputs(method, vit, batch, serves)))
     return graphs
 
 
-def _seen(folder: Path, method: Method, vit: PatchViT, batch: Batch, graph: str) -> Path | None:
+def _origin_file(folder: Path, method: Method, vit: PatchViT, batch: Batch, graph: str) -> Path | None:
     """The file that holds the key of a graph by what it was made of; None where that has no key."""
     origin = origin_of(method, vit, batch, graph)
     return folder / origin[:2] / f"{origin}.seen" if origin else None
 
 
-def _known(folder: Path, seen: Path | None) -> Exported | None:
-    return _kept(folder, seen.read_text(errors="replace")) if seen and seen.is_file() else None
+def _read_by_origin(folder: Path, seen: Path | None) -> Exported | None:
+    return _read_cached(folder, seen.read_text(errors="replace")) if seen and seen.is_file() else None
 
 
-def _traced(method: Method, vit: PatchViT, serves: Serves, inputs: Mapping[str, Tensor]) -> Trace:
+def _trace_step(method: Method, vit: PatchViT, serves: Serves, inputs: Mapping[str, Tensor]) -> Trace:
     step, _ = _step_and_reference(method, vit, serves)
     any_length = PIECE if isinstance(serves, Update) else None
     compute = method.compute if isinstance(serves, Train) else "fp32"
@@ -119,11 +119,11 @@ def _step_and_reference(method: Method, vit: PatchViT, serves: Serves) -> tuple[
     return step, partial(reference_predict, step)
 
 
-def _cached(
+def _verify_once(
     traced: Trace, key: str, reference: Step, name: str, folder: Path, progress: Callable[[str], None]
 ) -> Exported:
     """The verified graph of a trace, from the cache if an equal trace passed the same check before."""
-    if known := _kept(folder, key):
+    if known := _read_cached(folder, key):
         return known
     progress(f"exporting graph {name!r} (once for this method, model and batch)")
     content = to_onnx(traced)
@@ -137,7 +137,7 @@ def _cached(
     return Exported(content, difference, cached=False)
 
 
-def _kept(folder: Path, key: str) -> Exported | None:
+def _read_cached(folder: Path, key: str) -> Exported | None:
     """A cached graph; None if there is none or a file is damaged: the graph is exported again, with equal bytes."""
     file = _file(folder, key)
     facts = file.with_suffix(".json")

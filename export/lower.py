@@ -1,8 +1,8 @@
 """A traced function, operator by operator, as ONNX nodes: few, large, and with every shape known.
 
 Torch's own exporter writes the backward pass of a transformer as hundreds of small operators, which takes
-most of a minute. Here each operator of the trace has one function (export.operators), which appends to a graph of
-views (export.graph).
+most of a minute. Here each operator of the trace has one function (export.operators and others), which appends to
+a graph of views (export.graph).
 """
 
 import operator
@@ -14,8 +14,11 @@ import torch
 from onnx import helper
 from torch import fx
 
-from export.graph import DTYPES, Graph, Unsupported, Value
-from export.operators import LOWERED, as_constant
+from export import convolutions, transformers  # noqa: F401 - they register their operators
+from export.graph import DTYPES, GraphBuilder, Unsupported, Value
+from export.operators import as_constant
+from export.products import StepGraph
+from export.rules import LOWERED
 from fedvit.precision import Compute
 
 
@@ -29,11 +32,11 @@ def lower(
     Raises Unsupported, naming the operator.
     """
     given = {name: Value(name, tuple(value.shape), value.dtype) for name, value in inputs.items()}
-    graph = Graph(given, compute)
+    graph = StepGraph(given, compute)
     found: dict[fx.Node, Any] = {}
     waiting = iter(given.values())
 
-    def looked_up(argument: Any) -> Any:
+    def look_up(argument: Any) -> Any:
         return fx.node.map_arg(argument, lambda node: found[node])
 
     results: list[Any] = []
@@ -49,7 +52,7 @@ def lower(
             rule = LOWERED.get(node.target)
             if rule is None:
                 raise Unsupported(f"operator {node.target} has no ONNX form here: add it to export/operators.py")
-            found[node] = rule(graph, node, *looked_up(node.args), **looked_up(node.kwargs))
+            found[node] = rule(graph, node, *look_up(node.args), **look_up(node.kwargs))
         else:
             results = [None if value is None else found[value] for value in node.args[0]]
     named = _outputs(graph, results, outputs)
@@ -64,7 +67,7 @@ def lower(
     )
 
 
-def _weights_last(graph: Graph, inputs: set[str]) -> list[onnx.NodeProto]:
+def _weights_last(graph: GraphBuilder, inputs: set[str]) -> list[onnx.NodeProto]:
     """The nodes, those first that follow from tensors of the Program alone, such as unpacked weights.
 
     onnxruntime works depth first and takes the operand whose node has the higher number before the others: of a
@@ -82,7 +85,7 @@ def _weights_last(graph: Graph, inputs: set[str]) -> list[onnx.NodeProto]:
     return early + late
 
 
-def _outputs(graph: Graph, results: Sequence[Value], names: Sequence[str]) -> dict[str, Value]:
+def _outputs(graph: GraphBuilder, results: Sequence[Value], names: Sequence[str]) -> dict[str, Value]:
     """Give results their names; an input, a constant or a value that is named already gets a node of its own."""
     renamed: dict[str, str] = {}
     named: dict[str, Value] = {}
@@ -102,7 +105,7 @@ def _outputs(graph: Graph, results: Sequence[Value], names: Sequence[str]) -> di
     return named
 
 
-def _drop_unused(graph: Graph, outputs: Mapping[str, Value]) -> None:
+def _drop_unused(graph: GraphBuilder, outputs: Mapping[str, Value]) -> None:
     """Remove nodes, node outputs and constants that nothing reads."""
     needed = set(outputs)
     for key, node in reversed([*graph.nodes.items()]):

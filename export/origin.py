@@ -33,13 +33,13 @@ OURS = (fedvit, export)
 
 
 class _Unknown(Exception):
-    """It is not known whether a graph depends on this value."""
+    """A graph may depend on this value in an unknown way."""
 
 
 def origin_of(method: Method, vit: PatchViT, batch: Batch, graph: str) -> str | None:
     """The key of one of the method's graphs; None where it has no key."""
     try:
-        described = [_described(value) for value in (method.as_traced(), vit, batch, graph)]
+        described = [_describe(value) for value in (method.as_traced(), vit, batch, graph)]
     except _Unknown:
         return None
     content = hashlib.blake2b(_surroundings(), digest_size=20)
@@ -57,8 +57,8 @@ def _surroundings() -> bytes:
     return content.digest()
 
 
-def _described(value: object) -> Any:
-    """As JSON. Raises _Unknown."""
+def _describe(value: object) -> Any:
+    """Describe a value as JSON. Raises _Unknown."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -73,30 +73,30 @@ def _described(value: object) -> Any:
         case enum.Enum():
             return [_code(type(value)), value.name]
         case functools.partial():
-            return [_code(value.func), _described(value.args), _described(value.keywords)]
+            return [_code(value.func), _describe(value.args), _describe(value.keywords)]
         case type() | types.FunctionType() | types.BuiltinFunctionType():
             return _code(value)
         case tuple() | list():
-            return [_code(type(value)), *map(_described, value)]
+            return [_code(type(value)), *map(_describe, value)]
         case set() | frozenset():
-            return [_code(type(value)), *sorted(json.dumps(_described(one)) for one in value)]
+            return [_code(type(value)), *sorted(json.dumps(_describe(one)) for one in value)]
         case Mapping():
-            return [_code(type(value)), *([_described(key), _described(one)] for key, one in value.items())]
+            return [_code(type(value)), *([_describe(key), _describe(one)] for key, one in value.items())]
         case msgspec.Struct():
-            return [_code(type(value)), {name: _described(getattr(value, name)) for name in value.__struct_fields__}]
+            return [_code(type(value)), {name: _describe(getattr(value, name)) for name in value.__struct_fields__}]
     if is_dataclass(value):
-        return [_code(type(value)), {one.name: _described(getattr(value, one.name)) for one in fields(value)}]
+        return [_code(type(value)), {one.name: _describe(getattr(value, one.name)) for one in fields(value)}]
     raise _Unknown
 
 
 def _module(module: nn.Module) -> Any:
-    """Its attributes, its parts likewise; parameters are inputs of a graph, buffers are constants in it."""
+    """Describe the attributes of a module and its parts; parameters are inputs of a graph, buffers are constants."""
     attributes = dict(vars(module))
     parameters = attributes.pop("_parameters")
     return [
         _code(type(module)),
         {name: [list(one.shape), str(one.dtype)] if one is not None else None for name, one in parameters.items()},
-        {name: _described(one) for name, one in attributes.items()},
+        {name: _describe(one) for name, one in attributes.items()},
     ]
 
 
@@ -111,12 +111,12 @@ def _code(of: Any) -> Any:
     module, name = getattr(of, "__module__", None), getattr(of, "__qualname__", None)
     if module is None or name is None or "<" in name:  # what a function made depends on what that was given
         raise _Unknown
-    if not _known(module):
+    if not _is_standard(module):
         raise _Unknown
     return [module, name]
 
 
-def _known(module: str) -> bool:
+def _is_standard(module: str) -> bool:
     return module.partition(".")[0] in {
         "builtins",
         "collections",

@@ -21,16 +21,19 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from export import graph, lower, operators
+from export import convolutions, graph, lower, operators, products, rules, transformers
 from fedvit import precision
 from fedvit.methods.step import Step
 from fedvit.precision import Compute
 
 OPSET = 20
 IR_VERSION = 10
-"""What an onnxruntime of 1.17 or newer can read; written explicitly because onnx's default moves ahead."""
+"""Version of ONNX files that onnxruntime 1.17 can read; written explicitly, as onnx's default moves ahead."""
 INTEGERS_OPSET = 21
-"""Of graphs with integer products: its QuantizeLinear has a scale for each row of a matrix."""
+"""Operator set of graphs with integer products: its QuantizeLinear has a scale for each row of a matrix."""
+
+_SOURCES = (convolutions, graph, lower, operators, precision, products, rules, transformers)
+"""Modules that make a graph of a trace."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Trace:
     def key(self) -> str:
         """The key of the content: operators, constants, names, shapes, libraries and the sources that make a graph."""
         content = hashlib.blake2b(digest_size=20)
-        for source in (__file__, graph.__file__, lower.__file__, operators.__file__, precision.__file__):
+        for source in (__file__, *(module.__file__ for module in _SOURCES)):
+            assert source is not None
             content.update(Path(source).read_bytes())
         content.update(self.module.code.encode())
         for name, constant in sorted(self.module.named_buffers()):
@@ -93,7 +97,7 @@ def trace(
 @cache
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Torch's decompositions, without those of operators that have an ONNX form, such as backward passes of norms."""
-    return {name: rule for name, rule in core_aten_decompositions().items() if name not in operators.LOWERED}
+    return {name: rule for name, rule in core_aten_decompositions().items() if name not in rules.LOWERED}
 
 
 def to_onnx(traced: Trace) -> bytes:

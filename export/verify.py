@@ -36,7 +36,7 @@ MARGIN = 8.0
 """Errors of sums in another order are as large as what one rounding of the inputs does, a few times more by chance."""
 
 NEAR = 8
-"""Number of perturbed inputs that are tried until one shows the effect of rounding. If a single number decides (for
+"""Number of perturb inputs that are tried until one shows the effect of rounding. If a single number decides (for
 example one row that is nearly constant), one in twelve shows less than an eighth of it."""
 
 TOLERANCE = 1e-2
@@ -50,7 +50,7 @@ NEGLIGIBLE = 1e-2
 """Size of a tensor beside the largest of its kind (roots of mean squares) below which it is judged by that one."""
 
 REPEATED = "ConstantOfShape"
-"""What makes a large constant that repeats one number; its only attribute is that number."""
+"""Operator that makes a large constant of one number, its only attribute."""
 
 Run = Callable[[Mapping[str, Tensor]], dict[str, Any]]
 
@@ -266,23 +266,23 @@ def _near(inputs: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Every float32 of a tensor a rounding larger or smaller; whole numbers, which are counts and marks, stay."""
     draw = torch.Generator().manual_seed(seed)
 
-    def perturbed(value: Tensor) -> Tensor:
+    def perturb(value: Tensor) -> Tensor:
         signs = 2 * torch.randint(0, 2, value.shape, generator=draw) - 1
         return torch.where(value == value.round(), value, value * (1 + ROUNDING * signs))
 
     return {
-        name: perturbed(value) if value.dtype is torch.float32 and value.dim() else value
+        name: perturb(value) if value.dtype is torch.float32 and value.dim() else value
         for name, value in inputs.items()
     }
 
 
 def _start(name: str, inputs: Mapping[str, Tensor]) -> Any:
-    """What a new value is a change of, in float64; nothing, of other outputs."""
+    """Return the value that an output is a change of, in float64; 0 for other outputs."""
     return inputs[name.removeprefix("new/")].double().numpy() if name.startswith("new/") else 0.0
 
 
 def _last_digits(want: Any, start: Any) -> Any:
-    """What float32 counts in, at a new value or where it came from; other outputs are not stored."""
+    """Return the spacing of float32 at a new value or its origin; other outputs are not stored."""
     return np.spacing(np.maximum(np.abs(want), np.abs(start)).astype(np.float32)) if np.ndim(start) else 0.0
 
 

@@ -43,12 +43,12 @@ def digest_of_file(path: Path) -> str:
 
 
 def medium_failed(error: OSError) -> bool:
-    """Whether an error is due to the medium: the file's bytes cannot be read any more."""
+    """Return whether an error is due to the medium: the file's bytes can no longer be read."""
     return error.errno in _MEDIUM
 
 
 def is_whole(path: Path, digest: str) -> bool:
-    """Whether a file exists and has this digest; also False if the medium cannot read it.
+    """Return whether a file exists and has this digest; also False if the medium cannot read it.
 
     Reads the whole file. Raises StorageFailed if that fails for another reason (no permission, too many open files),
     which does not show damage.
@@ -71,7 +71,7 @@ class _Stamp(NamedTuple):
 
 
 class Verified:
-    """Which files this process found whole. Safe from any thread.
+    """The files that this process has checked. Safe from any thread.
 
     A file counts as whole while its size, modification time and inode are those at which it was read, for `valid_s` at
     most: a flipped bit changes none of them.
@@ -95,7 +95,7 @@ class Verified:
         return whole
 
     def forget(self, path: Path) -> None:
-        """It is read again before it counts as whole."""
+        """Forget that a file is whole: the next check reads it again."""
         self._stamps.pop(path, None)
 
     def keep_only(self, paths: Iterable[Path]) -> None:
@@ -143,7 +143,7 @@ class BlobStore:
         return 0
 
     def keeps(self, digest: str) -> bool:
-        """Whether this store's owner has put the blob; in a shared folder `has` does not show that."""
+        """Return whether this store's owner put the blob; in a shared folder `has` does not show that."""
         return self.has(digest)
 
     def put(self, *pieces: bytes | memoryview) -> Manifest:
@@ -154,7 +154,7 @@ class BlobStore:
         return Manifest(digest, sum(map(len, pieces)), self.chunk_bytes)
 
     def manifest(self, digest: str) -> Manifest:
-        """What a receiver must know of a blob. Raises BadPayload when it is not here."""
+        """Return the size and digest that a receiver needs. Raises BadPayload if the store lacks the blob."""
         try:
             return Manifest(digest, self.path(digest).stat().st_size, self.chunk_bytes)
         except FileNotFoundError:
@@ -212,7 +212,7 @@ class BlobStore:
         return PartialBlob(self.path(manifest.digest), manifest)
 
     @contextlib.contextmanager
-    def batched_commit(self) -> "Iterator[BatchedCommit]":
+    def commit_together(self) -> "Iterator[BatchedCommit]":
         """Store many blobs together, which is much faster than one by one: they are durable when the block ends.
 
         After an exception none of them is stored. Raises DiskFull when the disk is full.

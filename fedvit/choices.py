@@ -17,10 +17,10 @@ def did_you_mean(given: str, known: Iterable[str], most: int = 3) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def known_are(given: str, known: Iterable[str], words: str = "known are") -> str:
+def suggest_names(given: str, known: Iterable[str], words: str = "known are") -> str:
     """The end of an error about an unknown name: similar names, and all names.
 
-    >>> known_are("fedav", ["local", "fedavg"]), known_are("xyz", ["local"])
+    >>> suggest_names("fedav", ["local", "fedavg"]), suggest_names("xyz", ["local"])
     ("; did you mean 'fedavg'? Known are local, fedavg", '; known are local')
     """
     known = list(known)
@@ -28,25 +28,25 @@ def known_are(given: str, known: Iterable[str], words: str = "known are") -> str
     return f"{near} {words.capitalize()} {', '.join(known)}" if near else f"; {words} {', '.join(known)}"
 
 
-def allowed(hint: Any) -> str:
+def describe_allowed(hint: Any) -> str:
     """The values that a type with constraints allows, as text; empty if they cannot be listed.
 
     >>> from typing import Annotated, Literal
-    >>> allowed(Annotated[float, msgspec.Meta(gt=0)] | Literal["auto"] | None)
+    >>> describe_allowed(Annotated[float, msgspec.Meta(gt=0)] | Literal["auto"] | None)
     'auto | number > 0 | none'
     """
-    return _described(msgspec.inspect.type_info(hint))
+    return _describe(msgspec.inspect.type_info(hint))
 
 
 def why_invalid(error: msgspec.ValidationError, value: Any, hint: Any) -> str:
-    """Why a value could not be converted to `hint`, with the allowed values if they are few."""
+    """Explain why a value could not be converted to `hint`, with the allowed values if they are few."""
     reason = str(error).partition(" - at")[0].replace("Invalid enum", "invalid")
     kinds = msgspec.inspect.type_info(hint)
     values = choices(hint)
     if not values:
         return reason
     near = did_you_mean(value, values) if isinstance(value, str) else ""
-    return f"{reason}; allowed are {_described(kinds)}{near}"
+    return f"{reason}; allowed are {_describe(kinds)}{near}"
 
 
 def choices(hint: Any) -> list[str]:
@@ -65,15 +65,15 @@ def _choices(kind: msgspec.inspect.Type) -> list[str]:
     return []
 
 
-def _described(kind: msgspec.inspect.Type) -> str:
+def _describe(kind: msgspec.inspect.Type) -> str:
     match kind:
         case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.VarTupleType(item_type=inner):
-            return _described(inner)
+            return _describe(inner)
         case msgspec.inspect.LiteralType(values=values):
             return " | ".join(map(str, values))
         case msgspec.inspect.UnionType(types=types):  # names first, "none" last
             ordered = sorted(types, key=lambda each: (isinstance(each, msgspec.inspect.NoneType), not _choices(each)))
-            return " | ".join(dict.fromkeys(filter(None, map(_described, ordered))))
+            return " | ".join(dict.fromkeys(filter(None, map(_describe, ordered))))
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             name = "whole number" if isinstance(kind, msgspec.inspect.IntType) else "number"
             bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))

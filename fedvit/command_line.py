@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import click
@@ -11,10 +12,6 @@ from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
 from fedvit.logs import FORMAT_VARIABLE
 from fedvit.terminal import guard_streams
-
-RENAMED = {"--out": "--runs", "--name": "--run"}
-"""Flags that had another name in an earlier version. Flags that were written without the name of their table, as in
-`--clip`, are found without this list."""
 
 
 class SectionOption(click.Option):
@@ -28,20 +25,11 @@ class SectionOption(click.Option):
 
 
 class Command(click.Command):
-    """A command whose `--help` groups its options and ends with examples, and which recognises old names of flags."""
+    """A command whose `--help` groups its options and ends with examples."""
 
     def __init__(self, *arguments: Any, examples: Sequence[str] = (), **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.examples = tuple(examples)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raises ConfigError with the new name for a flag of an earlier version."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if now := _renamed(error.option_name, self):
-                raise ConfigError(f"{error.option_name} was renamed to {' or '.join(now)}") from None
-            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The command's own options first, then every section in the order in which it first appears."""
@@ -70,11 +58,31 @@ class Group(Command, click.Group):
         self.format_commands(ctx, formatter)
 
 
-def _renamed(flag: str, command: click.Command) -> list[str]:
-    """The new names of an unknown flag; none if it was not renamed."""
-    known = [name for option in command.params for name in (*option.opts, *option.secondary_opts)]
-    tail = "." + flag.removeprefix("--")
-    return [name for name in known if name.endswith(tail) or name == RENAMED.get(flag)]
+class LazyGroup(Group):
+    """A program whose commands are imported when one of them is used, so that `--help` and usage errors are fast.
+
+    `lazy` has the first sentence of each command's help. A command is the attribute of its name, or
+    `command`, of the module of its name in `package`.
+    """
+
+    def __init__(self, *arguments: Any, package: str, lazy: Mapping[str, str], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._package = package
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._lazy:
+            return None
+        module = import_module(f"{self._package}.{cmd_name}")
+        objects = (getattr(module, name, None) for name in (cmd_name, "command"))
+        return next(found for found in objects if isinstance(found, click.Command))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        described = {name: click.Command(name, help=text) for name, text in self._lazy.items()}
+        click.Group(commands=described).format_commands(ctx, formatter)
 
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")

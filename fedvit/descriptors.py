@@ -21,7 +21,7 @@ def raise_limit() -> None:
 
 
 def are_used_up() -> bool:
-    """Whether no file can be opened now."""
+    """Return whether no file can be opened now."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -67,15 +67,14 @@ def open_session(
 
 def _with_kernels(path: Path, options: Any) -> bytes | None:
     """The graph with operators of the kernels, which are registered for the session; None if it has none of them."""
-    if (library := kernels.library()) is None:
+    if (library := kernels.find_library()) is None:
         return None
     try:
-        amx = kernels.has_amx(library)
         options.register_custom_ops_library(str(library))
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
         _warn_of_kernels(str(library), str(error))
         return None
-    return kernels.rewritten(path.read_bytes(), amx=amx)
+    return kernels.insert_kernels(path.read_bytes())
 
 
 @functools.cache

@@ -24,7 +24,7 @@ _OTHERS = 0o077
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Within this context the process and its children make files and folders that only their owner can read.
+    """Make files and folders readable by their owner only, in this process and its children, until the context ends.
 
     For programs that store data derived from images: features, tensors, logs. It sets the process's umask, so that
     files of libraries (databases, their journals) are private, too. Output for the user is written outside of it.
@@ -37,7 +37,7 @@ def private_files() -> Iterator[None]:
 
 
 def make_private(paths: Iterable[Path]) -> None:
-    """Make files and folders of an earlier version private; missing ones are ignored.
+    """Remove the rights of other users from files and folders; missing ones are ignored.
 
     Files of another user are left as they are, with a warning. A private folder protects everything below it.
     """
@@ -85,7 +85,7 @@ class FileGroup:
         self._partials: dict[Path, Path] = {}  # by final name
 
     def write(self, path: Path, *pieces: bytes | memoryview) -> None:
-        """As `atomic_write`, but not durable yet. Raises StorageFailed, DiskFull."""
+        """Write a file like `atomic_write`, but not durable yet. Raises StorageFailed, DiskFull."""
         partial = path.parent / f"{WRITING}{secrets.token_hex(8)}"
         self._partials[path] = partial
         try:

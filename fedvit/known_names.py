@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import NamedTuple
 
-from fedvit.choices import did_you_mean, known_are
+from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
 from fedvit.model_options import LSTM, OWN_MODELS, RESNET, SMALL, TEXT, option_names
 
@@ -22,7 +22,7 @@ TEXTS = (TEXT, LSTM)
 """The models of text."""
 TIMM_OPTIONS = ("image_size", "patch_size")
 HUB, LOCAL = "hf-hub:", "local-dir:"
-"""How timm names models outside of its own list: on the hub of weights, and in a folder with their `config.json`."""
+"""Prefixes of timm's model names outside of its own list: the hub of weights, and a folder with a `config.json`."""
 METHOD_GROUP = "fedvit.methods"
 """Group of the entry points with which an installed package declares its methods."""
 
@@ -33,8 +33,10 @@ def check_names(
     method: str, options: Iterable[str] = (), model: str = SMALL, model_options: Iterable[str] = ()
 ) -> None:
     """Raises ConfigError for an unknown method, model, or option."""
-    check_method(method, {*method_classes(), *packaged_methods()})
-    if packaged_method(method) is None and options:  # the options of a package's method are known once it is imported
+    check_method(method, {*method_classes(), *find_packaged_methods()})
+    if (
+        find_packaged_method(method) is None and options
+    ):  # the options of a package's method are known once it is imported
         check_options(method, options, method_options(method))
     check_model(model)
     check_model_options(model, model_options)
@@ -46,14 +48,14 @@ def check_names(
 def check_method(name: str, known: Iterable[str]) -> None:
     """Raises ConfigError when the name is not a known one."""
     if name not in set(known):
-        raise ConfigError(f"unknown method {name!r}{known_are(name, sorted(known))}")
+        raise ConfigError(f"unknown method {name!r}{suggest_names(name, sorted(known))}")
 
 
 def check_options(method: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError when the method lacks one of the options `given`."""
     known = list(known)
     if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"method {method!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
+        raise ConfigError(f"method {method!r} has no option {unknown[0]!r}{suggest_names(unknown[0], known, 'it has')}")
 
 
 @cache
@@ -71,7 +73,7 @@ def method_classes() -> Mapping[str, str]:
 
 
 @cache
-def packaged_methods() -> Mapping[str, list[EntryPoint]]:
+def find_packaged_methods() -> Mapping[str, list[EntryPoint]]:
     """Method -> where installed packages declare that it is. Nothing of them is imported."""
     found: dict[str, list[EntryPoint]] = defaultdict(list)
     for entry in entry_points(group=METHOD_GROUP):
@@ -79,12 +81,12 @@ def packaged_methods() -> Mapping[str, list[EntryPoint]]:
     return dict(found)
 
 
-def packaged_method(name: str) -> EntryPoint | None:
-    """Where an installed package declares that the method is; None for a method of fedvit itself.
+def find_packaged_method(name: str) -> EntryPoint | None:
+    """Return the place that an installed package declares for a method; None for one of fedvit's own.
 
     Raises ConfigError when more than one package has a method of that name.
     """
-    declared = packaged_methods().get(name, [])
+    declared = find_packaged_methods().get(name, [])
     packages = [*(["fedvit"] if name in method_classes() else []), *sorted(map(package_of, declared))]
     if declared and len(packages) > 1:
         raise ConfigError(
@@ -146,7 +148,7 @@ def _classes() -> dict[str, tuple[ast.ClassDef, Path]]:
 
 
 def check_model(name: str) -> None:
-    """Raises ConfigError when there is no model of that name; timm's tags, as in `name.augreg_in21k`, are not read.
+    """Raises ConfigError for an unknown model; timm's tags, as in `name.augreg_in21k`, are not read.
 
     Whether the hub of weights has a model is not asked here.
     """
@@ -155,7 +157,7 @@ def check_model(name: str) -> None:
     if name.startswith(LOCAL):
         file = Path(name.removeprefix(LOCAL)) / "config.json"
         if not file.is_file():
-            raise ConfigError(f"model {name!r}: there is no file {file}, in which timm describes a model")
+            raise ConfigError(f"model {name!r}: its file {file}, in which timm describes a model, does not exist")
         return
     if name.startswith(HUB):
         if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name.removeprefix(HUB)) is None:
@@ -206,7 +208,7 @@ def check_model_options(model: str, given: Iterable[str]) -> None:
     """Raises ConfigError when one of the options `given` is not one of the model's."""
     known = option_names(model) if model in OWN_MODELS else TIMM_OPTIONS
     if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"model {model!r} has no option {unknown[0]!r}{known_are(unknown[0], known, 'it has')}")
+        raise ConfigError(f"model {model!r} has no option {unknown[0]!r}{suggest_names(unknown[0], known, 'it has')}")
 
 
 @cache

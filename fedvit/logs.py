@@ -67,7 +67,7 @@ def json_line(level: str, message: str, fields: Mapping[str, object], *, at: flo
 
 
 def as_json() -> bool:
-    """Whether logs are written as JSON."""
+    """Return whether logs are written as JSON."""
     return os.environ.get(FORMAT_VARIABLE) == "json"
 
 
@@ -114,7 +114,7 @@ def configure_logging(
 
 @contextmanager
 def thread_log(file: Path, fields: Mapping[str, object] | None = None) -> Iterator[None]:
-    """Within the block, log lines of the calling thread are also written to `file`; in JSON they have the fields."""
+    """Write log lines of the calling thread also to `file` within the block; in JSON they have the fields."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES)
     handler.setFormatter(JsonFormatter() if as_json() else KeyValueFormatter())

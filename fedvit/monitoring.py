@@ -1,4 +1,4 @@
-"""Where a program can be watched over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for a supervisor.
+"""Watch a program over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for a supervisor.
 
 Served in threads of their own; the program's state is only read.
 """
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VARIABLE = "FEDVIT_METRICS"
+VARIABLE = "FEDVIT_PROMETHEUS"
 """In the environment: the same as the option, for units and containers."""
-PASSWORD_VARIABLE = "FEDVIT_METRICS_PASSWORD_FILE"
+PASSWORD_VARIABLE = "FEDVIT_PROMETHEUS_PASSWORD_FILE"
 SHORTEST_PASSWORD = 16
 """Characters; long enough that guesses need not be slowed down."""
 LOOPBACK = "127.0.0.1"
@@ -58,7 +58,7 @@ class ListenAddress(NamedTuple):
 
 
 def parse_listen(text: str) -> ListenAddress:
-    """Read the address of `--metrics`. Raises ConfigError.
+    """Read the address of `--prometheus`. Raises ConfigError.
 
     >>> [parse_listen(text)[:2] for text in ("9108", "0.0.0.0:9108", "[::1]:0")]
     [('127.0.0.1', 9108), ('0.0.0.0', 9108), ('::1', 0)]
@@ -70,7 +70,7 @@ def parse_listen(text: str) -> ListenAddress:
     found = re.fullmatch(r"(?:([^:\[\]]+):|\[(.+)\]:)?(\d{1,5})", text)
     if found is None or int(found[3]) > 65535:
         raise ConfigError(
-            f"--metrics {text!r}: expected unix:PATH, PORT or HOST:PORT, with a port from 0 (a free one) to 65535"
+            f"--prometheus {text!r}: expected unix:PATH, PORT or HOST:PORT, with a port from 0 (a free one) to 65535"
         )
     return ListenAddress(found[1] or found[2] or LOOPBACK, int(found[3]))
 
@@ -81,11 +81,11 @@ def _read_option(context: click.Context, _: click.Parameter, text: str | None) -
     address = parse_listen(text)._replace(password_file=context.meta.get(PASSWORD_VARIABLE))
     if address.socket_path is None and address.password_file is None:
         raise ConfigError(
-            f"--metrics {text} would answer every user of this machine: set --metrics-password-file FILE, or use a "
-            "socket that only you can open, --metrics unix:PATH"
+            f"--prometheus {text} would answer every user of this machine: set --prometheus-password-file FILE, or use "
+            "a socket that only you can open, --prometheus unix:PATH"
         )
     if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError("--metrics needs the package prometheus-client: pip install 'fedvit[metrics]'")
+        raise ConfigError("--prometheus needs the package prometheus-client: pip install 'fedvit[trackers]'")
     return address
 
 
@@ -96,7 +96,7 @@ OPTION: dict[str, Any] = {
     "help": f"Serve metrics for Prometheus, /healthz and /readyz at this port, by default of {LOOPBACK}, to clients "
     f"with the password; or at a socket that only its owner can open. Or set {VARIABLE}.",
 }
-"""Settings of the option `--metrics`, which needs `--metrics-password-file` beside it."""
+"""Settings of the option `--prometheus`, which needs `--prometheus-password-file` beside it."""
 
 
 def _keep_password_file(context: click.Context, _: click.Parameter, file: Path | None) -> None:
@@ -118,15 +118,15 @@ PASSWORD_OPTION: dict[str, Any] = {
     "envvar": PASSWORD_VARIABLE,
     "type": click.Path(path_type=Path, dir_okay=False),
     "callback": _keep_password_file,
-    "is_eager": True,  # before --metrics
+    "is_eager": True,  # before --prometheus
     "expose_value": False,
-    "help": f"File with the password for --metrics, as of HTTP basic authentication. Or set {PASSWORD_VARIABLE}.",
+    "help": f"File with the password for --prometheus, as of HTTP basic authentication. Or set {PASSWORD_VARIABLE}.",
 }
-"""Settings of the option `--metrics-password-file`."""
+"""Settings of the option `--prometheus-password-file`."""
 
 
 class Watched(NamedTuple):
-    """What a program shows of itself."""
+    """State that a program shows."""
 
     collector: "Collector"
     loops: Callable[[], list[LoopWatch]]  # the program hangs if one of them does
@@ -149,7 +149,7 @@ class Monitor:
 
 
 @contextmanager
-def monitored(address: ListenAddress | None) -> Iterator[Monitor]:
+def serve_metrics(address: ListenAddress | None) -> Iterator[Monitor]:
     """Serve metrics within the block; without an address do nothing. Raises ConfigError if the port is taken."""
     if address is None:
         yield Monitor(None)
@@ -186,7 +186,7 @@ class _Server(ThreadingMixIn, TCPServer):
         try:
             super().__init__(server_address, _Handler)
         except OSError as error:
-            raise ConfigError(f"--metrics {where} cannot be opened: {error.strerror or error}") from None
+            raise ConfigError(f"--prometheus {where} cannot be opened: {error.strerror or error}") from None
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.url = where if address.socket_path else f"http://{host}:{self.server_address[1]}/metrics"
 

@@ -111,7 +111,7 @@ _FLATBUFFER = b"ORTM"
 
 
 def check_self_contained(source: Path | bytes) -> None:
-    """Raises BadPayload when the file is no ONNX model, or has anything that graphs of ours do not have.
+    """Raise BadPayload if a file is not an ONNX model, or has anything that fedvit's graphs do not have.
 
     Weights are skipped without reading them, so that this takes milliseconds for a graph of any size.
     """
@@ -147,7 +147,7 @@ def _check(content: bytes | mmap.mmap, begin: int, end: int, what: str) -> set[i
         if (allowed := known.get(number)) is None:
             if what == "tensor" and number in (_EXTERNAL_DATA, _DATA_LOCATION):
                 raise BadPayload("a tensor lies in another file")
-            raise BadPayload(f"it has field {number} of message {what!r}, which no graph of ours has")
+            raise BadPayload(f"it has field {number} of message {what!r}, which fedvit's graphs do not have")
         if field.kind not in allowed.kinds:
             raise BadPayload(f"not ONNX: field {number} of message {what!r} is of kind {field.kind}")
         if not allowed.repeated:
@@ -170,7 +170,7 @@ def _check(content: bytes | mmap.mmap, begin: int, end: int, what: str) -> set[i
                 f"it has an operator {called!r} of {EXTRA}, expected operators of ONNX: a device with {EXTRA} puts its "
                 "own in itself"
             )
-        raise BadPayload(f"it has an operator {called!r}, which no graph of ours has")
+        raise BadPayload(f"it has an operator {called!r}, which fedvit's graphs do not have")
     return seen
 
 

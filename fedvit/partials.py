@@ -126,12 +126,12 @@ class PartialBlob:
             _lock(self._file, self._path)
         self._map_path = self._path.with_suffix(MAP)
         try:
-            self._map = self._opened_map()
+            self._map = self._open_map()
         except OSError:
             os.close(self._file)
             raise
 
-    def _opened_map(self) -> mmap.mmap:
+    def _open_map(self) -> mmap.mmap:
         """The map of an earlier attempt, if it belongs to this blob and is valid; else an empty one."""
         chunks, boot = self._manifest.chunks, boot_id()
         head = _HEADER.pack(_MAGIC, self._manifest.chunk, self._manifest.size, boot)
@@ -201,7 +201,7 @@ def _lock(handle: int, path: Path) -> bool:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process receives into this `.part` file now."""
+    """Return whether a process receives into this `.part` file now."""
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError:

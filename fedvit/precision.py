@@ -16,11 +16,11 @@ from fedvit.tensors import Array, Tensors
 SCALE = "/scale"
 
 STEPS, STEPS_OF_FACTORS = 127, 64
-"""How far int8 goes to both sides of zero: in weights that are unpacked where they are read, and in factors of integer
+"""Largest absolute values of int8: in weights that are unpacked where they are read, and in factors of integer
 products. x86 processors without VNNI saturate sums of two products at 2^15: 2 x 255 x 64 is below it."""
 
 
-def packed(tensors: Mapping[str, Array], precision: Precision, *, steps: int = STEPS) -> Tensors:
+def pack_weights(tensors: Mapping[str, Array], precision: Precision, *, steps: int = STEPS) -> Tensors:
     """The tensors as they are sent: matrices and larger in `precision`, vectors as they are.
 
     int8: w = q s, with s = max |w| / `steps` over an output channel, the first axis; a weight's error is at most s / 2.
@@ -47,12 +47,12 @@ def as_specified(tensors: Mapping[str, Array], specs: Mapping[str, TensorSpec]) 
     result: Tensors = {}
     for name, value in tensors.items():
         wanted = specs[name].dtype
-        result |= packed({name: value}, "fp32" if wanted == str(value.dtype) else precisions[wanted])
+        result |= pack_weights({name: value}, "fp32" if wanted == str(value.dtype) else precisions[wanted])
     return result
 
 
 def is_packed(name: str, shape: Iterable[int]) -> bool:
-    """Whether a tensor is a weight worth packing: norms, biases, tokens and positions are not.
+    """Return whether a tensor is a weight worth packing: norms, biases, tokens and positions are not.
 
     >>> [is_packed(*each) for each in (("mlp.fc1.weight", (8, 4)), ("norm.weight", (4,)), ("pos_embed", (1, 5, 4)))]
     [True, False, False]

@@ -81,7 +81,7 @@ Deviation = Annotated[float, Meta(gt=0.0, le=1e3)]
 DType = Annotated[str, Meta(pattern="^(bool|uint8|int8|int32|int64|float16|float32|float64)$")]
 
 
-class Group(Struct, frozen=True):
+class TensorGroup(Struct, frozen=True):
     """A set of tensors with one role."""
 
     role: Role
@@ -111,7 +111,7 @@ class Text(Struct, frozen=True, kw_only=True):
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """How a device turns its images, or its text, into graph inputs."""
+    """The form in which a device passes its images, or its text, to a graph."""
 
     batch_size: Samples  # samples of one optimizer step
     text: Text | None = None  # None: samples are images, as the fields below say
@@ -140,7 +140,7 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Of a training sample, as a model reads it: patches or characters."""
+        """Number of patches or characters of a training sample."""
         return self.text.context if self.text else self.kept_patches
 
     @property
@@ -153,7 +153,7 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     @property
     def kept_patches(self) -> int:
-        return kept_patches(self.patches, self.mask_ratio)
+        return count_kept_patches(self.patches, self.mask_ratio)
 
 
 class Collect(Struct, frozen=True):
@@ -166,7 +166,7 @@ class Collect(Struct, frozen=True):
     clip: Norm | None = None  # each sample's value is scaled down to this norm before it is sent
     noise: Rate = 0.0  # with `clip`: std of the Gaussian noise that is added then, times `clip`
     rehearsal: bool = False  # deterministic noise from the run's seed: for experiments, without privacy
-    sampler: Literal["median", "balanced"] = "median"  # of edge_client.sampler
+    sampler: Literal["median", "balanced"] = "median"  # of edge_client.work.sampler
 
 
 class Draw(Struct, frozen=True, kw_only=True):
@@ -236,7 +236,7 @@ class Program(Struct, frozen=True, kw_only=True):
     method: str
     model: str
     classes: tuple[str, ...]
-    groups: Annotated[dict[str, Group], Meta(max_length=MAX_GROUPS)]
+    groups: Annotated[dict[str, TensorGroup], Meta(max_length=MAX_GROUPS)]
     tensors: Annotated[dict[str, TensorSpec], Meta(max_length=MAX_TENSORS)]
     graphs: Annotated[dict[str, GraphSpec], Meta(max_length=MAX_PHASES)]
     train: Annotated[tuple[Train, ...], Meta(max_length=MAX_PHASES)]
@@ -252,7 +252,7 @@ class Program(Struct, frozen=True, kw_only=True):
         """Names of the groups that have one of `roles`."""
         return [name for name, group in self.groups.items() if group.role in roles]
 
-    def fetched_once(self) -> list[str]:
+    def list_fetched_once(self) -> list[str]:
         """Digests of what a device fetches once: graphs, and first values of local and frozen groups."""
         first = [group.initial for group in self.groups.values() if group.initial]
         return [graph.digest for graph in self.graphs.values()] + first
@@ -275,13 +275,13 @@ class Program(Struct, frozen=True, kw_only=True):
             names += [evaluate.graph, *([evaluate.gather.graph] if evaluate.gather else [])]
         return list(dict.fromkeys(names))
 
-    def expected_upload(self) -> dict[str, tuple[tuple[int | None, ...], str]]:
-        """What a training result carries, coded: deltas of the groups that are sent back, and what was collected.
+    def upload_form(self) -> dict[str, tuple[tuple[int | None, ...], str]]:
+        """Return the coded form of a training result: deltas of the groups that are sent back, and what was collected.
 
         Collected values have a first axis of any length; `labels` are theirs.
         """
         expected: dict[str, tuple[tuple[int | None, ...], str]] = {}
-        for group in self.with_role(*(role for role in Role if role.sent_back)):
+        for group in self.with_role(*(role for role in Role if role.is_sent_back)):
             codec = make_codec(self.groups[group].up)
             for name in self.names(group):
                 expected |= codec.form(name, self.tensors[name].shape)
@@ -293,10 +293,10 @@ class Program(Struct, frozen=True, kw_only=True):
         return expected
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, as sparse ones are decoded with."""
+        """Shapes of all tensors; sparse ones are decoded with them."""
         return {name: spec.shape for name, spec in self.tensors.items()}
 
-    def expected(self, groups: list[str]) -> dict[str, tuple[tuple[int | None, ...], str]]:
+    def forms_of(self, groups: list[str]) -> dict[str, tuple[tuple[int | None, ...], str]]:
         """(shape, dtype) of every tensor in `groups`, as `check_tensors` wants it."""
         return {name: (spec.shape, spec.dtype) for name, spec in self.tensors.items() if spec.group in groups}
 
@@ -355,14 +355,14 @@ def _nonsense(program: Program) -> Iterator[str]:
         yield f"graph {unknown[0]!r} does not exist"
 
 
-def kept_patches(patches: int, mask_ratio: float) -> int:
-    """How many patches survive masking: floor(patches * (1 - ratio)), at least 1.
+def count_kept_patches(patches: int, mask_ratio: float) -> int:
+    """Count the patches that survive masking: floor(patches * (1 - ratio)), at least 1.
 
     Rounded in a way that floating-point error cannot lower (1 - 0.9 is not 0.1 in binary).
 
-    >>> [kept_patches(196, ratio) for ratio in (0, 0.25, 0.5, 0.75, 0.95)]
+    >>> [count_kept_patches(196, ratio) for ratio in (0, 0.25, 0.5, 0.75, 0.95)]
     [196, 147, 98, 49, 9]
-    >>> kept_patches(100, 0.9)
+    >>> count_kept_patches(100, 0.9)
     10
     """
     return max(1, int(patches * (1.0 - mask_ratio) + 1e-6))

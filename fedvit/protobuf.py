@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fedvit.errors import BadPayload
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
-"""How a field is written; groups (3 and 4) are long out of use."""
+"""Encodings of a field; groups (3 and 4) are long out of use."""
 
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _NUMBERS = range(1, 2**29)
@@ -33,13 +33,13 @@ class Field(NamedTuple):
 
     @property
     def signed(self) -> int:
-        return _signed(self.value)
+        return _to_signed(self.value)
 
     @property
     def text(self) -> str:
         return self.content.decode()
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The field as it came."""
         tag = varint(self.number << 3 | self.kind)
         if self.kind == VARINT:
@@ -100,7 +100,7 @@ def bytes_field(number: int, content: bytes | str) -> bytes:
 
 
 def length_prefix(number: int, length: int) -> bytes:
-    """What stands before the `length` bytes of a field that is written piece by piece."""
+    """Encode the start of a field whose `length` bytes are written piece by piece."""
     return varint(number << 3 | LENGTH) + varint(length)
 
 
@@ -114,11 +114,11 @@ def integers(entries: Iterable[Field]) -> tuple[int, ...]:
         place = field.begin
         while place < field.end:
             value, place = _varint_at(field.message, place, field.end)
-            found.append(_signed(value))
+            found.append(_to_signed(value))
     return tuple(found)
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 

@@ -72,10 +72,10 @@ def _parse(text: str, units: Mapping[str, float], expected: str, least: float) -
     return value
 
 
-def counted(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     """A number with its noun, in the plural if needed.
 
-    >>> counted(1, "class"), counted(2, "class"), counted(0, "image")
+    >>> format_count(1, "class"), format_count(2, "class"), format_count(0, "image")
     ('1 class', '2 classes', '0 images')
     """
     ending = "" if count == 1 else "es" if what.endswith("s") else "s"

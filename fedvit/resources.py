@@ -83,7 +83,7 @@ MAX_RATES = 256
 
 
 class ProductRate(Struct, frozen=True, array_like=True):
-    """How fast `batch` matrix products (rows x inner) (inner x columns) are; 1 multiply-add = 2 FLOPs."""
+    """Speed of `batch` matrix products (rows x inner) (inner x columns); 1 multiply-add = 2 FLOPs."""
 
     kind: ProductKind
     batch: Length

@@ -4,7 +4,7 @@ import enum
 from typing import Literal
 
 ProductPrecision = Literal["fp32", "tf32", "bf16"]
-"""Of products on a server: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32 always."""
+"""Precision of a server's products: tf32 rounds factors to 10 bits, bf16 computes in bfloat16. Weights are float32."""
 Precision = Literal["fp32", "fp16", "int8"]
 """Numbers in which weights that a device does not train are sent."""
 Compute = Literal["fp32", "fp16", "int8"]
@@ -30,9 +30,9 @@ class Role(enum.StrEnum):
         return self in (Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED)
 
     @property
-    def trained_on_device(self) -> bool:
+    def is_trained_on_device(self) -> bool:
         return self in (Role.SEEDED, Role.SHARED, Role.GENERATED, Role.LOCAL)
 
     @property
-    def sent_back(self) -> bool:
+    def is_sent_back(self) -> bool:
         return self in (Role.SHARED, Role.GENERATED)

@@ -35,15 +35,15 @@ _BLOCK = 1 << 20
 
 def pack(tensors: Mapping[str, Array]) -> bytes:
     """Serialise named tensors; the same names and numbers always give the same bytes."""
-    return b"".join(packed_pieces(tensors))
+    return b"".join(pack_in_pieces(tensors))
 
 
-def packed_pieces(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
+def pack_in_pieces(tensors: Mapping[str, Array]) -> list[bytes | memoryview]:
     """The bytes of `pack` in pieces that share the tensors' memory, so that writing them needs no copy."""
-    return list(packed_stream({name: (t.shape, str(t.dtype)) for name, t in tensors.items()}, tensors.__getitem__))
+    return list(stream_tensors({name: (t.shape, str(t.dtype)) for name, t in tensors.items()}, tensors.__getitem__))
 
 
-def packed_stream(
+def stream_tensors(
     expected: Mapping[str, tuple[tuple[int, ...], str]], value: Callable[[str], Array]
 ) -> Iterator[bytes | memoryview]:
     """The bytes of `pack`, piece by piece, for tensors that `value` makes one after another."""
@@ -55,10 +55,10 @@ def packed_stream(
         yield memoryview(little.reshape(-1).view(np.uint8))
 
 
-def packed_size(expected: Mapping[str, tuple[tuple[int, ...], str]]) -> int:
+def compute_packed_bytes(expected: Mapping[str, tuple[tuple[int, ...], str]]) -> int:
     """Bytes of `pack` for tensors of these shapes and dtypes.
 
-    >>> packed_size({"w": ((2, 3), "float32")}) == len(pack({"w": np.zeros((2, 3), np.float32)}))
+    >>> compute_packed_bytes({"w": ((2, 3), "float32")}) == len(pack({"w": np.zeros((2, 3), np.float32)}))
     True
     """
     specs = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in expected.items()}
@@ -90,7 +90,7 @@ def unpack(raw: bytes) -> Tensors:
         raise BadPayload(f"{len(raw)} bytes are not safetensors: {error}") from error
 
 
-def mapped(file: Path) -> Tensors:
+def map_tensors(file: Path) -> Tensors:
     """The tensors of a file of `pack`ed ones, read-only; a page is read when it is accessed.
 
     Under memory pressure the system drops such pages and reads them again, which it cannot do with allocated
@@ -265,7 +265,7 @@ def release_pages(tensors: Iterable[Array]) -> None:
 
 
 def delta(after: Mapping[str, Array], start: Mapping[str, Array]) -> Tensors:
-    """What training changed: `after - start`, name by name.
+    """Subtract `start` from `after`, name by name.
 
     >>> delta({"w": np.float32([3.0])}, {"w": np.float32([1.0])})
     {'w': array([2.], dtype=float32)}

@@ -82,13 +82,13 @@ def guard_streams() -> None:
             setattr(sys, name, GuardedStream(stream))
 
 
-def unguarded(stream: TextIO) -> TextIO:
+def remove_guard(stream: TextIO) -> TextIO:
     """Return the stream below the guard, for text whose foreign parts are escaped already."""
     return stream.unguarded if isinstance(stream, GuardedStream) else stream
 
 
 def write_styled(text: str) -> None:
     """Write text with escape sequences of this software's own; the caller escapes every foreign part."""
-    stream = unguarded(sys.stdout)
+    stream = remove_guard(sys.stdout)
     stream.write(text)
     stream.flush()

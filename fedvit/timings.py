@@ -1,4 +1,4 @@
-"""How long something takes that happens again and again, and whether a loop turns; for metrics and watchdogs."""
+"""Durations of repeated work, and signs that a loop still turns; for metrics and watchdogs."""
 
 import threading
 import time
@@ -54,7 +54,7 @@ class LoopWatch:
         self._clock = clock
         self._turned_at = clock()
 
-    def turned(self) -> None:
+    def turn(self) -> None:
         now = self._clock()
         self.delays.add(max(0.0, now - self._turned_at - self._expected_s))
         self._turned_at = now

@@ -1,13 +1,11 @@
 """`fleet`: a whole fleet on one machine."""
 
-import shlex
 import signal
 from importlib import import_module
 
 import click
 
 from fedvit import command_line
-from fedvit.errors import ConfigError
 
 COMMANDS = {
     "demo": "Partition handwritten digits over devices, and train on them with real processes over MQTT.",
@@ -17,17 +15,20 @@ COMMANDS = {
     "region": "Serve a region: a coordinator whose devices count as one device of another coordinator, the centre.",
     "run": "Run a coordinator and its devices on this machine: a process per device folder, or many virtual devices.",
 }
-"""Name -> description. The command is `NAME_command` in `fleet.NAME`, which is imported when it is used."""
+"""Name -> description, so that `--help` imports no command."""
 
 
 class _Group(command_line.Group):
+    """Imports a command's module when the command is used."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*COMMANDS, *super().list_commands(ctx)})
+        return sorted(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(import_module(f"fleet.{cmd_name}"), f"{cmd_name}_command")
+            return None
+        module = import_module("fleet.region" if cmd_name == "region" else f"fleet.commands.{cmd_name}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -43,31 +44,6 @@ class _Group(command_line.Group):
 @click.version_option(package_name="fedvit")
 def cli() -> None:
     """Partition data over devices, run fleets on one machine, compare methods, see the demo."""
-
-
-REMOVED = {
-    "bench": "python -m bench",
-    "chaos": "python -m bench chaos",
-    "fuzz": "python -m bench fuzz",
-    "pentest": "python -m bench pentest",
-}
-"""Former commands of `fleet`, and the commands that replace them."""
-
-
-def _removed(name: str, now: str) -> click.Command:
-    """A command that raises ConfigError, which names its replacement."""
-
-    @click.command(name, hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    def removed(arguments: tuple[str, ...]) -> None:
-        line = f"{now} {shlex.join(arguments)}".rstrip()
-        raise ConfigError(f"`fleet {name}` is no longer installed; run this in a checkout of the source: {line}")
-
-    return removed
-
-
-for name, now in REMOVED.items():
-    cli.add_command(_removed(name, now))
 
 
 def main() -> None:

@@ -6,21 +6,21 @@ from fedvit.errors import ConfigError
 from fedvit.hints import command
 
 
-def device_folders(parts: Path, wanted: int | None) -> list[Path]:
-    """The first `wanted` device folders of a partition. Raises ConfigError when there are fewer."""
-    found = sorted(parts.glob("device-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    if not found:
+def device_folders(parts: Path, count: int | None) -> list[Path]:
+    """List the first `count` device folders of a partition, or all. Raises ConfigError when there are fewer."""
+    folders = sorted(parts.glob("device-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    if not folders:
         partition = command("fleet", "partition", "--out", parts)
         raise ConfigError(f"{parts} holds no device-0, device-1, ...: make them with `{partition}`")
-    if wanted is not None and wanted > len(found):
-        raise ConfigError(f"--devices {wanted}, but {parts} holds {len(found)} device folders")
-    return found[:wanted]
+    if count is not None and count > len(folders):
+        raise ConfigError(f"--devices {count}, but {parts} holds {len(folders)} device folders")
+    return folders[:count]
 
 
 def virtual_devices(parts: Path, count: int) -> dict[str, Path]:
-    """`count` devices by name; with fewer folders in the partition, folders are assigned round-robin.
+    """Name `count` devices; if the partition has fewer folders, these are assigned round-robin.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError for a partition without folders.
     """
     folders = device_folders(parts, None)
     return {f"device-{number}": folders[number % len(folders)] for number in range(count)}

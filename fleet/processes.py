@@ -25,7 +25,7 @@ def program(module: str) -> list[str]:
 
 
 def log_text(log: Path) -> str:
-    """Everything that a process has logged; empty where there is no file."""
+    """Read the log of a process; empty without a file."""
     return log.read_text(errors="replace") if log.is_file() else ""
 
 
@@ -92,15 +92,15 @@ class Fleet:
         self._running[name] = process
         return process
 
-    def ended(self) -> dict[str, int]:
+    def exit_codes(self) -> dict[str, int]:
         """Exit codes of the processes that have ended, by name."""
         return {name: process.returncode for name, process in self._running.items() if process.poll() is not None}
 
     def wait(self, names: Sequence[str], timeout_s: float) -> bool:
-        """Whether all of `names` ended within the time, without being stopped."""
+        """Wait; return True if all of `names` ended by themselves within the time."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
-            if set(names) <= self.ended().keys():
+            if set(names) <= self.exit_codes().keys():
                 return True
             time.sleep(0.1)
         return False

@@ -20,19 +20,20 @@ import click
 import msgspec
 import numpy as np
 
-from coordinator.commands.config_flags import config_flags
-from coordinator.commands.flags import record_flag, runs_flag
-from coordinator.commands.start import run_to_end
+from coordinator.api import config_flags, record_flag, run_to_end, runs_flag
 from coordinator.config import CENTRE, REGION
-from coordinator.rounds.regional import CentralTask, RegionalCoordinator, RegionAnswer, RegionCounts
-from edge_client.agent import RETURN_SPREAD_S, TICK_S, Agent
-from edge_client.endpoint import find_endpoint
-from edge_client.guard import Guarded
-from edge_client.identity import Identity, Renewal
-from edge_client.runtime import Runtime, Stopped
-from edge_client.task_executor import TaskExecution, TaskExecutor
-from edge_client.uplink import coded_upload
-from edge_client.vault import Vault
+from coordinator.rounds.regional import CentralTask, RegionAnswer, RegionCounts, RegionLead
+from edge_client.agent import TICK_S, Agent
+from edge_client.health.guard import Guard, Guarded
+from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.link.endpoint import find_endpoint
+from edge_client.link.identity import Identity, Renewal
+from edge_client.link.session import RETURN_SPREAD_S
+from edge_client.settings import OwnerPolicy
+from edge_client.storage.device_storage import DeviceStorage, FixedImages
+from edge_client.storage.vault import Vault
+from edge_client.work.runtime import Runtime, Stopped
+from edge_client.work.task_executor import TaskExecution, TaskExecutor, Upload, Worked
 from fedvit import monitoring
 from fedvit.blobs import BlobStore
 from fedvit.command_line import Command, log_format_flag
@@ -40,9 +41,9 @@ from fedvit.data.folder import DeviceData, Files, Split
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import make_private, private_files
 from fedvit.program import Program
-from fedvit.tensors import mapped, packed_pieces
+from fedvit.tensors import map_tensors
 from fedvit.transport.mqtt import MqttTransport
-from fedvit.wire.messages import MAX_CLASS_COUNTS, Declined, Failed, Result, RunEnded, Task
+from fedvit.wire.messages import MAX_CLASS_COUNTS, AnyMessage, Result, RunEnded, Task
 from fedvit.wire.topics import Topics, check_name
 from profiles.probes.host import device_profile
 
@@ -69,64 +70,53 @@ class _Executor(TaskExecutor):
     def run(self, execution: TaskExecution, program: Program) -> Result:
         """Raises the error that the run gives as its answer, and Stopped when the centre does not wait any longer."""
         task = execution.task
-        if others := [run for run in self._vault.runs() if run != task.run]:
+        if others := [run for run in self.storage.vault.runs() if run != task.run]:
             raise AnotherRun(
                 f"this region takes part in run {others[0]!r} of its centre, the task is of run {task.run!r}: begin "
                 "another run of the region, with another --run"
             )
-        self._check(execution, program)
-        self._make_blobs(execution)
-        self._vault.note(task)
+        self.check_files(execution, program)
+        self.rebuild_blobs(execution)
+        self.storage.vault.note(task)
         offered = CentralTask(
             kind=task.kind,
             round=task.round,
             seed=task.seed,
             lr_scale=task.lr_scale,
             program=program,
-            groups={group: self._blobs.path(digest) for group, digest in task.groups.items()},
-            progress=self._scaled_progress(execution, program),
+            groups={group: self.storage.blobs.path(digest) for group, digest in task.groups.items()},
+            progress=self._scale_progress(task, program),
         )
         try:
-            with self._guard.watching(task.kind) as guarded:
+            with self.guard.watching(task.kind) as guarded:
                 self.offered = offered
                 answer = _outcome(offered, execution.stop)
                 self.counts = answer.counts
                 if task.kind == "evaluate":
-                    return self._evaluated(execution, answer, guarded)
-                return self._trained(execution, program, answer, guarded)
+                    return self._evaluate(execution, answer, guarded)
+                assert answer.update is not None  # of a training
+                # in the vault afterwards: the region's run may delete its devices' updates
+                upload = Upload(map_tensors(answer.update), {}, {}, answer.samples, answer.metrics)
+                return self.commit(execution, program, upload, guarded, flops=answer.flops)
         finally:
             self.offered, self.finished = None, offered
             offered.settled.set()
 
-    def _evaluated(self, execution: TaskExecution, answer: RegionAnswer, guarded: Guarded) -> Result:
-        use = self._use(execution, guarded, answer.flops)
-        result = self._result(execution.task, answer.samples, answer.metrics, use)
+    def _evaluate(self, execution: TaskExecution, answer: RegionAnswer, guarded: Guarded) -> Result:
+        use = self.measure_use(execution, guarded, answer.flops)
+        result = self.make_result(execution.task, answer.samples, answer.metrics, use)
         by_class = answer.by_class if len(answer.by_class) <= MAX_CLASS_COUNTS else ()
         return msgspec.structs.replace(result, by_class=by_class)
 
-    def _trained(self, execution: TaskExecution, program: Program, answer: RegionAnswer, guarded: Guarded) -> Result:
-        """The result, which is in the vault then: the region's run may delete its devices' updates."""
-        assert answer.update is not None  # of a training
-        task, residual = execution.task, self._vault.residual(execution.task.run)
-        upload, new_residual = coded_upload(program, mapped(answer.update), {}, residual.tensors)
-        manifest = self._blobs.put(*packed_pieces(upload))
-        self._integrity.check([manifest.digest])
-        guarded.upload_bytes = manifest.size
-        use = self._use(execution, guarded, answer.flops)
-        result = self._result(task, answer.samples, answer.metrics, use, manifest)
-        if execution.stop.is_set():  # a result that must not be sent is not stored either
-            raise Stopped("the task was stopped")
-        self._vault.commit(result, {}, new_residual, residual)
-        return result
-
-    def _scaled_progress(self, execution: TaskExecution, program: Program) -> Callable[[int, int], None]:
-        """Progress in steps of the centre's prediction, for a device with this many images."""
-        train, test = len(self._data.train), len(self._data.test)
-        if execution.task.kind == "train":
+    def _scale_progress(self, task: Task, program: Program) -> Callable[[int, int], None]:
+        """Report progress in steps of the centre's prediction, for a device with this many images."""
+        data = self.storage.data
+        train, test = len(data.train), len(data.test)
+        if task.kind == "train":
             steps = sum(program.steps_of(phase, train) for phase in program.train)
         else:
             steps = (train + test) // program.batch.answer_size
-        steps, report = max(1, steps), self._progress(execution)
+        steps, report = max(1, steps), self.make_reporter(task)
         return lambda done, total: report(done * steps // max(1, total), steps, None)
 
 
@@ -141,48 +131,36 @@ def _outcome(offered: CentralTask, stop: threading.Event) -> RegionAnswer:
 class _Agent(Agent):
     """The region, toward its centre."""
 
-    executor_class = _Executor
-    _executor: _Executor
+    worker: _Executor
     sent: CentralTask | None = None  # the newest whose answer was sent
     final_status: str | None = None  # how the centre's run ended
 
-    @property
-    def offered(self) -> CentralTask | None:
-        """The task that waits for the region's answer. May be called from any thread."""
-        return self._executor.offered
+    def on_message(self, message: AnyMessage) -> None:
+        """Handle a message of the centre, but no task after the end of its run.
 
-    @property
-    def link_trouble(self) -> str:
-        """Why the centre's broker is not connected; empty while it is. May be called from any thread."""
-        return self._link_trouble
+        A centre that is a service gives the region to its next run at once: that task waits for the region's next run.
+        """
+        if isinstance(message, Task) and self.final_status is not None:
+            return
+        super().on_message(message)
+        if isinstance(message, RunEnded) and self.storage.vault.is_over(message.run):
+            self.final_status = message.status
 
-    def _on_run_ended(self, ended: RunEnded) -> None:
-        super()._on_run_ended(ended)
-        if self.vault.is_over(ended.run):
-            self.final_status = ended.status
+    def on_event(self, event: object) -> None:
+        """Handle an event. Raises AnotherRun: each further task of that run would fail as well.
 
-    def _on_task(self, task: Task) -> None:
-        """A centre that is a service gives the region to its next run at once: that task waits for the region's next
-        run."""
-        if self.final_status is None:
-            super()._on_task(task)
-
-    def _fail(self, execution: TaskExecution, error: Exception) -> None:
-        """As of any device. Raises AnotherRun: each further task of that run would fail as well."""
-        super()._fail(execution, error)
-        if isinstance(error, AnotherRun):
-            raise error
-
-    def _answer(self, answer: Result | Failed | Declined) -> None:
-        """The region's devices may have become more: their numbers are announced before the result, which the centre
-        compares with them."""
-        counts = self._executor.counts
-        if isinstance(answer, Result) and counts and counts != self.data.counts:
-            self.data = _images(counts, self.data.folder)
-            self._executor.use(self.data)
-            self._announce()
-        super()._answer(answer)
-        self.sent = self._executor.finished
+        The region's devices may have become more: their numbers are announced before the result, which the centre
+        compares with them.
+        """
+        counts = self.worker.counts
+        if isinstance(event, Worked) and event.result and counts and counts != self.storage.data.counts:
+            self.storage.images = FixedImages(_images(counts, self.storage.data.folder))
+            self.session.announce()
+        super().on_event(event)
+        if isinstance(event, Worked):
+            self.sent = self.worker.finished
+            if isinstance(event.error, AnotherRun):
+                raise event.error
 
 
 def _images(counts: RegionCounts, folder: Path) -> DeviceData:
@@ -224,19 +202,18 @@ class CentreLink:
         if self._opened:
             return
         make_private(self._state / kept for kept in ("blobs", "vault"))
-        agent = _Agent(
+        identity = DeviceIdentity(
             device=self._name,
             federation=self._federation,
-            transport=self._transport(),
-            data=_images(counts, self._state),
-            vault=Vault(self._state / "vault"),
-            blobs=BlobStore(self._state / "blobs"),
-            runtime=Runtime(1),
-            profile=device_profile(1, self._state),
             software=version("fedvit"),
-            renewal=Renewal(self._identity, Topics(self._federation)) if self._identity else None,
+            profile=device_profile(1, self._state),
             labels=REGION,
         )
+        images, policy = FixedImages(_images(counts, self._state)), OwnerPolicy()
+        storage = DeviceStorage(Vault(self._state / "vault"), BlobStore(self._state / "blobs"), images)
+        renewal = Renewal(self._identity, Topics(self._federation)) if self._identity else None
+        link = DeviceLink(identity, self._transport(), storage, renewal=renewal)
+        agent = _Agent(link, storage, _Executor(link, storage, Runtime(1), Guard(), policy), policy)
         thread = threading.Thread(target=self._serve, args=(agent,), name="centre", daemon=True)
         self._opened = agent, thread
         thread.start()
@@ -251,7 +228,7 @@ class CentreLink:
             self._error = FedvitError(f"the link to the centre ended: {type(error).__name__}: {error}")
 
     def task(self) -> CentralTask | None:
-        if self._opened and (offered := self._opened[0].offered):
+        if self._opened and (offered := self._opened[0].worker.offered):
             self._given = offered
             return offered
         return None
@@ -262,7 +239,7 @@ class CentreLink:
         return self._opened[0].final_status if self._opened else None
 
     def trouble(self) -> str:
-        return self._opened[0].link_trouble if self._opened else ""
+        return self._opened[0].session.trouble if self._opened else ""
 
     def close(self) -> None:
         if not self._opened:
@@ -325,8 +302,8 @@ class CentreLink:
     help="Name of the region's run; by default --id. If it exists, it is resumed.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
-@click.option("--metrics", "metrics_address", **monitoring.OPTION)
-@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
+@click.option("--prometheus", "metrics_address", **monitoring.OPTION)
+@click.option("--prometheus-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @config_flags
 @private_files()
@@ -371,5 +348,5 @@ def region_command(
         quiet=quiet,
         metrics_address=metrics_address,
         flags=flags,
-        region=partial(RegionalCoordinator, centre=link, least_results=least_results),
+        lead=partial(RegionLead, centre=link, least_results=least_results),
     )

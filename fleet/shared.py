@@ -9,12 +9,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from edge_client.runtime import Evaluated, Runtime, Trained
+from edge_client.work.runtime import Evaluated, Runtime, Trained
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder
 from fedvit.partials import MAP, PART, in_use
-from fedvit.transport.exchange import BlobExchange, Finished
+from fedvit.transport.blob_receiver import Finished
+from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import Manifest
 
 LOOK_S = 1.0
@@ -57,7 +58,7 @@ class SharedFolder:
         self._due: dict[frozenset[str] | None, float] = {}
 
     def look(self, classes: Collection[str] | None) -> GrowingFolder:
-        """Its images of these classes, None: of all."""
+        """Return its images of these classes; None: of all."""
         key = None if classes is None else frozenset(classes)
         if key not in self._opened:
             self._opened[key] = GrowingFolder(self._folder, split_file=self._split_file, cache_bytes=self._cache_bytes)
@@ -81,7 +82,7 @@ class OwnFolder:
         self.data = own(self._seen)
 
     def look(self, classes: Collection[str] | None = None) -> bool:
-        """As that of a GrowingFolder."""
+        """Look for new images; return True if there are some."""
         self._growing = self._shared.look(classes)
         if self._growing.data is self._seen:
             return False
@@ -159,14 +160,14 @@ class SharedBlobs:
         return view
 
     def hold(self, view: "BlobView", digest: str) -> None:
-        """Before a device writes a blob: protect it from other devices' pruning."""
+        """Protect a blob that a device is about to write from other devices' pruning."""
         with self._lock:
             if digest not in view.held:
                 view.held.add(digest)
                 self._keepers[digest] += 1
 
     def keep_only(self, view: "BlobView", keep: set[str]) -> int:
-        """Set the blobs that a device keeps; the number of bytes that were deleted since no device keeps them."""
+        """Set the blobs that a device keeps; return the bytes of deleted blobs, which no device keeps."""
         with self._lock:
             self._keepers.update(keep - view.held)
             gone = view.held - keep
@@ -233,18 +234,18 @@ class Fetches:
     def __init__(self) -> None:
         self.waiting: dict[str, list[_Waiting]] = {}  # digest that is being fetched -> waiting devices
 
-    def ended(self, digest: str) -> None:
+    def finish(self, digest: str) -> None:
         """Continue the waiting devices: they find the blob, or the first of them fetches it."""
         for waiting in self.waiting.pop(digest, []):
             waiting.again()
 
     def exchange(self, *args: Any, **kwargs: Any) -> "SharingExchange":
-        """As `BlobExchange(...)`, for one device."""
+        """Make the exchange of one device, from the arguments of `BlobExchange`."""
         return SharingExchange(self, *args, **kwargs)
 
 
 class SharingExchange(BlobExchange):
-    """The exchange of one virtual device; see `Fetches`."""
+    """The exchange of one virtual device; a blob that another device fetches is awaited."""
 
     def __init__(self, fetches: Fetches, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -260,15 +261,15 @@ class SharingExchange(BlobExchange):
             )
             return
 
-        def ended(manifest: Manifest, error: Exception | None) -> None:
+        def finish(manifest: Manifest, error: Exception | None) -> None:
             if self._leads.pop(digest, None) is not None:
-                self._fetches.ended(digest)
+                self._fetches.finish(digest)
             finished(manifest, error)
 
         if not self._blobs.has(digest):
             self._leads[digest] = sender
             self._fetches.waiting[digest] = []
-        super().fetch(manifest, sender, topic, ended, dedicated_topic)
+        super().fetch(manifest, sender, topic, finish, dedicated_topic)
 
     def cancel(self, sender: str | None = None) -> None:
         super().cancel(sender)
@@ -276,4 +277,4 @@ class SharingExchange(BlobExchange):
             others[:] = [each for each in others if each.exchange is not self or sender not in (None, each.sender)]
         for digest in [digest for digest, source in self._leads.items() if sender in (None, source)]:
             del self._leads[digest]
-            self._fetches.ended(digest)
+            self._fetches.finish(digest)

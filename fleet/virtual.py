@@ -14,12 +14,16 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from edge_client.agent import TICK_S, Agent
-from edge_client.integrity import Integrity
-from edge_client.state import split_file
-from edge_client.vault import Vault
+from edge_client.health.guard import Guard
+from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.settings import OwnerPolicy
+from edge_client.storage.device_storage import DeviceStorage, FixedImages
+from edge_client.storage.integrity import Integrity
+from edge_client.storage.state import split_file
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData, Files
 from fedvit.resources import IMAGE_CACHE_BYTES
@@ -57,56 +61,56 @@ class _Inbox(SimpleQueue[object]):
         self._host.put((self._device, item))
 
 
+class HostSettings(NamedTuple):
+    """Settings of a host."""
+
+    federation: str
+    state: Path  # each device's vault is in a folder of its name
+    blobs: Path  # folder of all blobs, to which each device's own `blobs` is a link
+    threads: int  # of a device that computes
+    at_once: int  # devices that compute at the same time
+    software: str
+    watches: bool = False  # images that are added or removed count from a device's next task on
+
+
 class Host:
     """The virtual devices of one process. `serve` runs all of them in the calling thread.
 
-    `devices` gives their names and folders of images. Each device's vault is in a folder of its name below `state`; all
-    blobs are in the folder `blobs`, to which each device's own `blobs` is a link. `at_once` devices compute at the same
-    time, with `threads` each. With `watches`, images that are added or removed count from a device's next task on.
-    `kinds` has other classes of agents by name. Raises DataError for a folder that cannot be used.
+    `devices` gives their names and folders of images. `kinds` has other classes of agents by name. Raises DataError for
+    a folder that cannot be used.
     """
 
     def __init__(
         self,
         devices: Mapping[str, Path],
-        *,
-        federation: str,
         transport: NewTransport,
-        state: Path,
-        blobs: Path,
-        threads: int,
-        at_once: int,
-        software: str,
-        watches: bool = False,
-        kinds: Mapping[str, Callable[..., Agent]] | None = None,
+        settings: HostSettings,
+        kinds: Mapping[str, type[Agent]] | None = None,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
-        self._work = WorkQueue(at_once + WRITING)
+        self._work = WorkQueue(settings.at_once + WRITING)
         self._ticks = 0
-        runtime, shared, fetches = SharedRuntime(threads, at_once), SharedBlobs(blobs), Fetches()
-        vaults = {name: Vault(state / name / "vault") for name in devices}
-        integrity = Integrity(BlobStore(blobs), lambda: chain.from_iterable(one.files() for one in vaults.values()))
-        images = _images(devices, state)
-        profile = device_profile(threads)
+        runtime = SharedRuntime(settings.threads, settings.at_once)
+        shared, fetches = SharedBlobs(settings.blobs), Fetches()
+        vaults = {name: Vault(settings.state / name / "vault") for name in devices}
+        integrity = Integrity(
+            BlobStore(settings.blobs), lambda: chain.from_iterable(one.files() for one in vaults.values())
+        )
+        images = _images(devices, settings.state)
+        profile, policy = device_profile(settings.threads), OwnerPolicy()
         self.agents: dict[str, Agent] = {}
         for name in devices:
-            home = state / name
-            _link(home / "blobs", blobs)
-            self.agents[name] = (kinds or {}).get(name, Agent)(
-                device=name,
-                federation=federation,
-                transport=transport(name, _Inbox(name, self._inbox)),
-                data=images[name].data,
-                growing=images[name] if watches else None,
-                vault=vaults[name],
-                blobs=shared.view(),
-                runtime=runtime,
-                profile=profile,
-                software=software,
-                begin=self._work.begin,
-                exchange=fetches.exchange,
-                integrity=integrity,
+            _link(settings.state / name / "blobs", settings.blobs)
+            identity = DeviceIdentity(
+                device=name, federation=settings.federation, software=settings.software, profile=profile
             )
+            own = images[name] if settings.watches else FixedImages(images[name].data)
+            storage = DeviceStorage(vaults[name], shared.view(), own, integrity=integrity)
+            connection = transport(name, _Inbox(name, self._inbox))
+            link = DeviceLink(identity, connection, storage, exchange=fetches.exchange)
+            kind = (kinds or {}).get(name, Agent)
+            worker = kind.worker_class(link, storage, runtime, Guard(), policy, begin=self._work.begin)
+            self.agents[name] = kind(link, storage, worker, policy)
 
     def serve(self, stop: threading.Event, *, once: bool = False) -> None:
         """Take part until `stop` is set; with `once`, until the run has ended for all devices.
@@ -139,7 +143,7 @@ class Host:
         """The agents whose timers run in this tick: those that transfer blobs, and of the others each in its turn."""
         self._ticks += 1
         turns = min(LONGEST_TURN_TICKS, -(-len(here) // AGENTS_PER_TICK))
-        waiting = {name for name, agent in here.items() if agent.exchange.is_busy}
+        waiting = {name for name, agent in here.items() if agent.link.exchange.is_busy}
         return waiting.union(list(here)[self._ticks % turns :: turns])
 
     def _handle(self, here: Mapping[str, Agent], timeout_s: float) -> set[str]:
@@ -166,8 +170,8 @@ def _images(devices: Mapping[str, Path], state: Path) -> dict[str, OwnFolder]:
     opened: dict[Path, SharedFolder] = {}
     for name, folder in devices.items():
         if folder not in opened:
-            kept = split_file(state / name)
-            opened[folder] = SharedFolder(folder, split_file=kept, cache_bytes=cache_bytes, share=share)
+            split = split_file(state / name)
+            opened[folder] = SharedFolder(folder, split_file=split, cache_bytes=cache_bytes, share=share)
 
     def own(data: DeviceData) -> DeviceData:
         train, test = (replace(part, files=Files(part.paths, cache_bytes)) for part in (data.train, data.test))

@@ -14,7 +14,6 @@ SOURCES = Path(__file__).parent / "src"
 
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 _WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
-_AMX = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12 warns of its own header
 _PLAIN = ["-DNAME=plain_kernels", "-DLANES=4"]
 _X86 = [
     ["-DNAME=avx2_kernels", "-DLANES=8", "-mavx2", "-mfma"],
@@ -30,8 +29,6 @@ def compile_library(target: Path, only: str = "") -> None:
     chosen = [f"-DONLY={only}"] if only else []
     kinds = [_PLAIN] if is_aarch64() else [_PLAIN, *_X86]
     files = [("compute.cpp", kind) for kind in kinds] + [("library.cpp", chosen)]
-    if not is_aarch64():
-        files.append(("amx.cpp", _AMX))
     with tempfile.TemporaryDirectory() as made:
         objects = [str(Path(made, f"{number}.o")) for number in range(len(files))]
         for (source, flags), object_file in zip(files, objects, strict=True):
@@ -41,15 +38,15 @@ def compile_library(target: Path, only: str = "") -> None:
 
 
 def is_aarch64() -> bool:
-    """Whether the compiler makes code for aarch64."""
-    return _said("-dumpmachine").startswith("aarch64")
+    """Return whether the compiler makes code for aarch64."""
+    return _ask_compiler("-dumpmachine").startswith("aarch64")
 
 
 def _compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def _said(*arguments: str) -> str:
+def _ask_compiler(*arguments: str) -> str:
     return subprocess.run([_compiler(), *arguments], check=True, capture_output=True, text=True).stdout
 
 

@@ -24,7 +24,7 @@ class OfOneProcessor(Distribution):
 
 
 class AnyPython(bdist_wheel):
-    """The library is no module of Python: one wheel serves all versions."""
+    """Make one wheel for all versions of Python, as the library is not a Python module."""
 
     def get_tag(self) -> tuple[str, str, str]:
         *_, platform = super().get_tag()

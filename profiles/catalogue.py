@@ -48,7 +48,7 @@ class Cores(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trains: bool = True  # products are split evenly among cores, so slow cores beside fast ones are not used
 
 
-class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BoardMemory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: str
     ram_bytes: Figure
     cache_bytes: Figure  # of the last level
@@ -70,14 +70,14 @@ class Accelerator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Power(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the whole board, unless a note says otherwise."""
+    """Power of the whole board, unless a note says otherwise."""
 
     idle_w: Figure | None = None
     load_w: Figure | None = None
     notes: tuple[str, ...] = ()
 
 
-class Mode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PowerMode(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A power mode; other settings are those of the default. Mark and source are those of all its figures."""
 
     mark: Mark
@@ -112,14 +112,14 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     family: str
     cores: tuple[Cores, ...]
-    memory: Memory
+    memory: BoardMemory
     power: Power
     connections: Connections
     efficiency: dict[int, Figure]  # by model width: share of the peak that fp32 training of a ViT reaches
     software: Software
     gpu: Gpu | None = None
     accelerator: Accelerator | None = None
-    modes: dict[str, Mode] = {}
+    modes: dict[str, PowerMode] = {}
     default_mode: str | None = None
 
     @property
@@ -131,7 +131,7 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         left = max(ram - SYSTEM_BYTES, ram * USABLE_SHARE)
         return Figure(left, "unverified", "memory without 512 MiB for the system, at least 0.8 of it")
 
-    def mode(self, name: str | None = None) -> Mode | None:
+    def mode(self, name: str | None = None) -> PowerMode | None:
         """The power mode `name`, or the one that the board starts with. Raises ConfigError when it has none such."""
         if name is None:
             name = self.default_mode
@@ -243,7 +243,7 @@ PRODUCTS: dict[ProductKind, Callable[[int], tuple[int, int, int, int]]] = {
 BYTES_PER_ELEMENT = 8
 """Read and written."""
 CYCLES_PER_ELEMENT = {"Softmax": 8, "LayerNormalization": 6, "Gelu": 12, "Erf": 12, "Exp": 6}
-"""Of one core."""
+"""Rate of one core."""
 NODE_CYCLES = 20_000
 """Cycles that a runtime needs to start and end one operator, including threads."""
 SYSTEM_BYTES = 512 << 20

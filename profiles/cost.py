@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto
 
 from fedvit.resources import ProductKind
-from profiles.prediction import ProductWork, Work
+from profiles.prediction import GraphWork, ProductWork
 
 Shape = tuple[int, ...]
 
@@ -32,8 +32,8 @@ class Product(NamedTuple):
         return 2 * self.batch * self.rows * self.inner * self.columns
 
 
-class Node(NamedTuple):
-    """The cost of one operator of a graph, and its block in the model."""
+class NodeCost(NamedTuple):
+    """The cost of one operator of a graph, and its place in the model."""
 
     op: str
     product: Product | None
@@ -49,8 +49,8 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphCost:
-    nodes: tuple[Node, ...]
-    activation_bytes: int  # of what lies between inputs and outputs, at its highest; see `_peak_bytes`
+    nodes: tuple[NodeCost, ...]
+    activation_bytes: int  # highest sum of the values between inputs and outputs (`_compute_peak_bytes`)
     graph_bytes: int
 
     @cached_property
@@ -58,8 +58,8 @@ class GraphCost:
         return sum(node.flops for node in self.nodes)
 
     @cached_property
-    def work(self) -> Work:
-        """Of one run."""
+    def work(self) -> GraphWork:
+        """Work of one run."""
         products: dict[Product, float] = defaultdict(float)
         moved_bytes: dict[str, float] = defaultdict(float)
         for node in self.nodes:
@@ -67,7 +67,7 @@ class GraphCost:
                 products[node.product] += 1
             elif node.moved_bytes:
                 moved_bytes[node.op] += node.moved_bytes
-        return Work(
+        return GraphWork(
             products=[ProductWork(*product, count) for product, count in products.items()],
             moved_bytes=dict(moved_bytes),
             nodes=len(self.nodes),
@@ -81,23 +81,23 @@ def graph_cost(content: bytes) -> GraphCost:
     norms count 0. Raises ValueError when a product's shape is unknown, as the count would be too low.
     """
     graph = onnx.load_from_string(content).graph
-    tensors = _tensors(graph)
-    forward, fused, gradients = _forward(graph), _fused(graph), _gradients(graph)
-    places = _places(graph, tensors, gradients)
+    tensors = _collect_tensors(graph)
+    forward, fused, gradients = _find_forward(graph), _find_fused(graph), _find_gradients(graph)
+    places = _find_places(graph, tensors, gradients)
     nodes = []
     for node in graph.node:
         block, kind = places[node.output[0]]
         nodes.append(
-            Node(
+            NodeCost(
                 op=node.op_type,
-                product=_product(node, tensors, node.output[0] in gradients),
+                product=_measure_product(node, tensors, node.output[0] in gradients),
                 moved_bytes=0 if node.op_type in _VIEWS or node.output[0] in fused else _moved_bytes(node, tensors),
                 block=block,
                 kind=kind,
                 forward=node.output[0] in forward,
             )
         )
-    return GraphCost(tuple(nodes), _peak_bytes(graph, tensors), len(content))
+    return GraphCost(tuple(nodes), _compute_peak_bytes(graph, tensors), len(content))
 
 
 # --- shapes -------------------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ _ITEM_BYTES = {
 }  # fmt: skip
 
 
-def _tensors(graph: onnx.GraphProto) -> dict[str, _Tensor]:
-    """Every value whose dimensions are all known."""
+def _collect_tensors(graph: onnx.GraphProto) -> dict[str, _Tensor]:
+    """Collect the values whose dimensions are all known."""
     tensors = {
         tensor.name: _Tensor(tuple(tensor.dims), _ITEM_BYTES.get(tensor.data_type, 4)) for tensor in graph.initializer
     }
@@ -137,7 +137,7 @@ _VIEWS = {"Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "ConstantOfS
 """Operators that only change a shape."""
 
 
-def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor], gradient: bool) -> Product | None:
+def _measure_product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor], gradient: bool) -> Product | None:
     if node.op_type not in _PRODUCTS:
         return None
     read = node.input[:2] if node.op_type.startswith("Conv") else node.input[:1]
@@ -145,7 +145,9 @@ def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor], gradient: boo
         raise ValueError(f"{node.op_type} node {node.name!r} has an operand of unknown shape")
     left, out = tensors[node.input[0]].shape, tensors[node.output[0]].shape
     if node.op_type.startswith("Conv"):
-        return _convolution(node, left, tensors[node.input[1]].shape, out, "gradient" if gradient else "weights")
+        return _measure_convolution(
+            node, left, tensors[node.input[1]].shape, out, "gradient" if gradient else "weights"
+        )
     inner = left[0] if gradient and node.op_type == "Gemm" else left[-1]
     right = tensors[node.input[1]].shape if node.input[1] in tensors else ()
     if node.op_type == "MatMulIntegerToFloat":
@@ -160,18 +162,18 @@ def _product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor], gradient: boo
     return Product(kind, 1, math.prod(out) // max(1, columns), inner, columns)
 
 
-def _convolution(node: onnx.NodeProto, read: Shape, weight: Shape, out: Shape, kind: ProductKind) -> Product:
-    """As the product that it is: the weight's places are rows, of the transposed one the values that enter."""
+def _measure_convolution(node: onnx.NodeProto, read: Shape, weight: Shape, out: Shape, kind: ProductKind) -> Product:
+    """Return the dimensions of a convolution as a product; its rows are the weight's places, or the input's values."""
     if node.op_type == "ConvTranspose":
         return Product(kind, 1, math.prod(read) // weight[0], weight[0], math.prod(weight[1:]))
     return Product(kind, 1, math.prod(out) // weight[0], math.prod(weight[1:]), weight[0])
 
 
-def _gradients(graph: onnx.GraphProto) -> set[str]:
-    """Products that sum over samples, into a weight's gradient.
+def _find_gradients(graph: onnx.GraphProto) -> set[str]:
+    """Find the products that sum over samples, into a weight's gradient.
 
-    Of matrices the left operand is transposed, or the products of all samples are added up; a convolution is dilated by
-    the stride of the one whose gradient it is, also by one of 1.
+    In a product of matrices the left operand is transposed, or the products of all samples are added up. A gradient's
+    convolution is dilated by the stride of the forward convolution, also by a stride of 1.
     """
     readers: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:
@@ -193,8 +195,8 @@ def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
     return sum(tensors[name].size_bytes for name in (*node.input, *node.output) if name in tensors)
 
 
-def _fused(graph: onnx.GraphProto) -> set[str]:
-    """Transposed values that onnxruntime replaces by a flag of the products which read them."""
+def _find_fused(graph: onnx.GraphProto) -> set[str]:
+    """Find the transposed values that onnxruntime replaces by a flag of the products that read them."""
     readers: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:
         for name in node.input:
@@ -212,8 +214,8 @@ def _swaps_the_last_two(node: onnx.NodeProto) -> bool:
 # --- where a node belongs -----------------------------------------------------------------------------
 
 
-def _forward(graph: onnx.GraphProto) -> set[str]:
-    """Values that the loss, an answer or what is collected follows from."""
+def _find_forward(graph: onnx.GraphProto) -> set[str]:
+    """Find the values from which the loss, an answer or a collected value follows."""
     made_by = {name: node for node in graph.node for name in node.output}
     ends = [output.name for output in graph.output if not output.name.startswith("new/")]
     seen: set[str] = set()
@@ -226,7 +228,7 @@ def _forward(graph: onnx.GraphProto) -> set[str]:
 
 
 def block_of(tensor: str) -> tuple[str, str]:
-    """(block, kind) of a tensor of the model by its name.
+    """Return (block, kind) of a model's tensor by its name.
 
     >>> block_of("blocks.11.attn.qkv.weight"), block_of("head.weight"), block_of("patch_embed.proj.bias")
     (('block 11', 'attention'), ('head', 'head'), ('embedding', 'embedding'))
@@ -240,12 +242,16 @@ def block_of(tensor: str) -> tuple[str, str]:
     return ("head", "head") if "head" in first or first in ("norm", "fc_norm") else (first, first)
 
 
-def _places(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor], gradients: set[str]) -> dict[str, tuple[str, str]]:
-    """Node (by first output) -> (block, kind): of the largest tensor that it reads, or whose gradient it adds to, else
-    of the nearest node before it that has one; an attention's products read only what its block's weights made.
+def _find_places(
+    graph: onnx.GraphProto, tensors: Mapping[str, _Tensor], gradients: set[str]
+) -> dict[str, tuple[str, str]]:
+    """Return (block, kind) of each node, by its first output.
 
-    What is made of tensors alone (unpacked, mixed) stands for them. A product that is a weight's gradient belongs to
-    the nearest tensor after it: what it reads may come from any block.
+    A node belongs to the block of the largest tensor that it reads or whose gradient it adds to, else to that of the
+    nearest node before it: the products of an attention read only results of its block's weights.
+
+    Values made of tensors alone (unpacked, mixed) count as these tensors. A product that is a weight's gradient belongs
+    to the nearest tensor after it, as its operands may come from any block.
     """
     named: dict[str, tuple[str, str]] = {}
     for value in graph.input:
@@ -266,7 +272,7 @@ def _places(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor], gradients: s
         own = None if largest is None else named[largest]
         if own is None and node.output[0] in gradients:
             [added] = readers[node.output[0]] if node.op_type == "MatMul" else [node]
-            own = _nearest_after(added, readers, named, tensors)
+            own = _find_nearest_after(added, readers, named, tensors)
         if own is None:
             own = next((known[name] for name in node.input if name in known), ("embedding", "embedding"))
         for name in node.output:
@@ -277,13 +283,13 @@ def _places(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor], gradients: s
     return places
 
 
-def _nearest_after(
+def _find_nearest_after(
     node: onnx.NodeProto,
     readers: Mapping[str, list[onnx.NodeProto]],
     named: Mapping[str, tuple[str, str]],
     tensors: Mapping[str, _Tensor],
 ) -> tuple[str, str] | None:
-    """The place of the tensor, no smaller than what a node gives, that follows from it by the fewest operators."""
+    """Find the place of the nearest tensor after a node that is not smaller than the node's result."""
     least = tensors[node.output[0]].size_bytes if node.output[0] in tensors else 0
     waiting = deque(node.output)
     seen = set(waiting)
@@ -308,11 +314,11 @@ _IN_PLACE = {
 _ALIGNED = 256
 
 
-def _peak_bytes(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> int:
-    """Bytes of values between inputs and outputs that are needed at one time, at most.
+def _compute_peak_bytes(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> int:
+    """Compute the most memory that values between inputs and outputs need at one time.
 
-    In onnxruntime's order of execution, with its reuse: views share memory, and an operator that can writes over an
-    operand of its own size that is read for the last time. Outputs are written to memory of the caller.
+    The order of execution and the reuse of memory are onnxruntime's: views share memory, and some operators write over
+    an operand of their result's size that is read for the last time. Outputs lie in memory of the caller.
     """
     order = _execution_order(graph)
     last_use: dict[str, int] = {}
@@ -350,7 +356,7 @@ def _peak_bytes(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> int:
 
 
 def _execution_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """onnxruntime's default: depth first from the last node that nobody reads, of operands the last node first."""
+    """Return the nodes in onnxruntime's default order: depth first from the last unread node, last operand first."""
     nodes = list(graph.node)
     maker = {name: index for index, node in enumerate(nodes) for name in node.output}
     before = [sorted({maker[name] for name in node.input if name in maker}) for node in nodes]
@@ -370,16 +376,16 @@ def _execution_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 def flop_shares(cost: GraphCost, runs: int = 1) -> Iterator[tuple[str, str, int, int]]:
-    """(block, kind, forward FLOPs, backward FLOPs) of so many runs, in the model's order."""
+    """Yield (block, kind, forward FLOPs, backward FLOPs) of several runs, in the model's order."""
     shares: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for node in cost.nodes:
         if node.flops:
             shares[node.block, node.kind][not node.forward] += runs * node.flops
-    for (block, kind), (forward, backward) in sorted(shares.items(), key=lambda share: _in_order(share[0])):
+    for (block, kind), (forward, backward) in sorted(shares.items(), key=lambda share: _sort_key(share[0])):
         yield block, kind, forward, backward
 
 
-def _in_order(share: tuple[str, str]) -> tuple[int, int, str]:
+def _sort_key(share: tuple[str, str]) -> tuple[int, int, str]:
     block, kind = share
     number = int(block.split()[1]) if block.startswith("block ") else 0
     return {"embedding": 0, "head": 2}.get(block, 1), number, kind

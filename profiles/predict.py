@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
-from profiles.prediction import Prediction, ProductWork, ProgramCost, Work
+from profiles.prediction import GraphWork, Prediction, ProductWork, ProgramCost
 
 BASE_RSS_BYTES = 62_000_000
 """Resident memory of an idle device's process, if the device did not report it."""
@@ -84,7 +84,7 @@ def _over(cost: ProgramCost, train_s: float | None, peak_bytes: int, budget: Bud
 Bound = Literal["products", "memory", "overhead"]
 
 
-def seconds(work: Work, speed: Speed) -> dict[Bound, float]:
+def seconds(work: GraphWork, speed: Speed) -> dict[Bound, float]:
     """Seconds by kind of work: operators run one after another, each at its own rate."""
     rates = _product_model(speed.products)
     plain = speed.bytes_per_s["Add"]
@@ -118,7 +118,7 @@ class ProductModel:
         by_kind: dict[ProductKind, list[ProductRate]] = defaultdict(list)
         for rate in rates:
             by_kind[rate.kind].append(rate)
-        self._factors = {kind: _fitted(measured) for kind, measured in by_kind.items()}
+        self._factors = {kind: _fit(measured) for kind, measured in by_kind.items()}
 
     def seconds(self, product: ProductWork) -> float:
         factors = self._factors.get(product.kind)
@@ -140,7 +140,7 @@ def _terms(product: ProductRate | ProductWork) -> Any:
     return np.array([flops, right, out], np.float64)
 
 
-def _fitted(measured: Sequence[ProductRate]) -> Any:
+def _fit(measured: Sequence[ProductRate]) -> Any:
     """Non-negative factors that minimise relative errors."""
     from scipy.optimize import nnls  # imported late: saves half a second at the coordinator's start
 

@@ -16,7 +16,7 @@ FLOP_CONVENTION = "2 FLOPs per multiply-add; matrix products only, forward and b
 class FlopShare(Struct, frozen=True, kw_only=True):
     """FLOPs of one optimizer step in one block of the model, of one kind of work."""
 
-    block: str  # "embedding", "block 0", ..., "head", or the tensor's own name where it is of none of these
+    block: str  # "embedding", "block 0", ..., "head", or the tensor's own name for other tensors
     kind: str  # "attention", "mlp", "projection", ... ; the part of the block
     forward: int
     backward: int
@@ -45,7 +45,7 @@ class ProductWork(Struct, frozen=True, array_like=True):
     count: float
 
 
-class Work(Struct, frozen=True, kw_only=True):
+class GraphWork(Struct, frozen=True, kw_only=True):
     """The work of a processor, in terms of a `Speed`."""
 
     products: list[ProductWork]
@@ -70,8 +70,8 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     flops_backward: int
     flops: list[FlopShare]
     flops_evaluate: int  # of one image
-    step_work: Work  # of one optimizer step
-    answer_work: Work  # of one run of the graph that answers
+    step_work: GraphWork  # of one optimizer step
+    answer_work: GraphWork  # of one run of the graph that answers
     answer_size: int  # images of such a run
     steps: int  # of a round
     images: int  # that the device trains with

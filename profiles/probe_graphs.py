@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 FOLDER = Path(__file__).parent / "probes" / "graphs"
 OPSET, IR_VERSION = 20, 10
-"""As those of the graphs that are trained with."""
+"""Versions of the operator sets in training graphs."""
 CHAIN = 200
 """Operators one after another, on one number: what an operator takes at least."""
 
@@ -23,7 +23,7 @@ Input = tuple[str, int, int]
 
 
 def _graph(nodes: Sequence[onnx.NodeProto], inputs: Sequence[Input], outputs: Sequence[Input]) -> bytes:
-    def described(values: Sequence[Input]) -> list[onnx.ValueInfoProto]:
+    def describe_inputs(values: Sequence[Input]) -> list[onnx.ValueInfoProto]:
         return [
             helper.make_tensor_value_info(name, kind, [f"{name}{axis}" for axis in range(rank)])
             for name, kind, rank in values
@@ -32,7 +32,7 @@ def _graph(nodes: Sequence[onnx.NodeProto], inputs: Sequence[Input], outputs: Se
     domains = {"": OPSET} | {node.domain: 1 for node in nodes if node.domain}
     opsets = [helper.make_opsetid(name, number) for name, number in domains.items()]
     model = helper.make_model(
-        helper.make_graph(list(nodes), "probe", described(inputs), described(outputs)),
+        helper.make_graph(list(nodes), "probe", describe_inputs(inputs), describe_inputs(outputs)),
         opset_imports=opsets,
         producer_name="fedvit",
     )

@@ -12,33 +12,31 @@ import numpy as np
 
 from fedvit.program import Collect, Program, Role, TensorSpec, Train, encode_program
 from fedvit.resources import IMAGE_CACHE_BYTES
-from fedvit.tensors import packed_size
-from fedvit.updates import NONE, coded_form, make_codec
+from fedvit.tensors import compute_packed_bytes
+from fedvit.updates import NONE, list_coded_forms, make_codec
 from profiles.cost import GraphCost, flop_shares
-from profiles.prediction import FlopShare, MemoryPhase, ProductWork, ProgramCost, Work
+from profiles.prediction import FlopShare, GraphWork, MemoryPhase, ProductWork, ProgramCost
 
 ARENA_SLACK = 1.4
-"""What onnxruntime holds for activations, divided by what is live at a time: pieces of different sizes leave gaps,
+"""Ratio of onnxruntime's memory for activations to the live activations: pieces of different sizes leave gaps,
 and kernels have their own buffers. 1.2 to 1.6 over the cases of `python -m bench profile`."""
 
 
 @dataclass(frozen=True)
 class PricedProgram:
-    """A Program with priced graphs. `cost` is that on a device; parts that do not depend on the number of images are
-    computed once.
-    """
+    """A Program with priced graphs. Costs that do not depend on the number of images are computed once."""
 
     program: Program
     options: Mapping[str, Any]  # of the method
     graphs: Mapping[str, GraphCost]  # of every graph of the Program
 
     def cost(self, *, images: int, test_images: int, cache_bytes: int = IMAGE_CACHE_BYTES) -> ProgramCost:
-        """For a device with these numbers of training and test images, spread evenly over its classes.
+        """Return the cost for a device with these numbers of images, spread evenly over its classes.
 
-        `cache_bytes` is what decoded images may take.
+        Decoded images may take `cache_bytes`.
         """
         program, graphs = self.program, self.graphs
-        collected = {phase.collect: _collected(phase.collect, images) for phase in program.train if phase.collect}
+        collected = {phase.collect: _count_collected(phase.collect, images) for phase in program.train if phase.collect}
         # a device keeps its decoded images where all of them fit, or none
         kept_bytes, kept_test_bytes = (
             bytes_ if bytes_ <= cache_bytes else 0
@@ -46,29 +44,29 @@ class PricedProgram:
         )
         return msgspec.structs.replace(
             self._without_images,
-            step_work=_step_work(program, graphs, images),
+            step_work=_sum_step_work(program, graphs, images),
             steps=sum(program.steps_of(phase, images) for phase in program.train),
             images=images,
             test_images=test_images,
             flops_round=sum(
-                _runs_of_round(program, phase, images) * graphs[phase.graph].flops for phase in program.train
+                _count_runs_of_round(program, phase, images) * graphs[phase.graph].flops for phase in program.train
             ),
-            bytes_up=_uploaded(program, collected) if collected else self._without_images.bytes_up,
-            memory=_with_images(self._without_images.memory, collected, kept_bytes, kept_test_bytes),
+            bytes_up=_upload_bytes(program, collected) if collected else self._without_images.bytes_up,
+            memory=_add_images(self._without_images.memory, collected, kept_bytes, kept_test_bytes),
         )
 
     @cached_property
     def _without_images(self) -> ProgramCost:
         program, graphs = self.program, self.graphs
-        shares = _flop_shares(graphs, {phase.graph: _runs(program, phase) for phase in program.train})
-        trained = _held(program, lambda role: role.trained_on_device)
-        fixed = _held(program, lambda role: not role.trained_on_device)
+        shares = _list_flop_shares(graphs, {phase.graph: _count_runs(program, phase) for phase in program.train})
+        trained = _select(program, lambda role: role.is_trained_on_device)
+        fixed = _select(program, lambda role: not role.is_trained_on_device)
         down = [name for name, group in program.groups.items() if group.role.from_server_each_round]
         first = [name for name, group in program.groups.items() if group.initial]
-        whole = sum(_sent_down(program, group, whole=True) for group in down)
-        bytes_down = sum(_sent_down(program, group) for group in down)
+        whole = sum(_download_bytes(program, group, whole=True) for group in down)
+        bytes_down = sum(_download_bytes(program, group) for group in down)
         once = whole - bytes_down + sum(cost.graph_bytes for cost in graphs.values()) + len(encode_program(program))
-        once += sum(_packed(program, [group]) for group in first)
+        once += sum(_size_packed(program, [group]) for group in first)
         return ProgramCost(
             method=program.method,
             model=program.model,
@@ -77,14 +75,14 @@ class PricedProgram:
             run_size=program.batch.run_size,
             kept_patches=program.batch.kept_patches,
             mask_ratio=program.batch.mask_ratio,
-            parameters_trained=_numbers(trained),
-            parameters_frozen=_numbers(fixed),
-            parameters_local=_numbers(_held(program, lambda role: role is Role.LOCAL)),
+            parameters_trained=_count_numbers(trained),
+            parameters_frozen=_count_numbers(fixed),
+            parameters_local=_count_numbers(_select(program, lambda role: role is Role.LOCAL)),
             flops_forward=sum(share.forward for share in shares),
             flops_backward=sum(share.backward for share in shares),
             flops=shares,
             flops_evaluate=graphs[program.evaluate.graph].flops // program.batch.answer_size,
-            step_work=Work(products=[], moved_bytes={}, nodes=0),
+            step_work=GraphWork(products=[], moved_bytes={}, nodes=0),
             answer_work=graphs[program.evaluate.graph].work,
             answer_size=program.batch.answer_size,
             steps=0,
@@ -93,16 +91,16 @@ class PricedProgram:
             flops_round=0,
             bytes_once=once,
             bytes_down=bytes_down,
-            bytes_up=_uploaded(program, {}),
-            memory=_memory_without_images(program, graphs),
+            bytes_up=_upload_bytes(program, {}),
+            memory=_list_memory_without_images(program, graphs),
         )
 
 
 # --- work ---------------------------------------------------------------------------------------------
 
 
-def _runs_of_round(program: Program, phase: Train, images: int) -> int:
-    """Runs of the phase's graph in a round: of a short last batch only those that have samples."""
+def _count_runs_of_round(program: Program, phase: Train, images: int) -> int:
+    """Count the runs of the phase's graph in a round; a short last batch has only runs with samples."""
     batch, steps = program.batch, program.steps_of(phase, images)
     if not phase.update:
         return steps
@@ -110,40 +108,40 @@ def _runs_of_round(program: Program, phase: Train, images: int) -> int:
     short = steps // phase.repeats // batches  # batches that end a pass
     last = images - (batches - 1) * batch.batch_size
     whole = steps // phase.repeats - short
-    return phase.repeats * (whole * _runs(program, phase) + short * -(-last // batch.run_size))
+    return phase.repeats * (whole * _count_runs(program, phase) + short * -(-last // batch.run_size))
 
 
-def _runs(program: Program, phase: Train) -> int:
-    """Runs of the phase's graph in one step on a whole batch."""
+def _count_runs(program: Program, phase: Train) -> int:
+    """Count the runs of the phase's graph in one step on a whole batch."""
     return -(-program.batch.batch_size // program.batch.run_size) if phase.update else 1
 
 
-def _step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> Work:
-    """Of one optimizer step, averaged over those of all phases."""
+def _sum_step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> GraphWork:
+    """Sum the work of one optimizer step, averaged over the steps of all phases."""
     steps = {phase: program.steps_of(phase, images) for phase in program.train}
     total = max(1, sum(steps.values()))
-    parts = [(graphs[phase.graph].work, _runs_of_round(program, phase, images) / total) for phase in steps]
-    work = _together(*parts)
+    parts = [(graphs[phase.graph].work, _count_runs_of_round(program, phase, images) / total) for phase in steps]
+    work = _sum_work(*parts)
     for phase, count in steps.items():
-        if phase.update:  # of vectors of any length: two operands and a result of so many numbers
+        if phase.update:  # on vectors of any length: two operands and a result of that length
             numbers = _moved_bytes(program, phase) // 4
             updating = graphs[phase.update].nodes
             pieces = -(-numbers // PIECE_ELEMENTS)
             updated = work.moved_bytes | {
                 "Add": work.moved_bytes.get("Add", 0.0) + 12 * numbers * len(updating) * count / total
             }
-            work = Work(
+            work = GraphWork(
                 products=work.products, moved_bytes=updated, nodes=work.nodes + pieces * len(updating) * count / total
             )
     return work
 
 
 PIECE_ELEMENTS = 1 << 17
-"""Of one run of an update (edge_client.steps)."""
+"""Numbers in one run of an update (edge_client.work.steps)."""
 
 
-def _together(*parts: tuple[Work, float]) -> Work:
-    """So much of each."""
+def _sum_work(*parts: tuple[GraphWork, float]) -> GraphWork:
+    """Sum the parts' work, each multiplied by its count."""
     products: dict[ProductWork, float] = defaultdict(float)  # by size, with a count of 1
     moved_bytes: dict[str, float] = defaultdict(float)
     for work, times in parts:
@@ -151,15 +149,15 @@ def _together(*parts: tuple[Work, float]) -> Work:
             products[msgspec.structs.replace(product, count=1.0)] += times * product.count
         for op, size_bytes in work.moved_bytes.items():
             moved_bytes[op] += times * size_bytes
-    return Work(
+    return GraphWork(
         products=[msgspec.structs.replace(product, count=count) for product, count in products.items()],
         moved_bytes=dict(moved_bytes),
         nodes=sum(work.nodes * times for work, times in parts),
     )
 
 
-def _flop_shares(graphs: Mapping[str, GraphCost], runs: Mapping[str, int]) -> list[FlopShare]:
-    """Of one optimizer step; where a round has phases of several graphs, of one step of each."""
+def _list_flop_shares(graphs: Mapping[str, GraphCost], runs: Mapping[str, int]) -> list[FlopShare]:
+    """Sum the FLOPs of one optimizer step, or of one step of each phase's graph."""
     return [
         FlopShare(block=block, kind=kind, forward=forward, backward=backward)
         for name, count in runs.items()
@@ -170,11 +168,11 @@ def _flop_shares(graphs: Mapping[str, GraphCost], runs: Mapping[str, int]) -> li
 # --- bytes --------------------------------------------------------------------------------------------
 
 
-def _held(program: Program, wanted: Callable[[Role], bool]) -> dict[str, TensorSpec]:
+def _select(program: Program, wanted: Callable[[Role], bool]) -> dict[str, TensorSpec]:
     return {name: spec for name, spec in program.tensors.items() if wanted(program.groups[spec.group].role)}
 
 
-def _numbers(tensors: Mapping[str, TensorSpec]) -> int:
+def _count_numbers(tensors: Mapping[str, TensorSpec]) -> int:
     return sum(prod(spec.shape) for spec in tensors.values())
 
 
@@ -182,65 +180,63 @@ def _size_bytes(tensors: Mapping[str, TensorSpec]) -> int:
     return sum(prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in tensors.values())
 
 
-def _packed(program: Program, groups: list[str]) -> int:
+def _size_packed(program: Program, groups: list[str]) -> int:
     members = {name: (spec.shape, spec.dtype) for name, spec in program.tensors.items() if spec.group in groups}
-    return packed_size(members)
+    return compute_packed_bytes(members)
 
 
-def _sent_down(program: Program, group: str, *, whole: bool = False) -> int:
-    """Bytes of a group for a device with the value of the round before, or without one."""
+def _download_bytes(program: Program, group: str, *, whole: bool = False) -> int:
+    """Return the bytes of a group for a device with the previous round's value; `whole`: without one."""
     coding = program.groups[group]
     shapes = {name: program.tensors[name].shape for name in program.names(group)}
-    sizes = [_packed(program, [group])] if coding.whole == NONE else []
-    sizes += [packed_size(coded_form(make_codec(coding.whole), shapes))] if coding.whole != NONE else []
+    sizes = [_size_packed(program, [group])] if coding.whole == NONE else []
+    sizes += [compute_packed_bytes(list_coded_forms(make_codec(coding.whole), shapes))] if coding.whole != NONE else []
     if coding.down != NONE and not whole:
-        sizes.append(packed_size(coded_form(make_codec(coding.down), shapes)))
+        sizes.append(compute_packed_bytes(list_coded_forms(make_codec(coding.down), shapes)))
     return min(sizes)
 
 
-def _collected(collect: Collect, images: int) -> int:
-    """The number of images with uploaded features, if all classes have equally many."""
+def _count_collected(collect: Collect, images: int) -> int:
+    """Count the images with uploaded features, if all classes have equally many images."""
     return int(images * min(1.0, collect.threshold))
 
 
-def _uploaded(program: Program, collected: Mapping[Collect, int]) -> int:
+def _upload_bytes(program: Program, collected: Mapping[Collect, int]) -> int:
     counts = {collect.output: count for collect, count in collected.items()} | {
         "labels": max(collected.values(), default=0)
     }
     expected: dict[str, tuple[tuple[int, ...], str]] = {}
-    for name, (shape, dtype) in program.expected_upload().items():
+    for name, (shape, dtype) in program.upload_form().items():
         count = counts.get(name.partition("#")[0], 0)  # of what may be any number
         expected[name] = tuple(count if length is None else length for length in shape), dtype
-    return packed_size(expected) if expected else 0
+    return compute_packed_bytes(expected) if expected else 0
 
 
 # --- memory -------------------------------------------------------------------------------------------
 
 
-def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) -> list[MemoryPhase]:
-    """Beside the software: what each part of a round holds, but for the images that a device keeps decoded and what is
-    collected of them.
-    """
+def _list_memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) -> list[MemoryPhase]:
+    """Return the memory of each part of a round, without the software, decoded images and collected features."""
     batch = program.batch
-    trained = _held(program, lambda role: role.trained_on_device)
-    weights = _size_bytes(_held(program, lambda role: not role.trained_on_device))
+    trained = _select(program, lambda role: role.is_trained_on_device)
+    weights = _size_bytes(_select(program, lambda role: not role.is_trained_on_device))
     updated = max((_moved_bytes(program, phase) for phase in program.train), default=0)
-    copies = max((_copies(phase) for phase in program.train), default=0)
+    copies = max((_count_copies(phase) for phase in program.train), default=0)
     activations = int(ARENA_SLACK * max((graphs[phase.graph].activation_bytes for phase in program.train), default=0))
     answers = int(ARENA_SLACK * graphs[program.evaluate.graph].activation_bytes)
     image_bytes = 3 * batch.image_size**2
     patches = 4 * batch.patch_values
     # one batch is trained on, one waits, one is made; as pictures and as patches
     batches = 3 * batch.batch_size * batch.kept_patches * patches + batch.batch_size * image_bytes
-    sent = _size_bytes(_held(program, lambda role: role.sent_back))
+    sent = _size_bytes(_select(program, lambda role: role.is_sent_back))
     if any(program.groups[group].up != NONE for group in program.groups):
-        sent += _uploaded(program, {})  # what coding left out takes the place of the changes, one by one
-    mapped = weights + _size_bytes(trained)  # files of what is trained are read again where changes are computed
+        sent += _upload_bytes(program, {})  # the residuals of coding replace the changes, one by one
+    mapped = weights + _size_bytes(trained)  # the files of trained tensors are read again to compute the changes
     return [
         MemoryPhase(
             phase="train",
             parts={
-                "graphs": _loaded(graphs[name] for name in program.graphs_for("train")),
+                "graphs": _graph_bytes(graphs[name] for name in program.graphs_for("train")),
                 "weights": weights,
                 "trained": copies * updated,
                 "activations": activations,
@@ -251,7 +247,7 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
         MemoryPhase(
             phase="upload",
             parts={
-                "graphs": _loaded(graphs[name] for name in program.graphs_for("train")),
+                "graphs": _graph_bytes(graphs[name] for name in program.graphs_for("train")),
                 "weights": mapped if sent else weights,
                 "trained": updated + sent,
                 "activations": activations,  # an arena does not shrink
@@ -262,7 +258,7 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
         MemoryPhase(
             phase="evaluate",
             parts={
-                "graphs": _loaded(graphs.values()),
+                "graphs": _graph_bytes(graphs.values()),
                 "weights": mapped,
                 "activations": max(activations, answers),
                 "images": batch.answer_size * (image_bytes + batch.patches * patches),
@@ -271,10 +267,10 @@ def _memory_without_images(program: Program, graphs: Mapping[str, GraphCost]) ->
     ]
 
 
-def _with_images(
+def _add_images(
     memory: list[MemoryPhase], collected: Mapping[Collect, int], kept_bytes: int, kept_test_bytes: int
 ) -> list[MemoryPhase]:
-    """With decoded training and test images, and what is collected."""
+    """Add decoded training and test images, and collected features."""
     features = sum(4 * count * prod(collect.shape) for collect, count in collected.items())
     added = {
         "train": {"images": kept_bytes, "features": features},
@@ -294,13 +290,13 @@ def _moved_bytes(program: Program, phase: Train) -> int:
     return sum(_size_bytes({name: program.tensors[name] for name in program.names(group)}) for group in phase.groups)
 
 
-def _copies(phase: Train) -> int:
-    """Vectors as long as what is trained: values, gradients and slots; a whole step writes new values and slots."""
+def _count_copies(phase: Train) -> int:
+    """Count vectors of trained numbers: values, gradients, slots; a whole step writes new values and slots."""
     return 2 + len(phase.slots) if phase.update else 2 * (1 + len(phase.slots))
 
 
-def _loaded(graphs: Iterable[GraphCost]) -> int:
-    """Memory of loaded graphs in onnxruntime: their nodes with plans."""
+def _graph_bytes(graphs: Iterable[GraphCost]) -> int:
+    """Return the memory of loaded graphs in onnxruntime: their nodes with plans."""
     return sum(LOADED_PER_NODE_BYTES * len(cost.nodes) for cost in graphs)
 
 

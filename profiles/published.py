@@ -25,7 +25,7 @@ NO_PRODUCTS = (
 )
 
 
-def published_figures(cost: ProgramCost) -> list[PublishedFigure]:
+def find_published(cost: ProgramCost) -> list[PublishedFigure]:
     """Published figures of the method and model of `cost`; none for most."""
     found: list[PublishedFigure] = []
     forward = cost.flops_forward / cost.batch_size / 2 / 1e9

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from fedvit.models.vit import PatchViT
-from fedvit.program import kept_patches
+from fedvit.program import count_kept_patches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def forward_macs(
     >>> round(forward_macs(VitShape(classes=100), mask_ratio=0.75, **eftvit) / 1e9, 3)
     2.998
     """
-    kept = kept_patches(shape.patches, mask_ratio)
+    kept = count_kept_patches(shape.patches, mask_ratio)
     n, d, a = shape.prefix_tokens + kept + extra_tokens, shape.width, shape.attention_width
     block = 2 * n * d * shape.mlp_width + 2 * norm_cost * n * d
     if projections:

@@ -1,13 +1,13 @@
 """`python -m bench simulate`: rounds per second of simulated federations."""
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.commands import json_flag, measure, out_flag
+from bench.commands import json_flag, out_flag
+from bench.reporting import Progress, Report, measure
 from fedvit.errors import ConfigError
 
 
@@ -48,16 +48,17 @@ def simulate_command(
 ) -> None:
     """Compare a simulated federation on both engines with a plain PyTorch loop over clients: rounds per second."""
     from bench.simulate.jobs import choose, deal_images  # imports torch, which --help does not need
-    from bench.simulate.measure import SIDES, SimulateReport, run_simulate_bench, simulate_report
+    from bench.simulate.measure import SIDES, SimulateSettings, run_simulate_bench
 
-    jobs, wanted = choose(names), sides.split(",")
+    jobs, wanted = choose(names), tuple(sides.split(","))
     if unknown := [side for side in wanted if side not in SIDES]:
         raise ConfigError(f"--sides: no side {unknown[0]!r}, expected some of: {', '.join(SIDES)}")
 
-    def run(log: Callable[[str], None]) -> SimulateReport:
-        with tempfile.TemporaryDirectory(prefix="bench-simulate-") as made:
+    def run(log: Progress) -> Report:
+        with tempfile.TemporaryDirectory(prefix="bench-simulate-") as folder:
             log(f"dealing out {images} images of {data.name}")
-            folders = deal_images(data, images, parts or Path(made))
-            return run_simulate_bench(jobs, folders, images=images, sides=wanted, progress=log, **settings)
+            folders = deal_images(data, images, parts or Path(folder))
+            options = SimulateSettings(images=images, sides=wanted, **settings)
+            return run_simulate_bench(jobs, folders, options, log)
 
-    measure(run, simulate_report, as_json, out)
+    measure(run, as_json, out)

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 
 from bench.simulate.jobs import Job, Measured, decode_job
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.roles import ProductPrecision
-from fleet.simulate import Engine, simulate
+from fleet.request import Engine, RunRequest
+from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
 
 RUN = "bench"
@@ -33,11 +34,13 @@ def run(
     values = {**job.config(rounds, seed), "accelerator": accelerator if engine == "torch" else "cpu"}
     with tempfile.TemporaryDirectory(prefix="bench-simulate-") as made:
         outcome = simulate(
-            folders, values, out=Path(made), run=RUN, engine=engine, precision=precision, fused=accelerator != "cpu"
+            RunRequest(
+                folders, values, out=Path(made), run=RUN, engine=engine, precision=precision, fused=accelerator != "cpu"
+            )
         )
-        store = Store.in_folder(Path(made))
+        store = open_record(Path(made))
         try:
-            ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds(RUN)]
+            ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds.read_all(RUN)]
         finally:
             store.close()
     return ended, outcome.summary.mean_accuracy

@@ -15,8 +15,7 @@ from fedvit.models import SMALL
 from fleet.datasets import read_samples
 from fleet.datasets.samples import ArrayImages, Samples
 from fleet.devices import device_folders
-from fleet.partition import write_device_folders
-from fleet.partitions import deal_out, make_partition
+from fleet.partition import DealSettings, deal
 
 DEVICES = 20
 COHORT = 10
@@ -96,16 +95,7 @@ def deal_images(data: Path, images: int, parts: Path) -> list[Path]:
     out = parts / f"{data.stem}-{images}"
     if not out.exists():
         subset = _subset(read_samples(str(data), SIZE), images)
-        rule = make_partition("dirichlet", alpha=ALPHA)
-        write_device_folders(
-            subset,
-            deal_out(rule, subset.annotations, DEVICES, SEED),
-            out,
-            test_share=TEST_SHARE,
-            seed=SEED,
-            partition="dirichlet",
-            options=asdict(rule),
-        )
+        deal(subset, "dirichlet", DEVICES, out, DealSettings({"alpha": ALPHA}, SEED, TEST_SHARE))
     return device_folders(out, DEVICES)
 
 

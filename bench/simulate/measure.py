@@ -14,19 +14,16 @@ reported, since on shared cores more threads may slow a small model down. `peak_
 the host. `accuracy` is the mean over devices of the accuracy on their own test images after round k + N.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median
 
 import msgspec
 from msgspec import Struct
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from bench.child import run_child
-from bench.machine import Machine, this_machine
+from bench.machine import describe_machine
+from bench.reporting import Progress, Report
 from bench.simulate.jobs import COHORT, SEED, Job, Measured, encode_job, rounds_until_all_were_asked
 from fedvit.errors import FedvitError
 from profiles.probes.host import usable_cores
@@ -35,9 +32,6 @@ ENGINES = ("onnx", "torch")
 SIDES = (*ENGINES, "loop")
 TOLERANCE = 0.05
 """Largest difference of accuracies that agree: sides draw different batches, and a device has few test images."""
-MEGA = 1e6
-
-Progress = Callable[[str], None]
 
 
 class Side(Struct, frozen=True, kw_only=True):
@@ -51,88 +45,53 @@ class Side(Struct, frozen=True, kw_only=True):
     reason: str | None = None
 
 
-class CaseResult(Struct, frozen=True, kw_only=True):
-    name: str
-    rounds_before: int  # not counted: until every device has trained once
-    onnx: Side
-    torch: Side
-    loop: Side
-    accuracies_agree: bool | None  # within the tolerance; None: fewer than two are known
-
-    def sides(self) -> dict[str, Side]:
-        return {"onnx": self.onnx, "torch": self.torch, "loop": self.loop}
-
-
-class SimulateReport(Struct, frozen=True, kw_only=True):
-    """Figures of `bench simulate`."""
-
-    machine: Machine
-    accelerator: str  # of torch and loop; onnx computes on the processor
-    precision: str  # of their products
-    devices: int
-    cohort: int
+class SimulateSettings(Struct, frozen=True, kw_only=True):
     images: int  # of all devices, training and test
     rounds: int  # counted ones in each process
     turns: int  # processes of each side
-    accuracy_tolerance: float
-    cases: list[CaseResult]
+    accelerator: str  # of torch and loop; onnx computes on the processor
+    precision: str  # of their products
+    sides: tuple[str, ...] = SIDES
+    threads: tuple[int, ...] = ()  # of the loop; by default one, and one per core
 
 
 def run_simulate_bench(
-    jobs: Sequence[Job],
-    folders: Sequence[Path],
-    *,
-    images: int,
-    rounds: int,
-    turns: int,
-    accelerator: str,
-    precision: str,
-    sides: Sequence[str],
-    threads: Sequence[int] = (),
-    progress: Progress = lambda line: None,
-) -> SimulateReport:
-    """Measure the sides of every job in turn, `turns` times, each in its own process.
+    jobs: Sequence[Job], folders: Sequence[Path], settings: SimulateSettings, progress: Progress = lambda line: None
+) -> Report:
+    """Measure the sides of every job in turn, each in its own process.
 
-    The loop is run with each number in `threads` and the fastest is reported; by default one, and one per core. A side
-    that fails has a reason instead of figures.
+    The loop is run with each number of threads, and the fastest is reported. A side that fails has a reason instead of
+    figures.
     """
-    threads = threads or sorted({1, usable_cores()} if accelerator == "cpu" else {usable_cores()})
-    return SimulateReport(
-        machine=this_machine(),
-        accelerator=accelerator,
-        precision=precision,
-        devices=len(folders),
-        cohort=COHORT,
-        images=images,
-        rounds=rounds,
-        turns=turns,
-        accuracy_tolerance=TOLERANCE,
-        cases=[
-            _measure(job, folders, rounds, turns, (accelerator, precision), sides, threads, progress) for job in jobs
-        ],
-    )
+    if not settings.threads:
+        threads = {1, usable_cores()} if settings.accelerator == "cpu" else {usable_cores()}
+        settings = msgspec.structs.replace(settings, threads=tuple(sorted(threads)))
+    return {
+        "machine": describe_machine(),
+        "accelerator": settings.accelerator,
+        "precision": settings.precision,
+        "devices": len(folders),
+        "cohort": COHORT,
+        "images": settings.images,
+        "rounds": settings.rounds,
+        "turns": settings.turns,
+        "accuracy_tolerance": TOLERANCE,
+        "cases": [_measure(job, folders, settings, progress) for job in jobs],
+    }
 
 
-def _measure(
-    job: Job,
-    folders: Sequence[Path],
-    rounds: int,
-    turns: int,
-    accelerator: tuple[str, str],  # and precision
-    sides: Sequence[str],
-    threads: Sequence[int],
-    progress: Progress,
-) -> CaseResult:
+def _measure(job: Job, folders: Sequence[Path], settings: SimulateSettings, progress: Progress) -> Report:
+    rounds, turns, accelerator = settings.rounds, settings.turns, (settings.accelerator, settings.precision)
     before = rounds_until_all_were_asked([folder.name for folder in folders], job.cohort, SEED)
     job_arguments = (encode_job(job), str(before + rounds), str(SEED))
     commands: dict[tuple[str, int | None], tuple[str, ...]] = {
         (engine, None): ("bench.simulate.engine", *job_arguments, engine, *accelerator) for engine in ENGINES
     }
     commands |= {
-        ("loop", count): ("bench.simulate.loop", *job_arguments, *accelerator, str(count)) for count in threads
+        ("loop", count): ("bench.simulate.loop", *job_arguments, *accelerator, str(count)) for count in settings.threads
     }
     runs: dict[tuple[str, int | None], list[Measured]] = {key: [] for key in commands}
-    failed = {side: f"not run: --sides {','.join(sides)}" for side in SIDES if side not in sides}
+    failed = {side: f"not run: --sides {','.join(settings.sides)}" for side in SIDES if side not in settings.sides}
     for turn in range(turns):
         for key, (module, *arguments) in commands.items():
             side, count = key
@@ -147,32 +106,35 @@ def _measure(
                 continue
             measured = msgspec.json.decode(line, type=Measured)
             runs[key].append(measured)
-            progress(f"{what}: {rounds_per_s(measured, before):.3f} rounds a second")
-    found = {
+            progress(f"{what}: {measure_rate(measured, before):.3f} rounds a second")
+    figures = {
         side: Side(reason=failed[side])
         if side in failed
-        else fastest(_side(measured, before, count) for (name, count), measured in runs.items() if name == side)
+        else find_fastest(
+            _summarize(measured, before, count) for (name, count), measured in runs.items() if name == side
+        )
         for side in SIDES
     }
-    return CaseResult(
-        name=job.name,
-        rounds_before=before,
-        **found,
-        accuracies_agree=agree([side.accuracy for side in found.values()]),
-    )
+    accuracies = [side.accuracy for side in figures.values()]
+    return {
+        "name": job.name,
+        "rounds_before": before,  # not counted: until every device has trained once
+        **{name: msgspec.structs.asdict(side) for name, side in figures.items()},
+        "accuracies_agree": agree(accuracies),
+    }
 
 
-def rounds_per_s(measured: Measured, before: int) -> float:
-    """From the end of round `before` to the end of the last.
+def measure_rate(measured: Measured, before: int) -> float:
+    """Return the rate from the end of round `before` to the end of the last.
 
-    >>> rounds_per_s(Measured(ended=[9.0, 10.0, 10.5, 11.0], accuracy=None, peak_rss_bytes=None), 2)
+    >>> measure_rate(Measured(ended=[9.0, 10.0, 10.5, 11.0], accuracy=None, peak_rss_bytes=None), 2)
     2.0
     """
     return (len(measured.ended) - before) / (measured.ended[-1] - measured.ended[before - 1])
 
 
-def _side(runs: Sequence[Measured], before: int, threads: int | None) -> Side:
-    speeds = tuple(rounds_per_s(run, before) for run in runs)
+def _summarize(runs: Sequence[Measured], before: int, threads: int | None) -> Side:
+    speeds = tuple(measure_rate(run, before) for run in runs)
     peaks = [run.peak_rss_bytes for run in runs if run.peak_rss_bytes is not None]
     accuracies = [run.accuracy for run in runs if run.accuracy is not None]
     return Side(
@@ -184,69 +146,20 @@ def _side(runs: Sequence[Measured], before: int, threads: int | None) -> Side:
     )
 
 
-def fastest(sides: Iterable[Side]) -> Side:
-    """The fastest of the runs of one side with different numbers of threads.
+def find_fastest(sides: Iterable[Side]) -> Side:
+    """Find the fastest of the runs of one side with different numbers of threads.
 
-    >>> fastest([Side(rounds_per_s=2.0, threads=1), Side(rounds_per_s=0.5, threads=2)]).threads
+    >>> find_fastest([Side(rounds_per_s=2.0, threads=1), Side(rounds_per_s=0.5, threads=2)]).threads
     1
     """
     return max(sides, key=lambda side: side.rounds_per_s or 0.0)
 
 
 def agree(accuracies: Sequence[float | None]) -> bool | None:
-    """Whether accuracies differ by at most TOLERANCE; None where fewer than two are known.
+    """Tell whether accuracies differ by at most TOLERANCE; None where fewer than two exist.
 
     >>> agree([0.31, None, 0.35]), agree([0.31, 0.4]), agree([0.31, None])
     (True, False, None)
     """
-    known = [accuracy for accuracy in accuracies if accuracy is not None]
-    return max(known) - min(known) <= TOLERANCE if len(known) > 1 else None
-
-
-# --- for a terminal -----------------------------------------------------------------------------------
-
-
-def simulate_report(report: SimulateReport) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    for heading in ("case", "side", "rounds/s", "x loop", "peak MB", "accuracy"):
-        table.add_column(heading, justify="left" if heading in ("case", "side") else "right", no_wrap=True)
-    notes = []
-    for case in report.cases:
-        for name, side in case.sides().items():
-            table.add_row(case.name if name == SIDES[0] else "", name, *_cells(side, case.loop))
-            if side.reason:
-                notes.append(f"{case.name}: {name}: {side.reason}")
-            if side.threads:
-                notes.append(f"{case.name}: {name}: threads of torch: {side.threads}")
-        table.add_section()
-        notes.append(f"{case.name}: {_agreement(case, report.accuracy_tolerance)}")
-    machine = report.machine
-    versions = ", ".join(f"{name} {number}" for name, number in machine.versions.items())
-    notes += [
-        f"{machine.cpu}, {machine.cores} cores; torch and loop on {report.accelerator}, {report.precision}; {versions}",
-        f"{report.devices} devices with {report.images} images, {report.cohort} a round; "
-        f"{report.rounds} rounds counted in each process, median of {report.turns}",
-    ]
-    return Group(table, *(Text(note, style="dim") for note in notes))
-
-
-def _cells(side: Side, loop: Side) -> tuple[str, ...]:
-    ratio = side.rounds_per_s / loop.rounds_per_s if side.rounds_per_s and loop.rounds_per_s else None
-    return (
-        _shown(side.rounds_per_s, "{:.3f}"),
-        _shown(ratio, "{:.2f}"),
-        _shown(side.peak_rss_bytes and side.peak_rss_bytes / MEGA, "{:.0f}"),
-        _shown(side.accuracy, "{:.3f}"),
-    )
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _agreement(case: CaseResult, tolerance: float) -> str:
-    if case.accuracies_agree is None:
-        return "accuracies are not compared: fewer than two sides have one"
-    known = {name: side.accuracy for name, side in case.sides().items() if side.accuracy is not None}
-    figures = ", ".join(f"{name} {value:.3f}" for name, value in known.items())
-    return f"accuracies {'agree' if case.accuracies_agree else 'DISAGREE'} within {tolerance}: {figures}"
+    values = [accuracy for accuracy in accuracies if accuracy is not None]
+    return max(values) - min(values) <= TOLERANCE if len(values) > 1 else None

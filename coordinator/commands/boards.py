@@ -3,7 +3,10 @@
 import click
 import msgspec
 
+from coordinator.compute.planning.boards import board_page, boards_table, entries, entry
 from fedvit.command_line import Command, json_flag
+from profiles.catalogue import in_mode
+from profiles.report.console import Console
 
 
 @click.command(cls=Command, examples=["coordinator boards", "coordinator boards jetson-orin-nano-8"])
@@ -11,9 +14,6 @@ from fedvit.command_line import Command, json_flag
 @json_flag
 def boards(id: str | None, as_json: bool) -> None:
     """List the boards that costs can be predicted for; or show all data of the board ID, with sources."""
-    from coordinator.compute.planning.boards import board_page, boards_table, entries, entry
-    from profiles.catalogue import in_mode
-    from profiles.report.console import Console
 
     board = in_mode(id)[0] if id else None
     if as_json:

@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.rounds.service.cancelling import cancel as cancel_run
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
 
@@ -17,12 +18,11 @@ from fedvit.files import private_files
 @private_files()
 def cancel(run: str, folder: Path, as_json: bool) -> None:
     """Cancel RUN: at once if it is queued, within seconds if it is being served. It cannot be resumed."""
-    from coordinator.rounds.service.cancelling import cancel as cancel_run
 
     store = existing_store(folder, writes=True)
     try:
         done = cancel_run(store, folder, run)
-        status = store.run(run).status
+        status = store.runs.read(run).status
     finally:
         store.close()
     if as_json:

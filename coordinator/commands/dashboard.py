@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import runs_flag, watched_store
+from coordinator.commands.flags import open_to_watch, runs_flag
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
@@ -81,7 +81,7 @@ def dashboard(
             f"a dashboard on {listen} can be reached from other machines and needs a password; "
             f"set {PASSWORD} or --password-file, or listen on 127.0.0.1"
         )
-    store = watched_store(folder)
+    store = open_to_watch(folder)
     try:
         devices = Deployment.open(deployment) if deployment else None
         with listen_on(listen, port) as opened:

@@ -95,15 +95,15 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
 def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) -> str:
     """Add strikes and quarantine of a run, by default the newest; returns its name. Raises ConfigError if none."""
     from coordinator.commands.flags import existing_store
-    from coordinator.record.standings import standings
+    from coordinator.run_view import read_standings
 
     store = existing_store(runs)
     try:
-        run = run or next((record.id for record in store.runs()), None)
+        run = run or next((record.id for record in store.runs.read_all()), None)
         if run is None:
             raise ConfigError(f"there is no run in {runs}")
-        known = {standing.device: standing for standing in standings(store, run)}
-        records = {record.device: record for record in store.devices(run)}
+        known = {standing.device: standing for standing in read_standings(store, run)}
+        records = {record.device: record for record in store.devices.read_all(run)}
     finally:
         store.close()
     for entry in listed:

@@ -1,22 +1,21 @@
 """`coordinator enroll`: makes a token for one device."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from coordinator.commands.flags import deployment_flag
+from coordinator.security.folder import Deployment, make_token
+from coordinator.security.service import is_served, served
 from fedvit.command_line import Command, amount
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.quantities import format_seconds, parse_seconds
 
-if TYPE_CHECKING:  # the certificate library is loaded on demand
-    from coordinator.security.folder import Deployment
-
 TICK_S = 0.1
 LINGER_S = 5.0
-"""How long the broker keeps running for a device that has just received its certificate."""
+"""Time for which the broker keeps running for a device that has just received its certificate."""
 
 
 @click.command(cls=Command, examples=["coordinator enroll pi-1", "coordinator enroll pi-1 --valid 10m --no-wait"])
@@ -31,7 +30,6 @@ LINGER_S = 5.0
 )
 def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool) -> None:
     """Print a token with which one device can join, once, under NAME."""
-    from coordinator.security.folder import Deployment, make_token
 
     deployment = Deployment.open(folder)
     token = make_token(deployment, name, valid, replaces=replace)
@@ -41,10 +39,7 @@ def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool) -> 
         _wait_for_device(deployment, token.id, name, valid)
 
 
-def _wait_for_device(deployment: "Deployment", token: str, name: str, valid_s: float) -> None:
-    from contextlib import ExitStack
-
-    from coordinator.security.service import is_served, served
+def _wait_for_device(deployment: Deployment, token: str, name: str, valid_s: float) -> None:
 
     until = time.monotonic() + valid_s
     with ExitStack() as stack:
@@ -67,8 +62,8 @@ def _wait_for_device(deployment: "Deployment", token: str, name: str, valid_s: f
     click.echo(f"{name} has joined", err=True)
 
 
-def _is_used(deployment: "Deployment", token_id: str, name: str) -> bool:
-    """Whether the device has joined. Raises ConfigError if the token was withdrawn."""
+def _is_used(deployment: Deployment, token_id: str, name: str) -> bool:
+    """Return whether the device has joined. Raises ConfigError if the token was withdrawn."""
     with deployment.registry.read() as rows:
         token = rows.token(token_id)
     if token is None or token.withdrawn:

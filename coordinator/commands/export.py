@@ -37,7 +37,7 @@ def export(
     as_json: bool,
 ) -> None:
     """Write the newest model of RUN, by default the newest run, as ONNX files that work without this software."""
-    from coordinator.record.trained import trained_by
+    from coordinator.views.trained import trained_by
     from export.bundle.write import check_new
     from fedvit.data.folder import DeviceData
     from profiles.probes.host import usable_cores
@@ -52,7 +52,7 @@ def export(
     write(
         out,
         trained,
-        images=DeviceData.open(data).relabelled(trained.classes).test if data else None,
+        images=DeviceData.open(data).relabel(trained.classes).test if data else None,
         described=f"test images of {data.name}" if data else "",
         threads=threads or usable_cores(),
         cores=usable_cores(),

@@ -6,6 +6,7 @@ import click
 
 from coordinator.commands.flags import existing_store, runs_flag
 from coordinator.commands.removals import keep_mirrors_flag, print_removals
+from coordinator.record.retention import collect
 from fedvit.command_line import Command, json_flag
 
 
@@ -26,7 +27,6 @@ def gc(
     keep_runs: int | None, keep_rounds: int | None, dry_run: bool, keep_mirrors: bool, folder: Path, as_json: bool
 ) -> None:
     """Remove runs and details beyond the policy, and unreferenced files. Runs that are being served are not changed."""
-    from coordinator.record.retention import collect
 
     store = existing_store(folder, writes=True)
     try:
@@ -42,7 +42,7 @@ def gc(
             )
         )
         if any(entry.what in ("run", "details") for entry in removed) and not dry_run:
-            store.compact()
+            store.database.compact()
     finally:
         store.close()
     print_removals(removed, as_json, "would remove" if dry_run else "removed")

@@ -5,6 +5,8 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import DEPLOYMENT
+from coordinator.security.broker.process import claim_port
+from coordinator.security.folder import Deployment, Settings, own_addresses, own_hosts
 from fedvit.command_line import Command
 from fedvit.hints import command
 
@@ -26,8 +28,6 @@ from fedvit.hints import command
 @click.option("--federation", default="home", help="Name under which devices and coordinator meet at the broker.")
 def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment_port: int, federation: str) -> None:
     """Make a deployment: its authority, certificates, and the configuration of a broker for its devices only."""
-    from coordinator.security.broker.process import claim_port
-    from coordinator.security.folder import Deployment, Settings, own_addresses, own_hosts
 
     settings = Settings(
         federation=federation,

@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.rounds.service.labelling import set_labels
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
 
@@ -25,12 +26,11 @@ def label(device: str, labels: tuple[str, ...], removed: tuple[str, ...], folder
     They replace labels of the same names that the device's owner gave. A service uses them within seconds, a run of
     `coordinator start` from the device's next connection on.
     """
-    from coordinator.rounds.service.labelling import set_labels
 
     store = existing_store(folder, writes=bool(labels or removed))
     try:
         set_labels(store, device, labels, removed)
-        found = store.labels(device).get(device, {})
+        found = store.devices.read_labels(device).get(device, {})
     finally:
         store.close()
     if as_json:

@@ -21,8 +21,8 @@ def logs(device: str, folder: Path, run: str | None, as_json: bool) -> None:
     store = existing_store(folder)
     try:
         if run is not None:
-            store.run(run)
-        found = store.logs(device, run)
+            store.runs.read(run)
+        found = store.devices.read_logs(device, run)
     finally:
         store.close()
     if as_json:

@@ -6,7 +6,7 @@ import msgspec
 from coordinator.commands.flags import key_value
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_model, check_model_options, method_classes, packaged_methods
+from fedvit.known_names import check_model, check_model_options, find_packaged_methods, method_classes
 from fedvit.known_values import check_model_values, check_settings
 from fedvit.model_options import SMALL
 
@@ -46,7 +46,7 @@ def methods(
     check_model(model)
     check_model_options(model, model_options)
     check_model_values(model, model_options)
-    for each in chosen or sorted({*method_classes()} - {*packaged_methods()}):
+    for each in chosen or sorted({*method_classes()} - {*find_packaged_methods()}):
         try:
             check_settings(each, options, model, model_options)
         except ConfigError as error:
@@ -60,13 +60,13 @@ def methods(
         else None
     )
     entries = {entry.name: entry for entry in own or ()}
-    wanted = chosen or sorted({*method_classes(), *packaged_methods()})
-    if missing := [each for each in wanted if each not in entries or each in packaged_methods()]:
+    wanted = chosen or sorted({*method_classes(), *find_packaged_methods()})
+    if missing := [each for each in wanted if each not in entries or each in find_packaged_methods()]:
         from coordinator.compute.planning.catalogue import catalogue, usable
 
         if not chosen:
             missing = usable(missing, lambda text: click.echo(f"left out: {text}", err=True))
-            wanted = sorted({*entries} - {*packaged_methods()} | {*missing})
+            wanted = sorted({*entries} - {*find_packaged_methods()} | {*missing})
         computed = catalogue(missing, model, classes, options=options, model_options=model_options)
         entries |= {entry.name: entry for entry in computed}
     shown = [entries[each] for each in wanted]

@@ -66,6 +66,6 @@ def _recorded(run: str, folder: Path) -> RunConfig:
         raise ConfigError(f"--run {run} has its own method and model: leave out {', '.join(given)}")
     store = existing_store(folder)
     try:
-        return make_config(store.run(run).config, f"run {run}").run
+        return make_config(store.runs.read(run).config, f"run {run}").run
     finally:
         store.close()

@@ -1,12 +1,16 @@
 """`coordinator quarantine`: lists and releases devices with strikes or in quarantine."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from coordinator.commands.flags import existing_store, runs_flag
 from fedvit.command_line import Command, json_flag
+
+if TYPE_CHECKING:
+    from coordinator.run_view import Standing
 
 
 @click.command(cls=Command, examples=["coordinator quarantine RUN", "coordinator quarantine RUN --release pi-3"])
@@ -19,32 +23,29 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
 
     A released device that had been sent away must be restarted.
     """
-    from rich.text import Text
-
-    from coordinator.record.standings import release, standings
+    from coordinator.rounds.service.releasing import release
+    from coordinator.run_view import read_standings
+    from coordinator.views.tables import Column, Sheet, columns
     from profiles.report.console import Console
-    from profiles.report.terminal import column
-    from profiles.report.terminal import table as new_table
 
     store = existing_store(folder, writes=bool(released))
     try:
-        store.run(run)
+        store.runs.read(run)
         for device in released:
             release(store, run, device)
             click.echo(f"{device}: released, its strikes are reset", err=True)
-        found = standings(store, run)
+        standings = read_standings(store, run)
     finally:
         store.close()
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(standings)).decode())
         return
-    table = new_table("devices with strikes")
-    for heading in ("device", "strikes"):
-        column(table, heading, justify="left" if heading == "device" else "right")
-    table.add_column("quarantine", overflow="fold")
-    for entry in found:
-        until = "" if entry.until_round is None else f"until round {entry.until_round}: "
-        table.add_row(
-            Text(entry.device), str(entry.strikes), Text(f"{until}{entry.quarantine}" if entry.quarantine else "-")
-        )
-    Console().print(table if found else Text("no device has a strike"))
+    shown = [*columns({"device": "device", "strikes": "strikes"}), Column("quarantine", "quarantine", _describe)]
+    console = Console()
+    sheet = Sheet(standings, shown)
+    console.print(sheet.draw("devices with strikes", console.width) if standings else "no device has a strike")
+
+
+def _describe(standing: "Standing") -> str:
+    until = "" if standing.until_round is None else f"until round {standing.until_round}: "
+    return f"{until}{standing.quarantine}" if standing.quarantine else "-"

@@ -1,15 +1,10 @@
 """Output of the commands that remove something."""
 
-from typing import TYPE_CHECKING
-
 import click
 import msgspec
 
+from coordinator.record.retention import Removal
 from fedvit.terminal import escape_line
-
-if TYPE_CHECKING:
-    from coordinator.record.retention import Removal
-
 
 keep_mirrors_flag = click.option(
     "--keep-mirrors", is_flag=True, help="Do not use the object stores of runs with [blobs] mirror = true."

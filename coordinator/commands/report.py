@@ -19,28 +19,27 @@ from fedvit.files import atomic_write
 @json_flag
 def report(run: str | None, folder: Path, out: Path | None, table: Path | None, as_json: bool) -> None:
     """Report RUN, by default the newest: accuracy, bytes, time, memory, energy; predicted beside measured."""
-    from coordinator.record.reporting import run_document
+    from coordinator.views.report.document import encode_report, read_report
+    from coordinator.views.terminal import draw_report
     from profiles.report.console import Console
-    from profiles.report.document import encode
-    from profiles.report.terminal import run_report
 
     store = existing_store(folder)
     try:
-        document = run_document(store, run or newest_run(store, folder))
+        document = read_report(store, run or newest_run(store, folder))
     finally:
         store.close()
     if as_json:
-        click.echo(encode(document).decode(), nl=False)
+        click.echo(encode_report(document).decode(), nl=False)
     else:
         console = Console()
-        console.print(run_report(document, console.width))
+        console.print(draw_report(document, console.width))
     if table:
-        from profiles.report.device_columns import device_csv
+        from coordinator.views.report.devices import device_sheet
 
-        atomic_write(table, device_csv(document).encode())
+        atomic_write(table, device_sheet(document.devices).csv().encode())
         click.echo(f"written: {table}", err=True)
     if out:
-        from profiles.report.run_page import run_page  # imports matplotlib, which the tables do not need
+        from coordinator.views.report.page import run_page  # imports matplotlib, which the tables do not need
 
         atomic_write(out, run_page(document).encode())
         click.echo(f"written: {out}", err=True)

@@ -5,6 +5,8 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import deployment_flag
+from coordinator.security.folder import Deployment
+from coordinator.security.revoking import revoke_device
 from fedvit.command_line import Command
 
 
@@ -13,8 +15,6 @@ from fedvit.command_line import Command
 @deployment_flag
 def revoke(name: str, folder: Path) -> None:
     """Revoke a device: its connection ends at once; its certificate and unused tokens become invalid."""
-    from coordinator.security.folder import Deployment
-    from coordinator.security.revoking import revoke_device
 
     done, *notes = revoke_device(Deployment.open(folder), name)
     click.echo(done)

@@ -6,6 +6,7 @@ import click
 
 from coordinator.commands.flags import existing_store, runs_flag
 from coordinator.commands.removals import keep_mirrors_flag, print_removals
+from coordinator.record.retention import remove_runs
 from fedvit.command_line import Command, json_flag
 
 
@@ -17,7 +18,6 @@ from fedvit.command_line import Command, json_flag
 @json_flag
 def rm(runs: tuple[str, ...], force: bool, keep_mirrors: bool, folder: Path, as_json: bool) -> None:
     """Remove runs: their rows of the record, their folders and their mirrors."""
-    from coordinator.record.retention import remove_runs
 
     store = existing_store(folder, writes=True)
     try:

@@ -1,31 +1,41 @@
 """`coordinator serve`: a service for submitted runs."""
 
 import os
-import secrets
 import signal
 import threading
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from coordinator.commands.config_flags import merge_flags, service_flags
 from coordinator.commands.flags import record_flag, runs_flag
-from coordinator.commands.metrics_page import show_metrics
-from coordinator.commands.start import opened_store
-from coordinator.config import AlertsConfig, RunConfig, make_service_config, read_toml
+from coordinator.commands.prometheus import show_prometheus
+from coordinator.commands.start import make_link, open_private_record
+from coordinator.compute.messages import Compute
+from coordinator.compute.process import Worker
+from coordinator.config import AlertsConfig, BrokerConfig, RunConfig, ServiceConfig, make_service_config, read_toml
+from coordinator.record.database import address_in, use_database
+from coordinator.record.leadership import Leadership
+from coordinator.record.record import Record
+from coordinator.record.retention import lock_service
+from coordinator.rounds.alerts import webhook_of
+from coordinator.rounds.display import line_display
+from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
+from coordinator.rounds.service.service import RunHost, RunService
+from coordinator.views.trackers.following import following
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
 from fedvit.hints import command
+from fedvit.logs import configure_logging
+from fedvit.systemd import Notifier
+from fedvit.transport.base import Transport
 
 if TYPE_CHECKING:
-    from coordinator.compute.messages import Compute
-    from coordinator.compute.process import Worker
-    from coordinator.record.leadership import Leadership
     from coordinator.views.prometheus import Observed
 
 
@@ -46,8 +56,8 @@ if TYPE_CHECKING:
     "the address of a broker.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
-@click.option("--metrics", "metrics_address", **monitoring.OPTION)
-@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
+@click.option("--prometheus", "metrics_address", **monitoring.OPTION)
+@click.option("--prometheus-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @service_flags
 @private_files()
@@ -61,34 +71,15 @@ def serve(
     **flags: Any,
 ) -> None:
     """Keep a broker and its devices connected, and serve submitted runs until stopped."""
-    from coordinator.rounds.alerts import webhook_of
-    from coordinator.rounds.display import line_display
-    from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
-    from coordinator.rounds.service.service import RunService
-    from coordinator.views.trackers.following import following
-    from fedvit.logs import configure_logging
-    from fedvit.systemd import Notifier
-    from fedvit.transport.mqtt import MqttTransport
 
-    where = str(file) if file else "flags"
-    values = merge_flags(read_toml(file) if file else {}, flags)
-    config, broker = make_service_config(federation_of(values), where)
-    if standby and broker.broker in OWN:
-        raise ConfigError(
-            f"broker = {broker.broker!r} would end with this coordinator: --standby needs the address of a broker that "
-            "both services use, by --broker mqtts://HOST"
-        )
+    config, broker = _read_settings(file, flags, standby=standby)
     notifier = Notifier.from_environment()
     if url is not None:
-        from coordinator.record.database import use_database
-
         use_database(folder, url)
     webhook_of(AlertsConfig())  # of the environment, before runs begin
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = _stop_on_signals()
     with ExitStack() as stack:
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         display = line_display(quiet)
         workers = _Workers()
         stack.callback(workers.close)
@@ -105,38 +96,25 @@ def serve(
             if not leadership.wait(stop, display.line, notifier.alive):
                 raise click.Abort
             display.line("the other service no longer leads: this one takes over")
-        store = opened_store(folder, stack)
+        store = open_private_record(folder, stack)
         if leadership:
-            store.lead_in(leadership.term)
+            store.database.lead_in(leadership.term)
         endpoint = stack.enter_context(broker_endpoint(broker, config.federation, folder / "broker", display.line))
         configure_logging(file=folder / "service.log", stderr=False)
-        client_id = f"coordinator-{secrets.token_hex(4)}"
-        link = MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=broker.broker_limits())
+        link = make_link(endpoint, broker)
         service = RunService(
-            out=folder,
-            config=config,
-            store=store,
+            RunHost(folder, store, display, workers.worker_of, following),
+            config,
             link=link,
             endpoint=endpoint,
-            display=display,
-            compute_of=workers.worker_of,
-            follow=following,
+            stop=stop,
             on_turn=notifier.alive,
             leadership=leadership,
-            stop=stop,
         )
         submit = command("coordinator", "submit", "CONFIG", runs=folder)
         display.line(f"serving the runs of {folder}, {config.side_by_side} at a time; `{submit}` adds one")
 
-        def observed() -> "Observed":
-            from coordinator.views.prometheus import Observed, Served
-
-            def served() -> list[Served]:
-                return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]
-
-            return Observed(link, service.is_connected, store, folder, served, {"service": service.loop})
-
-        show_metrics(monitor, display, observed)
+        show_prometheus(monitor, display, partial(_observe, service, link, store, folder))
         notifier.ready()
         try:
             service.serve()
@@ -146,13 +124,40 @@ def serve(
     raise click.Abort  # for KeyboardInterrupt, click prints an empty line
 
 
-def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> "Leadership | None":
-    """The leadership of the services of a record in PostgreSQL; with a record in a file this process locks the folder.
+def _read_settings(file: Path | None, flags: dict[str, Any], *, standby: bool) -> tuple[ServiceConfig, BrokerConfig]:
+    """Read the configuration of a service. Raises ConfigError."""
+    values = merge_flags(read_toml(file) if file else {}, flags)
+    config, broker = make_service_config(federation_of(values), str(file) if file else "flags")
+    if standby and broker.broker in OWN:
+        raise ConfigError(
+            f"broker = {broker.broker!r} would end with this coordinator: --standby needs the address of a broker that "
+            "both services use, by --broker mqtts://HOST"
+        )
+    return config, broker
+
+
+def _stop_on_signals() -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _observe(service: RunService, link: Transport, store: Record, folder: Path) -> "Observed":
+    """Collect what the page of metrics shows."""
+    from coordinator.views.prometheus import Observed, Served  # imports prometheus_client, which is optional
+
+    def list_served() -> list[Served]:
+        return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]
+
+    return Observed(link, service.is_connected, store, folder, list_served, {"service": service.loop})
+
+
+def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> Leadership | None:
+    """Make the leadership of a record in PostgreSQL; with a record in a file, lock the folder instead.
 
     Raises ConfigError if it is locked, or has no standby."""
-    from coordinator.record.database import address_in
-    from coordinator.record.leadership import Leadership
-    from coordinator.record.retention import lock_service
 
     if (url := address_in(folder)) is not None:
         leadership = Leadership(url)
@@ -175,13 +180,11 @@ class _Workers:
 
     def prepare(self) -> None:
         """Start a process for the first run, which loads torch in the meantime."""
-        from coordinator.compute.process import Worker
 
         self._prepared = Worker()
         self._prepared.start()
 
-    def worker_of(self, run: str, config: RunConfig, folder: Path) -> "Compute":
-        from coordinator.compute.process import Worker
+    def worker_of(self, run: str, config: RunConfig, folder: Path) -> Compute:
 
         worker, self._prepared = self._prepared or Worker(), None
         worker.begin(run=run, config=config, folder=folder, log_file=folder / "coordinator.log")

@@ -1,42 +1,88 @@
-"""`coordinator show`: shows one run."""
+"""`coordinator show`: shows one run, or writes its rounds to trackers."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from coordinator.commands.config_flags import flags_of, merge_flags
 from coordinator.commands.flags import existing_store, newest_run, runs_flag
+from coordinator.config import TrackersConfig, make_config
 from fedvit.command_line import Command, json_flag
+from fedvit.errors import ConfigError, StorageFailed
+from fedvit.files import private_files
+from fedvit.quantities import format_count
 
 if TYPE_CHECKING:
-    pass
+    from coordinator.record.record import Record
+    from coordinator.run_view import RunView
 
 
-@click.command(cls=Command, examples=["coordinator show", "coordinator show RUN"])
+@click.command(
+    cls=Command,
+    examples=[
+        "coordinator show", "coordinator show RUN --json", "coordinator show RUN --track --trackers.writer tensorboard",
+    ],
+)  # fmt: skip
 @click.argument("run", required=False)
+@click.option(
+    "--track",
+    is_flag=True,
+    help="Instead write the rounds that a tracker lacks; --trackers flags override the run's configuration.",
+)
+@flags_of(("trackers", TrackersConfig))
 @runs_flag
 @json_flag
-def show(run: str | None, folder: Path, as_json: bool) -> None:
+def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any) -> None:
     """Print RUN, by default the newest: accuracy by round, devices, refusals."""
-    from coordinator.commands.run_tables import MOST_ROUNDS
-    from coordinator.record.summary import summarise
+    from coordinator.run_view import read_run, show_document
+    from coordinator.views.terminal import MOST_ROUNDS
 
-    store = existing_store(folder)
+    track = track or any(value is not None for value in flags.values())
+    store = existing_store(folder, writes=track)
     try:
-        summary = summarise(store, run or newest_run(store, folder), accuracy_of=None if as_json else MOST_ROUNDS)
+        run = run or newest_run(store, folder)
+        if track:
+            write_missing(store, run, folder, flags)
+            return
+        view = read_run(store, run, accuracy_of=None if as_json else MOST_ROUNDS)
     finally:
         store.close()
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(summary)).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(show_document(view))).decode())
         return
-    print_summary(summary)
+    print_run(view)
 
 
-def print_summary(summary: Any) -> None:
-    """The tables of one run on standard output."""
-    from coordinator.commands.run_tables import report
+def print_run(view: "RunView") -> None:
+    """Print the tables of one run."""
+    from coordinator.views.terminal import draw_run
     from profiles.report.console import Console
 
     console = Console()
-    console.print(report(summary, console.width))
+    console.print(draw_run(view, console.width))
+
+
+@private_files()
+def write_missing(store: "Record", run: str, folder: Path, flags: dict[str, Any]) -> None:
+    """Write the rounds that trackers lack."""
+    from coordinator.record.retention import lock_run
+    from coordinator.views.trackers.following import write_all
+    from coordinator.views.trackers.writers import check_writers, make_writers
+
+    config = make_config(store.runs.read(run).config, f"run {run}").run
+    values = merge_flags({"trackers": msgspec.to_builtins(config.trackers)}, flags)
+    config = msgspec.structs.replace(config, trackers=make_config(values, "flags").run.trackers)
+    if not config.trackers.writers:
+        raise ConfigError(f"run {run!r} has no writers of its own: name one, as in --trackers.writer tensorboard")
+    check_writers(config.trackers, "flags")
+    lock = lock_run(folder / run, run)  # otherwise the run's own process writes them
+    for writer in make_writers(run, config, folder / run):
+        try:
+            rounds = write_all(writer, run, config, store)
+        except Exception as error:
+            raise StorageFailed(f"cannot write to {writer.where}: {error}. {writer.remedy}") from error
+        click.echo(f"{format_count(rounds, 'round')} written to {writer.where}")
+    os.close(lock)

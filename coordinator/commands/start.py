@@ -17,7 +17,9 @@ import msgspec
 
 from coordinator.commands.config_flags import config_flags, merge_flags
 from coordinator.commands.flags import has_record, record_flag, runs_flag
-from coordinator.commands.metrics_page import show_metrics
+from coordinator.commands.prometheus import show_prometheus
+from coordinator.compute.messages import Check, Checked
+from coordinator.compute.process import Worker
 from coordinator.config import (
     FREE_TABLES,
     BrokerConfig,
@@ -28,28 +30,44 @@ from coordinator.config import (
     check_settings,
     make_config,
     read_toml,
-    resumed_config,
+    resume_config,
     with_listen_port,
 )
+from coordinator.record.database import ADDRESS_FILE, use_database
+from coordinator.record.record import Record, open_record
+from coordinator.record.retention import lock_run
+from coordinator.record.tables import (
+    ENDED,
+    RunRecord,
+)
+from coordinator.rounds.alerts import webhook_of
+from coordinator.rounds.coordinator import Cancelled, Coordinator
+from coordinator.rounds.display import Display, choose_display
+from coordinator.rounds.inbox import TICK_S, Interrupted
+from coordinator.rounds.leading import Lead, Owner, OwnLead
+from coordinator.rounds.lease import FederationTaken
+from coordinator.rounds.parts import RunParts
+from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint, broker_endpoint, check_broker, federation_of
+from coordinator.rounds.service.cancelling import Cancellation
+from coordinator.run_view import run_settings
+from coordinator.views.report.words import settings_words
+from coordinator.views.trackers.following import following
+from coordinator.views.trackers.writers import check_writers
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 from fedvit.files import make_private, private_files
 from fedvit.hints import command
-from fedvit.quantities import counted
+from fedvit.logs import configure_logging
+from fedvit.quantities import format_count
 from fedvit.systemd import Notifier
+from fedvit.timings import LoopWatch
+from fedvit.transport.base import Transport
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.topics import check_name
 
 if typing.TYPE_CHECKING:
-    from coordinator.compute.messages import Checked
-    from coordinator.compute.process import Worker
-    from coordinator.record.store import Store
-    from coordinator.record.tables import RunRecord
-    from coordinator.rounds.coordinator import Coordinator
-    from coordinator.rounds.display import Display
-    from coordinator.rounds.service.broker import BrokerEndpoint
     from coordinator.views.prometheus import Observed
-    from fedvit.transport.base import Transport
 
 
 @click.command(
@@ -87,8 +105,8 @@ if typing.TYPE_CHECKING:
     "broker of --broker answers; no device is waited for.",
 )
 @click.option("--quiet", is_flag=True, help="Show nothing but errors.")
-@click.option("--metrics", "metrics_address", **monitoring.OPTION)
-@click.option("--metrics-password-file", **monitoring.PASSWORD_OPTION)
+@click.option("--prometheus", "metrics_address", **monitoring.OPTION)
+@click.option("--prometheus-password-file", **monitoring.PASSWORD_OPTION)
 @log_format_flag
 @config_flags
 @private_files()
@@ -131,16 +149,13 @@ def run_to_end(
     quiet: bool,
     metrics_address: monitoring.ListenAddress | None,
     flags: dict[str, Any],
-    region: "Callable[..., Coordinator] | None" = None,
+    lead: Callable[[RunParts], Lead] | None = None,
 ) -> None:
     """Serve one run until it is finished, with the options of `coordinator start`.
 
-    `region` makes the coordinator of a region's run; None: the run is no region's. Raises FedvitError if the run cannot
+    `lead` leads the run of a region; None: the run is not that of a region. Raises FedvitError if the run cannot
     begin or continue, click.Abort if it is interrupted.
     """
-    from coordinator.rounds.alerts import webhook_of
-    from coordinator.rounds.display import choose_display
-
     notifier = Notifier.from_environment()
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
@@ -153,15 +168,15 @@ def run_to_end(
     with ExitStack() as stack:
         if url is not None and not only_check:
             stack.callback(_remove_unused, folder)
-            _use_database(folder, url)
+            use_database(folder, url)
         if resume is None:
             run = check_name(name or usual_name(given.run), "--run")
-        store = opened_store(folder, stack) if has_record(folder) else None
+        store = open_private_record(folder, stack) if has_record(folder) else None
         record = _to_resume(store, resume, name if resume_or_new else None) if store or resume else None
         display = choose_display(quiet)
-        monitor = stack.enter_context(monitoring.monitored(metrics_address))
+        monitor = stack.enter_context(monitoring.serve_metrics(metrics_address))
         if record is None:
-            check_metrics(given.run, where)
+            check_trackers(given.run, where)
             webhook_of(given.run.alerts)  # before a run begins
             check_blobs(given.run.blobs, where)
             check_new(store, run)
@@ -170,22 +185,18 @@ def run_to_end(
             display.line(f"run {run}: checking its configuration")
             if not only_check:
                 _warn_of_dead_broker(given.broker, display)
-            worker, config, checked = _checked(values, where, folder, stack, is_region=region is not None)
+            worker, config, checked = _check(values, where, folder, stack, is_region=lead is not None)
             server = checked.accelerator
             for note in checked.notes:
                 display.line(f"warning: {note}")
             if only_check:
-                _check_broker(given.broker)
+                check_broker(given.broker)
                 click.echo("\n".join(_would_run(run, config, checked)))
                 return
         else:
-            from coordinator.record.tables import (
-                ENDED,  # imports SQLAlchemy, for which the first line of a new run need not wait
-            )
-
             run = record.id
-            check_kind(folder / run, is_region=region is not None)
-            config = _resumed(record, values, where)
+            check_kind(folder / run, is_region=lead is not None)
+            config = _resume_config(record, values, where)
             if record.status in ENDED and (record.status == "cancelled" or _has_no_more_rounds(config.run, record)):
                 if not resume_or_new:
                     raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
@@ -194,8 +205,8 @@ def run_to_end(
             if not only_check:
                 _warn_of_dead_broker(config.broker, display)
         if only_check:
-            _check_broker(config.broker)
-            click.echo(f"would resume run {run}: {_described(config.run)}")
+            check_broker(config.broker)
+            click.echo(f"would resume run {run}: {_describe(config.run)}")
             return
         made = stack.enter_context(ExitStack())  # undone unless the run is added to the record
         if not (folder / run).exists():
@@ -204,58 +215,44 @@ def run_to_end(
         if record is not None:
             stack.enter_context(display)
             worker, server = _worker(stack), config.run.accelerator
-        display.line(f"run {run}: {_described(config.run)}, server on {server}")
-        from coordinator.rounds.service.broker import broker_endpoint
+        display.line(f"run {run}: {_describe(config.run)}, server on {server}")
 
         broker_folder = folder / run / "broker"
         endpoint = stack.enter_context(
             broker_endpoint(config.broker, config.run.federation, broker_folder, display.line)
         )
-        transport = _transport(endpoint)
-        store = store or opened_store(folder, stack)
+        transport = make_link(endpoint, endpoint.recorded)
+        store = store or open_private_record(folder, stack)
         if record is None:
-            store.create_run(run, msgspec.to_builtins(config.run), endpoint.as_record())
+            store.runs.create(run, msgspec.to_builtins(config.run), endpoint.as_record())
         else:
             status = "interrupted" if record.status == "finished" else record.status
-            store.update_run(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
+            store.runs.update(run, config=msgspec.to_builtins(config.run), broker=endpoint.as_record(), status=status)
         made.pop_all()
-        _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, region)
+        _serve(store, folder, run, config.run, endpoint, transport, display, worker, monitor, notifier, lead)
 
 
-def _check_broker(settings: BrokerConfig) -> None:
-    """Connect once to the broker of a run, if another program runs it. Raises LinkDown if that fails."""
-    from coordinator.rounds.service.broker import check_broker  # the first line of a run need not wait for its imports
-
-    check_broker(settings)
-
-
-def _warn_of_dead_broker(settings: BrokerConfig, display: "Display") -> None:
+def _warn_of_dead_broker(settings: BrokerConfig, display: Display) -> None:
     """Say at once that the broker of another program does not answer; the run tries again later."""
     try:
-        _check_broker(settings)
+        check_broker(settings)
     except LinkDown as error:
         display.line(f"warning: {error}; trying again")
 
 
-def _checked(
+def _check(
     values: dict[str, Any], where: str, folder: Path, stack: ExitStack, *, is_region: bool
-) -> "tuple[Worker, StartConfig, Checked]":
+) -> tuple[Worker, StartConfig, Checked]:
     """Check the configuration of a new run; returns the worker process, the configuration, and the outcome.
 
     Raises ConfigError if the run cannot begin.
     """
-    from coordinator.compute.messages import Check
-    from coordinator.rounds.service.broker import federation_of
-
     config, worker = make_config(federation_of(values), where), _worker(stack)
     return worker, config, worker.ask(Check(config=config.run, where=where, runs=str(folder), is_region=is_region))
 
 
-def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
+def _would_run(run: str, config: StartConfig, checked: Checked) -> list[str]:
     """The output of `--check` for a run that can begin."""
-    from coordinator.record.summary import run_settings
-    from profiles.report.verdict import settings_words
-
     of_run, broker = config.run, config.broker
     address = f"{broker.broker}, on {broker.listen}:{broker.port}" if "://" not in broker.broker else broker.broker
     if broker.deployment:
@@ -266,50 +263,36 @@ def _would_run(run: str, config: StartConfig, checked: "Checked") -> list[str]:
         "coordinator", "plan", "--method", of_run.method, "--model", of_run.model, *options, "--device", "ID"
     )
     return [
-        f"run {run} can begin: {_described(of_run)}, server on {checked.accelerator}",
+        f"run {run} can begin: {_describe(of_run)}, server on {checked.accelerator}",
         f"  model of {checked.parameters:,} parameters; classes: {', '.join(of_run.classes) or 'those of the devices'}",
         f"  {settings_words(run_settings(of_run))}",
-        f"  waits for {counted(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
+        f"  waits for {format_count(of_run.devices, 'device')} in federation {of_run.federation}; broker: {address}",
         f"what it costs on a board: {plan}",
     ]
 
 
 def _lock(folder: Path, run: str, stack: ExitStack) -> None:
     """Lock the run. Raises ConfigError if another process serves it."""
-    from coordinator.record.retention import lock_run
-
     stack.callback(os.close, lock_run(folder, run))
 
 
-def _worker(stack: ExitStack) -> "Worker":
+def _worker(stack: ExitStack) -> Worker:
     """The worker process."""
-    from coordinator.compute.process import Worker
-
     worker = Worker()
     stack.callback(worker.close)
     return worker
 
 
-def opened_store(folder: Path, stack: ExitStack) -> "Store":
+def open_private_record(folder: Path, stack: ExitStack) -> Record:
     """Open the record of all runs, and make their files private."""
-    from coordinator.record.store import Store
-
-    store = Store.in_folder(folder, check=False)  # verified while the run waits for devices
+    store = open_record(folder, check=False)  # verified while the run waits for devices
     stack.callback(store.close)
-    make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs())])
+    make_private([*folder.glob("fedvit.db*"), *(folder / record.id for record in store.runs.read_all())])
     return store
-
-
-def _use_database(folder: Path, url: str) -> None:
-    from coordinator.record.database import use_database  # imports SQLAlchemy, for which a usual run need not wait
-
-    use_database(folder, url)
 
 
 def _remove_unused(folder: Path) -> None:
     """Remove a folder that holds nothing but the address of its record: its first run was refused."""
-    from coordinator.record.database import ADDRESS_FILE
-
     if folder.is_dir() and [path.name for path in folder.iterdir()] == [ADDRESS_FILE]:
         shutil.rmtree(folder)
 
@@ -321,7 +304,7 @@ def _remove(folder: Path, run: str) -> None:
         folder.rmdir()
 
 
-def _described(config: RunConfig) -> str:
+def _describe(config: RunConfig) -> str:
     return f"{config.method} on {config.model}, {config.rounds} rounds"
 
 
@@ -329,68 +312,62 @@ def usual_name(config: RunConfig) -> str:
     return f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{config.method}-{secrets.token_hex(2)}"
 
 
-def check_new(store: "Store | None", run: str) -> None:
+def check_new(store: Record | None, run: str) -> None:
     """Raises ConfigError if the run exists."""
-    if store and run in {record.id for record in store.runs()}:
+    if store and run in {record.id for record in store.runs.read_all()}:
         raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
 
 
-def check_metrics(config: RunConfig, where: str) -> None:
+def check_trackers(config: RunConfig, where: str) -> None:
     """Raises ConfigError if the library of a metrics writer is missing."""
-    if config.metrics.writers:
-        from coordinator.views.trackers.writers import (
-            check_writers,  # imports SQLAlchemy, which other runs do not need here
-        )
-
-        check_writers(config.metrics, where)
+    if config.trackers.writers:
+        check_writers(config.trackers, where)
 
 
-def check_start_from(store: "Store | None", config: RunConfig) -> None:
+def check_start_from(store: Record | None, config: RunConfig) -> None:
     """Raises ConfigError if the run of `start_from` does not exist, or has closed no round."""
     if config.start_from is None:
         return
     if store is None:
         raise ConfigError(f"start_from = {config.start_from!r}: there is no run yet")
-    newest = store.newest_closed(config.start_from)
+    newest = store.rounds.read_newest_closed(config.start_from)
     if newest is None:
-        store.run(config.start_from)  # raises if there is no such run
+        store.runs.read(config.start_from)  # raises if there is no such run
         raise ConfigError(f"start_from = {config.start_from!r}: that run closed no round")
 
 
 # --- an earlier run -------------------------------------------------------------------------------------
 
 
-def _to_resume(store: "Store | None", resume: str | None, named: str | None) -> "RunRecord | None":
+def _to_resume(store: Record | None, resume: str | None, named: str | None) -> RunRecord | None:
     """The run to resume: that of `resume`, or that of `named` if it exists; None for a new run.
 
     Raises ConfigError if there is none to resume.
     """
-    from coordinator.record.tables import ENDED
-
-    records = store.runs() if store else []
+    records = store.runs.read_all() if store else []
     if resume is None:
         return next((record for record in records if record.id == named), None)
     if resume != "newest":
         if store is None:
             raise ConfigError(f"no run {resume!r}: there is no run yet")
-        return store.run(resume)
+        return store.runs.read(resume)
     unfinished = [record for record in records if record.status not in (*ENDED, "queued")]
     if not unfinished:
         raise ConfigError("no run to resume: every run here is finished, or there is none")
     return unfinished[0]
 
 
-def _config_of(record: "RunRecord") -> RunConfig:
+def _config_of(record: RunRecord) -> RunConfig:
     return make_config(record.config, f"run {record.id}").run
 
 
-def _has_no_more_rounds(config: RunConfig, finished: "RunRecord") -> bool:
-    """Whether a finished run has the same configuration, apart from tables without influence on training."""
+def _has_no_more_rounds(config: RunConfig, finished: RunRecord) -> bool:
+    """Return whether a finished run has the same configuration, but for tables without influence on training."""
     same = {table: getattr(config, table) for table in FREE_TABLES}
     return config == msgspec.structs.replace(_config_of(finished), **same)
 
 
-def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartConfig:
+def _resume_config(record: RunRecord, values: dict[str, Any], where: str) -> StartConfig:
     """The configuration of a resumed run: its recorded configuration and broker, with the given changes.
 
     Raises ConfigError for changes that are not allowed.
@@ -401,7 +378,7 @@ def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartCo
     if os.environ.get("FEDVIT_BROKER_PASSWORD"):  # it may have been changed
         broker.pop("password", None)
     broker |= with_listen_port(values.get("broker", {}), where)
-    config = resumed_config(record.id, record.config, values, where)
+    config = resume_config(record.id, record.config, values, where)
     check_blobs(config.blobs, where)
     return StartConfig(config, make_config({"broker": broker}, where).broker)
 
@@ -409,37 +386,26 @@ def _resumed(record: "RunRecord", values: dict[str, Any], where: str) -> StartCo
 # --- the run --------------------------------------------------------------------------------------------
 
 
-def _transport(endpoint: "BrokerEndpoint") -> "Transport":
-    """Raises ConfigError if a certificate or key file of the broker's address cannot be used."""
-    from fedvit.transport.mqtt import MqttTransport
-
+def make_link(endpoint: BrokerEndpoint, broker: BrokerConfig) -> Transport:
+    """Connect to a broker. Raises ConfigError if a certificate or key file of its address cannot be used."""
     client_id = f"coordinator-{secrets.token_hex(4)}"
-    return MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=endpoint.recorded.broker_limits())
+    return MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=broker.broker_limits())
 
 
 def _serve(
-    store: "Store",
+    store: Record,
     folder: Path,
     run: str,
     config: RunConfig,
-    endpoint: "BrokerEndpoint",
-    transport: "Transport",
-    display: "Display",
-    worker: "Worker",
+    endpoint: BrokerEndpoint,
+    transport: Transport,
+    display: Display,
+    worker: Worker,
     monitor: monitoring.Monitor,
     notifier: Notifier,
-    region: "Callable[..., Coordinator] | None",
+    lead: Callable[[RunParts], Lead] | None,
 ) -> None:
     """Serve the run to its end. Raises click.Abort if it is interrupted."""
-    from coordinator.rounds.coordinator import Cancelled, Coordinator
-    from coordinator.rounds.inbox import TICK_S, Interrupted
-    from coordinator.rounds.lease import FederationTaken
-    from coordinator.rounds.service.broker import REVOKED
-    from coordinator.rounds.service.cancelling import Cancellation
-    from coordinator.views.trackers.following import following
-    from fedvit.logs import configure_logging
-    from fedvit.timings import LoopWatch
-
     home = folder / run
     log_file = home / "coordinator.log"
     configure_logging(file=log_file, stderr=False, fields={"run": run})
@@ -450,7 +416,7 @@ def _serve(
     revoked = endpoint.all_revoked()  # while no coordinator served the run
 
     def watch() -> None:
-        loop.turned()
+        loop.turn()
         endpoint.watch()
         endpoint.note_seen(coordinator.state.presence.seen_since)
         for device in (*revoked, *endpoint.revoked()):
@@ -459,7 +425,7 @@ def _serve(
         if cancellation.is_asked_for():
             coordinator.cancel("cancelled by the operator")
 
-    coordinator = (region or Coordinator)(
+    coordinator = Coordinator(
         run=run,
         config=config,
         transport=transport,
@@ -467,8 +433,7 @@ def _serve(
         folder=home,
         display=display,
         compute=worker,
-        watch=watch,
-        revoke=endpoint.revoke,
+        owner=Owner(watch, endpoint.revoke, lead or OwnLead),
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: coordinator.stop())
@@ -479,21 +444,21 @@ def _serve(
         served = [Served(coordinator, loop)]
         return Observed(transport, lambda: coordinator.inbox.connected, store, folder, lambda: served, {})
 
-    show_metrics(monitor, display, observed)
+    show_prometheus(monitor, display, observed)
     notifier.ready()
     try:
         with following(run, config, store, home, display.line):
             coordinator.serve()
     except FederationTaken:
-        if not store.last_round(run):  # it never began
-            store.remove_run(run)
+        if not store.rounds.find_last(run):  # it never began
+            store.runs.remove(run)
             _remove(folder, run)
         raise
     except Cancelled:
         display.line(f"run {run} is cancelled")
         return
     except Interrupted:
-        if region is None:
+        if lead is None:
             resume = command("coordinator", "start", "--resume", run, runs=folder)
             display.line(f"interrupted; resume with: {resume}")
         else:
@@ -503,7 +468,7 @@ def _serve(
         notifier.stopping()
         endpoint.note_seen(coordinator.state.presence.seen_since, at_once=True)
     display.line(f"finished; tensors: {home / 'model.safetensors'}, log: {log_file}")
-    from coordinator.record.trained import export_hint  # late: it imports onnxruntime
+    from coordinator.views.trained import export_hint  # late: it imports onnxruntime
 
     report = command("coordinator", "report", run, "--out", "report.html", runs=folder)
     with suppress(FedvitError):  # the run is finished, whatever can be read of it now

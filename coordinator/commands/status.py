@@ -13,7 +13,7 @@ from fedvit.errors import ConfigError
 from fedvit.hints import command
 
 if TYPE_CHECKING:
-    from coordinator.record.store import Store
+    from coordinator.record.record import Record
     from coordinator.record.tables import RunRecord
 
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 def status(run: str | None, folder: Path, as_json: bool) -> None:
     """Show what RUN is waiting for, since when and until when; by default the service, or the newest run."""
     from coordinator.record.liveness import current_status
-    from coordinator.record.summary import run_head
     from coordinator.record.tables import ENDED
     from coordinator.rounds.status import lines, read_status
+    from coordinator.run_view import read_head
 
     store = existing_store(folder)
     if run is None and _service_status(store, folder, as_json=as_json):
         return
-    record = store.run(run or newest_run(store, folder))
+    record = store.runs.read(run or newest_run(store, folder))
     serve = command("coordinator", "serve", runs=folder)
     if record.status == "queued":
         waits = {"run": record.id, "status": record.status}
@@ -39,7 +39,7 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
         return
     found = read_status(folder / record.id)
     if as_json:
-        head = msgspec.structs.asdict(run_head(store, record))
+        head = msgspec.structs.asdict(read_head(store, record))
         shown = msgspec.to_builtins(found)
         if record.status in ENDED:  # its last activity is over
             shown |= {"doing": record.status, "waiting_for": [], "resting": [], "online": 0}
@@ -49,13 +49,13 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
     click.echo("\n".join(lines(record.id, current_status(store, record), found, resume)))
 
 
-def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
+def _service_status(store: "Record", folder: Path, *, as_json: bool) -> bool:
     """Print the status of a folder's service; False if there is no service and no submitted run."""
     from coordinator.rounds.service.status import read_service_status
 
-    status, submitted = read_service_status(folder), store.submitted()
+    status, submitted = read_service_status(folder), store.runs.read_submitted()
     alive = status is not None and not status.is_stale()
-    hosts = store.services()
+    hosts = store.database.services()
     if not submitted and not alive and not hosts:
         return False
     queued = [record.id for record in submitted if record.status == "queued"]
@@ -87,7 +87,7 @@ def _service_status(store: "Store", folder: Path, *, as_json: bool) -> bool:
     return True
 
 
-def _doing(store: "Store", record: "RunRecord", folder: Path) -> str:
+def _doing(store: "Record", record: "RunRecord", folder: Path) -> str:
     from coordinator.record.liveness import current_status
     from coordinator.rounds.status import read_status
 

@@ -2,21 +2,22 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
 
 from coordinator.commands.config_flags import merge_flags, run_flags
 from coordinator.commands.flags import has_record, runs_flag
-from coordinator.commands.start import check_metrics, check_new, check_start_from, opened_store, usual_name
+from coordinator.commands.start import check_new, check_start_from, check_trackers, open_private_record, usual_name
 from coordinator.config import RunConfig, check_blobs, check_settings, make_config, read_toml, why_not_asked
+from coordinator.record.record import Record
+from coordinator.record.tables import ENDED
+from coordinator.rounds.service.status import labels_seen, read_service_status
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
-
-if TYPE_CHECKING:
-    from coordinator.record.store import Store
+from fedvit.wire.topics import check_name
 
 
 @click.command(cls=Command, examples=["coordinator submit run.toml --rounds 50 --devices-where site=berlin"])
@@ -32,7 +33,6 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
     Names, values and the run to start from are checked at once. The service builds the model when the run begins, and
     marks the run as failed if that is not possible; `coordinator start --check` tries it before.
     """
-    from fedvit.wire.topics import check_name
 
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
@@ -42,36 +42,34 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
         )
     config = make_config(values, where).run
     check_settings(config, where)
-    check_metrics(config, where)
+    check_trackers(config, where)
     check_blobs(config.blobs, where)
     run = check_name(name or usual_name(config), "--run")
     with ExitStack() as stack:
-        known = opened_store(folder, stack) if has_record(folder) else None
+        known = open_private_record(folder, stack) if has_record(folder) else None
         check_new(known, run)
         _check_earlier_run(config, known)
         warning = _warning(config, folder)
         recorded = msgspec.to_builtins(config)
         if "federation" not in values:  # the service's federation is used
             del recorded["federation"]
-        opened_store(folder, stack).submit_run(run, recorded)
+        open_private_record(folder, stack).runs.submit(run, recorded)
     if warning:
         click.echo(f"warning: {warning}", err=True)
     click.echo(msgspec.json.encode({"run": run, "status": "queued", "warning": warning}).decode() if as_json else run)
 
 
-def _check_earlier_run(config: RunConfig, store: "Store | None") -> None:
+def _check_earlier_run(config: RunConfig, store: Record | None) -> None:
     """Raises ConfigError if the run that this one starts from does not exist, or has ended without a round."""
     if config.start_from is None:
         return
-    from coordinator.record.tables import ENDED
 
-    if store is None or store.run(config.start_from).status in ENDED:
+    if store is None or store.runs.read(config.start_from).status in ENDED:
         check_start_from(store, config)
 
 
 def _warning(config: RunConfig, folder: Path) -> str | None:
     """A warning if no known device has the labels of the run."""
-    from coordinator.rounds.service.status import labels_seen, read_service_status
 
     status = read_service_status(folder)
     fits = status and any(why_not_asked(config.devices_where, member.labels) is None for member in status.members)

@@ -24,7 +24,7 @@ def choose_accelerator(wanted: str) -> str:
         try:
             torch.zeros(1, device=torch_devices(wanted)[0])
         except (RuntimeError, AssertionError) as error:
-            raise _refused(wanted, str(error).splitlines()[0]) from error
+            raise _make_refusal(wanted, str(error).splitlines()[0]) from error
     return wanted
 
 
@@ -44,23 +44,25 @@ def torch_devices(accelerator: str) -> tuple[str, ...]:
 
 def _check_gpus(wanted: str) -> None:
     if not re.fullmatch(r"cuda(:\d+(,\d+)*)?", wanted):
-        raise _refused(wanted, "GPUs are written 'cuda', 'cuda:1' or 'cuda:0,1'")
+        raise _make_refusal(wanted, "GPUs are written 'cuda', 'cuda:1' or 'cuda:0,1'")
     chosen = torch_devices(wanted)
     if twice := sorted({device for device in chosen if chosen.count(device) > 1}):
-        raise _refused(wanted, f"{twice[0]} is listed more than once")
+        raise _make_refusal(wanted, f"{twice[0]} is listed more than once")
     if not torch.cuda.is_available():
-        raise _refused(wanted, "torch finds no GPU with CUDA on this machine. Use 'cpu', or see what nvidia-smi says")
+        raise _make_refusal(
+            wanted, "torch finds no GPU with CUDA on this machine. Use 'cpu', or see what nvidia-smi says"
+        )
     available = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if missing := [device for device in chosen if device not in ("cuda", *available)]:
-        raise _refused(wanted, f"there is no {missing[0]}; torch finds {', '.join(available)}")
+        raise _make_refusal(wanted, f"there is no {missing[0]}; torch finds {', '.join(available)}")
 
 
 def _check_processes(wanted: str) -> None:
     if not re.fullmatch(r"cpu(:\d+)?", wanted):
-        raise _refused(wanted, "the processor is written 'cpu', or 'cpu:2' for two processes")
+        raise _make_refusal(wanted, "the processor is written 'cpu', or 'cpu:2' for two processes")
     if not 1 <= len(torch_devices(wanted)) <= MOST_PROCESSES:
-        raise _refused(wanted, f"this machine supports 1 to {MOST_PROCESSES} processes")
+        raise _make_refusal(wanted, f"this machine supports 1 to {MOST_PROCESSES} processes")
 
 
-def _refused(wanted: str, reason: str) -> ConfigError:
+def _make_refusal(wanted: str, reason: str) -> ConfigError:
     return ConfigError(f"accelerator = {wanted!r} cannot be used: {reason}")

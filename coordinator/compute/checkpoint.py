@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs, blob_description
 from coordinator.compute.planning.planner import Plan
+from coordinator.compute.references import references
 from coordinator.config import UpdatesConfig
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs, blob_description
-from coordinator.record.references import references
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, Damaged
@@ -45,11 +45,11 @@ def load_state(saved: SavedState, blobs: BlobStore, order: Iterable[str] | None 
     return ServerState(tensors, memory, dict(saved.uploads))
 
 
-def start_state(earlier: str, store: Store, runs: Path) -> ServerState:
+def start_state(earlier: str, store: Record, runs: Path) -> ServerState:
     """The final state of the run `earlier`. Raises ConfigError if it closed no round, Damaged if a file is damaged."""
-    newest = store.newest_closed(earlier)
+    newest = store.rounds.read_newest_closed(earlier)
     if newest is None or newest.state is None:
-        store.run(earlier)  # raises if there is no such run
+        store.runs.read(earlier)  # raises if there is no such run
         raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
     blobs = VerifiedBlobs(runs / earlier / "blobs")
     try:
@@ -62,12 +62,12 @@ def start_state(earlier: str, store: Store, runs: Path) -> ServerState:
         ) from error
 
 
-def needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
+def find_needed_blobs(plan: Plan, saved: SavedState) -> set[str]:
     """Digests that a device may still request, or that a restart needs, after a round closed with `saved`."""
     needed = {*saved.groups.values(), *saved.uploads.values()}
     needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}
     for variant in plan.variants.values():
-        needed |= {variant.digest, *variant.program.fetched_once()}
+        needed |= {variant.digest, *variant.program.list_fetched_once()}
     return needed | ({saved.memory} if saved.memory else set())
 
 

@@ -8,16 +8,17 @@ from typing import Any, TypeVar, cast
 
 from coordinator.compute.accelerator import choose_accelerator, torch_devices
 from coordinator.compute.checkpoint import load_state, start_state, write_models
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.messages import (
     FindOutliers,
     Finish,
     Fold,
-    LearningRates,
     Planned,
     PlannedTask,
     PlanTasks,
     Prepare,
     Prepared,
+    RecallTasks,
     Request,
     Step,
 )
@@ -25,12 +26,11 @@ from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.compute.process import drained
 from coordinator.compute.ranks import Ranks
+from coordinator.compute.references import snapshot
 from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig
-from coordinator.record.integrity import VerifiedBlobs
-from coordinator.record.references import snapshot
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods.base import ServerState
@@ -43,7 +43,7 @@ class Engine:
     """One run's compute side; see `Compute`. It only reads the record."""
 
     def __init__(
-        self, *, run: str, config: RunConfig, store: Store, folder: Path, graph_cache: Path | None = None
+        self, *, run: str, config: RunConfig, store: Record, folder: Path, graph_cache: Path | None = None
     ) -> None:
         self.progress: Callable[[str], None] = lambda text: None
         self._run = run
@@ -59,10 +59,10 @@ class Engine:
         self._answers: dict[type, Callable[[Any], Any]] = {
             Prepare: self._prepare,
             PlanTasks: self._plan,
-            LearningRates: self._learning_rates,
-            FindOutliers: lambda request: self._prepared.outliers(request.round),
-            Step: lambda request: self._prepared.take(request.round, request.saved, request.drawn),
-            Fold: lambda request: self._prepared.fold(request.round, request.saved),
+            RecallTasks: self._recall,
+            FindOutliers: lambda request: self._server_step.outliers(request.round),
+            Step: lambda request: self._server_step.take(request.round, request.saved, request.drawn),
+            Fold: lambda request: self._server_step.fold(request.round, request.saved),
             Finish: self._finish,
         }
 
@@ -81,7 +81,7 @@ class Engine:
             self._ranks = None
 
     @property
-    def _prepared(self) -> ServerStep:
+    def _server_step(self) -> ServerStep:
         assert self._step is not None, "a run is prepared before anything else is asked"
         return self._step
 
@@ -98,7 +98,7 @@ class Engine:
             cache=self._graph_cache,
             progress=self._report_progress,
         )
-        made, record = plan.first.digest, self._store.run(self._run)
+        made, record = plan.first.digest, self._store.runs.read(self._run)
         if record.program not in (None, made):
             raise ConfigError(
                 f"run {self._run} began with program {record.program}, but this software makes {made}: "
@@ -107,7 +107,7 @@ class Engine:
         accelerator = choose_accelerator(self._config.accelerator)
         self._step = ServerStep(
             self._run, self._config, self._store, self._blobs, plan, torch_devices(accelerator)[0],
-            self._started_ranks(plan, torch_devices(accelerator)), self._report_progress,
+            self._start_ranks(plan, torch_devices(accelerator)), self._report_progress,
         )  # fmt: skip
         saved, remade = newest_state(self._step, request.copies)
         groups = {group: (role.value, len(names)) for group, (role, names) in plan.method.groups(plan.vit).items()}
@@ -115,7 +115,7 @@ class Engine:
             program=made, protocol=plan.protocol, groups=groups, accelerator=accelerator, saved=saved, remade=remade
         )
 
-    def _started_ranks(self, plan: Plan, accelerators: tuple[str, ...]) -> Ranks | None:
+    def _start_ranks(self, plan: Plan, accelerators: tuple[str, ...]) -> Ranks | None:
         """Start several processes if the rule can divide its work among them."""
         self.close()
         if len(accelerators) > 1 and plan.rule.is_divided:
@@ -134,8 +134,8 @@ class Engine:
     def _plan(self, request: PlanTasks) -> Planned:
         too_small: dict[str, str] = {}
         tasks: dict[str, PlannedTask] = {}
-        with self._blobs.batched_commit() as batched_commit:
-            state = _LazyState(partial(load_state, request.saved, self._blobs, self._prepared.plan.values))
+        with self._blobs.commit_together() as batched_commit:
+            state = _LazyState(partial(load_state, request.saved, self._blobs, self._server_step.plan.values))
             for device, target in request.targets.items():
                 try:
                     tasks[device] = self._task(device, target, request, state, batched_commit)
@@ -147,7 +147,7 @@ class Engine:
         self, device: str, target: PlannedDevice | None, request: PlanTasks, state: "_LazyState", blobs: BlobStore
     ) -> PlannedTask:
         """A device's Program for the round, and the digests of the tensors that the server sends. Raises OverBudget."""
-        plan, saved = self._prepared.plan, request.saved
+        plan, saved = self._server_step.plan, request.saved
         variant, expected = plan.given(device, request.round, target)
         groups = {group: plan.sent(variant, group, saved.sent(group)) for group in variant.program.common_groups()}
         sent = [known for group, known in saved.references.items() if groups.get(group) == known.digest]
@@ -164,14 +164,22 @@ class Engine:
             lr_scale=variant.method.lr_scale(request.round, self._config.rounds),
         )
 
-    def _learning_rates(self, request: LearningRates) -> list[float]:
-        plan, rounds = self._prepared.plan, self._config.rounds
-        return [plan.method_for(device, number).lr_scale(number, rounds) for device, number in request.tasks]
+    def _recall(self, request: RecallTasks) -> list[PlannedTask]:
+        plan, rounds = self._server_step.plan, self._config.rounds
+        return [
+            PlannedTask(
+                program=task.program,
+                groups=task.groups,
+                expected=task.expected,
+                lr_scale=plan.method_for(task.device, task.round).lr_scale(task.round, rounds),
+            )
+            for task in request.tasks
+        ]
 
     def _finish(self, request: Finish) -> None:
-        plan: Plan = self._prepared.plan
+        plan: Plan = self._server_step.plan
         state = load_state(request.saved, self._blobs, plan.values)
-        devices = [entry.device for entry in self._store.devices(self._run) if entry.totals.results]
+        devices = [entry.device for entry in self._store.devices.read_all(self._run) if entry.totals.results]
         write_models(self._folder, state, plan.rule, devices, self._config.seed)
 
 

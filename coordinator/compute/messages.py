@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.config import RunConfig
-from coordinator.record.tables import SavedState
+from coordinator.record.tables import SavedState, TaskRecord
 from fedvit.wire.messages import DeltaStep
 from profiles.prediction import Expected
 
@@ -46,12 +46,12 @@ class Prepared(Struct, frozen=True, kw_only=True):
 
 
 class PlannedTask(Struct, frozen=True, kw_only=True):
-    """The task of one device in a round."""
+    """The task of one device in a round. It travels whole from the plan to the device."""
 
     program: str  # digest
     groups: dict[str, str]  # group -> digest of the value that the server sends
     expected: Expected | None  # None: the device is unknown
-    delta_chain: tuple[DeltaStep, ...]  # steps by which the device can build blobs of `groups` from older ones
+    delta_chain: tuple[DeltaStep, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
     lr_scale: float  # factor on the learning rate
 
 
@@ -125,11 +125,11 @@ class PlanTasks(Request[Planned], frozen=True, kw_only=True, tag=True):
     targets: dict[str, PlannedDevice | None]
 
 
-class LearningRates(Request[list[float]], frozen=True, kw_only=True, tag=True):
-    """The learning-rate factors of tasks, each given as device and round."""
+class RecallTasks(Request[list[PlannedTask]], frozen=True, kw_only=True, tag=True):
+    """Plan tasks again as they are recorded, of any round: with the same tensors."""
 
-    answer = list[float]
-    tasks: list[tuple[str, int]]
+    answer = list[PlannedTask]
+    tasks: list[TaskRecord]
 
 
 class FindOutliers(Request[list[Outlier]], frozen=True, kw_only=True, tag=True):
@@ -169,7 +169,7 @@ class Finish(Request[None], frozen=True, kw_only=True, tag=True):
     saved: SavedState
 
 
-AnyRequest = Check | Prepare | PlanTasks | LearningRates | FindOutliers | Step | Fold | Finish
+AnyRequest = Check | Prepare | PlanTasks | RecallTasks | FindOutliers | Step | Fold | Finish
 
 
 class Compute(Protocol):

@@ -18,10 +18,10 @@ from typing import IO, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
+from coordinator.compute.integrity import DamagedBlob
 from coordinator.compute.messages import AnyRequest, Check, Prepare, Request
 from coordinator.compute.pipes import close, read_frame, write_frame
 from coordinator.config import RunConfig
-from coordinator.record.integrity import DamagedBlob
 from fedvit import errors
 from fedvit.errors import DeviceTrouble, FedvitError, LinkDown
 
@@ -80,7 +80,7 @@ class Raised(Struct, frozen=True, kw_only=True, tag=True):
 Reply = Doing | Warned | Answered | Raised
 
 
-def raised_of(error: Exception, damaged: list[str]) -> Raised:
+def encode_error(error: Exception, damaged: list[str]) -> Raised:
     """Encode an exception; `kind` stays empty for an unexpected one."""
     if isinstance(error, DamagedBlob):
         return Raised(kind="DamagedBlob", text=str(error), path=str(error.path), digest=error.digest, damaged=damaged)
@@ -132,7 +132,7 @@ class _Died(Exception):
 
 
 class Worker:
-    """See `Compute`. Its process is started by `start`, or with the first request.
+    """The worker process of `Compute`. `start` or the first request starts it.
 
     If the process dies during a request, the request is repeated in a new process, which first receives the run again.
     Raises DeviceTrouble after DEATHS deaths, FedvitError if the process fails unexpectedly.

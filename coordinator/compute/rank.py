@@ -11,7 +11,7 @@ import msgspec
 import psutil
 
 from coordinator.compute.pipes import open_pipes, write_frame
-from coordinator.compute.process import Answered, Doing, raised_of
+from coordinator.compute.process import Answered, Doing, encode_error
 from fedvit.files import private_files
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _serve(waiting: "SimpleQueue[bytes]", replies: IO[bytes]) -> None:
-    from coordinator.record.integrity import (
+    from coordinator.compute.integrity import (
         VerifiedBlobs,
     )  # imports torch: takes seconds, during which the end of the input is noticed
 
@@ -53,7 +53,7 @@ def _serve(waiting: "SimpleQueue[bytes]", replies: IO[bytes]) -> None:
                 joined = True
             value = closing.run(setup.rule, setup.vit, blobs, placement, progress)
         except Exception as error:
-            raised = raised_of(error, blobs.found())
+            raised = encode_error(error, blobs.found())
             if not raised.kind:
                 log.exception("server training failed", extra={"rank": placement.rank})
             write_frame(replies, raised)

@@ -14,6 +14,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coordinator.compute.closing import Closing, Placement, RankSetup
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.pipes import close, read_frame, write_raw
 from coordinator.compute.process import (
     DEATHS,
@@ -27,7 +28,6 @@ from coordinator.compute.process import (
     how_it_ended,
 )
 from coordinator.compute.rank import LOOPBACK, PATIENCE
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.tables import SavedState
 from fedvit.errors import DeviceTrouble, FedvitError
 from fedvit.methods.base import ServerRule
@@ -115,7 +115,7 @@ class Ranks:
         self._children, self._store = [], None
 
     def close_round(self, closing: Closing) -> tuple[SavedState, dict[str, float]]:
-        """See `Closing.run`.
+        """Close a round with all ranks, as `Closing.run` does.
 
         Raises the same errors, FedvitError if a process fails, and DeviceTrouble after DEATHS deaths.
         """
@@ -123,7 +123,7 @@ class Ranks:
             try:
                 if not self._children:
                     self._start()
-                return self._closed(closing)
+                return self._close(closing)
             except _Died as died:
                 self.stop()
                 ending = str(died)
@@ -138,7 +138,7 @@ class Ranks:
             f"choose fewer processes with `accelerator`"
         )
 
-    def _closed(self, closing: Closing) -> tuple[SavedState, dict[str, float]]:
+    def _close(self, closing: Closing) -> tuple[SavedState, dict[str, float]]:
         for rank in range(len(self._children)):
             self._send(rank, closing)
         values: dict[int, msgspec.Raw] = {}
@@ -151,7 +151,7 @@ class Ranks:
                     self._progress(text)
                 case Raised():
                     self._report(reply.damaged)
-                    raise self._failed(rank, reply)
+                    raise self._make_error(rank, reply)
                 case Answered():
                     self._report(reply.damaged)
                     values[rank] = reply.value
@@ -171,7 +171,7 @@ class Ranks:
 
     # --- failures -----------------------------------------------------------------------------------------
 
-    def _failed(self, rank: int, raised: Raised) -> Exception:
+    def _make_error(self, rank: int, raised: Raised) -> Exception:
         if raised.kind:
             return exception_of(raised, None)
         try:  # if a peer has died, this rank fails as well and may report it first

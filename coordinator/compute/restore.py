@@ -10,8 +10,8 @@ from typing import NoReturn
 import msgspec
 
 from coordinator.compute.checkpoint import save_state
+from coordinator.compute.integrity import VerifiedBlobs, blob_description, essential, unrepairable
 from coordinator.compute.server_step import ServerStep
-from coordinator.record.integrity import VerifiedBlobs, blob_description, essential, unrepairable
 from coordinator.record.tables import Reference, RoundRecord, SavedState
 from fedvit.errors import EmptyCohort
 
@@ -26,19 +26,19 @@ def newest_state(step: ServerStep, copies: str) -> tuple[SavedState, list[int]]:
     """
     plan, blobs, updates = step.plan, step.blobs, step.config.updates
     broken: list[tuple[RoundRecord, SavedState]] = []  # newest first
-    record = step.store.newest_closed(step.run)
-    while record and record.state and _damaged(record.state, blobs):
+    record = step.store.rounds.read_newest_closed(step.run)
+    while record and record.state and _find_damaged(record.state, blobs):
         broken.append((record, record.state))
-        record = step.store.newest_closed(step.run, before=record.round)
+        record = step.store.rounds.read_newest_closed(step.run, before=record.round)
     saved = record.state if record and record.state else save_state(plan.state, plan.groups, blobs, updates)
-    damaged = _damaged(broken[0][1], blobs) if broken else []
+    damaged = _find_damaged(broken[0][1], blobs) if broken else []
     for record, recorded in reversed(broken):
         saved = _Recomputation(step, record, recorded, damaged, copies).closed(saved)
     references = {group: _usable(reference, blobs) for group, reference in saved.references.items()}
     return msgspec.structs.replace(saved, references=references), [record.round for record, _ in reversed(broken)]
 
 
-def _damaged(saved: SavedState, blobs: VerifiedBlobs) -> list[str]:
+def _find_damaged(saved: SavedState, blobs: VerifiedBlobs) -> list[str]:
     return sorted(digest for digest in essential(saved) if not blobs.is_intact(digest))
 
 
@@ -63,7 +63,7 @@ class _Recomputation:
         self._step = step
         self._number = record.round
         self._recorded = recorded
-        self._damaged = damaged
+        self._find_damaged = damaged
         self._copies = copies
 
     def closed(self, before: SavedState) -> SavedState:
@@ -79,10 +79,10 @@ class _Recomputation:
             self._give_up(str(error))
         if essential(saved) != essential(self._recorded):
             self._give_up(f"round {number}, recomputed, gives different numbers")
-        log.warning("state recomputed", extra={"round": number, "digests": self._damaged})
+        log.warning("state recomputed", extra={"round": number, "digests": self._find_damaged})
         return self._recorded
 
     def _give_up(self, why: str) -> NoReturn:
-        step, digest = self._step, self._damaged[0]
+        step, digest = self._step, self._find_damaged[0]
         held = blob_description(digest, step.run, step.store, step.blobs)
         raise unrepairable(step.run, step.blobs.path(digest), held, why, self._copies)

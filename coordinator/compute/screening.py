@@ -53,9 +53,9 @@ class Screen:
             outliers = self._outliers(lengths)
             out = {outlier.device for outlier in outliers}
             kept = [upload for upload in kept if upload.device not in out]
-            kept, figures = self._clipped(kept, {device: length.delta for device, length in lengths.items()})
+            kept, figures = self._clip(kept, {device: length.delta for device, length in lengths.items()})
             figures |= {"left_out": float(len(outliers))}
-        return Screened(self._weighed(kept), outliers, figures)
+        return Screened(self._weigh(kept), outliers, figures)
 
     def _outliers(self, lengths: dict[str, "_Length"]) -> list[Outlier]:
         if self.reject_scale is None or len(lengths) < LEAST_COHORT:
@@ -82,21 +82,21 @@ class Screen:
                     )
         return [Outlier(device, found[device]) for device in sorted(found)]
 
-    def _clipped(self, uploads: list[Upload], norms: dict[str, float]) -> tuple[list[Upload], dict[str, float]]:
+    def _clip(self, uploads: list[Upload], norms: dict[str, float]) -> tuple[list[Upload], dict[str, float]]:
         usual = median(norms.values())
         figures = {"median_norm": usual}
         if self.clip_norm is None:
             return uploads, figures
         limit = usual if self.clip_norm == "median" else self.clip_norm
         shortened = [
-            upload._replace(load=partial(_scaled, upload.load, limit / norms[upload.device]))
+            upload._replace(load=partial(_scale, upload.load, limit / norms[upload.device]))
             if norms[upload.device] > limit
             else upload
             for upload in uploads
         ]
         return shortened, figures | {"clipped": float(sum(norms[upload.device] > limit for upload in uploads))}
 
-    def _weighed(self, uploads: list[Upload]) -> list[Upload]:
+    def _weigh(self, uploads: list[Upload]) -> list[Upload]:
         """Cap the sample counts: a device reports them itself, and also the announced numbers that bound them."""
         if self.max_weight is None or not uploads:
             return uploads
@@ -148,5 +148,5 @@ class _Scaled(TensorReader):
         return scaled
 
 
-def _scaled(load: Callable[[], Mapping[str, Array]], factor: float) -> TensorReader:
+def _scale(load: Callable[[], Mapping[str, Array]], factor: float) -> TensorReader:
     return _Scaled(load(), factor)

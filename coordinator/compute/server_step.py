@@ -7,22 +7,22 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from coordinator.compute.checkpoint import needed_blobs
+from coordinator.compute.checkpoint import find_needed_blobs
 from coordinator.compute.closing import Closing, Placement, StoredUploads
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.messages import Folded, Outlier, Stepped
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.privacy import expected_cohort, round_figures
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
 from fedvit.methods.aggregators import Aggregator, Mean, make_aggregator
 from fedvit.methods.base import Upload
 from fedvit.methods.private_mean import PrivateMean
-from fedvit.methods.rules.weighted_mean import weighted_deltas
+from fedvit.methods.rules.weighted_mean import weight_deltas
 from fedvit.program import LABELS, Role
 from fedvit.tensors import pack
 
@@ -33,7 +33,7 @@ class ServerStep:
 
     run: str
     config: RunConfig
-    store: Store
+    store: Record
     blobs: VerifiedBlobs
     plan: Plan
     accelerator: str  # torch device
@@ -55,7 +55,7 @@ class ServerStep:
             raise EmptyCohort(f"none of the asked devices returned a result for round {number}")
         screened = self._screened(number, results)
         kept = self._without_quarantined(saved.uploads, number)
-        damaged = self._damaged_uploads(kept, results)
+        damaged = self._find_damaged_uploads(kept, results)
         kept = {device: digest for device, digest in kept.items() if device not in damaged}
         updated, figures = self._close(number, saved, kept, screened.uploads)
         uploads = self._uploads(number, results) if config.privacy.feature_noise else []
@@ -63,7 +63,7 @@ class ServerStep:
         # a draw by an earlier process is unknown: no amplification is claimed for it
         population, cohort = drawn or (len(results), len(results))
         private = round_figures(self.store, self.run, config, population=population, cohort=cohort, feature_rows=rows)
-        needed = needed_blobs(self.plan, updated)
+        needed = find_needed_blobs(self.plan, updated)
         self.blobs.forget_all_but(needed)
         return Stepped(saved=updated, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
 
@@ -75,11 +75,11 @@ class ServerStep:
         screened = self._screened(number, self.results(number))
         program, first = self.plan.variant("", number).program, self.plan.values
         names = [name for group in program.with_role(Role.SHARED) for name in program.names(group)]
-        mean = Mean().combine(weighted_deltas(screened.uploads, number), names)
+        mean = Mean().combine(weight_deltas(screened.uploads, number), names)
         deltas = {
             name: mean[name].astype(first[name].dtype) if name in mean else np.zeros_like(first[name]) for name in names
         }
-        needed = needed_blobs(self.plan, saved)
+        needed = find_needed_blobs(self.plan, saved)
         self.blobs.forget_all_but(needed)
         return Folded(
             update=self.blobs.put(pack(deltas)).digest,
@@ -95,7 +95,7 @@ class ServerStep:
 
     def results(self, number: int) -> list[ResultRecord]:
         """The results that count in the server step of a round."""
-        return self.store.used_in(self.run, number)
+        return self.store.tasks.read_used_in(self.run, number)
 
     @cached_property
     def _screen(self) -> Screen:
@@ -113,7 +113,7 @@ class ServerStep:
                 result.device,
                 result.samples,
                 result.upload,
-                partial(self._stored, result.upload),
+                partial(self._store, result.upload),
                 discount(number - result.round),
             )
             for result in results
@@ -121,15 +121,17 @@ class ServerStep:
         ]
 
     @cached_property
-    def _stored(self) -> StoredUploads:
+    def _store(self) -> StoredUploads:
         return StoredUploads(self.blobs.folder, {name: value.shape for name, value in self.plan.values.items()})
 
     def _without_quarantined(self, uploads: dict[str, str], number: int) -> dict[str, str]:
         """Uploads of earlier rounds without those of devices in quarantine."""
-        quarantined = self.store.quarantined(self.run, number) if self.config.robust.strikes else {}
+        quarantined = (
+            self.store.devices.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
+        )
         return {device: digest for device, digest in uploads.items() if device not in quarantined}
 
-    def _damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:
+    def _find_damaged_uploads(self, uploads: dict[str, str], results: list[ResultRecord]) -> dict[str, str]:
         """By device, damaged uploads of earlier rounds, except those that are replaced in this round."""
         fresh = {result.device for result in results if result.upload}
         kept = {device: digest for device, digest in uploads.items() if device not in fresh}
@@ -147,7 +149,7 @@ class ServerStep:
             before=before,
             kept=kept,
             uploads=uploads,
-            stored=self._stored,
+            stored=self._store,
             names=list(plan.values),
             groups=plan.groups,
             updates=config.updates,

@@ -11,7 +11,7 @@ from coordinator.compute.messages import Check, Checked
 from coordinator.compute.planning.checks import check_region, check_run
 from coordinator.compute.planning.planner import check_start_fits
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method
@@ -41,9 +41,9 @@ def _built(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
     """Build the model as the run would; returns its number of parameters and warnings for the operator."""
     start, classes = None, config.classes
     if config.start_from is not None:
-        with closing(Store.in_folder(runs, check=False)) as store:
+        with closing(open_record(runs, check=False)) as store:
             start = start_state(config.start_from, store, runs)
-            classes = classes or store.run(config.start_from).classes
+            classes = classes or store.runs.read(config.start_from).classes
     method = make_method(config.method, config.options)
     # without weights to load, the model needs neither time nor memory
     with torch.device("cpu" if config.pretrained else "meta"):

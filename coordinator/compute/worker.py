@@ -11,7 +11,7 @@ import msgspec
 
 from coordinator.compute.messages import Check
 from coordinator.compute.pipes import open_pipes, write_frame
-from coordinator.compute.process import Answered, Begin, Doing, Incoming, Warned, raised_of
+from coordinator.compute.process import Answered, Begin, Doing, Incoming, Warned, encode_error
 from fedvit.files import private_files
 
 log = logging.getLogger(__name__)
@@ -45,17 +45,17 @@ class _Serving:
             try:
                 value = self._answer(request)
             except Exception as error:
-                raised = raised_of(error, self._damaged())
+                raised = encode_error(error, self._report_damage())
                 if not raised.kind:
                     log.exception("request failed")
                 write_frame(self._replies, raised)
             else:
                 raw = msgspec.Raw(msgspec.msgpack.encode(value))
-                write_frame(self._replies, Answered(value=raw, damaged=self._damaged()))
+                write_frame(self._replies, Answered(value=raw, damaged=self._report_damage()))
 
     def _begin(self, begin: Begin) -> None:
         from coordinator.compute.engine import Engine
-        from coordinator.record.store import Store
+        from coordinator.record.record import open_record
 
         opened = os.open(begin.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         for number in (1, 2):
@@ -66,7 +66,7 @@ class _Serving:
         self._engine = Engine(
             run=begin.run,
             config=begin.config,
-            store=Store.in_folder(folder.parent, check=False),  # the parent process checks it
+            store=open_record(folder.parent, check=False),  # the parent process checks it
             folder=folder,
             graph_cache=Path(begin.graph_cache) if begin.graph_cache else None,
         )
@@ -80,7 +80,7 @@ class _Serving:
             return check_start(request)
         return self._engine.ask(request)
 
-    def _damaged(self) -> list[str]:
+    def _report_damage(self) -> list[str]:
         return self._engine.damaged() if self._engine else []
 
 

@@ -9,15 +9,14 @@ from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import why_not_asked
-from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.reading import StartConfig, check_settings, make_config, read_toml
 from coordinator.config.regions import CENTRE, REGION, check_kind, is_region, why_no_regions
-from coordinator.config.renamed import check_new_names, with_new_names
-from coordinator.config.resuming import FREE_TABLES, resumed_config
+from coordinator.config.resuming import FREE_TABLES, resume_config
 from coordinator.config.robust import RobustConfig
 from coordinator.config.run import SECTIONS, TABLES, RunConfig
 from coordinator.config.service import ServiceConfig, make_service_config
+from coordinator.config.trackers import TrackersConfig
 from coordinator.config.updates import UpdatesConfig
 from coordinator.config.versions import why_too_old
 
@@ -32,25 +31,23 @@ __all__ = [
     "BrokerConfig",
     "BudgetConfig",
     "ImageConfig",
-    "MetricsConfig",
     "PrivacyConfig",
     "RobustConfig",
     "RunConfig",
     "ServiceConfig",
     "StartConfig",
+    "TrackersConfig",
     "UpdatesConfig",
     "check_blobs",
     "check_kind",
-    "check_new_names",
     "check_settings",
     "is_region",
     "make_config",
     "make_service_config",
     "read_toml",
-    "resumed_config",
+    "resume_config",
     "why_no_regions",
     "why_not_asked",
     "why_too_old",
     "with_listen_port",
-    "with_new_names",
 ]

@@ -9,7 +9,7 @@ from fedvit.errors import ConfigError
 
 
 class AlertsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where alerts of a run are sent: the table [alerts]. It has no influence on training."""
+    """Addresses of a run's alerts: the table [alerts]. It has no influence on training."""
 
     webhook: Annotated[
         str | None,

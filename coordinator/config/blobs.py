@@ -104,7 +104,7 @@ class BlobsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def account(self) -> str:
-        """Of Azure."""
+        """Account of an Azure store."""
         return urlsplit(self.url or "").netloc
 
     @property

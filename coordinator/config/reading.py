@@ -9,7 +9,6 @@ from msgspec import Struct
 
 from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import check_memory_budget
-from coordinator.config.renamed import check_new_names
 from coordinator.config.run import TABLES, RunConfig
 from fedvit import known_values
 from fedvit.choices import did_you_mean, why_invalid
@@ -72,7 +71,6 @@ Config = TypeVar("Config", bound=Struct)
 def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Config:
     """Convert values to a table's class. Raises ConfigError, naming the key, its value and the allowed values."""
     known = kind.__struct_fields__
-    check_new_names(values, where)
     for key in values:
         if key not in known:
             hint = did_you_mean(key, known, most=1) or f"; known keys are {', '.join(known)}"

@@ -22,7 +22,7 @@ def check_kind(home: Path, *, is_region: bool) -> None:
 
 
 def is_region(labels: Mapping[str, str]) -> bool:
-    """Whether a device with these labels is a region."""
+    """Return whether a device with these labels is a region."""
     return REGION.items() <= labels.items()
 
 

@@ -9,11 +9,11 @@ from coordinator.config.reading import make_config
 from coordinator.config.run import RunConfig
 from fedvit.errors import ConfigError
 
-FREE_TABLES = ("metrics", "blobs", "alerts")
+FREE_TABLES = ("trackers", "blobs", "alerts")
 """Tables that have no influence on training."""
 
 
-def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], where: str) -> RunConfig:
+def resume_config(run: str, recorded: dict[str, Any], given: dict[str, Any], where: str) -> RunConfig:
     """The recorded configuration of a run, with the allowed changes of a file and flags.
 
     Raises ConfigError, naming the key and both values, for any other difference.
@@ -33,7 +33,7 @@ def resumed_config(run: str, recorded: dict[str, Any], given: dict[str, Any], wh
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """As in the record: lists instead of tuples."""
+    """Return a value as the record has it: lists instead of tuples."""
     return dict(msgspec.json.decode(msgspec.json.encode(config)))
 
 

@@ -10,9 +10,9 @@ from coordinator.config.blobs import BlobsConfig
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import parse_labels
-from coordinator.config.metrics import MetricsConfig
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.robust import RobustConfig
+from coordinator.config.trackers import TrackersConfig
 from coordinator.config.updates import UpdatesConfig
 from fedvit.errors import ConfigError
 from fedvit.roles import NONE, ProductPrecision
@@ -192,7 +192,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     updates: UpdatesConfig = field(default_factory=UpdatesConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
     blobs: BlobsConfig = field(default_factory=BlobsConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
 
@@ -245,7 +245,7 @@ TABLES: dict[str, type[Struct]] = {
     "updates": UpdatesConfig,
     "robust": RobustConfig,
     "privacy": PrivacyConfig,
-    "metrics": MetricsConfig,
+    "trackers": TrackersConfig,
     "blobs": BlobsConfig,
     "alerts": AlertsConfig,
 }

@@ -29,7 +29,7 @@ from coordinator.record.copies import (
     number_in,
     read_runs,
 )
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from fedvit.blobs import digest_of
 from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_file, sync_folder
@@ -80,12 +80,12 @@ class Backups:
     """The backups of one run, whose folder is in that of all runs. With `every` = 0, or with a database that is not a
     file, nothing is kept."""
 
-    def __init__(self, store: Store, run: str, folder: Path, every: int) -> None:
+    def __init__(self, store: Record, run: str, folder: Path, every: int) -> None:
         self._store = store
         self._run = run
         self._home = folder
         self._folder = folder.parent
-        self._every = every if store.is_file else 0
+        self._every = every if store.database.file else 0
         self._repairs = every > 0
         self._file: Path | None = None  # the current file of notes; None until the first note
 
@@ -100,7 +100,7 @@ class Backups:
 
     def _is_due(self) -> bool:
         newest = next(reversed(self.copies()), None)
-        copied = self._in(newest) if newest else None
+        copied = self._read_copied(newest) if newest else None
         if newest is None or copied is None or not copied.closed:
             return True
         size = newest.stat().st_size
@@ -113,7 +113,7 @@ class Backups:
             with lock_copies(self._folder):
                 temporary = folder / f"{WRITING}{secrets.token_hex(8)}"
                 try:
-                    self._store.back_up(temporary)
+                    self._store.database.back_up(temporary)
                     sync_file(temporary)
                     following = max(map(number_in, self.copies()), default=0) + 1
                     os.replace(temporary, folder / f"copy-{following}.db")
@@ -139,19 +139,19 @@ class Backups:
 
     def check_record(self) -> None:
         """Raises Damaged if the record lacks a round that a copy has: SQLite cannot detect lost transactions."""
-        closed = self._closed()
+        closed = self._find_closed()
         for copy in self.copies():
-            copied = self._in(copy)
+            copied = self._read_copied(copy)
             if copied and copied.closed > closed and is_whole(copy):
-                raise self._store.damaged(
+                raise self._store.database.make_damaged_error(
                     f"it has {closed} closed rounds of run {self._run}, a copy has more", self._run
                 )
 
-    def _in(self, copy: Path) -> CopiedRun | None:
+    def _read_copied(self, copy: Path) -> CopiedRun | None:
         return read_runs(copy).get(self._run)
 
-    def _closed(self) -> int:
-        newest = self._store.newest_closed(self._run)
+    def _find_closed(self) -> int:
+        newest = self._store.rounds.read_newest_closed(self._run)
         return newest.round if newest else 0
 
     # --- notes ----------------------------------------------------------------------------------------
@@ -162,11 +162,11 @@ class Backups:
         if not self._every:
             return
         if self._file is None:
-            self._file = next(reversed(notes_in(self._home)), None) or self._notes_after(self._closed())
+            self._file = next(reversed(notes_in(self._home)), None) or self._notes_after(self._find_closed())
         try:
             make_folder(self._file.parent)
             is_new = not self._file.exists()
-            _append(self._file, _line(note))
+            _append(self._file, _encode(note))
             if is_new:
                 sync_folder(self._file.parent)
         except OSError as error:
@@ -174,7 +174,7 @@ class Backups:
 
     def replay_notes(self, operator_log: Callable[[str], None], strike: Callable[[str, int, str], object]) -> None:
         """Add to the record what it lacks, if it is a restored copy. `strike` records a device's strike."""
-        closed, files = self._closed(), notes_in(self._home)
+        closed, files = self._find_closed(), notes_in(self._home)
         later = [number_in(file) for file in files[1:]]
         # each file begins after a closed round, so that earlier files are older than that round
         for file in files[sum(number <= closed for number in later) :]:
@@ -185,35 +185,35 @@ class Backups:
                     lacking.clear()
             for note in lacking:
                 self._replay(note, strike)
-        if self._every and (now := self._closed()) > closed:
+        if self._every and (now := self._find_closed()) > closed:
             self._copy(now)
 
     def _replay(self, note: Note, strike: Callable[[str, int, str], object]) -> None:
         store, run = self._store, self._run
         match note:
             case Accepted():
-                if note.cohort is not None and store.round(run, note.round) is None:
-                    store.open_round(run, note.round, note.cohort, note.needed)
-                store.add_results(note.results)
+                if note.cohort is not None and store.rounds.read(run, note.round) is None:
+                    store.rounds.open(run, note.round, note.cohort, note.needed)
+                store.tasks.add_results(note.results)
             case Struck():
                 strike(note.device, note.round, note.reason)
             case Closed():
-                for number in range(self._closed() + 1, note.round):  # its note was damaged
+                for number in range(self._find_closed() + 1, note.round):  # its note was damaged
                     self._close(number, [], None, {})
                 self._close(note.round, note.asked, note.state, note.figures)
 
     def _close(self, number: int, asked: list[str], state: SavedState | None, figures: dict[str, float]) -> None:
         store, run = self._store, self._run
-        if store.answered(run, number - 1, "evaluate"):  # a round is evaluated before the next one closes
-            store.round_evaluated(run, number - 1)
-        if store.round(run, number) is None:
-            store.open_round(run, number, [])
-        store.close_round(run, number, state, figures, asked)
+        if store.tasks.find_answered(run, number - 1, "evaluate"):  # a round is evaluated before the next one closes
+            store.rounds.close_evaluation(run, number - 1)
+        if store.rounds.read(run, number) is None:
+            store.rounds.open(run, number, [])
+        store.rounds.close(run, number, state, figures, asked)
 
     def _read(self, file: Path, operator_log: Callable[[str], None]) -> Iterator[Note]:
         """The intact notes of a file; damaged ones are reported, and removed from the file."""
         content = file.read_bytes()
-        held = [(line, note) for line in content.split(b"\n") if (note := _note(line)) is not None]
+        held = [(line, note) for line in content.split(b"\n") if (note := _decode(line)) is not None]
         whole = b"".join(line + b"\n" for line, _ in held)
         if whole != content:
             log.error("damaged file", extra={"path": str(file), "held": "notes"})
@@ -236,13 +236,13 @@ class Backups:
         return self._home / NOTES / f"since-{number}.notes"
 
 
-def _line(note: Note) -> bytes:
+def _encode(note: Note) -> bytes:
     """A note preceded by its digest, as one line, so that damage does not affect other notes."""
     content = msgspec.msgpack.encode(note)
     return binascii.b2a_base64(bytes.fromhex(digest_of(content).partition(":")[2]) + content)
 
 
-def _note(line: bytes) -> Note | None:
+def _decode(line: bytes) -> Note | None:
     """Decode a note; None if it is damaged or incomplete."""
     try:
         held = binascii.a2b_base64(line, strict_mode=True)

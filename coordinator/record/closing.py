@@ -1,4 +1,4 @@
-"""What is written when a round is closed or evaluated: its totals, and those of its devices."""
+"""Totals of rounds and devices, written when a round is closed or evaluated."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, and_, select, update
 from sqlalchemy.engine import Connection
 
 from coordinator.record import totals
-from coordinator.record.rows import filled_fields, read_records, read_rows, record_of, replace, seal
+from coordinator.record.rows import drop_empty_fields, read_records, read_rows, record_of, replace, seal
 from coordinator.record.tables import DEVICES, RESULTS, ROUNDS, TASKS, DeviceRecord, ResultRecord, RoundTotals
 from fedvit.resources import BudgetKind
 from fedvit.wire.messages import TaskKind
@@ -24,9 +24,9 @@ def sum_up_training(
     this = this_round(run, number)
     row = connection.execute(select(ROUNDS.c.cohort, ROUNDS.c.figures, ROUNDS.c.totals).where(this)).one()
     if results is None:
-        results = results_of(connection, run, number, "train")
+        results = read_used_results(connection, run, number, "train")
     if row.totals is None:  # otherwise its devices were counted already
-        asked = asked_in(connection, run, number) if asked is None else asked
+        asked = find_asked(connection, run, number) if asked is None else asked
         add_to_devices(connection, run, number, results, asked)
     cohort = int(
         (row.figures or {}).get("cohort", len(row.cohort))
@@ -44,22 +44,22 @@ def sum_up_evaluation(
     row = connection.execute(select(ROUNDS.c.totals, ROUNDS.c.accuracy).where(this)).one()
     if row.totals is not None and row.accuracy is None:  # otherwise it is open, or was summed up already
         if results is None:
-            results = results_of(connection, run, number, "evaluate")
+            results = read_used_results(connection, run, number, "evaluate")
         add_to_devices(connection, run, number, results, ())
         made, accuracy = totals.evaluated(msgspec.convert(row.totals, RoundTotals), results)
         connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made), accuracy=accuracy))
     seal(connection, ROUNDS, this)
 
 
-def results_of(connection: Connection, run: str, number: int, kind: TaskKind) -> list[ResultRecord]:
-    """Results that the server step, or the evaluation, of a round uses, including late ones."""
+def read_used_results(connection: Connection, run: str, number: int, kind: TaskKind) -> list[ResultRecord]:
+    """Return results that the server step, or the evaluation, of a round uses, including late ones."""
     query = select(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in == number, RESULTS.c.kind == kind)
     found = read_records(connection, ResultRecord, RESULTS, query)
     return sorted(found, key=lambda result: (result.round, result.device))  # sorting in SQLite would scan all results
 
 
-def asked_in(connection: Connection, run: str, number: int) -> list[str]:
-    """Devices with a training task in a round."""
+def find_asked(connection: Connection, run: str, number: int) -> list[str]:
+    """Return devices with a training task in a round."""
     query = select(TASKS.c.device).where(TASKS.c.run == run, TASKS.c.round == number)
     return list(connection.execute(query).scalars())
 
@@ -69,7 +69,7 @@ def add_to_devices(
 ) -> None:
     """Add a round's results and asked devices to the totals of its devices."""
     asked = set(asked)
-    known = devices_of(connection, run, asked | {result.device for result in results})
+    known = read_devices(connection, run, asked | {result.device for result in results})
     for name in asked:
         last, times = max(known[name].last_asked, number), known[name].times_asked + 1
         known[name] = msgspec.structs.replace(known[name], last_asked=last, times_asked=times)
@@ -77,19 +77,21 @@ def add_to_devices(
         before = known[result.device]
         known[result.device] = msgspec.structs.replace(before, totals=totals.with_result(before.totals, result))
     if known:
-        rows = [{**msgspec.structs.asdict(record), "totals": filled_fields(record.totals)} for record in known.values()]
+        rows = [
+            {**msgspec.structs.asdict(record), "totals": drop_empty_fields(record.totals)} for record in known.values()
+        ]
         replace(connection, DEVICES, rows)
 
 
 def add_broken(connection: Connection, run: str, device: str, kind: BudgetKind) -> None:
     """Count a budget that stopped a device."""
-    known = devices_of(connection, run, [device])[device]
+    known = read_devices(connection, run, [device])[device]
     changed = msgspec.structs.replace(known, totals=totals.with_broken(known.totals, (kind,)))
     replace(connection, DEVICES, [msgspec.to_builtins(changed)])
 
 
-def devices_of(connection: Connection, run: str, names: Iterable[str]) -> dict[str, DeviceRecord]:
-    """The records of these devices; new ones for unknown devices."""
+def read_devices(connection: Connection, run: str, names: Iterable[str]) -> dict[str, DeviceRecord]:
+    """Return the records of these devices; new ones for unknown devices."""
     known = {name: DeviceRecord(run, name) for name in names}
     for row in read_rows(connection, select(DEVICES).where(DEVICES.c.run == run, DEVICES.c.device.in_(list(known)))):
         known[row["device"]] = record_of(DeviceRecord, row)

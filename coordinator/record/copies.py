@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from sqlalchemy import create_engine, inspect, select, text
+from sqlalchemy import create_engine, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.record.rows import read_rows, seal_of
@@ -103,13 +103,9 @@ def is_whole(file: Path) -> bool:
             if connection.execute(text("PRAGMA integrity_check(1)")).scalar() != "ok":
                 return False
             for table in TABLES.sorted_tables:
-                if not inspect(connection).has_table(table.name):  # a copy of an older version
+                if SEAL not in table.columns:
                     continue
-                there = {column["name"] for column in inspect(connection).get_columns(table.name)}
-                if SEAL not in table.columns or SEAL not in there:
-                    continue
-                rows = read_rows(connection, select(*(column for column in table.columns if column.name in there)))
-                if not all(row[SEAL] in (None, seal_of(table, row)) for row in rows):
+                if not all(row[SEAL] in (None, seal_of(table, row)) for row in read_rows(connection, select(table))):
                     return False
             return True
     except (SQLAlchemyError, ValueError):
@@ -136,7 +132,7 @@ def has_lost(database: Path, run: str | None = None) -> bool:
     return any((database.parent / name).is_dir() for name in runs if run in (None, name))
 
 
-def damaged_database(database: Path, why: str, run: str | None = None) -> Damaged:
+def make_file_damaged_error(database: Path, why: str, run: str | None = None) -> Damaged:
     """Make the error of a damaged database: it names the newest intact copy and the commands that restore it."""
     damaged, folder = f"{database} is damaged: {why}", database.parent
     copy = newest_copy(database, run)

@@ -1,6 +1,5 @@
 """The database of the record, SQLite or PostgreSQL: where it is, how it is opened, and what its errors mean."""
 
-import shutil
 import sqlite3
 import threading
 import time
@@ -8,24 +7,26 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import create_engine, event, func, inspect, select, text
+from msgspec import Struct
+from sqlalchemy import Select, Table, create_engine, event, func, inspect, select, text
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import OperationalError, ProgrammingError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.record.closing import add_broken, sum_up_evaluation, sum_up_training
-from coordinator.record.copies import damaged_database, is_whole, newest_copy
+from coordinator.record.copies import is_whole, make_file_damaged_error, newest_copy
 from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
 from coordinator.record.postgresql import address_of, engine_of, failure_of
-from coordinator.record.rows import BrokenSeal
-from coordinator.record.schema import is_known, other_version, unknown_version, version_of
-from coordinator.record.tables import REFUSALS, ROUNDS, RUNS, SCHEMA, TABLES, VERSION, from_json, to_json
+from coordinator.record.rows import BrokenSeal, read_records
+from coordinator.record.schema import is_older, other_version, version_of
+from coordinator.record.tables import RUNS, SCHEMA, from_json, to_json
 from fedvit.descriptors import are_used_up, how_many
 from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
 from fedvit.files import atomic_write, storage_failed
 from fedvit.timings import Timings
+
+_R = TypeVar("_R", bound=Struct)
 
 DATABASE_FILE, ADDRESS_FILE = "fedvit.db", "record.url"
 """In the folder of all runs: the database of SQLite, or the address of another one."""
@@ -92,57 +93,46 @@ class Database:
     or the database's server does not answer, Damaged, with what to do, if its content is damaged, ConfigError if a
     newer or an unknown version of this software wrote it.
 
-    A database of an older version is migrated. With `check` false the whole database is not verified first: for
+    A database of an older schema is migrated. With `check` false the whole database is not verified first: for
     commands that only show it, and for those that call `check` themselves. With `reads_only` nothing is ever written:
-    a database of an older version raises ConfigError, too.
+    a database of an older schema raises ConfigError, too.
     """
 
-    def __init__(self, url: str, *, check: bool = True, reads_only: bool = False) -> None:
-        self._copied: TemporaryDirectory[str] | None = None
+    def __init__(self, url: str, *, folder: Path | None = None, check: bool = True, reads_only: bool = False) -> None:
+        self.copied: TemporaryDirectory[str] | None = (
+            None  # holds the database; it is removed when the database is closed
+        )
         if url.startswith("sqlite:"):
             self._engine: Engine = create_engine(url, json_serializer=to_json, json_deserializer=from_json)
-            self._file: Path | None = Path(self._engine.url.database or "")
+            self.file: Path | None = Path(self._engine.url.database or "")
         else:
-            self._engine, self._file = engine_of(address_of(url, "record"), pool_pre_ping=True), None
-        self.folder = self._file.parent if self._file else None  # of all runs, where it is known
-        self._term = 0  # 0: it need not lead to write
+            self._engine, self.file = engine_of(address_of(url, "record"), pool_pre_ping=True), None
+        self.folder = self.file.parent if self.file else folder  # of all runs, where it is known
+        self.term = 0  # 0: it need not lead to write
         self._joined = threading.local()
         self.commits = Timings()  # of transactions that wrote
-        if self._file:
+        if self.file:
             event.listen(self._engine, "connect", _prepare_reading if reads_only else _prepare_sqlite)
-            self._check_file(self._file, whole=check)
-        with self._transaction() as connection:
+            self._check_file(self.file, whole=check)
+        with self.transaction() as connection:
             if (schema := version_of(connection)) != SCHEMA:
                 if reads_only:
                     raise other_version(self._engine.url, schema)
                 self._bring_up_to_date(connection)
 
     def _bring_up_to_date(self, connection: Connection) -> None:
-        """Create the tables, or migrate those of an older version, in one transaction."""
-        if self._file:
+        """Create the tables, or migrate those of an older schema, in one transaction."""
+        if self.file:
             connection.exec_driver_sql("BEGIN IMMEDIATE")  # otherwise SQLite would commit each change of a table
         else:
             connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
         schema = version_of(connection)
-        if schema is None and not inspect(connection).has_table(RUNS.name):
-            TABLES.create_all(connection)
-            VERSION.create(connection)
-            connection.execute(VERSION.insert().values(version_num=SCHEMA))
-            return
-        if not is_known(schema):
-            raise other_version(self._engine.url, schema)
-        if schema == SCHEMA:  # another process has migrated it
-            return
-        from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
+        if (schema is None and not inspect(connection).has_table(RUNS.name)) or is_older(schema):
+            from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
 
-        try:
             migrate(connection)
-            if schema is None or schema < "0002":  # it has no totals
-                _sum_up_rounds(connection)
-        except (OperationalError, ProgrammingError) as error:  # a statement does not fit the tables
-            if isinstance(error, ProgrammingError) or getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR":
-                raise unknown_version(self._engine.url, schema) from error
-            raise
+        elif schema != SCHEMA:  # otherwise another process has migrated it
+            raise other_version(self._engine.url, schema)
 
     def _check_file(self, file: Path, *, whole: bool) -> None:
         """Check the file before it is used; `whole`: read all of it."""
@@ -150,75 +140,51 @@ class Database:
             return
         if not file.stat().st_size:
             if newest_copy(file):  # otherwise a process was killed before it wrote anything
-                raise self.damaged("it is empty")
+                raise self.make_damaged_error("it is empty")
             return
         if whole:
             self.check()
 
     def check(self) -> None:
         """Verify the whole database, in time proportional to its size. Raises Damaged. May run in its own thread."""
-        if self._file:
-            with self._transaction() as connection:
+        if self.file:
+            with self.transaction() as connection:
                 found = connection.execute(text("PRAGMA integrity_check(1)")).scalar()
                 if found != "ok":
-                    raise self.damaged(str(found))
-
-    @classmethod
-    def in_folder(cls, folder: Path, *, check: bool = True) -> Self:
-        """The record of a folder of runs; made if there is none."""
-        if (file := folder / ADDRESS_FILE).exists():
-            return cls(_address_in(file), check=check)._of(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}") from error
-        return cls(f"sqlite:///{folder / DATABASE_FILE}", check=check)
-
-    @classmethod
-    def to_read(cls, folder: Path) -> Self:
-        """The existing record of a folder, for a process that never writes it."""
-        if (file := folder / ADDRESS_FILE).exists():
-            return cls(_address_in(file), check=False, reads_only=True)._of(folder)
-        return cls(f"sqlite:///{folder / DATABASE_FILE}", check=False, reads_only=True)
-
-    @classmethod
-    def copy_of(cls, folder: Path) -> Self:
-        """A temporary copy of the record of a folder that this user cannot write: SQLite writes beside the database.
-
-        Raises StorageFailed if the record cannot be read.
-        """
-        copied = TemporaryDirectory(prefix="fedvit-")
-        try:
-            for file in (folder / DATABASE_FILE, folder / f"{DATABASE_FILE}-wal"):
-                if file.exists():
-                    shutil.copyfile(file, Path(copied.name) / file.name)
-        except OSError as error:
-            raise storage_failed(f"cannot read {folder / DATABASE_FILE}", error) from error
-        store = cls.in_folder(Path(copied.name), check=False)
-        store._copied = copied
-        return store._of(folder)
-
-    def _of(self, folder: Path) -> Self:
-        self.folder = folder
-        return self
+                    raise self.make_damaged_error(str(found))
 
     def close(self) -> None:
         self._engine.dispose()
-        if self._copied:
-            self._copied.cleanup()
+        if self.copied:
+            self.copied.cleanup()
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Everything that this thread writes within the block is one transaction."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             self._joined.connection = connection
             try:
                 yield
             finally:
                 del self._joined.connection
 
+    def read(self, kind: type[_R], table: Table, query: Select[Any]) -> list[_R]:
+        """Return the rows of a query as records."""
+        with self.transaction() as connection:
+            return list(read_records(connection, kind, table, query))
+
+    def fetch(self, query: Select[Any]) -> list[Any]:
+        """Return the rows of a query."""
+        with self.transaction() as connection:
+            return list(connection.execute(query))
+
+    def fetch_value(self, query: Select[Any]) -> Any:
+        """Return the first column of the first row of a query; None if there is no row."""
+        with self.transaction() as connection:
+            return connection.execute(query).scalar()
+
     @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
+    def transaction(self) -> Iterator[Connection]:
         if joined := getattr(self._joined, "connection", None):
             yield joined
             return
@@ -231,81 +197,64 @@ class Database:
                 self.commits.add(time.perf_counter() - began)
         except (SQLAlchemyError, sqlite3.Error) as error:
             cause = getattr(error, "orig", None) or error
-            if not self._file and isinstance(error, SQLAlchemyError) and (gone := failure_of(error, self._engine.url)):
+            if not self.file and isinstance(error, SQLAlchemyError) and (gone := failure_of(error, self._engine.url)):
                 raise gone from error
             name = getattr(cause, "sqlite_errorname", None) or ""
-            if self._file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
-                raise self.damaged(str(cause)) from error
+            if self.file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
+                raise self.make_damaged_error(str(cause)) from error
             if are_used_up():  # SQLite only reports that it cannot open a file
                 raise TooManyOpenFiles(f"database {self._engine.url}: {cause}; {how_many()}") from error
             kind = DiskFull if name in _FULL else StorageFailed
             raise kind(f"database {self._engine.url}: {cause}") from error
         except BrokenSeal as error:
-            raise self.damaged(str(error)) from error
+            raise self.make_damaged_error(str(error)) from error
         except (ValueError, msgspec.MsgspecError) as error:
-            raise self.damaged(f"a value cannot be read ({error})") from error
+            raise self.make_damaged_error(f"a value cannot be read ({error})") from error
 
-    def damaged(self, what: str, run: str | None = None) -> Damaged:
+    def make_damaged_error(self, what: str, run: str | None = None) -> Damaged:
         """Make the error of a damaged record, with what to do: names the newest copy, or the newest that has `run`."""
-        if self._file:
-            return damaged_database(self._file, what, run)
+        if self.file:
+            return make_file_damaged_error(self.file, what, run)
         return Damaged(f"database {self._engine.url} is damaged: {what}")
 
     def lead_in(self, term: int) -> None:
         """From now on raise LeadershipLost, and write nothing, when another process has taken over from the leader of
         this term."""
-        self._term = term
+        self.term = term
         fence(self._engine, term)
 
     def check_leads(self) -> None:
         """Raises LeadershipLost if another process has taken over from this one, which led."""
-        if self._term:
-            with self._transaction() as connection:
-                check_term(connection, self._term)
+        if self.term:
+            with self.transaction() as connection:
+                check_term(connection, self.term)
 
     def services(self) -> list[ServiceHost]:
         """Services that are connected to the database now, the leader first; none if it is a file."""
-        if self._file:
+        if self.file:
             return []
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             return services_of(connection)
 
     def check_reachable(self) -> None:
         """Raises DatabaseGone if the database's server does not answer."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             connection.execute(select(1))
-
-    @property
-    def is_file(self) -> bool:
-        """Return True if the database is a file, which has copies in the folder of runs."""
-        return self._file is not None
 
     def back_up(self, file: Path) -> None:
         """Write a verified copy of the database, which is a file, to `file`, which must not exist. It is not synced."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             raw: Any = connection.connection.driver_connection
             with closing(sqlite3.connect(file)) as copy:
                 raw.backup(copy)
         if not is_whole(file):
-            raise self.damaged("a copy of it is not intact")
+            raise self.make_damaged_error("a copy of it is not intact")
 
     def compact(self) -> None:
         """Shrink the file by its unused space."""
-        if self._file:
-            with self._transaction() as connection:
+        if self.file:
+            with self.transaction() as connection:
                 connection.exec_driver_sql("VACUUM")
-
-
-def _sum_up_rounds(connection: Connection) -> None:
-    """Compute the totals of all rounds and devices."""
-    closed = select(ROUNDS.c.run, ROUNDS.c.round, ROUNDS.c.evaluated).where(ROUNDS.c.closed_at.is_not(None))
-    for run, number, evaluated in connection.execute(closed.order_by(ROUNDS.c.run, ROUNDS.c.round)).all():
-        sum_up_training(connection, run, number)
-        if evaluated:
-            sum_up_evaluation(connection, run, number)
-    broke = select(REFUSALS.c.run, REFUSALS.c.device, REFUSALS.c.broke).where(REFUSALS.c.broke.is_not(None))
-    for run, device, kind in connection.execute(broke).all():
-        add_broken(connection, run, device, kind)
 
 
 def _prepare_reading(connection: Any, _record: Any) -> None:

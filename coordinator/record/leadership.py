@@ -31,9 +31,9 @@ CURRENT_S = 6.0
 """A leader that the database has not confirmed for this time sends nothing more: less than LEASE_S."""
 RENEW_S = 1.0
 LOOK_S = 0.2
-"""How often a standby tries to get the lock."""
+"""Time between a standby's attempts to get the lock."""
 NEEDED_VERSION = 14
-"""Of PostgreSQL: earlier ones do not end idle connections."""
+"""Oldest release of PostgreSQL that ends idle connections."""
 
 LEADERSHIP = Table(
     "leadership",
@@ -79,33 +79,33 @@ class ServiceHost(NamedTuple):
 
 
 def services_of(connection: Connection) -> list[ServiceHost]:
-    """The leader, then the standbys."""
+    """Return the leader, then the standbys."""
     return [ServiceHost(host, leads) for host, leads in connection.execute(_SERVICES)]
 
 
 def fence(engine: Engine, term: int) -> None:
     """Let each transaction of an engine that writes check the term before its first write: it raises LeadershipLost."""
 
-    def begun(connection: Connection) -> None:
+    def on_begin(connection: Connection) -> None:
         connection.info["fenced"] = False
 
-    def executing(connection: Connection, statement: Any, *_: Any) -> None:
+    def on_execute(connection: Connection, statement: Any, *_: Any) -> None:
         if isinstance(statement, UpdateBase) and not connection.info["fenced"]:
             check_term(connection, term)
             connection.info["fenced"] = True
 
-    event.listen(engine, "begin", begun)
-    event.listen(engine, "before_execute", executing)
+    event.listen(engine, "begin", on_begin)
+    event.listen(engine, "before_execute", on_execute)
 
 
 def check_term(connection: Connection, term: int) -> None:
     """Raises LeadershipLost if the term is over; otherwise it is not before the end of this transaction."""
     row = select(LEADERSHIP.c.term).where(LEADERSHIP.c.term == term).with_for_update(read=True)
     if connection.execute(row).first() is None:
-        raise _lost(connection, connection.engine.url, term)
+        raise _make_lost_error(connection, connection.engine.url, term)
 
 
-def _lost(connection: Connection, address: URL, term: int) -> LeadershipLost:
+def _make_lost_error(connection: Connection, address: URL, term: int) -> LeadershipLost:
     found = connection.execute(select(LEADERSHIP.c.host, LEADERSHIP.c.term)).first()
     other = f"{found.host} leads since term {found.term}" if found else "its table of leaders was removed"
     return LeadershipLost(
@@ -133,9 +133,9 @@ class Leadership:
 
     def try_to_lead(self) -> bool:
         """Lead if no other process does. Raises DatabaseGone, or ConfigError if the database cannot be used."""
-        with self._connected() as connection:
+        with self._connect() as connection:
             began = _now_s()
-            if not _locked(connection):
+            if not _holds_lock(connection):
                 return False
             LEADERSHIP.create(connection, checkfirst=True)
             connection.execute(_END_WRITES)
@@ -165,7 +165,7 @@ class Leadership:
         return False
 
     def is_current(self) -> bool:
-        """Whether no other process can have taken over yet. From any thread."""
+        """Return True if no other process can have taken over yet. From any thread."""
         return self._error is None and _now_s() - self._confirmed_at < CURRENT_S
 
     def check(self) -> None:
@@ -187,17 +187,17 @@ class Leadership:
         while self._error is None and not self._closed.wait(RENEW_S):
             began = _now_s()
             try:
-                with self._connected() as connection:
+                with self._connect() as connection:
                     held = connection.execute(select(LEADERSHIP.c.term)).scalar() == self.term
                     if not held:
-                        self._error = _lost(connection, self._address, self.term)
-                    elif _locked(connection):  # not if the server has not ended our last connection yet
+                        self._error = _make_lost_error(connection, self._address, self.term)
+                    elif _holds_lock(connection):  # not if the server has not ended our last connection yet
                         self._confirmed_at = began
             except (StorageFailed, SQLAlchemyError) as error:
                 log.warning("leadership not confirmed", extra={"reason": str(error)})
 
     @contextmanager
-    def _connected(self) -> Iterator[Connection]:
+    def _connect(self) -> Iterator[Connection]:
         """The connection, made anew after an error. Raises DatabaseGone, ConfigError."""
         try:
             if self._connection is None:
@@ -234,8 +234,8 @@ class Leadership:
                 connection.close()
 
 
-def _locked(connection: Connection) -> bool:
-    """Whether this connection holds the leader's lock, now or from before: it may take it again."""
+def _holds_lock(connection: Connection) -> bool:
+    """Take the leader's lock, which this connection may hold already; return False if another one holds it."""
     return bool(connection.scalar(select(func.pg_try_advisory_lock(_LEADER, _SCHEMA))))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import RunRecord, RunStatus
 
 STATUS_FILE = "status.json"
@@ -24,13 +24,13 @@ def is_stale(at: str) -> bool:
     return datetime.now(UTC) - datetime.fromisoformat(at) > timedelta(seconds=STALE_S)
 
 
-def current_status(store: Store, record: RunRecord) -> RunStatus:
+def current_status(store: Record, record: RunRecord) -> RunStatus:
     """Return a run's status now: interrupted if its coordinator was killed before it could write that to the record."""
-    if record.status not in ("waiting", "running") or store.folder is None:
+    if record.status not in ("waiting", "running") or store.database.folder is None:
         return record.status
-    if not _has_stopped(store.folder / record.id):
+    if not _has_stopped(store.database.folder / record.id):
         return record.status
-    if record.submitted_at and any(host.leads for host in store.services()):  # maybe on another host
+    if record.submitted_at and any(host.leads for host in store.database.services()):  # maybe on another host
         return record.status
     return "interrupted"
 

@@ -31,7 +31,7 @@ RETRY_S = 10.0
 ANSWER_S = 60.0
 """Longest time for one request: a part of a blob needs it on a link of 2 Mb/s."""
 ABSENT = (FileNotFoundError, PermissionDeniedError)
-"""What stores answer for an object that is not there; S3, without the right to list a bucket, the second."""
+"""Errors of stores for a missing object; S3 raises the second if the key may not list the bucket."""
 BLOBS, RESULTS = "blobs", "results"
 
 
@@ -67,18 +67,18 @@ def check_folder(config: BlobsConfig) -> None:
 
 
 def blob_object(digest: str) -> str:
-    """The name of a blob's object."""
+    """Return the name of a blob's object."""
     return f"{BLOBS}/{digest.partition(':')[2]}"
 
 
 def blob_digest(name: str) -> str | None:
-    """The digest of an object's blob; None if the object is none."""
+    """Return the digest of an object's blob; None if the object is not a blob."""
     found = re.fullmatch(rf"{BLOBS}/([0-9a-f]{{64}})", name)
     return f"{ALGORITHM}:{found[1]}" if found else None
 
 
 def reason_of(error: Exception) -> str:
-    """An error of a store in one line."""
+    """Return an error of a store in one line."""
     text = str(error)
     code, message = (re.search(f"<{tag}>(.*?)(</{tag}>|$)", text, re.MULTILINE) for tag in ("Code", "Message"))
     if code:
@@ -98,7 +98,7 @@ class Mirror:
 
     @property
     def place(self) -> str:
-        """Where the objects of the run are, for messages."""
+        """Address of the run's objects, for messages."""
         return f"{(self._config.url or '').rstrip('/')}/{self._run}"
 
     @cached_property
@@ -114,7 +114,7 @@ class Mirror:
             raise StorageFailed(f"object store {self._config.url} cannot be used: {reason_of(error)}") from error
 
     def blob(self, digest: str) -> bytes:
-        """A blob's content. Raises Damaged if it is not there, or does not have its digest."""
+        """Return a blob's content. Raises Damaged if it is missing, or does not have its digest."""
         content = self._using(lambda: self._get(blob_object(digest)))
         if content is None:
             raise Damaged(f"object {self.place}/{blob_object(digest)} is missing")
@@ -125,7 +125,7 @@ class Mirror:
         return content
 
     def result(self, name: str) -> bytes | None:
-        """A file that the run wrote at its end, by its name in the run's folder; None if it is not there."""
+        """Return a file that the run wrote at its end, by its name in the run's folder; None if it is missing."""
         return self._using(lambda: self._get(f"{RESULTS}/{name}"))
 
     def _get(self, name: str) -> bytes | None:
@@ -136,7 +136,7 @@ class Mirror:
             return None
 
     def sizes(self) -> dict[str, int]:
-        """The size in bytes of each object of the run."""
+        """Return the size in bytes of each object of the run."""
         return self._using(
             lambda: {found["path"]: found["size"] for batch in obstore.list(self._store) for found in batch}
         )

@@ -12,13 +12,13 @@ LEASE_S = 8
 """The server ends a transaction without a statement, and the connection of a leader or a standby without a query, after
 this time: a process that was stopped, or whose host was cut off, holds no lock for longer."""
 _ARGUMENTS = {"connect_timeout": 10, "keepalives_idle": 5, "keepalives_interval": 5, "tcp_user_timeout": 15_000}
-"""Of a connection: within about 20 s it is noticed that the server is gone. The last is in milliseconds."""
+"""Settings of a connection, which notices within about 20 s that the server is gone. The last is in milliseconds."""
 _FULL, _STOPPED = "53100", "25P03"
 """The second: a transaction was ended, since this process was stopped meanwhile."""
 
 
 def address_of(text: str, where: str) -> URL:
-    """The address of a PostgreSQL database. Raises ConfigError for another text."""
+    """Parse the address of a PostgreSQL database. Raises ConfigError for another text."""
     try:
         address = make_url(text)
     except (ArgumentError, ValueError):  # the latter for a port that is no number
@@ -29,7 +29,7 @@ def address_of(text: str, where: str) -> URL:
 
 
 def engine_of(address: URL, *, arguments: dict[str, Any] | None = None, **settings: Any) -> Engine:
-    """`arguments`: of each connection; `settings`: of the engine. Raises ConfigError if the driver is not installed."""
+    """Make an engine. `arguments`: of each connection. Raises ConfigError if the driver is not installed."""
     try:
         engine = create_engine(address, connect_args={**_ARGUMENTS, **(arguments or {})}, **settings)
     except ModuleNotFoundError as error:
@@ -47,7 +47,7 @@ def _limit_transactions(connection: Any, _record: Any) -> None:
 
 
 def failure_of(error: SQLAlchemyError, address: URL) -> StorageFailed | None:
-    """The error of a database that does not answer, or has no space; None for another one."""
+    """Return the error of a database that does not answer, or has no space; None for another one."""
     cause = getattr(error, "orig", None) or error
     state = getattr(cause, "sqlstate", None)
     if not isinstance(error, OperationalError) and state != _STOPPED:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from coordinator.config import PrivacyConfig, RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 
 NOISE, POPULATION, COHORT = "dp_noise_multiplier", "dp_population", "dp_cohort"
 FEATURE_NOISE, FEATURE_ROWS = "dp_feature_noise", "dp_feature_rows"
@@ -80,16 +80,16 @@ def _gaussian(noise_multiplier: float, delta: float) -> float:
     return float(get_epsilon_gaussian(noise_multiplier, delta))
 
 
-def counts_before(store: Store, run: str, *names: str) -> Counter[tuple[float, ...]]:
+def counts_before(store: Record, run: str, *names: str) -> Counter[tuple[float, ...]]:
     """Number of closed rounds by the values of these figures, including rounds of runs that this run started from."""
-    earlier = store.run(run).config.get("start_from")
+    earlier = store.runs.read(run).config.get("start_from")
     before = counts_before(store, earlier, *names) if earlier else Counter[tuple[float, ...]]()
-    found = {values: count for values, count in store.figure_counts(run, names).items() if None not in values}
+    found = {values: count for values, count in store.rounds.count_figures(run, names).items() if None not in values}
     return before + Counter(found)  # type: ignore[arg-type]  # without None
 
 
 def round_figures(
-    store: Store, run: str, config: RunConfig, *, population: int, cohort: int, feature_rows: Sequence[int]
+    store: Record, run: str, config: RunConfig, *, population: int, cohort: int, feature_rows: Sequence[int]
 ) -> dict[str, float]:
     """Figures for the record of a round that is about to close, including the run's epsilon after it.
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from coordinator.config.blobs import BlobsConfig
 from coordinator.record.copies import COPIES, NOTES, find_unneeded, lock_copies
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
@@ -73,7 +73,7 @@ def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
 
 
 def is_served(folder: Path) -> bool:
-    """Whether a coordinator serves the run of a folder now."""
+    """Return whether a coordinator serves the run of a folder now."""
     if not (folder / LOCK).is_file():
         return False
     try:
@@ -84,14 +84,16 @@ def is_served(folder: Path) -> bool:
 
 
 def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:
-    """The oldest round whose details are kept after round `newest` has closed; None: all. Rounds from `since` on are
-    needed to recompute a damaged state."""
+    """Return the oldest round whose details are kept after round `newest` has closed; None: all.
+
+    Rounds from `since` on are needed to recompute a damaged state."""
     return None if keep_rounds is None else min(newest - keep_rounds + 1, since)
 
 
 def run_mirror(record: RunRecord) -> "Mirror | None":
-    """The mirror of a run; None if it had none when it was served last. Raises StorageFailed if this installation
-    cannot open it."""
+    """Return the mirror of a run; None if it had none when it was served last.
+
+    Raises StorageFailed if this installation cannot open it."""
     settings = record.config.get("blobs", {})
     if not settings.get("mirror"):
         return None
@@ -109,7 +111,7 @@ def run_mirror(record: RunRecord) -> "Mirror | None":
 
 
 def remove_runs(
-    store: Store, folder: Path, names: list[str], *, force: bool = False, keep_mirrors: bool = False
+    store: Record, folder: Path, names: list[str], *, force: bool = False, keep_mirrors: bool = False
 ) -> list[Removal]:
     """Remove runs, first from the record, and, unless `keep_mirrors`, their mirrors.
 
@@ -117,23 +119,23 @@ def remove_runs(
     run started from it; StorageFailed if a mirror cannot be used.
     """
     for name in names:
-        record = store.run(name)
+        record = store.runs.read(name)
         if is_served(folder / name):
             raise ConfigError(f"run {name!r} is being served: stop its coordinator first, or cancel the run")
         if record.submitted_at and record.status not in (*ENDED, "failed"):
             raise ConfigError(f"run {name!r} is {record.status}, and a service will continue it: cancel it first")
-    for record in store.runs():
+    for record in store.runs.read_all():
         start = record.config.get("start_from")
         if start in names and record.id not in names and not force:
             raise ConfigError(
                 f"run {record.id!r} ({record.status}) started from {start!r}, and needs it to account for privacy and, "
                 "until its first round is closed, to begin; --force removes it anyway"
             )
-    found = [_found_run(store, folder, name, "asked for", keep_mirrors) for name in names]
+    found = [_find_run(store, folder, name, "asked for", keep_mirrors) for name in names]
     return [removal for run in found for removal in _remove_run(store, folder, run)]
 
 
-class _FoundRun(NamedTuple):
+class _DoomedRun(NamedTuple):
     """A run that is to be removed, with what is in its mirror."""
 
     name: str
@@ -142,18 +144,18 @@ class _FoundRun(NamedTuple):
     removals: list[Removal]
 
 
-def _found_run(store: Store, folder: Path, name: str, why: str, keep_mirrors: bool) -> _FoundRun:
+def _find_run(store: Record, folder: Path, name: str, why: str, keep_mirrors: bool) -> _DoomedRun:
     """Raises StorageFailed if the run's mirror cannot be used."""
-    removals = [_of_run(folder, name, why)]
-    mirror = None if keep_mirrors else run_mirror(store.run(name))
+    removals = [_removal_of_run(folder, name, why)]
+    mirror = None if keep_mirrors else run_mirror(store.runs.read(name))
     sizes = mirror.sizes() if mirror else {}
     if mirror and sizes:
         removals.append(Removal(what="mirror", run=name, path=mirror.place, bytes=sum(sizes.values()), why=why))
-    return _FoundRun(name, mirror, list(sizes), removals)
+    return _DoomedRun(name, mirror, list(sizes), removals)
 
 
-def _remove_run(store: Store, folder: Path, run: _FoundRun) -> list[Removal]:
-    store.remove_run(run.name)
+def _remove_run(store: Record, folder: Path, run: _DoomedRun) -> list[Removal]:
+    store.runs.remove(run.name)
     _remove_folder(folder / run.name)
     if run.mirror:
         try:
@@ -165,7 +167,7 @@ def _remove_run(store: Store, folder: Path, run: _FoundRun) -> list[Removal]:
     return run.removals
 
 
-def _of_run(folder: Path, name: str, why: str) -> Removal:
+def _removal_of_run(folder: Path, name: str, why: str) -> Removal:
     directory = folder / name
     return Removal(what="run", run=name, path=str(directory), bytes=folder_bytes(directory), why=why)
 
@@ -180,7 +182,7 @@ def _remove_folder(directory: Path) -> None:
 
 
 def collect(
-    store: Store,
+    store: Record,
     folder: Path,
     *,
     keep_runs: int | None,
@@ -194,20 +196,20 @@ def collect(
     The default of `keep_runs` is that of the newest run's configuration, of `keep_rounds` that of each run. A run whose
     mirror cannot be used is kept, and `report` gets a line with the reason.
     """
-    records = store.runs()
+    records = store.runs.read_all()
     if keep_runs is None and records:
         keep_runs = records[0].config.get("keep_runs")
     gone = _runs_beyond(records, keep_runs, folder)
     for name in gone:
         why = f"ended, and older than the {keep_runs} that are kept"
         try:
-            found = _found_run(store, folder, name, why, keep_mirrors)
+            found = _find_run(store, folder, name, why, keep_mirrors)
         except StorageFailed as error:
-            report(_kept(name, error))
+            report(_explain_kept(name, error))
             continue
         yield from found.removals if dry_run else _remove_run(store, folder, found)
     directories = sorted(folder.iterdir())
-    known = {record.id for record in store.runs()}  # read now: a run may have begun, and ended, since
+    known = {record.id for record in store.runs.read_all()}  # read now: a run may have begun, and ended, since
     for directory in directories:
         if (
             directory.name in known
@@ -220,7 +222,7 @@ def collect(
             what="folder", run=None, path=str(directory), bytes=folder_bytes(directory),
             why="the folder of a run that is not in the record",
         )  # fmt: skip
-        yield _done(removal, partial(_remove_folder, directory), dry_run)
+        yield _apply(removal, partial(_remove_folder, directory), dry_run)
     for record in records:
         directory = folder / record.id
         if record.id in gone or is_served(directory):
@@ -231,7 +233,7 @@ def collect(
             try:
                 yield from _blobs(store, record, directory, dry_run, keep_mirrors)
             except StorageFailed as error:
-                report(_kept(record.id, error))
+                report(_explain_kept(record.id, error))
     yield from _copies(folder, dry_run)
 
 
@@ -243,23 +245,23 @@ def _copies(folder: Path, dry_run: bool) -> Iterator[Removal]:
         with lock_copies(folder):
             for file, why in find_unneeded(folder).items():
                 removal = Removal(what="copy", run=None, path=str(file), bytes=file.stat().st_size, why=why)
-                yield _done(removal, file.unlink, dry_run)
+                yield _apply(removal, file.unlink, dry_run)
     except OSError as error:
         raise storage_failed(f"cannot remove {folder / COPIES}", error) from error
 
 
-def _kept(run: str, error: StorageFailed) -> str:
+def _explain_kept(run: str, error: StorageFailed) -> str:
     return f"run {run!r} is kept as it is: {error}; --keep-mirrors leaves its mirror out"
 
 
-def _done(removal: Removal, remove: Callable[[], object], dry_run: bool) -> Removal:
+def _apply(removal: Removal, remove: Callable[[], object], dry_run: bool) -> Removal:
     if not dry_run:
         remove()
     return removal
 
 
 def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> list[str]:
-    """Ended runs beyond the newest `keep`, except those that a kept run started from."""
+    """Return ended runs beyond the newest `keep`, except those that a kept run started from."""
     if keep is None:
         return []
     over = [record.id for record in records if record.status in ENDED]
@@ -274,10 +276,10 @@ def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> li
 
 
 def _details(
-    store: Store, record: RunRecord, directory: Path, keep_rounds: int | None, dry_run: bool
+    store: Record, record: RunRecord, directory: Path, keep_rounds: int | None, dry_run: bool
 ) -> Iterator[Removal]:
     keep = keep_rounds if keep_rounds is not None else record.config.get("keep_rounds")
-    newest = store.newest_closed(record.id)
+    newest = store.rounds.read_newest_closed(record.id)
     if newest is None or keep is None:
         return
     since = newest.round - 1 if (directory / NOTES).is_dir() else newest.round
@@ -287,7 +289,7 @@ def _details(
             what="details", run=record.id, path=None, bytes=0,
             why=f"of rounds before {before}; the newest {keep} are kept, and those that recompute a damaged state",
         )  # fmt: skip
-        yield _done(removal, lambda: store.thin(record.id, before), dry_run)
+        yield _apply(removal, lambda: store.runs.thin(record.id, before), dry_run)
 
 
 def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
@@ -297,15 +299,15 @@ def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
             what="file", run=directory.name, path=str(file), bytes=file.stat().st_size,
             why="it was being written when a process ended",
         )  # fmt: skip
-        yield _done(removal, file.unlink, dry_run)
+        yield _apply(removal, file.unlink, dry_run)
 
 
-def _blobs(store: Store, record: RunRecord, directory: Path, dry_run: bool, keep_mirrors: bool) -> Iterator[Removal]:
+def _blobs(store: Record, record: RunRecord, directory: Path, dry_run: bool, keep_mirrors: bool) -> Iterator[Removal]:
     """Remove blobs of a finished run from its folder and its mirror, except those that other runs start from, or that
     its bundle needs."""
     from fedvit.program import decode_program  # imports numpy, which other commands do not need
 
-    newest = store.newest_closed(record.id)
+    newest = store.rounds.read_newest_closed(record.id)
     if newest is None or newest.state is None or record.program is None:
         return
     blobs = BlobStore(directory / BLOBS)
@@ -325,7 +327,7 @@ def _blobs(store: Store, record: RunRecord, directory: Path, dry_run: bool, keep
             what="blobs", run=record.id, path=str(blobs.folder), bytes=size,
             why="the run is finished: only its last state, its program and graphs are needed",
         )  # fmt: skip
-        yield _done(removal, lambda: blobs.prune(keep), dry_run)
+        yield _apply(removal, lambda: blobs.prune(keep), dry_run)
     if mirror:
         yield from _objects(record, mirror, keep, dry_run)
 
@@ -344,10 +346,10 @@ def _objects(record: RunRecord, mirror: "Mirror", keep: set[str], dry_run: bool)
             what="mirror", run=record.id, path=mirror.place, bytes=sum(sizes.values()),
             why="the run is finished: only its last state, its program, graphs and results are needed",
         )  # fmt: skip
-        yield _done(removal, lambda: mirror.remove(sizes), dry_run)
+        yield _apply(removal, lambda: mirror.remove(sizes), dry_run)
 
 
 def _blobs_of(program: "Program") -> set[str]:
-    """Graphs of a Program, and initial values of tensors."""
+    """Return graphs of a Program, and initial values of tensors."""
     first = {group.initial for group in program.groups.values() if group.initial}
     return first | {graph.digest for graph in program.graphs.values()}

@@ -1,6 +1,7 @@
 """Rows of the record's tables as records, each sealed: its digest in a column shows whether the row was damaged."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar
 
@@ -17,6 +18,11 @@ _R = TypeVar("_R", bound=Struct)
 _SORTING_ENCODER = msgspec.json.Encoder(order="sorted")
 
 
+def now() -> str:
+    """Return the time as the record writes it (ISO 8601, UTC)."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 class BrokenSeal(ValueError):
     """A row does not match its seal: the file is damaged, or something else wrote it."""
 
@@ -24,15 +30,15 @@ class BrokenSeal(ValueError):
 def read_records(
     connection: Connection, kind: type[_R], table: Table, query: Select[Any] | None = None
 ) -> Iterator[_R]:
-    """The rows of a query, or of a whole table, as records. Raises BrokenSeal."""
+    """Yield the rows of a query, or of a whole table, as records. Raises BrokenSeal."""
     for row in read_rows(connection, select(table) if query is None else query):
-        if row.get(SEAL) not in (None, seal_of(table, row)):  # older versions wrote no seals
+        if row.get(SEAL) not in (None, seal_of(table, row)):  # who edits a row by hand clears its seal
             raise BrokenSeal(f"the seal of a row of table {table.name!r} is broken")
         yield record_of(kind, row)
 
 
 def read_rows(connection: Connection, query: Select[Any]) -> Iterator[dict[str, Any]]:
-    """The rows of a query by column."""
+    """Yield the rows of a query by column."""
     found = connection.execute(query)
     names = list(found.keys())
     for row in found:
@@ -40,7 +46,7 @@ def read_rows(connection: Connection, query: Select[Any]) -> Iterator[dict[str, 
 
 
 def record_of(kind: type[_R], row: dict[str, Any]) -> _R:
-    """A row as a record; empty or missing columns get the field's default."""
+    """Convert a row to a record; empty or missing columns get the field's default."""
     values = {
         name: value for name, has_default in _fields(kind) if (value := row.get(name)) is not None or not has_default
     }
@@ -49,12 +55,12 @@ def record_of(kind: type[_R], row: dict[str, Any]) -> _R:
 
 @cache
 def _fields(kind: type[Struct]) -> list[tuple[str, bool]]:
-    """The fields of a record class, and whether they have a default."""
+    """Return the fields of a record class, and whether they have a default."""
     return [(field.name, not field.required) for field in msgspec.structs.fields(kind)]
 
 
-def filled_fields(values: Struct) -> dict[str, Any]:
-    """The fields that are not None, which is the default of all that may be."""
+def drop_empty_fields(values: Struct) -> dict[str, Any]:
+    """Return the fields that are not None, which is the default of all that may be."""
     return {name: value for name, value in msgspec.structs.asdict(values).items() if value is not None}
 
 
@@ -76,9 +82,9 @@ def replace(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
 def write(connection: Connection, table: Table, rows: list[dict[str, Any]], on_conflict: str = "ABORT") -> None:
     """Insert sealed rows; `on_conflict` says what SQLite does with an existing row."""
     if connection.dialect.name != "sqlite":
-        connection.execute(table.insert(), _sealed(table, [_without_zero_bytes(row) for row in rows]))
+        connection.execute(table.insert(), _add_seals(table, [_without_zero_bytes(row) for row in rows]))
         return
-    rows = _sealed(table, rows)
+    rows = _add_seals(table, rows)
     # the same statement as SQLAlchemy's, without its processing of each value
     names = list(rows[0])
     held = [isinstance(table.c[name].type, JSON) for name in names]
@@ -101,14 +107,14 @@ def _without_zero_bytes(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_infinite(figures: ColumnElement[Any]) -> ColumnElement[Any]:
-    """JSON as text with null in place of numbers that are not finite, which databases refuse in JSON."""
+    """Return JSON as text with null in place of numbers that are not finite, which databases refuse in JSON."""
     held: ColumnElement[Any] = cast(figures, Text)
     for number in ("NaN", "-Infinity", "Infinity"):
         held = func.replace(held, number, "null")
     return held
 
 
-def _sealed(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _add_seals(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {SEAL: seal_of(table, row)} for row in rows] if SEAL in table.columns else rows
 
 
@@ -120,7 +126,7 @@ def seal(connection: Connection, table: Table, *where: ColumnElement[bool]) -> N
 
 
 def seal_of(table: Table, row: Mapping[str, Any]) -> str:
-    """The digest of a row's non-empty columns, so that a new column does not change existing seals."""
+    """Return the digest of a row's non-empty columns, so that a new column does not change existing seals."""
     held = {name: value for name in _columns(table) if (value := row.get(name)) is not None}
     return digest_of(_SORTING_ENCODER.encode(held))
 

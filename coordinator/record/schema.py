@@ -24,31 +24,25 @@ def is_newer(schema: str | None) -> bool:
     return schema is not None and schema.isdigit() and schema > SCHEMA
 
 
-def is_known(schema: str | None) -> bool:
-    """Return whether this software can read the tables, or bring them up to date."""
-    return schema is None or (schema.isdigit() and FIRST <= schema <= SCHEMA)
+def is_older(schema: str | None) -> bool:
+    """Return whether the tables can be brought up to date."""
+    return schema is not None and schema.isdigit() and FIRST <= schema < SCHEMA
 
 
 def other_version(url: URL, schema: str | None) -> ConfigError:
-    """Make the error of a database that another version of this software wrote."""
+    """Make the error of a database whose tables this software cannot use as they are."""
+    own = version("fedvit")
     if is_newer(schema):
         return ConfigError(
             f"database {url} was written by a newer version of this software: it has schema {schema}, "
-            f"and fedvit {version('fedvit')} knows those up to {SCHEMA}: update fedvit, or use another folder"
+            f"and fedvit {own} knows those up to {SCHEMA}: update fedvit, or use another folder"
         )
-    if not is_known(schema):
-        return unknown_version(url, schema)
+    if is_older(schema):
+        return ConfigError(
+            f"database {url} was written by an older version of this software: it has schema {schema}, and fedvit "
+            f"{own} reads {SCHEMA}: coordinator runs brings it up to date, while no older coordinator uses it"
+        )
     return ConfigError(
-        f"database {url} was written by an older version of this software: it has schema "
-        f"{schema or 'of 0.1.0'}, and fedvit {version('fedvit')} reads {SCHEMA}: coordinator runs brings it up to "
-        "date, while no older coordinator uses it"
-    )
-
-
-def unknown_version(url: URL, schema: str | None) -> ConfigError:
-    """Make the error of a database whose tables this software cannot bring up to date."""
-    return ConfigError(
-        f"database {url} has an unknown version: its schema is {schema or 'not numbered'}, and fedvit "
-        f"{version('fedvit')} knows {FIRST} to {SCHEMA}. It is unchanged: open it with the version that wrote it, or "
-        "use another folder"
+        f"database {url} has an unknown version: its schema is {schema or 'not numbered'}, and fedvit {own} knows "
+        f"{FIRST} to {SCHEMA}. It is unchanged: open it with the version that wrote it, or use another folder"
     )

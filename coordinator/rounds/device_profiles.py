@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from coordinator.compute.planning.planned_device import PlannedDevice
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.rounds.presence import Presence
 from fedvit.resources import Budget, BudgetKind, ResourceUse
 from profiles.prediction import Expected
@@ -15,7 +15,7 @@ LEAST_CORRECTION = 1.1
 class DeviceProfiles:
     """The targets of one run's plans. Corrections are in the store, so that they survive a restart."""
 
-    def __init__(self, run: str, store: Store, presence: Presence, limits: Budget) -> None:
+    def __init__(self, run: str, store: Record, presence: Presence, limits: Budget) -> None:
         self._run = run
         self._store = store
         self._presence = presence
@@ -24,7 +24,7 @@ class DeviceProfiles:
 
     def load(self) -> None:
         """Load the corrections of an earlier process."""
-        self._corrections = self._store.run(self._run).corrections
+        self._corrections = self._store.runs.read(self._run).corrections
 
     def of(self, device: str) -> PlannedDevice | None:
         """The target of a device; None if it has not sent hello to this process."""
@@ -60,4 +60,4 @@ class DeviceProfiles:
         for kind in broken:
             if kind in ratios:
                 known[kind] = known.get(kind, 1.0) * max(LEAST_CORRECTION, ratios[kind])
-        self._store.update_run(self._run, corrections=self._corrections)
+        self._store.runs.update(self._run, corrections=self._corrections)

@@ -58,11 +58,12 @@ class Handler(Protocol):
 class Inbox:
     """Receives events from the transport, and sends messages."""
 
-    def __init__(self, transport: Transport, topics: Topics, handler: Handler) -> None:
+    handler: Handler  # must be set before the first `pump`
+
+    def __init__(self, transport: Transport, topics: Topics) -> None:
         self.connected = False
         self._transport = transport
         self._topics = topics
-        self._handler = handler
         self.limits = SenderLimits(topics)
         transport.admits = self.limits.admits
         self._stop = threading.Event()
@@ -96,7 +97,7 @@ class Inbox:
                     self._on_event(inbox.get_nowait())
             except queue.Empty:
                 pass
-            self._handler.on_tick()
+            self.handler.on_tick()
         return True
 
     def in_background(self, work: Callable[[], Outcome]) -> Outcome:
@@ -132,11 +133,11 @@ class Inbox:
             case Connected():
                 self.connected = True
                 self._link_trouble = ""
-                self._handler.on_link(up=True, trouble="")
+                self.handler.on_link(up=True, trouble="")
             case Disconnected(reason=reason):
                 self.connected = False
                 news, self._link_trouble = reason if reason != self._link_trouble else "", reason
-                self._handler.on_link(up=False, trouble=news)
+                self.handler.on_link(up=False, trouble=news)
             case Received(topic=topic, payload=payload):
                 self.limits.note_handled(payload)
                 if topic == self._topics.coordinator_state:
@@ -151,7 +152,7 @@ class Inbox:
             log.warning("message dropped", extra={"reason": f"a coordinator's state: {error}"})
             return
         if isinstance(message, CoordinatorState):
-            self._handler.on_coordinator(message)
+            self.handler.on_coordinator(message)
 
     def _on_received(self, topic: str, payload: bytes) -> None:
         device = self._topics.device_of(topic)
@@ -159,17 +160,17 @@ class Inbox:
             log.warning("message dropped", extra={"reason": f"{device[:64]!r} cannot be the name of a device"})
             return
         if "/up/b/" in topic:
-            self._handler.on_chunk(device, topic, payload)
+            self.handler.on_chunk(device, topic, payload)
             return
         try:
             message = decode(payload)
         except PeerRefused as error:
             # the version is the first byte, so even an unknown one can be answered
-            self._handler.on_unreadable(device, "hello", str(error))
+            self.handler.on_unreadable(device, "hello", str(error))
             self.send(device, Refused("", f"{error}; install the same version on both sides", final=True))
         except BadPayload as error:
-            self._handler.on_unreadable(device, "message", str(error))
+            self.handler.on_unreadable(device, "message", str(error))
             if instance := unread_hello(payload):
                 self.send(device, Refused(instance, f"its hello: {error}", final=True))
         else:
-            self._handler.on_message(device, message)
+            self.handler.on_message(device, message)

@@ -66,10 +66,10 @@ class Membership:
     def on_hello(self, device: str, hello: Hello) -> None:
         """Admit a device, or refuse it."""
         state = self._state
-        set_here = state.store.labels(device).get(device, {})
+        set_here = state.store.devices.read_labels(device).get(device, {})
         hello = msgspec.structs.replace(hello, labels=hello.labels | set_here)
         if why := why_not_asked(state.config.devices_where, hello.labels):
-            limits = state.limits.announced()
+            limits = state.limits.non_default()
             state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}", limits=limits))
             return
         if rival := state.presence.find_rival(device, hello):
@@ -107,7 +107,7 @@ class Membership:
             log.info("device joined", extra={"device": device, **figures})
             state.operator_log(f"{device} joined: {hello.train_samples} training and {hello.test_samples} test images")
         following = why_not or state.doing
-        store, limits = state.config.blobs.origin, state.limits.announced()
+        store, limits = state.config.blobs.origin, state.limits.non_default()
         state.send(device, Welcome(hello.instance, state.epoch, following, store, state.spread_s, limits))
         self._arrivals.append(Arrival(device, was_away))
 

@@ -1,10 +1,10 @@
-"""A round that is open: which devices were asked, have answered, or are missing."""
+"""A round: what is asked of whom, and how far it has been answered."""
 
 import enum
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
-from coordinator.rounds.presence import Presence
 from coordinator.rounds.tasks import Work
 from fedvit.wire.messages import Declined, Failed, Progress, Result, TaskKind
 
@@ -20,36 +20,38 @@ class Missing(enum.Enum):
     REVOKED = "revoked"  # the device may not take part any more
 
 
+class RoundPlan(NamedTuple):
+    """The question of a round: what is asked of whom, and how many answers are enough."""
+
+    run: str
+    number: int
+    kind: TaskKind
+    cohort: list[str]
+    needed: int  # results that close the round at once
+    work: Mapping[str, Work] = {}  # by device
+    drawn: tuple[int, int] | None = None  # number of free devices, and of those that this process drew
+
+
 class OpenRound:
-    """A round of training or evaluation. It need not be saved: the store has its cohort and results.
+    """A round that is being answered. It need not be saved: the journal has its plan and results.
 
     In mode buffered its cohort grows, and includes devices that work on tasks of earlier rounds.
     """
 
-    def __init__(
-        self,
-        run: str,
-        number: int,
-        kind: TaskKind,
-        cohort: Iterable[str],
-        needed: int,
-        work: Mapping[str, Work] | None = None,
-        drawn: tuple[int, int] | None = None,
-    ) -> None:
-        self.run, self.number, self.kind = run, number, kind
-        self.needed = needed  # results that close it at once
-        self.work = dict(work or {})  # by device
-        self.drawn = drawn  # number of free devices, and of those that this process drew
+    def __init__(self, plan: RoundPlan) -> None:
+        self.run, self.number, self.kind = plan.run, plan.number, plan.kind
+        self.needed, self.drawn = plan.needed, plan.drawn
+        self.work = dict(plan.work)
         self.opened_at = time.monotonic()
         self.cohort: set[str] = set()
         self.accepted: set[str] = set()
         self.failed: dict[str, Missing] = {}
         self._missing: dict[str, None] = {}  # used as an ordered set
         self._abandoned_since: float | None = None
-        self.extend(cohort)
+        self.extend(plan.cohort)
 
     def extend(self, devices: Iterable[str]) -> None:
-        """More devices are asked."""
+        """Add devices to the cohort."""
         for device in devices:
             if device not in self.cohort:
                 self.cohort.add(device)
@@ -57,14 +59,14 @@ class OpenRound:
                     self._missing[device] = None
 
     def asked(self, message: Result | Failed | Declined | Progress) -> bool:
-        """Whether the message is about this round."""
+        """Return whether the message is about this round."""
         return (message.run, message.round, message.kind) == (self.run, self.number, self.kind)
 
     def waiting_for(self) -> list[str]:
         return list(self._missing)
 
     def waits_for(self, device: str) -> bool:
-        """Whether the device was asked and has not answered."""
+        """Return whether the device was asked and has not answered."""
         return device in self._missing
 
     def closes(self) -> bool:
@@ -76,7 +78,7 @@ class OpenRound:
         self._missing.pop(device, None)
 
     def fail(self, device: str, why: Missing) -> None:
-        """The device will not return a result that counts."""
+        """Note that the device will not return a result that counts."""
         if device in self._missing:
             del self._missing[device]
             self.failed[device] = why
@@ -85,12 +87,12 @@ class OpenRound:
         """Devices that declined."""
         return {device for device, why in self.failed.items() if why is Missing.DECLINED}
 
-    def given_up(self, presence: Presence, grace_s: float) -> bool:
-        """Whether all missing devices are offline and have not returned within the grace period."""
-        return self.abandoned(not any(presence.is_online(name) for name in self._missing), grace_s)
+    def is_given_up(self, is_online: Callable[[str], bool], grace_s: float) -> bool:
+        """Return whether all missing devices are offline and have not returned within the grace period."""
+        return self.is_abandoned(not any(map(is_online, self._missing)), grace_s)
 
-    def abandoned(self, nobody_online: bool, grace_s: float) -> bool:
-        """Whether no device that could answer has been online for the whole grace period."""
+    def is_abandoned(self, nobody_online: bool, grace_s: float) -> bool:
+        """Return whether no device that could answer has been online for the whole grace period."""
         now = time.monotonic()
         if not nobody_online:
             self._abandoned_since = None

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable
 
 from coordinator.config import RobustConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import QuarantineRecord
 from fedvit.hints import command
 
@@ -22,7 +22,7 @@ class Quarantine:
     A device gets at most one strike per round, so that work that is repeated after a restart does not count twice.
     """
 
-    def __init__(self, run: str, store: Store, robust: RobustConfig) -> None:
+    def __init__(self, run: str, store: Record, robust: RobustConfig) -> None:
         self._run = run
         self._store = store
         self._limit = robust.strikes  # strikes that lead to quarantine; 0: never
@@ -32,13 +32,13 @@ class Quarantine:
         """Record a strike; True if it puts the device into quarantine."""
         if not self._limit:
             return False
-        count = self._store.add_strike(self._run, round_number, device, reason)
+        count = self._store.devices.add_strike(self._run, round_number, device, reason)
         log.warning("strike", extra={"device": device, "round": round_number, "count": count, "reason": reason})
         if count < self._limit or self.record_of(device, round_number):
             return False
         until = None if self._rounds is None else round_number + self._rounds
         strikes = f"{count} strike{'s' if count > 1 else ''}, the last: {reason}"
-        self._store.add_quarantine(self._run, device, round_number, until, strikes)
+        self._store.devices.add_quarantine(self._run, device, round_number, until, strikes)
         return True
 
     def record_of(self, device: str, round_number: int) -> QuarantineRecord | None:
@@ -61,7 +61,7 @@ class Quarantine:
         return [device for device in devices if device not in quarantined]
 
     def _now(self, round_number: int) -> dict[str, QuarantineRecord]:
-        return self._store.quarantined(self._run, round_number) if self._limit else {}
+        return self._store.devices.read_current_quarantines(self._run, round_number) if self._limit else {}
 
 
 def _how_long(until_round: int | None) -> str:

@@ -3,9 +3,9 @@
 import logging
 from collections import Counter
 
+from coordinator.compute.integrity import DamagedBlob, blob_description, essential, unrepairable
 from coordinator.compute.messages import Compute
 from coordinator.record.backups import Backups
-from coordinator.record.integrity import DamagedBlob, blob_description, essential, unrepairable
 from coordinator.record.tables import ResultRecord
 from coordinator.rounds.state import RunState
 from fedvit.transport.exchange import BlobExchange
@@ -103,7 +103,7 @@ class Recovery:
                 held = f"the upload of {result.device} for round {result.round}"
                 why = f"devices were asked again {DAMAGES} times, and their uploads were damaged each time"
                 raise unrepairable(state.run, path, held, why, self.copies())
-            state.store.drop_result(state.run, result.round, result.kind, result.device)
+            state.store.tasks.drop_result(state.run, result.round, result.kind, result.device)
             reason = f"its upload {DAMAGED_HERE}: {path}; it is asked again"
             state.refuse(result.device, result.kind, reason, result.round)
             state.operator_log(f"round {state.number}: {result.device}: {reason}")
@@ -113,8 +113,8 @@ class Recovery:
         needed to recompute the newest state from the previous one."""
         state = self._state
         since = self._backups.since(number)
-        later = state.store.uploads_since(state.run, since + 1)
-        if since < number and (record := state.store.round(state.run, since)) and record.state:
+        later = state.store.tasks.find_uploads_since(state.run, since + 1)
+        if since < number and (record := state.store.rounds.read(state.run, since)) and record.state:
             later |= essential(record.state) | set(record.state.uploads.values())
         later |= {task.result.upload.digest for task in state.tasks if task.result and task.result.upload}
         return later.union(*(task.work.offered() for task in state.tasks))

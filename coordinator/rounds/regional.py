@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from coordinator.compute.messages import Fold, PlannedTask, PlanTasks, Stepped
 from coordinator.config import CENTRE
 from coordinator.record.tables import ResultRecord, SavedState
-from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.engine import RoundEngine
+from coordinator.rounds.leading import strike_outliers
 from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.parts import RunParts
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fedvit.program import Program
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.wire.messages import ClassCount, TaskKind
 
 log = logging.getLogger(__name__)
@@ -94,85 +96,84 @@ class TooFew(FedvitError):
     """Too few devices answered for an answer of the region."""
 
 
-class RegionalCoordinator(Coordinator):
-    """The run of a region. `least_results` is the smallest number of devices of which an update is made."""
+class RegionLead:
+    """Leads the run of a region through the tasks of its centre. An update is made of `least_results` devices at least.
 
-    def __init__(self, *, centre: Centre, least_results: int, **parts: Any) -> None:
-        super().__init__(**parts)
-        (parts["folder"] / CENTRE).mkdir(parents=True, exist_ok=True)
+    Raises ConfigError if the centre's run has another configuration, and PeerRefused if the centre refuses the region.
+    """
+
+    def __init__(self, parts: RunParts, *, centre: Centre, least_results: int) -> None:
+        (parts.folder / CENTRE).mkdir(parents=True, exist_ok=True)
+        self._parts = parts
+        self._state = parts.state
         self._centre = centre
         self._least_results = least_results
         self._at_work: CentralTask | None = None
         self._reported = 0  # devices that have answered, as last reported to the centre
         self._trouble = ""  # of the link to the centre, as last reported to the operator
 
-    def serve(self) -> None:
-        """As of any run. Raises ConfigError if the centre's run has another configuration, and PeerRefused if the
-        centre refuses the region."""
-        try:
-            super().serve()
-        finally:
-            self._centre.close()
+    def close(self) -> None:
+        self._centre.close()
 
     def on_tick(self) -> None:
-        super().on_tick()
         if (trouble := self._centre.trouble()) != self._trouble:
             self._trouble = trouble
-            self._operator_log(f"centre: {trouble}; trying again" if trouble else "centre: connected again")
+            line = f"centre: {trouble}; trying again" if trouble else "centre: connected again"
+            self._parts.operator_log(line)
         if task := self._at_work:
             self._centre.ended()  # raises the error that ended the link
             if task.outcome.cancelled():
                 raise Withdrawn
             self._report_progress(task)
 
-    def _remaining_rounds(self) -> None:
+    def run(self, engine: RoundEngine) -> None:
         """Do the centre's tasks until its run has ended."""
         self._centre.open(self._counts())
         while task := self._next_task():
             self._at_work, self._reported = task, 0
             try:
-                self._do(task)
+                self._do(task, engine)
             except Withdrawn:
                 self._drop(task, "the centre does not wait for the answer of this region any longer")
             except (EmptyCohort, TooFew) as error:
                 self._refuse(task, error)
             finally:
                 self._at_work = None
-            self.inbox.pump(task.settled.is_set)
+            self._parts.inbox.pump(task.settled.is_set)
 
     def _next_task(self) -> CentralTask | None:
         """Wait for a task; None at the end of the centre's run."""
-        self.state.doing = "waiting for a task of the centre"
-        self.inbox.pump(lambda: bool(self._centre.ended() or self._centre.task()))
+        self._state.doing = "waiting for a task of the centre"
+        self._parts.inbox.pump(lambda: bool(self._centre.ended() or self._centre.task()))
         if self._centre.ended() == "cancelled":
-            self.cancel("the centre's run was cancelled")
-            self.inbox.pump(lambda: False)  # ends with the request to cancel
+            self._parts.cancel("the centre's run was cancelled")
+            self._parts.inbox.pump(lambda: False)  # ends with the request to cancel
         return self._centre.task()
 
-    def _do(self, task: CentralTask) -> None:
-        state = self.state
+    def _do(self, task: CentralTask, engine: RoundEngine) -> None:
+        state = self._state
         state.number = task.round
         self._check_task(task)
-        self.inbox.in_background(partial(self._take_state, task))
+        self._parts.inbox.in_background(partial(self._take_state, task))
         self._await_devices(task)
-        for left in state.store.open_rounds(state.run):
+        for left in state.store.rounds.read_open(state.run):
             if task.kind == "evaluate" or left.round != task.round:  # the centre closed it without this region
-                state.store.close_round(state.run, left.round, state.newest(), {}, results=[])
+                state.store.rounds.close(state.run, left.round, state.newest(), {}, results=[])
         if task.kind == "evaluate":
-            self._evaluate(task)
+            self._evaluate(task, engine)
             return
-        record = state.store.round(state.run, task.round)
+        record = state.store.rounds.read(state.run, task.round)
         if record and record.closed_at:
             raise TooFew(f"round {task.round}: the region has answered before, and its devices' updates are deleted")
-        self._train(task.round, record)
-        self._report(task.round)
+        engine.train(task.round, record)
+        engine.finish(task.round)
 
     # --- the centre's task --------------------------------------------------------------------------------
 
     def _check_task(self, task: CentralTask) -> None:
         """Raises ConfigError if the region's configuration is not that of the centre's run."""
-        config, planned = self.state.config, self._planned(task.round)
-        own = self.state.program(planned.program)
+        config, planned = self._state.config, self._planned(task.round)
+        own = self._state.program(planned.program)
         differs = [name for name in own.__struct_fields__ if getattr(own, name) != getattr(task.program, name)]
         differs += [
             name for name, ours, theirs in (
@@ -189,22 +190,22 @@ class RegionalCoordinator(Coordinator):
 
     def _planned(self, number: int) -> PlannedTask:
         """The task of a device without a profile."""
-        return self._ask(PlanTasks(round=number, saved=self.state.newest(), targets={"": None})).tasks[""]
+        return self._parts.ask(PlanTasks(round=number, saved=self._state.newest(), targets={"": None})).tasks[""]
 
     def _take_state(self, task: CentralTask) -> None:
         """Take the centre's tensors as the region's newest. Raises Withdrawn."""
         try:
-            groups = {group: self.state.blobs.put(file.read_bytes()).digest for group, file in task.groups.items()}
+            groups = {group: self._state.blobs.put(file.read_bytes()).digest for group, file in task.groups.items()}
         except FileNotFoundError:  # the link has deleted it for another task
             raise Withdrawn from None
-        self.state.saved = SavedState(self.state.newest().groups | groups, None, {})
+        self._state.saved = SavedState(self._state.newest().groups | groups, None, {})
 
     def _await_devices(self, task: CentralTask) -> None:
         """Wait for devices that may be about to return. Raises TooFew if too few are online."""
-        presence, least = self.state.presence, self._least_results if task.kind == "train" else 1
-        self.state.doing = f"round {task.round}: waiting for {counted(least, 'device')}"
-        until = time.monotonic() + self.state.config.rejoin_grace_s
-        if not self.inbox.pump(lambda: len(presence.available()) >= least, deadline=until):
+        presence, least = self._state.presence, self._least_results if task.kind == "train" else 1
+        self._state.doing = f"round {task.round}: waiting for {format_count(least, 'device')}"
+        until = time.monotonic() + self._state.config.rejoin_grace_s
+        if not self._parts.inbox.pump(lambda: len(presence.available()) >= least, deadline=until):
             raise TooFew(
                 f"round {task.round}: {len(presence.available())} of the {least} devices that an answer of this region "
                 "needs can be asked"
@@ -212,22 +213,21 @@ class RegionalCoordinator(Coordinator):
 
     def _drop(self, task: CentralTask, reason: str) -> None:
         """Cancel what devices do for a task."""
-        self._operator_log(f"round {task.round}: {reason}")
-        self.collector.dismiss(list(self.state.tasks), reason)
-        self.collector.close_round()
-        self._follow_up()
+        self._parts.operator_log(f"round {task.round}: {reason}")
+        self._parts.collector.dismiss(list(self._state.tasks), reason)
+        self._parts.collector.close_round()
 
     def _report_progress(self, task: CentralTask) -> None:
-        opened = self.state.opened
+        opened = self._state.opened
         if opened and (done := len(opened.accepted) + len(opened.failed)) != self._reported:
             self._reported = done
             task.progress(done, len(opened.cohort))
 
     # --- its answer ---------------------------------------------------------------------------------------
 
-    def _step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
         """Send the centre the mean of the updates. The next state comes with its next task."""
-        number, state, least = opened.number, self.state, self._least_results
+        number, state, least = opened.number, self._state, self._least_results
         if len(results) < least:
             failed = ", ".join(f"{device} ({why.value})" for device, why in sorted(opened.failed.items())[:10])
             raise TooFew(
@@ -235,23 +235,23 @@ class RegionalCoordinator(Coordinator):
                 f"{'; without ' if failed else ''}{failed}"
             )
         state.doing = f"round {number}: one update for the centre"
-        self._strike_outliers(number)
-        folded = self._ask(Fold(round=number, saved=state.newest()))
+        strike_outliers(self._parts, number)
+        folded = self._parts.ask(Fold(round=number, saved=state.newest()))
         metrics = {"devices": float(len(results))}
         if losses := [(result.metrics["loss"], result.samples) for result in results if "loss" in result.metrics]:
             metrics["loss"] = sum(loss * samples for loss, samples in losses) / max(1, folded.samples)
         self._answer(results, folded.samples, metrics, update=state.blobs.path(folded.update))
         return Stepped(saved=state.newest(), figures=folded.figures, damaged={}, needed=folded.needed)
 
-    def _evaluate(self, task: CentralTask) -> None:
-        state, number = self.state, task.round
-        self.runner.evaluate(leave=())
+    def _evaluate(self, task: CentralTask, engine: RoundEngine) -> None:
+        state, number = self._state, task.round
+        engine.mode.evaluate(number)
         results = state.results(number, "evaluate")
         if not results:
             raise TooFew(f"round {number}: no device of this region returned an evaluation")
-        if state.store.round(state.run, number):  # the region may not have trained in it
-            state.store.round_evaluated(state.run, number, results)
-            self._report(number)
+        if state.store.rounds.read(state.run, number):  # the region may not have trained in it
+            state.store.rounds.close_evaluation(state.run, number, results)
+            engine.finish(number)
         metrics = {
             "devices": float(len(results)),
             "correct": sum(result.metrics["correct"] for result in results),
@@ -285,24 +285,24 @@ class RegionalCoordinator(Coordinator):
             task.outcome.set_result(answer)
         except InvalidStateError:
             raise Withdrawn from None
-        self.inbox.pump(task.settled.is_set)
-        what = f"{counted(len(results), 'device')} with {counted(samples, 'image')}"
-        self._operator_log(f"round {task.round}: {task.kind} answer of {what} is stored for the centre")
+        self._parts.inbox.pump(task.settled.is_set)
+        what = f"{format_count(len(results), 'device')} with {format_count(samples, 'image')}"
+        self._parts.operator_log(f"round {task.round}: {task.kind} answer of {what} is stored for the centre")
 
     def _refuse(self, task: CentralTask, error: Exception) -> None:
         """Tell the centre why there is no answer."""
         log.warning("no answer for the centre", extra={"round": task.round, "reason": str(error)})
-        self._operator_log(f"round {task.round}: no answer for the centre: {error}")
+        self._parts.operator_log(f"round {task.round}: no answer for the centre: {error}")
         try:
             task.outcome.set_exception(error)
         except InvalidStateError:
             return
-        self.inbox.pump(task.settled.is_set)
+        self._parts.inbox.pump(task.settled.is_set)
 
     def _counts(self) -> RegionCounts:
-        hellos = [device.hello for device in self.state.presence]
+        hellos = [device.hello for device in self._state.presence]
         train, test = sum(hello.train_samples for hello in hellos), sum(hello.test_samples for hello in hellos)
-        return RegionCounts(self.state.classes, train, test)
+        return RegionCounts(self._state.classes, train, test)
 
 
 def _by_class(results: list[ResultRecord]) -> tuple[ClassCount, ...]:

@@ -1,11 +1,11 @@
 """The line that the coordinator prints for a finished round."""
 
-from coordinator.record.store import Store
-from coordinator.record.summary import read_round
+from coordinator.record.record import Record
+from coordinator.run_view import read_round
 
 
-def round_line(store: Store, run: str, number: int, rounds: int) -> str:
-    """One line about one finished round."""
+def round_line(store: Record, run: str, number: int, rounds: int) -> str:
+    """Describe a finished round in one line."""
     summary = read_round(store, run, number)
     parts = [f"round {number:>3}/{rounds}", f"{summary.accepted}/{summary.cohort} devices"]
     parts += [f"{count} {what}" for what in ("late", "declined") if (count := getattr(summary, what))]

@@ -112,7 +112,7 @@ class TaskScheduler:
         task.to(TaskState.OFFERED)
         task.deadline.restart(max(now, task.offered_at))
         if task.kind == "train":
-            self._state.store.count_attempt(self._state.run, task.round, task.device, task.attempt)
+            self._state.store.tasks.set_attempt(self._state.run, task.round, task.device, task.attempt)
         log.warning("task given again", extra={"device": task.device, "round": task.round, "attempt": task.attempt})
 
     def send_task(self, task: Task) -> None:

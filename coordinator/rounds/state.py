@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import RunConfig
-from coordinator.record.integrity import VerifiedBlobs
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState
 from coordinator.rounds.deadlines import Links
 from coordinator.rounds.open_round import OpenRound
@@ -17,7 +17,7 @@ from fedvit.errors import LinkDown
 from fedvit.program import Program, decode_program
 from fedvit.resources import BudgetKind
 from fedvit.wire.limits import BrokerLimits
-from fedvit.wire.messages import FromCoordinator, TaskKind
+from fedvit.wire.messages import FromCoordinator, Result, TaskKind
 from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class RunState:
 
     run: str
     config: RunConfig
-    store: Store
+    store: Record
     blobs: VerifiedBlobs
     topics: Topics
     operator_log: Callable[[str], None]
@@ -55,7 +55,7 @@ class RunState:
     counted: set[str] = field(default_factory=set)  # devices with a result for that round
     # by the round that uses them and kind, then by round and device: so that they are read from the record once
     _results: dict[tuple[int, TaskKind], dict[tuple[int, str], ResultRecord]] = field(default_factory=dict)
-    mirror: Callable[[Iterable[str]], None] | None = None  # see `ObjectStore.mirror`; None: the run has none
+    mirror: Callable[[Iterable[str]], None] | None = None  # see `RunMirror.put`; None: the run has none
     alert: Callable[[str, str, str | None], None] = lambda event, text, device: None  # see `Alerts.send`
     _programs: dict[str, Program] = field(default_factory=dict)  # by digest
     refusals: Counter[str] = field(default_factory=Counter)  # since this process began, by a word for the reason
@@ -87,7 +87,7 @@ class RunState:
             self.count_in(opened.number)
         else:
             self._load_results(opened.number, opened.kind)
-        for device in self.store.answered(self.run, opened.number, opened.kind):
+        for device in self.store.tasks.find_answered(self.run, opened.number, opened.kind):
             if device in opened.cohort:
                 opened.accept(device)
 
@@ -113,9 +113,21 @@ class RunState:
                 known.setdefault((result.round, result.device), result)  # as in the record, the first one counts
 
     def _load_results(self, number: int, kind: TaskKind) -> dict[tuple[int, str], ResultRecord]:
-        found = self.store.used_in(self.run, number, kind)
+        found = self.store.tasks.read_used_in(self.run, number, kind)
         self._results[number, kind] = loaded = {(result.round, result.device): result for result in found}
         return loaded
+
+    def why_too_late(self, result: Result) -> str | None:
+        """Return the reason why a result is too late for the round in which it would count; None if it is not."""
+        config, counts_in = self.config, self.counts_in
+        if result.kind == "evaluate" or result.round == counts_in:
+            return None
+        if counts_in > config.rounds:
+            return f"late: round {result.round} is closed for train results, and it was the last one"
+        staleness, most = counts_in - result.round, config.max_staleness
+        if staleness > most:
+            return f"late: made for round {result.round}, {staleness} rounds ago; at most {most} are allowed"
+        return None
 
     def waits_for_late(self, kind: str) -> bool:
         """Whether a device continues its task after its round has closed."""
@@ -139,5 +151,5 @@ class RunState:
         if self._refused[device] == REFUSALS_KEPT:
             reason = f"{reason[:400]} (later refusals of this device are not recorded)"
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
-        self.store.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
+        self.store.devices.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
         log.warning("refused", extra={"device": device, "round": number, "kind": kind, "reason": reason})

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.record.store import now
+from coordinator.compute.messages import PlannedTask
+from coordinator.record.rows import now
 from coordinator.record.tables import TaskTimes
 from coordinator.rounds.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
@@ -82,9 +83,14 @@ class Work(NamedTuple):
     lr_scale: float = 1.0  # factor on the learning rate
     attempt: int = 1  # number of the next attempt
 
+    @classmethod
+    def of(cls, task: PlannedTask, program: Program, attempt: int = 1) -> "Work":
+        """Return the work of a planned task with this Program."""
+        return cls(task.program, program, task.groups, task.expected, task.delta_chain, task.lr_scale, attempt)
+
     def named(self) -> list[str]:
         """Digests that the task names."""
-        return [self.digest, *self.program.fetched_once(), *self.groups.values()]
+        return [self.digest, *self.program.list_fetched_once(), *self.groups.values()]
 
     def offered(self) -> set[str]:
         """Digests that the device may request."""

@@ -12,7 +12,7 @@ from fedvit.blobs import ALGORITHM
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import LABELS, Program, Role
 from fedvit.quantities import format_bytes
-from fedvit.tensors import Array, Tensors, check_finite, check_tensors, mapped, release_pages, unpack
+from fedvit.tensors import Array, Tensors, check_finite, check_tensors, map_tensors, release_pages, unpack
 from fedvit.updates import decode_one
 from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, ClassCount, Hello, Manifest, Result
@@ -100,7 +100,7 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
         if not program.evaluate.counts_classes:
             raise BadPayload("it has counts by class, which this program keeps on devices")
         _check_class_counts(result, len(program.classes))
-    wanted = bool(program.expected_upload()) and result.kind == "train"
+    wanted = bool(program.upload_form()) and result.kind == "train"
     if not wanted:
         if result.upload:
             raise BadPayload(f"the {result.kind} result has an upload of {result.upload.size} bytes, expected is none")
@@ -155,7 +155,7 @@ def check_free_space(upload: Manifest, free_bytes: int | None) -> None:
 
 def largest_upload_bytes(program: Program, train_samples: int) -> int:
     """Largest size of a valid upload of this Program, in bytes."""
-    expected = program.expected_upload()
+    expected = program.upload_form()
     # a sample is collected at most once per epoch
     most_rows = train_samples * max((phase.epochs for phase in program.train), default=0)
     size = _largest_header_bytes(program)
@@ -167,7 +167,7 @@ def largest_upload_bytes(program: Program, train_samples: int) -> int:
 
 def _largest_header_bytes(program: Program) -> int:
     """Largest header (names and shapes) of a valid upload, in bytes."""
-    return _OVERHEAD_BYTES * (1 + len(program.expected_upload()) // 100)
+    return _OVERHEAD_BYTES * (1 + len(program.upload_form()) // 100)
 
 
 def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
@@ -183,7 +183,7 @@ def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
     local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
     if leaked := sorted(name for name in tensors if name.partition("#")[0] in local):
         raise BadPayload(f"{what}: it holds local tensor {leaked[0]!r}, which must not leave the device")
-    check_tensors(tensors, program.expected_upload(), what)
+    check_tensors(tensors, program.upload_form(), what)
     _check_decodes(tensors, program.shapes(), what)
     if LABELS in tensors:
         labels = tensors[LABELS]
@@ -206,7 +206,7 @@ def _opened(upload: Path | bytes, largest_header_bytes: int) -> Tensors:
     try:
         with upload.open("rb") as opened:
             _check_header(opened.read(8), upload.stat().st_size, largest_header_bytes)
-        return mapped(upload)
+        return map_tensors(upload)
     except FileNotFoundError:
         raise BadPayload(f"upload {upload.name} is missing") from None
 

@@ -99,12 +99,12 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
         builder = self._for_authority_lifetime(_name("broker"), key).add_extension(alternatives, critical=False)
-        return self._issued(builder, key, ExtendedKeyUsageOID.SERVER_AUTH)
+        return self._issue(builder, key, ExtendedKeyUsageOID.SERVER_AUTH)
 
     def client(self, name: str) -> Issued:
         """The certificate of the coordinator, which is a client of the broker like any other."""
         key = ec.generate_private_key(ec.SECP256R1())
-        return self._issued(self._for_authority_lifetime(_name(name), key), key, ExtendedKeyUsageOID.CLIENT_AUTH)
+        return self._issue(self._for_authority_lifetime(_name(name), key), key, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def device(self, device: str, request: bytes, now_s: float, days: float = DEVICE_DAYS) -> x509.Certificate:
         """A device's certificate for the key in its request; nothing else of the request is used.
@@ -114,7 +114,7 @@ class Authority:
         """
         key, end = public_key_of(request), now_s + days * DAY_S
         builder = _builder(_name(device), self.certificate.subject, key, self._key.public_key(), self.begin_s, end)
-        return self._signed(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
+        return self._sign(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def revocations(self, serials: Iterable[int], number: int, now_s: float) -> bytes:
         """The list of revoked certificates, PEM.
@@ -143,12 +143,12 @@ class Authority:
             subject, self.certificate.subject, key.public_key(), self._key.public_key(), self.begin_s, end_s
         )
 
-    def _issued(
+    def _issue(
         self, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, usage: x509.ObjectIdentifier
     ) -> Issued:
-        return Issued(self._signed(builder, usage).public_bytes(Encoding.PEM), _key_pem(key))
+        return Issued(self._sign(builder, usage).public_bytes(Encoding.PEM), _key_pem(key))
 
-    def _signed(self, builder: x509.CertificateBuilder, usage: x509.ObjectIdentifier) -> x509.Certificate:
+    def _sign(self, builder: x509.CertificateBuilder, usage: x509.ObjectIdentifier) -> x509.Certificate:
         return (
             builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage("digital_signature"), critical=True)

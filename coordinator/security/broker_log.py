@@ -59,7 +59,7 @@ class BrokerLog:
         """Reset: a broker that has just started has no connections, and has read its lists."""
         self.to_end: set[str] = set()
         self.overlooked = False
-        """Whether a connection with an unknown user or client id may be open."""
+        """True if a connection with an unknown user or client id may be open."""
         self._reloads = 0
         self._revoked_at_reload: dict[str, int] = {}  # by user: number of the reload that revoked its older connections
         self._accepted: dict[str, int] = {}  # by address: number of reloads before a connection without a client id yet
@@ -77,7 +77,7 @@ class BrokerLog:
 
     @property
     def reloaded(self) -> bool:
-        """Whether the broker has reloaded its lists, as far as the log was read."""
+        """Return whether the broker has reloaded its lists, as far as the log was read."""
         return self._expected_from is None
 
     def look(self) -> list[Misuse]:

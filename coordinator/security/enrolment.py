@@ -128,7 +128,7 @@ class EnrolmentService:
             self.news.put(f"{token.device} was not enrolled: {refusal}")
             answer = JoinRefused(message.nonce, str(refusal))
         sealed = seal(answer, token.secret_bytes, FROM_COORDINATOR)
-        self._transport.publish(self._topics.enrolled(token_id), sealed, qos=1)
+        self._transport.publish(self._topics.enrolment_reply(token_id), sealed, qos=1)
 
     def _grant(self, rows: Rows, token_id: str, message: JoinRequest) -> bytes:
         """The certificate for a request, DER; the same again for the same request. Raises PeerRefused."""
@@ -175,7 +175,7 @@ class EnrolmentService:
         log.info("certificate renewed", extra={"device": device})
         self.news.put(f"{device} got its next certificate")
         answer = encode_enrolment(Renewed(certificate.public_bytes(Encoding.DER)))
-        self._transport.publish(self._topics.renewed(device), answer, qos=1)
+        self._transport.publish(self._topics.certificate_for(device), answer, qos=1)
 
     def _issue(self, device: str, request: bytes) -> x509.Certificate:
         return self._deployment.authority.device(device, request, now(), self._device_days)

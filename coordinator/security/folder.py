@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from coordinator.security.authority import Authority
 from coordinator.security.broker.access import device_rules, enrolment_rules
-from coordinator.security.broker.mosquitto import password_line, secured_configuration
+from coordinator.security.broker.mosquitto import format_secured_configuration, password_line
 from coordinator.security.registry import OpenToken, Registry, Rows, now
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, storage_failed
@@ -43,9 +43,6 @@ from fedvit.wire.topics import check_name
 COORDINATOR = "fedvit.coordinator"
 """The coordinator's user name at the broker. No device can have it: device names contain no dot."""
 
-
-FORMER_REGISTRY = "registry.json"
-"""The registry of versions before the database."""
 _LOGIN = re.compile(r"([0-9a-f]{16}):\$7\$\d+\$[A-Za-z0-9+/=]+\$[A-Za-z0-9+/]{86}==")
 """A complete line of the list of logins; a partial line after a crash does not match."""
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|[0-9a-fA-F:]*:[0-9a-fA-F:.]+")
@@ -100,10 +97,7 @@ class Deployment:
 
     @classmethod
     def open(cls, folder: Path) -> "Deployment":
-        """Raises ConfigError if there is no deployment in `folder`, or others may read it.
-
-        The JSON registry of an older version is migrated; ConfigError while that version still serves it.
-        """
+        """Open an existing deployment. Raises ConfigError if `folder` holds none, or others may read it."""
         folder = folder.resolve()
         file = folder / "deployment.json"
         if not file.is_file():
@@ -118,11 +112,7 @@ class Deployment:
             certificate, key = (folder / "authority.pem").read_bytes(), (folder / "authority.key").read_bytes()
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"the deployment in {folder} cannot be read: {error}") from error
-        registry = _registry_in(folder)
-        if (former := folder / FORMER_REGISTRY).exists():
-            with exclusively_served(folder):
-                registry.create(former)
-        return cls(folder, settings, Authority.load(certificate, key), registry)
+        return cls(folder, settings, Authority.load(certificate, key), _registry_in(folder))
 
     # --- paths and addresses --------------------------------------------------------------------------
 
@@ -184,7 +174,7 @@ class Deployment:
     def write_configuration(self) -> None:
         """Write mosquitto's files; at each start, since the folder may have been moved."""
         settings = self.settings
-        text = secured_configuration(self.folder, settings.listen, settings.port, settings.enrolment_port)
+        text = format_secured_configuration(self.folder, settings.listen, settings.port, settings.enrolment_port)
         atomic_write(self.configuration, text.encode())
         atomic_write(self.folder / "enrolment.acl", enrolment_rules(settings.federation).encode())
         self.registry.check()
@@ -193,9 +183,9 @@ class Deployment:
             self._write_logins(rows)
 
     def _write_revocations(self, rows: Rows) -> None:
-        rules = device_rules(self.settings.federation, COORDINATOR, rows.revoked_devices())
+        rules = device_rules(self.settings.federation, COORDINATOR, rows.list_revoked_devices())
         atomic_write(self.folder / "devices.acl", rules.encode())
-        serials = [int(serial, 16) for serial in rows.revoked_serials()]
+        serials = [int(serial, 16) for serial in rows.list_revoked_serials()]
         revocations = self.authority.revocations(serials, rows.generation() + 1, now())
         atomic_write(self.folder / "revoked.pem", revocations)
 

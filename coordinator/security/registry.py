@@ -29,7 +29,6 @@ from sqlalchemy import (
     create_engine,
     delete,
     event,
-    inspect,
     select,
     text,
     update,
@@ -40,14 +39,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fedvit.descriptors import are_used_up, how_many
 from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
-from fedvit.files import storage_failed, sync_folder
+from fedvit.files import storage_failed
 
 FORGET_TOKENS_S = 30 * 86_400.0
-"""How long used and expired tokens are remembered, so that a device learns which of the two its token is."""
+"""Time for which used and expired tokens are remembered, so that a device learns which of the two its token is."""
 LOCK_S = 30.0
-"""How long a change waits for those of other processes."""
-MIGRATED = ".migrated"
-"""Suffix of the JSON registry of older versions after its migration."""
+"""Longest time that a change waits for those of other processes."""
 
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
@@ -201,14 +198,14 @@ class Rows:
         for row in self._mappings(select(_TOKENS).where(which).order_by(_TOKENS.c.expires_at)):
             yield OpenToken(**row)
 
-    def revoked_devices(self) -> list[str]:
+    def list_revoked_devices(self) -> list[str]:
         query = select(_DEVICES.c.name).where(_DEVICES.c.revoked_at.is_not(None)).order_by(_DEVICES.c.name)
         return list(self._connection.execute(query).scalars())
 
-    def revoked_serials(self) -> list[str]:
+    def list_revoked_serials(self) -> list[str]:
         return list(self._connection.execute(select(_REVOKED.c.serial)).scalars())
 
-    def revoked_since(self, generation: int) -> list[str]:
+    def list_revoked_since(self, generation: int) -> list[str]:
         """Devices with a certificate that was revoked after this generation."""
         query = select(_REVOKED.c.device).where(_REVOKED.c.generation > generation).distinct()
         return list(self._connection.execute(query.order_by(_REVOKED.c.device)).scalars())
@@ -335,28 +332,17 @@ class Registry:
         with self._transaction("BEGIN") as connection:
             found = connection.execute(text("PRAGMA quick_check(1)")).scalar()
             if found != "ok":
-                raise self._damaged(" ".join(str(found).split()))
+                raise self._make_damaged_error(" ".join(str(found).split()))
 
-    def create(self, former: Path | None = None) -> None:
-        """Create the tables, and migrate the JSON file of an older version, in one transaction.
-
-        The JSON file is then renamed, so that it is migrated only once. Raises ConfigError if it cannot be read.
-        """
-        content = _Former() if former is None else _read_former(former)
+    def create(self) -> None:
+        """Create the database and its tables."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise storage_failed(f"cannot make {self.path}", error) from error
         with self._transaction("BEGIN IMMEDIATE") as connection:
-            if not inspect(connection).has_table(_COUNTERS.name):
-                _TABLES.create_all(connection)
-                _insert_former(connection, content)
-        if former is not None:
-            try:
-                former.replace(former.with_name(former.name + MIGRATED))
-                sync_folder(former.parent)
-            except OSError as error:
-                raise storage_failed(f"cannot rename {former}", error) from error
+            _TABLES.create_all(connection)
+            connection.execute(insert(_COUNTERS).values(generation=0, clock_s=now()))
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:
@@ -370,13 +356,13 @@ class Registry:
             cause = getattr(error, "orig", None) or error
             name = getattr(cause, "sqlite_errorname", None) or ""
             if name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN):
-                raise self._damaged(str(cause)) from error
+                raise self._make_damaged_error(str(cause)) from error
             if are_used_up():  # SQLite only reports that it cannot open a file
                 raise TooManyOpenFiles(f"the deployment's registry {self.path}: {cause}; {how_many()}") from error
             kind = DiskFull if name in _FULL else StorageFailed
             raise kind(f"the deployment's registry {self.path}: {cause}") from error
 
-    def _damaged(self, what: str) -> Damaged:
+    def _make_damaged_error(self, what: str) -> Damaged:
         return Damaged(f"the deployment's registry {self.path} is damaged: {what}; {_REMEDY}")
 
 
@@ -384,57 +370,6 @@ _REMEDY = (
     "put back a copy of it (devices that joined since then stay valid, and cannot be revoked); without a copy make a "
     "new deployment (coordinator init) and let each device join again"
 )
-
-
-class _FormerDevice(Struct):
-    name: str
-    joined_at: float
-    certificates: list[Certificate]
-    last_seen: float | None = None
-    revoked_at: float | None = None
-    misuses: int = 0
-
-
-class _Former(Struct):
-    """The JSON registry of versions before the database."""
-
-    devices: dict[str, _FormerDevice] = {}
-    tokens: dict[str, OpenToken] = {}
-    revoked_serials: list[str] = []
-    generation: int = 0
-
-
-def _read_former(path: Path) -> _Former:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Former)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}, of an older version, is damaged: {error}") from error
-
-
-def _insert_former(connection: Connection, former: _Former) -> None:
-    owners = {entry.serial: device.name for device in former.devices.values() for entry in device.certificates}
-    rows: dict[Table, list[dict[str, Any]]] = {
-        _DEVICES: [
-            {name: value for name, value in msgspec.structs.asdict(device).items() if name != "certificates"}
-            for device in former.devices.values()
-        ],
-        _CERTIFICATES: [
-            {"device": device.name, **msgspec.structs.asdict(entry)}
-            for device in former.devices.values()
-            for entry in device.certificates
-        ],
-        _TOKENS: [msgspec.structs.asdict(token) for token in former.tokens.values()],
-        _REVOKED: [
-            {"serial": serial, "device": owners.get(serial, ""), "generation": former.generation}
-            for serial in former.revoked_serials
-        ],
-        _COUNTERS: [{"generation": former.generation, "clock_s": now()}],
-    }
-    for table, values in rows.items():
-        if values:
-            connection.execute(insert(table), values)
 
 
 def _is_open(now_s: float) -> ColumnElement[bool]:

@@ -3,7 +3,7 @@
 import time
 
 from coordinator.security.folder import Deployment
-from coordinator.security.service import applied_generation, is_served
+from coordinator.security.service import is_served, read_applied_generation
 from fedvit.errors import ConfigError, LinkDown
 
 TICK_S = 0.1
@@ -30,7 +30,7 @@ def revoke_device(deployment: Deployment, name: str) -> list[str]:
             rows.revoke(name, time.time())
         generation = rows.generation()
     until = time.monotonic() + APPLY_S
-    while is_served(deployment) and applied_generation(deployment) < generation:
+    while is_served(deployment) and read_applied_generation(deployment) < generation:
         if time.monotonic() > until:
             raise LinkDown(
                 f"{name} is revoked, but the coordinator of the deployment does not apply it: restart the broker"

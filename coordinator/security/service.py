@@ -88,13 +88,13 @@ class Service:
     def all_revoked(self) -> list[str]:
         """Devices that are revoked now."""
         with self._deployment.registry.read() as rows:
-            return rows.revoked_devices()
+            return rows.list_revoked_devices()
 
     def _apply(self) -> None:
         """Let the broker reload its lists, which were written before the generation increased."""
         with self._deployment.registry.read() as rows:
             self._applying = rows.generation()
-            self._revoking = rows.revoked_since(self._applied)
+            self._revoking = rows.list_revoked_since(self._applied)
         if self.broker is None or self._log is None:
             self._operator_log(_reload_theirs(self._deployment.run / "mosquitto.pid"))
             self._on_applied()
@@ -199,7 +199,7 @@ def served(
 
 
 def is_served(deployment: Deployment) -> bool:
-    """Whether a process serves this deployment now."""
+    """Return whether a process serves this deployment now."""
     try:
         with exclusively_served(deployment.folder):
             return False
@@ -207,7 +207,7 @@ def is_served(deployment: Deployment) -> bool:
         return True
 
 
-def applied_generation(deployment: Deployment) -> int:
+def read_applied_generation(deployment: Deployment) -> int:
     """The generation that the serving process applied last; -1 if there was none."""
     try:
         return int((deployment.run / "applied").read_text())
@@ -238,7 +238,7 @@ def _start(deployment: Deployment, operator_log: Callable[[str], None]) -> Broke
 
 
 def _lets_in(address: Address) -> bool:
-    """Whether a broker with this deployment's certificates is running and accepts the coordinator."""
+    """Return whether a broker with this deployment's certificates is running and accepts the coordinator."""
     return _take_over(address, [f"preflight-{secrets.token_hex(4)}"])
 
 

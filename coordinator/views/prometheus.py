@@ -9,10 +9,11 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.record.store import Store
-from coordinator.record.tables import DeviceTotals, RunStatus
+from coordinator.record.record import Record
+from coordinator.record.tables import RunStatus
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.tasks import TaskState
+from coordinator.run_view import read_devices, read_newest_round
 from fedvit.errors import FedvitError
 from fedvit.prometheus import loop_metrics, transport_metrics
 from fedvit.timings import LoopWatch
@@ -45,7 +46,7 @@ class Observed(NamedTuple):
 
     link: Transport
     is_connected: Callable[[], bool]
-    store: Store
+    store: Record
     folder: Path  # of all runs
     served: Callable[[], Sequence[Served]]
     loops: dict[str, LoopWatch]
@@ -63,7 +64,7 @@ class CoordinatorCollector(Collector):
     def why_not_ready(self) -> str | None:
         """The reason why devices cannot be served now; None if they can."""
         try:
-            self._observed.store.count_runs()
+            self._observed.store.runs.count()
         except FedvitError as error:  # first: without the record, a coordinator gives up its broker, too
             return f"the record cannot be read: {error}"
         return None if self._observed.is_connected() else "no connection to the broker"
@@ -96,13 +97,13 @@ class CoordinatorCollector(Collector):
         yield SummaryMetricFamily(
             "fedvit_record_commit_seconds",
             "Time of commits to the record, with their syncs.",
-            store.commits.count,
-            store.commits.total_s,
+            store.database.commits.count,
+            store.database.commits.total_s,
         )
         yield GaugeMetricFamily(
             "fedvit_record_longest_commit_seconds",
             "Longest commit of the last one to two minutes.",
-            store.commits.longest_s(),
+            store.database.commits.longest_s(),
         )
         yield from families
 
@@ -139,7 +140,7 @@ def _of_runs(served: Sequence[Served]) -> Iterator[Metric]:
                 results.add_metric([run, kind, outcome], state.tasks.ended[kind, TaskState(outcome)])
         for reason, count in dict(state.refusals).items():
             refusals.add_metric([run, reason], count)
-        uploads.add_metric([run], len(coordinator.collector.waiting()))
+        uploads.add_metric([run], len(coordinator.uploads.waiting()))
     yield from (info, number, planned, awaited, devices, results, refusals, uploads)
 
 
@@ -160,15 +161,15 @@ def _device_states(coordinator: Coordinator) -> dict[str, int]:
     return counts
 
 
-def _of_all_runs(store: Store) -> Iterator[Metric]:
+def _of_all_runs(store: Record) -> Iterator[Metric]:
     runs = GaugeMetricFamily("fedvit_runs", "Runs of the record by status.", labels=["status"])
-    known = store.count_runs()
+    known = store.runs.count()
     for status in RUN_STATUSES:
         runs.add_metric([status], known.get(status, 0))
     yield runs
 
 
-def _of_rounds(store: Store, served: Sequence[str]) -> Iterator[Metric]:
+def _of_rounds(store: Record, served: Sequence[str]) -> Iterator[Metric]:
     """The newest closed and evaluated rounds, and the devices, of runs that are being served."""
     accuracy = GaugeMetricFamily(
         "fedvit_accuracy_ratio", "Accuracy over devices in the newest evaluation.", labels=["run", "over"]
@@ -188,30 +189,23 @@ def _of_rounds(store: Store, served: Sequence[str]) -> Iterator[Metric]:
         labels=["run"],
     )  # fmt: skip
     for run in served:
-        if evaluated := store.newest_totals(run, evaluated=True):
-            totals = evaluated.totals
-            for over, value in (
-                ("mean", totals.accuracy_mean), ("lowest", totals.accuracy_lowest), ("highest", totals.accuracy_highest)
-            ):  # fmt: skip
-                if value is not None:
+        if evaluated := read_newest_round(store, run, evaluated=True):
+            for over in ("mean", "lowest", "highest"):
+                if (value := getattr(evaluated, f"accuracy_{over}")) is not None:
                     accuracy.add_metric([run, over], value)
-        if closed := store.newest_totals(run):
-            if closed.totals.train_loss is not None:
-                loss.add_metric([run], closed.totals.train_loss)
-            for part in ("devices", "server"):
-                if (took_s := closed.figures.get(f"{part}_s")) is not None:
+        if closed := read_newest_round(store, run):
+            if closed.train_loss is not None:
+                loss.add_metric([run], closed.train_loss)
+            for part, took_s in (("devices", closed.devices_s), ("server", closed.server_s)):
+                if took_s is not None:
                     seconds.add_metric([run, part], took_s)
-            cohort.add_metric([run, "asked"], closed.totals.cohort)
-            cohort.add_metric([run, "accepted"], closed.totals.accepted)
-        devices = store.device_totals(run)
-        down.add_metric([run], sum(device.bytes_down for device in devices.values()))
-        up.add_metric([run], sum(device.bytes_up for device in devices.values()))
-        _add_peaks(peak, run, devices)
-        unlisted.add_metric([run], max(0, len(devices) - MOST_DEVICES))
+            cohort.add_metric([run, "asked"], closed.cohort)
+            cohort.add_metric([run, "accepted"], closed.accepted)
+        views = read_devices(store, run)
+        down.add_metric([run], sum(view.bytes_down for view in views))
+        up.add_metric([run], sum(view.bytes_up for view in views))
+        for view in views[:MOST_DEVICES]:
+            if view.peak_rss_bytes is not None:
+                peak.add_metric([run, view.device], view.peak_rss_bytes)
+        unlisted.add_metric([run], max(0, len(views) - MOST_DEVICES))
     yield from (accuracy, loss, seconds, cohort, down, up, peak, unlisted)
-
-
-def _add_peaks(peak: GaugeMetricFamily, run: str, devices: dict[str, DeviceTotals]) -> None:
-    for name, totals in list(devices.items())[:MOST_DEVICES]:
-        if totals.peak_rss_bytes is not None:
-            peak.add_metric([run, name], totals.peak_rss_bytes)

@@ -7,49 +7,45 @@ from typing import Any
 import click
 import msgspec
 
-from edge_client.commands.options import OF_DEVICE, given_to, of_program
-from edge_client.endpoint import endpoint_of, state_and_name
-from edge_client.state import identity_folder
+from edge_client.commands.options import DEVICE_OPTIONS, program_options, read_settings
+from edge_client.health.doctor import lines, run_checks, worst
+from edge_client.health.doctor_context import LEVELS, MOST_DECODED, DoctorContext, Finding
+from edge_client.link.endpoint import endpoint_of, state_and_name
+from edge_client.storage.state import identity_folder
 from fedvit.command_line import Command, json_flag
-from fedvit.resources import Budget
 from fedvit.wire.topics import Topics
 
 
 @click.command(
     "doctor",
     cls=Command,
-    params=of_program(*OF_DEVICE, "test_share", "max_temperature", "min_battery", "vault_key"),
+    params=program_options(*DEVICE_OPTIONS, "test_share", "max_temperature", "min_battery", "vault_key"),
     examples=["edge-client doctor --broker SERVER --data ~/images"],
 )
 @click.option("--deep", is_flag=True, help="Decode every image; by default a sample of 100.")
 @json_flag
 @click.pass_context
-def doctor(context: click.Context, /, *, deep: bool, as_json: bool, **own: Any) -> None:
+def command(context: click.Context, /, *, deep: bool, as_json: bool, **own: Any) -> None:
     """Check whether this device can take part, with a hint for each problem.
 
     Exit code 0: all is well; 1: warnings; 2: errors.
     """
-    from edge_client.doctor import lines, run_checks, worst
-    from edge_client.doctor_context import LEVELS, MOST_DECODED, DoctorContext, Finding
 
-    given = given_to(context, own)
-    endpoint = endpoint_of(given)
-    state, device = state_and_name(given, endpoint)
+    settings = read_settings(context, own)
+    endpoint = endpoint_of(settings)
+    state, device = state_and_name(settings, endpoint)
     checked = DoctorContext(
         address=endpoint.address,
         topics=Topics(endpoint.federation),
         device=device,
         state=state,
-        data=given["data"],
-        test_share=given["test_share"],
+        data=settings.data,
+        test_share=settings.test_share,
         decoded_images=None if deep else MOST_DECODED,
-        budget=Budget(memory_bytes=given["memory_budget"]),
-        temperature_limit_c=given["temperature_limit"],
-        most_celsius=given["max_temperature"],
-        least_battery=given["min_battery"],
-        vault_key=given["vault_key"],
+        policy=settings.policy,
+        vault_key=settings.vault_key,
         identity=endpoint.identity,
-        identity_folder=identity_folder(given["state"]),
+        identity_folder=identity_folder(settings.state),
     )
     findings: list[Finding] = []
     for finding in run_checks(checked):

@@ -6,18 +6,20 @@ from typing import Any
 
 import click
 
-from edge_client.commands.options import given_to, of_program
-from edge_client.state import kept_device_id, split_file, state_folder
+from edge_client.commands.options import program_options, read_settings
+from edge_client.storage.state import read_device_id, split_file, state_folder
 from export.bundle.command import out_flag, precisions_flag, write
 from fedvit.command_line import Command, json_flag
+from fedvit.data.folder import DeviceData
+from fedvit.data.split import KeptSplit
 from fedvit.errors import ConfigError
-from profiles.probes.host import fast_cores, usable_cores
+from profiles.probes.host import usable_cores
 
 
 @click.command(
     "export",
     cls=Command,
-    params=of_program("data", "state", "threads", "test_share", "vault_key"),
+    params=program_options("data", "state", "threads", "test_share", "vault_key"),
     examples=["edge-client export RUN --data ~/images --out bundle"],
 )
 @click.argument("run")
@@ -25,34 +27,33 @@ from profiles.probes.host import fast_cores, usable_cores
 @precisions_flag
 @json_flag
 @click.pass_context
-def export(
+def command(
     context: click.Context, /, *, run: str, out: Path, precisions: tuple[str, ...], as_json: bool, **own: Any
 ) -> None:
     """Write this device's own model of RUN as ONNX files that work without the coordinator.
 
     The model is the server's newest that this device received, with the device's personal tensors.
     """
-    from edge_client.trained import trained_here
-    from export.bundle.write import check_new
-    from fedvit.data.folder import DeviceData
-    from fedvit.data.split import KeptSplit
 
-    given = given_to(context, own)
-    data, threads = given["data"], given["threads"] or fast_cores()
-    folder = state_folder(data, given["state"])
+    from edge_client.owner.trained import load_own_model  # onnxruntime takes seconds
+    from export.bundle.write import check_new
+
+    settings = read_settings(context, own)
+    data, threads = settings.data, settings.threads
+    folder = state_folder(data, settings.state)
     check_new(out)
     if not (folder / "device-id").is_file():
         raise ConfigError(f"no state of a device in {folder}; --state names another folder")
-    split = KeptSplit.load(split_file(folder), given["test_share"])
-    images = DeviceData.open(data, test_share=given["test_share"], split=split) if data else None
-    trained, labelled = trained_here(
+    split = KeptSplit.load(split_file(folder), settings.test_share)
+    images = DeviceData.open(data, test_share=settings.test_share, split=split) if data else None
+    trained, labelled = load_own_model(
         run,
-        device=kept_device_id(folder / "device-id"),
+        device=read_device_id(folder / "device-id"),
         state=folder,
         data=images,
         threads=threads,
         made_by=f"edge-client {version('fedvit')}",
-        vault_key=given["vault_key"],
+        vault_key=settings.vault_key,
     )
     write(
         out,

@@ -5,15 +5,16 @@ from typing import Any
 import click
 import msgspec
 
-from edge_client.commands.options import given_to, of_program
-from edge_client.state import existing_state, lock_state, state_base, stray_states
+from edge_client.commands.options import program_options, read_settings
+from edge_client.storage.retention import collect, lines, lock_states, remove_strays
+from edge_client.storage.state import existing_state, lock_state, state_base, stray_states
 from fedvit.command_line import Command, json_flag
 
 
 @click.command(
     "gc",
     cls=Command,
-    params=of_program("data", "state"),
+    params=program_options("data", "state"),
     examples=["edge-client gc --data ~/images --keep-runs 3 --dry-run"],
 )
 @click.option(
@@ -30,20 +31,19 @@ from fedvit.command_line import Command, json_flag
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_flag
 @click.pass_context
-def gc(
+def command(
     context: click.Context, /, *, keep_runs: int | None, strays: bool, dry_run: bool, as_json: bool, **own: Any
 ) -> None:
     """Remove the vaults of finished runs except the newest, blobs that no run needs, and incomplete files.
 
     Runs with an unacknowledged result and runs that may be resumed are kept.
     """
-    from edge_client.retention import collect, lines, locked, remove_strays
 
-    given = given_to(context, {**own, "keep_runs": keep_runs})
+    settings = read_settings(context, {**own, "keep_runs": keep_runs})
     if strays:
         report = remove_strays(state_base(), stray_states(), dry_run=dry_run)
     else:
-        state = existing_state(given)
-        with locked(state, lock_state):
-            report = collect(state, keep_runs=given["keep_runs"] or 1, dry_run=dry_run)
+        state = existing_state(settings)
+        with lock_states(state, lock_state):
+            report = collect(state, keep_runs=settings.policy.keep_runs or 1, dry_run=dry_run)
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))

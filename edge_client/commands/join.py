@@ -5,11 +5,14 @@ from typing import Any
 
 import click
 
-from edge_client.commands.options import given_to, of_program
-from edge_client.state import identity_folder
+from edge_client.commands.options import program_options, read_settings
+from edge_client.link.identity import host_and_port
+from edge_client.link.join import join
+from edge_client.storage.state import identity_folder
+from fedvit import hints
 from fedvit.command_line import Command, amount
-from fedvit.hints import command
 from fedvit.quantities import parse_seconds
+from fedvit.wire.enrolment import Token
 
 CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
 
@@ -17,7 +20,7 @@ CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
 @click.command(
     "join",
     cls=Command,
-    params=of_program("broker", "state"),
+    params=program_options("broker", "state"),
     examples=["edge-client join TOKEN"],
 )
 @click.argument("token")
@@ -29,22 +32,19 @@ CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
 @click.option("--replace", is_flag=True, help="Forget an earlier deployment of this device.")
 @click.option("--patience", default="60s", callback=amount(parse_seconds), metavar="TIME", help="How long to try.")
 @click.pass_context
-def join_command(
+def command(
     context: click.Context, /, *, token: str, enrolment_port: int | None, replace: bool, patience: float, **own: Any
 ) -> None:
-    """Join a deployment with the one-time TOKEN of `coordinator enroll`.
+    """Join a deployment with the one-time TOKEN of coordinator enroll.
 
     From then on no flag is needed to reach its broker.
     """
-    from edge_client.identity import host_and_port
-    from edge_client.join import join
-    from fedvit.wire.enrolment import Token
 
-    given = given_to(context, own)
-    host, port = host_and_port(given["broker"]) if given["broker"] else (None, None)
+    settings = read_settings(context, own)
+    host, port = host_and_port(settings.broker) if settings.broker else (None, None)
     joined = join(
         Token.parse(token),
-        identity_folder(given["state"]),
+        identity_folder(settings.state),
         host=host,
         port=port,
         enrolment_port=enrolment_port,
@@ -56,8 +56,8 @@ def join_command(
     click.echo(f"joined as {known.device!r}; certificate: {joined.identity.certificate}")
     if joined.trouble:
         click.echo(f"but a first connection failed: {joined.trouble}\n{hint_for(joined.trouble)}", err=True)
-    state = ("--state", given["state"]) if given["state"] else ()
-    click.echo(f"next: {command('edge-client', '--data', 'FOLDER', *state)}")
+    state = ("--state", settings.state) if settings.state else ()
+    click.echo(f"next: {hints.command('edge-client', '--data', 'FOLDER', *state)}")
 
 
 def hint_for(trouble: str) -> str:

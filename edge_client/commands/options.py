@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from edge_client.settings import DeviceSettings
 from fedvit import monitoring
 from fedvit.command_line import LOG_FORMAT, SectionOption, amount
 from fedvit.errors import ConfigError
@@ -163,8 +164,8 @@ OPTIONS = (
     ),
     SectionOption(["--once"], is_flag=True, help="Exit when the run has ended instead of waiting for the next."),
     SectionOption(["--quiet"], is_flag=True, help="Log warnings and errors only."),
-    SectionOption(["--metrics", "metrics_address"], section=_WATCHING, **monitoring.OPTION),
-    SectionOption(["--metrics-password-file"], section=_WATCHING, **monitoring.PASSWORD_OPTION),
+    SectionOption(["--prometheus", "metrics_address"], section=_WATCHING, **monitoring.OPTION),
+    SectionOption(["--prometheus-password-file"], section=_WATCHING, **monitoring.PASSWORD_OPTION),
     SectionOption(["--log-format"], section=_WATCHING, **LOG_FORMAT),
     SectionOption(
         ["--logs/--no-logs", "sends_logs"],
@@ -182,22 +183,22 @@ OPTIONS = (
 """Options of `edge-client`, which are given before the name of a command."""
 
 
-def of_program(*names: str) -> list[click.Parameter]:
-    """Options of `edge-client` that a command accepts after its own name, too; there they take precedence."""
-    taken: list[click.Parameter] = []
+def program_options(*names: str) -> list[click.Parameter]:
+    """Return options of `edge-client` that a command accepts after its own name, too; there they take precedence."""
+    options: list[click.Parameter] = []
     for option in OPTIONS:
         if option.name in names:
             again = copy.copy(option)
             again.default = again.envvar = None  # read by the option of the program
-            taken.append(again)
-    return taken
+            options.append(again)
+    return options
 
 
-def given_to(context: click.Context, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the options of `of_program`, given after the command's name or before it."""
+def read_settings(context: click.Context, own: Mapping[str, Any]) -> DeviceSettings:
+    """Return the settings from the options before a command's name and, in `own`, after it. Raises ConfigError."""
     before = context.parent.params if context.parent else {}
-    return {**before, **{name: value for name, value in own.items() if value is not None}}
+    return DeviceSettings.from_flags({**before, **{name: value for name, value in own.items() if value is not None}})
 
 
-OF_DEVICE = ("broker", "data", "device", "state", "federation", "ca_file", "memory_budget", "temperature_limit")
+DEVICE_OPTIONS = ("broker", "data", "device", "state", "federation", "ca_file", "memory_budget", "temperature_limit")
 """Options of commands that examine the device."""

@@ -6,18 +6,19 @@ from typing import Any
 
 import click
 
-from edge_client.commands.options import given_to, of_program
+from edge_client.commands.options import program_options, read_settings
+from export.bundle.assemble import Precision
 from fedvit.command_line import Command, json_flag
+from fedvit.data.images import is_image_name
 from fedvit.errors import DataError
-from fedvit.quantities import counted
+from fedvit.quantities import format_count
 from fedvit.terminal import escape_line
-from profiles.probes.host import fast_cores
 
 
 @click.command(
     "predict",
     cls=Command,
-    params=of_program("threads"),
+    params=program_options("threads"),
     examples=["edge-client predict photo.jpg --bundle bundle --top 3"],
 )
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -28,7 +29,7 @@ from profiles.probes.host import fast_cores
 @click.option("--top", type=click.IntRange(min=1), default=1, help="Number of classes to print, the likeliest first.")
 @json_flag
 @click.pass_context
-def predict(
+def command(
     context: click.Context,
     /,
     *,
@@ -40,10 +41,10 @@ def predict(
     **own: Any,
 ) -> None:
     """Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all images in it."""
-    from export.bundle.assemble import Precision
-    from export.bundle.read import Bundle
 
-    threads = given_to(context, own)["threads"] or fast_cores()
+    from export.bundle.read import Bundle  # onnxruntime takes seconds
+
+    threads = read_settings(context, own).threads
     model = Bundle.open(bundle, Precision(precision) if precision else None, threads)
     listed: list[dict[str, Any]] = []
     failed = 0
@@ -63,14 +64,13 @@ def predict(
     if as_json:
         click.echo(json.dumps(listed, indent=2))
     if failed:
-        raise DataError(f"{failed} of {counted(len(listed_images), 'image')} cannot be read")
+        raise DataError(f"{failed} of {format_count(len(listed_images), 'image')} cannot be read")
 
 
 def _images_of(path: Path) -> list[Path]:
     """The image itself, or all images below a folder, sorted by name. Raises DataError if there is none."""
     if not path.is_dir():
         return [path]
-    from fedvit.data.images import is_image_name
 
     found = sorted(file for file in path.rglob("*") if file.is_file() and is_image_name(file.name))
     if not found:

@@ -5,15 +5,16 @@ from typing import Any
 import click
 import msgspec
 
-from edge_client.commands.options import given_to, of_program
-from edge_client.state import existing_state, lock_state
+from edge_client.commands.options import program_options, read_settings
+from edge_client.storage.retention import lines, lock_states, remove_runs
+from edge_client.storage.state import existing_state, lock_state
 from fedvit.command_line import Command, json_flag
 
 
 @click.command(
     "rm",
     cls=Command,
-    params=of_program("data", "state"),
+    params=program_options("data", "state"),
     examples=["edge-client rm RUN --data ~/images"],
 )
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
@@ -21,13 +22,12 @@ from fedvit.command_line import Command, json_flag
 @click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_flag
 @click.pass_context
-def rm(
+def command(
     context: click.Context, /, *, runs: tuple[str, ...], force: bool, dry_run: bool, as_json: bool, **own: Any
 ) -> None:
     """Remove the vaults of RUNS, also of the newest. A run with an unacknowledged result is refused."""
-    from edge_client.retention import lines, locked, remove_runs
 
-    state = existing_state(given_to(context, own))
-    with locked(state, lock_state):
+    state = existing_state(read_settings(context, own))
+    with lock_states(state, lock_state):
         report = remove_runs(state, list(dict.fromkeys(runs)), force=force, dry_run=dry_run)
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))

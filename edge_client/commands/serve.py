@@ -5,22 +5,44 @@ import os
 import secrets
 import signal
 import threading
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
 
-from edge_client.endpoint import find_endpoint
-from edge_client.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
-from fedvit.errors import ConfigError
+from edge_client.agent import TICK_S, Agent
+from edge_client.health.guard import Guard, memory_message
+from edge_client.health.recent_log import RecentLog
+from edge_client.health.status import StatusFile
+from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.link.endpoint import Endpoint, endpoint_of
+from edge_client.link.identity import Renewal
+from edge_client.link.session import RETURN_SPREAD_S
+from edge_client.owner.speed import find_speed, read_stored
+from edge_client.settings import DeviceSettings
+from edge_client.storage.device_storage import DeviceStorage
+from edge_client.storage.disk import DEFAULT_SHARE
+from edge_client.storage.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
+from edge_client.storage.vault import Vault
+from edge_client.storage.vault_key import VaultKey
+from edge_client.work.runtime import Runtime
+from edge_client.work.task_executor import TaskExecutor
+from fedvit.blobs import BlobStore
+from fedvit.data.folder import DeviceData
+from fedvit.data.growing import GrowingFolder
+from fedvit.data.images import limit_decoded_bytes
+from fedvit.engine import load_engine
 from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
-from fedvit.monitoring import ListenAddress, Watched, monitored
+from fedvit.monitoring import Watched, serve_metrics
 from fedvit.resources import Budget, Speed, image_cache_bytes
 from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
+from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.topics import Topics
-from profiles.probes.host import device_profile, fast_cores, free_disk_bytes, resident_bytes
+from profiles.probes.host import device_profile, free_disk_bytes, resident_bytes
 from profiles.probes.meter import Sensors
+from profiles.probes.speed import measure_speed
 
 log = logging.getLogger(__name__)
 
@@ -29,155 +51,109 @@ KEEP_RUNS = 10
 
 
 @private_files()
-def serve(
-    *,
-    broker: str | None,
-    data: Path | None,
-    device: str | None,
-    state: Path | None,
-    threads: int | None,
-    provider: str,
-    federation: str | None,
-    ca_file: Path | None,
-    test_share: float,
-    memory_budget: int | None,
-    disk_budget: int | None,
-    flops_budget: int | None,
-    round_deadline: float | None,
-    upload_budget: int | None,
-    temperature_limit: float | None,
-    max_temperature: float | None,
-    min_battery: int | None,
-    busy_file: Path | None,
-    quiet_hours: str | None,
-    labels: dict[str, str],
-    vault_key: Path | None,
-    profile: bool,
-    keep_runs: int | None,
-    once: bool,
-    quiet: bool,
-    metrics_address: ListenAddress | None,
-    sends_logs: bool,
-    counts_classes: bool,
-) -> None:
+def serve(settings: DeviceSettings) -> None:
     """Build the device, and take part until it is stopped."""
-    # onnxruntime and the data readers are imported here, so that --help and usage errors are fast
-    from edge_client.agent import RETURN_SPREAD_S, TICK_S, Agent
-    from edge_client.guard import Guard
-    from edge_client.identity import Renewal
-    from edge_client.readiness import Hours, Readiness
-    from edge_client.recent_log import RecentLog
-    from edge_client.runtime import Runtime
-    from edge_client.status import StatusFile
-    from edge_client.vault import Vault
-    from edge_client.vault_key import VaultKey
-    from fedvit.blobs import BlobStore
-    from fedvit.data.growing import GrowingFolder
-    from fedvit.data.images import decoded_bytes_within
-    from fedvit.transport.mqtt import MqttTransport
-
     log_fields = dict[str, object]()
-    configure_logging(level=logging.WARNING if quiet else logging.INFO, fields=log_fields)
+    configure_logging(level=logging.WARNING if settings.quiet else logging.INFO, fields=log_fields)
     notifier = Notifier.from_environment()
-    if data is None:
-        raise ConfigError("--data is missing: the folder with this device's images")
-    readiness = Readiness(
-        most_celsius=max_temperature,
-        least_battery=min_battery,
-        busy_file=busy_file,
-        quiet_hours=Hours.parse(quiet_hours) if quiet_hours else None,
-    )
-    endpoint = find_endpoint(broker, ca_file=ca_file, federation=federation, device=device, state=state)
-    folder = state or default_state(data)
-    with lock_new_state(folder) as lock:
-        growing = GrowingFolder(
+    data, memory_bytes = settings.data_folder, settings.policy.budget.memory_bytes
+    endpoint = endpoint_of(settings)
+    state = settings.state or default_state(data)
+    with lock_new_state(state) as lock:
+        images = GrowingFolder(
             data,
-            split_file=split_file(folder),
-            test_share=test_share,
-            cache_bytes=image_cache_bytes(memory_budget),
-            decoded_bytes=decoded_bytes_within(memory_budget),
+            split_file=split_file(state),
+            test_share=settings.test_share,
+            cache_bytes=image_cache_bytes(memory_bytes),
+            decoded_bytes=limit_decoded_bytes(memory_bytes),
         )
-        name = log_fields["device"] = device_id(folder, endpoint.device, data)
-    images = growing.data
-    home = home_folder()
-    recent_log = RecentLog([home, data] if home else [data], images.classes) if sends_logs else None
-    if recent_log:
-        logging.getLogger().addHandler(recent_log)
-    make_private(folder / kept for kept in ("blobs", "vault"))
-    vault = Vault(folder / "vault", VaultKey.load(vault_key, make=True) if vault_key else None)
-    vault.check_key()
-    threads = threads or fast_cores()
-    budget = Budget(
-        memory_bytes=memory_budget,
-        flops_per_round=flops_budget,
-        round_deadline_s=round_deadline,
-        upload_bytes=upload_budget,
-    )
+        device = log_fields["device"] = device_id(state, endpoint.device, data)
     sensors = Sensors.find()
-    if temperature_limit is not None and sensors.thermometer.celsius() is None:
-        log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": temperature_limit})
-    speed = speed_at_start(folder, threads, measure=profile or budget != Budget())
-    if memory_budget is not None:
-        check_memory_budget(memory_budget)
-    client_id = f"{name}-{secrets.token_hex(4)}"
-    transport = MqttTransport(SimpleQueue(), endpoint.address, client_id, return_spread_s=RETURN_SPREAD_S)
-    agent = Agent(
-        device=name,
-        federation=endpoint.federation,
-        transport=transport,
-        data=images,
-        vault=vault,
-        blobs=BlobStore(folder / "blobs"),
-        runtime=Runtime(threads, provider),
-        profile=device_profile(threads, folder, speed=speed, budget=budget),
-        software=version("fedvit"),
-        guard=Guard(budget, temperature_limit_c=temperature_limit, sensors=sensors, owns_process=True),
-        readiness=readiness,
-        renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
-        labels=labels,
-        keep_runs=keep_runs or KEEP_RUNS,
-        disk_budget=disk_budget or default_disk_budget(folder),
-        growing=growing,
-        status=StatusFile(status_file(folder), broker=str(endpoint.address)),
-        recent_log=recent_log.text if recent_log else lambda: "",
-        counts_classes=counts_classes,
-    )
+    agent = build_agent(settings, endpoint._replace(device=device), state, images, sensors)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    log.info(
-        "device ready",
-        extra={"device": name, "train": len(images.train), "test": len(images.test), "classes": len(images.classes)},
-    )
-    growing.log_problems()
-    if images.empty:
-        log.warning("class folders without images", extra={"count": len(images.empty), "first": images.empty[0]})
+    log_images(device, images)
     loop = LoopWatch(TICK_S, notifier.alive)
 
-    def watched() -> Watched:
-        from edge_client.monitoring import AgentCollector  # imports prometheus_client, which is optional
+    def watch() -> Watched:
+        from edge_client.health.monitoring import AgentCollector  # imports prometheus_client, which is optional
 
-        collector = AgentCollector(agent, folder, loop, sensors)
+        collector = AgentCollector(agent.link, agent.state, state, loop, sensors)
         return Watched(collector, lambda: [loop], collector.why_not_ready)
 
-    with monitored(metrics_address) as monitor:
-        monitor.show(watched)
+    with serve_metrics(settings.metrics_address) as monitor:
+        monitor.show(watch)
         if monitor.url:
             log.info("metrics", extra={"url": monitor.url})
         notifier.ready()
         try:
-            reason = agent.serve(stop, once=once, on_turn=loop.turned)
+            reason = agent.serve(stop, once=settings.once, on_turn=loop.turn)
         finally:
             notifier.stopping()
     log.info("device leaves", extra={"reason": reason})
     os.close(lock)
 
 
+def build_agent(
+    settings: DeviceSettings, endpoint: Endpoint, state: Path, images: GrowingFolder, sensors: Sensors
+) -> Agent:
+    """Connect the parts of the device; `endpoint` has its name."""
+    policy, device = settings.policy, str(endpoint.device)
+    recent_log = attach_recent_log(settings.data_folder, images.data) if policy.sends_logs else None
+    make_private(state / name for name in ("blobs", "vault"))
+    vault = Vault(state / "vault", VaultKey.load(settings.vault_key, make=True) if settings.vault_key else None)
+    vault.check_key()
+    if policy.temperature_limit_c is not None and sensors.thermometer.celsius() is None:
+        log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": policy.temperature_limit_c})
+    speed = speed_at_start(state, settings.threads, measure=settings.measures_speed or policy.budget != Budget())
+    if policy.budget.memory_bytes is not None:
+        check_memory_budget(policy.budget.memory_bytes)
+    identity = DeviceIdentity(
+        device=device,
+        federation=endpoint.federation,
+        software=version("fedvit"),
+        profile=device_profile(settings.threads, state, speed=speed, budget=policy.budget),
+        labels=settings.labels,
+    )
+    disk_budget_bytes = policy.disk_budget_bytes or default_disk_budget(state)
+    storage = DeviceStorage(vault, BlobStore(state / "blobs"), images, disk_budget_bytes=disk_budget_bytes)
+    client_id = f"{device}-{secrets.token_hex(4)}"
+    link = DeviceLink(
+        identity,
+        MqttTransport(SimpleQueue(), endpoint.address, client_id, return_spread_s=RETURN_SPREAD_S),
+        storage,
+        renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
+        recent_log=recent_log.text if recent_log else lambda: "",
+    )
+    guard = Guard(policy.budget, temperature_limit_c=policy.temperature_limit_c, sensors=sensors, owns_process=True)
+    worker = TaskExecutor(link, storage, Runtime(settings.threads, settings.provider), guard, policy)
+    status = StatusFile(status_file(state), identity, broker=str(endpoint.address))
+    return Agent(link, storage, worker, replace(policy, keep_runs=policy.keep_runs or KEEP_RUNS), status=status)
+
+
+def attach_recent_log(folder: Path, data: DeviceData) -> RecentLog:
+    """Keep the last lines of this process's log, without paths and class names."""
+    home = home_folder()
+    recent_log = RecentLog([home, folder] if home else [folder], data.classes)
+    logging.getLogger().addHandler(recent_log)
+    return recent_log
+
+
+def log_images(device: str, images: GrowingFolder) -> None:
+    """Log the numbers of images, and the files and folders that cannot be used."""
+    data = images.data
+    log.info(
+        "device ready",
+        extra={"device": device, "train": len(data.train), "test": len(data.test), "classes": len(data.classes)},
+    )
+    images.log_problems()
+    if data.empty:
+        log.warning("class folders without images", extra={"count": len(data.empty), "first": data.empty[0]})
+
+
 def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
     """Return the stored compute speed; with `measure` a missing one is measured now, which takes seconds."""
-    from edge_client.speed import find_speed, read_stored
-    from profiles.probes.speed import measure_speed
-
     known = read_stored(state, threads)
     if known and known.speed:
         log.info("compute speed is known from an earlier start")
@@ -193,17 +169,12 @@ def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
 
 def default_disk_budget(state: Path) -> int | None:
     """Return half of the space that the state uses or that is free; None if that is not known."""
-    from edge_client.disk import DEFAULT_SHARE
-
     free_bytes = free_disk_bytes(state)
     return None if free_bytes is None else int(DEFAULT_SHARE * (free_bytes + folder_bytes(state)))
 
 
 def check_memory_budget(limit_bytes: int) -> None:
     """Load the engine, so that the process's reported memory includes it; warn if that alone exceeds the budget."""
-    from edge_client.guard import memory_message
-    from fedvit.engine import load_engine
-
     load_engine()
     if (base_bytes := resident_bytes()) > limit_bytes:
         log.warning(memory_message(base_bytes, limit_bytes, base_bytes))

@@ -5,28 +5,28 @@ from typing import Any
 import click
 import msgspec
 
-from edge_client.commands.options import given_to, of_program
-from edge_client.state import in_use, state_folder, status_file
+from edge_client.commands.options import program_options, read_settings
+from edge_client.health.status import lines, read_status
+from edge_client.storage.state import in_use, state_folder, status_file
 from fedvit.command_line import Command, json_flag
 
 
 @click.command(
     "status",
     cls=Command,
-    params=of_program("data", "state"),
+    params=program_options("data", "state"),
     examples=["edge-client status --data ~/images"],
 )
 @json_flag
 @click.pass_context
-def status(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
+def command(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
     """Show what this device is doing: its last round, images, files that cannot be used, memory, last error.
 
     Reads a file that the running device writes; needs no network.
     """
-    from edge_client.status import lines, read_status
 
-    given = given_to(context, own)
-    folder = state_folder(given["data"], given["state"])
+    settings = read_settings(context, own)
+    folder = state_folder(settings.data, settings.state)
     found, running = read_status(status_file(folder)), in_use(folder)
     if as_json:
         shown = {**msgspec.to_builtins(found), "running": running}

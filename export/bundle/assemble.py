@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from export.bundle.batch_axis import open_batch
-from export.bundle.model import FLOAT, Model, Node, Parts, Port, constant, node, renamed, write_model
 from fedvit.errors import BadPayload
+from fedvit.onnx_model import FLOAT, Model, Node, Parts, Port, encode_constant, make_node, rename_value, write_model
 from fedvit.program import Batch
 from fedvit.tensors import Array, Tensors
 
@@ -67,14 +67,14 @@ def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Mo
     opened = open_batch(graph, PATCHES, batch.answer_size, length)
     front, constants = _unfold(batch, length)
     if probabilities:
-        opened = renamed(opened, LOGITS, PROBABILITIES)
-        constants["probabilities.least"] = constant("probabilities.least", np.array(_LEAST, np.float32))
+        opened = rename_value(opened, LOGITS, PROBABILITIES)
+        constants["probabilities.least"] = encode_constant("probabilities.least", np.array(_LEAST, np.float32))
         back = [
-            node("Clip", [PROBABILITIES, "probabilities.least"], ["probabilities.positive"]),
-            node("Log", ["probabilities.positive"], [LOGITS]),
+            make_node("Clip", [PROBABILITIES, "probabilities.least"], ["probabilities.positive"]),
+            make_node("Log", ["probabilities.positive"], [LOGITS]),
         ]
     else:
-        back = [node("Softmax", [LOGITS], [PROBABILITIES], axis=-1)]
+        back = [make_node("Softmax", [LOGITS], [PROBABILITIES], axis=-1)]
     inputs = {name: port for name, port in graph.inputs.items() if name != PATCHES}
     side = batch.image_size
     return replace(
@@ -94,21 +94,21 @@ def _unfold(batch: Batch, length: str) -> tuple[list[Node], dict[str, bytes]]:
     constants: dict[str, bytes] = {}
 
     def numbers(name: str, *values: int) -> str:
-        constants[name] = constant(name, np.array(values, np.int64))
+        constants[name] = encode_constant(name, np.array(values, np.int64))
         return name
 
-    nodes = [node("Shape", [IMAGE], [length], start=0, end=1)]
+    nodes = [make_node("Shape", [IMAGE], [length], start=0, end=1)]
     pixels = IMAGE
     if whole < side:  # pixels at the right and bottom that fill no patch
         pixels = "image.whole"
         bounds = [numbers("image.first", 0, 0), numbers("image.end", whole, whole), numbers("image.axes", 2, 3)]
-        nodes.append(node("Slice", [IMAGE, *bounds], [pixels]))
+        nodes.append(make_node("Slice", [IMAGE, *bounds], [pixels]))
     split = numbers("image.split", -1, 3, grid, patch, grid, patch)
     rows = numbers("image.rows", -1, batch.patches, batch.patch_values)
     nodes += [
-        node("Reshape", [pixels, split], ["image.grid"]),
-        node("Transpose", ["image.grid"], ["image.patches"], perm=(0, 2, 4, 1, 3, 5)),
-        node("Reshape", ["image.patches", rows], [PATCHES]),
+        make_node("Reshape", [pixels, split], ["image.grid"]),
+        make_node("Transpose", ["image.grid"], ["image.patches"], perm=(0, 2, 4, 1, 3, 5)),
+        make_node("Reshape", ["image.patches", rows], [PATCHES]),
     ]
     return nodes, constants
 
@@ -128,11 +128,11 @@ def assemble(model: Model, values: Mapping[str, Array], precision: Precision, me
         value = values[name]
         if precision is Precision.FP16 and _fits_half(name, value):
             held[f"{name}.fp16"] = value.astype(np.float16)
-            front.append(node("Cast", [f"{name}.fp16"], [name], to=FLOAT))
+            front.append(make_node("Cast", [f"{name}.fp16"], [name], to=FLOAT))
         elif precision is Precision.INT8 and _is_weight(name, value):
             scale, rounded = quantise(value)
             held |= {f"{name}.int8": rounded, f"{name}.scale": scale}
-            front.append(node("DequantizeLinear", [f"{name}.int8", f"{name}.scale"], [name], axis=0))
+            front.append(make_node("DequantizeLinear", [f"{name}.int8", f"{name}.scale"], [name], axis=0))
         else:
             held[name] = value
     constants = {name: content for name, content in model.constants.items() if name in used}

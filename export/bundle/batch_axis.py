@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from export.bundle.model import Model, Node, Shape, constant, node, whole_numbers
 from fedvit.errors import BadPayload
+from fedvit.onnx_model import Model, Node, Shape, encode_constant, make_node, read_integers
 
 
 class BatchAxis(NamedTuple):
@@ -37,11 +37,11 @@ class _Opened:
     def numbers(self, name: str) -> Shape:
         if name not in self.model.constants:
             raise BadPayload(f"the graph calculates {name!r}, which should be a constant")
-        return whole_numbers(self.model.constants[name])
+        return read_integers(self.model.constants[name])
 
     def constant(self, values: tuple[int, ...]) -> str:
         name = "shape." + "x".join(map(str, values))
-        self.constants[name] = constant(name, np.array(values, np.int64))
+        self.constants[name] = encode_constant(name, np.array(values, np.int64))
         return name
 
 
@@ -52,11 +52,12 @@ def open_batch(model: Model, source: str, batch: int, length: str) -> Model:
     """
     opened = _Opened(model, batch, length, {source: BatchAxis(0, 1)})
     for entry in model.nodes:
-        _RULES.get(entry.kind, _kept)(opened, entry)
-    return replace(model, nodes=tuple(opened.nodes), constants={**model.constants, **opened.constants})
+        _RULES.get(entry.kind, _keep_axes)(opened, entry)
+    constants = {**model.constants, **opened.constants}
+    return replace(model, nodes=tuple(opened.nodes), constants=constants, values={})  # engines infer the new shapes
 
 
-def _kept(opened: _Opened, entry: Node) -> None:
+def _keep_axes(opened: _Opened, entry: Node) -> None:
     """Axes keep their position, counted from the last: elementwise and row-wise operators, and products."""
     opened.nodes.append(entry)
     for output in entry.outputs:
@@ -82,7 +83,7 @@ def _reshape(opened: _Opened, entry: Node) -> None:
             opened.nodes.append(replace(entry, inputs=(source, wanted)))
             _settle(opened, entry, entry.outputs[0], {BatchAxis(axis, step // behind)})
             return
-    raise _lost(entry, f"reshapes {before} to {after}")
+    raise _describe_failure(entry, f"reshapes {before} to {after}")
 
 
 def _expand(opened: _Opened, entry: Node) -> None:
@@ -91,7 +92,7 @@ def _expand(opened: _Opened, entry: Node) -> None:
     after = opened.model.shape(entry.outputs[0])
     before = (1,) * (len(after) - len(opened.model.shape(source))) + opened.model.shape(source)
     if source in opened.places:
-        raise _lost(entry, f"repeats {before} up to {after}")
+        raise _describe_failure(entry, f"repeats {before} up to {after}")
     grown = [axis for axis, length in enumerate(after) if before[axis] == 1 and length == opened.batch]
     if not grown:
         opened.nodes.append(entry)
@@ -101,7 +102,7 @@ def _expand(opened: _Opened, entry: Node) -> None:
     names = [opened.constant(part) for part in lengths if part]
     names.insert(1 if lengths[0] else 0, opened.length)
     target = f"{entry.outputs[0]}.shape"
-    opened.nodes += [node("Concat", names, [target], axis=0), replace(entry, inputs=(source, target))]
+    opened.nodes += [make_node("Concat", names, [target], axis=0), replace(entry, inputs=(source, target))]
     _settle(opened, entry, entry.outputs[0], {BatchAxis(axis, 1)})
 
 
@@ -109,7 +110,7 @@ def _transpose(opened: _Opened, entry: Node) -> None:
     opened.nodes.append(entry)
     if place := opened.places.get(entry.inputs[0]):
         axes = len(opened.model.shape(entry.inputs[0]))
-        order = entry.numbers("perm") or tuple(reversed(range(axes)))
+        order = entry.integers("perm") or tuple(reversed(range(axes)))
         _settle(opened, entry, entry.outputs[0], {place._replace(axis=order.index(place.axis))})
 
 
@@ -117,13 +118,13 @@ def _gather(opened: _Opened, entry: Node) -> None:
     """The indexed axis is replaced by the axes of the indices."""
     opened.nodes.append(entry)
     source, chosen = entry.inputs
-    taken = entry.number("axis", 0) % len(opened.model.shape(source))
+    taken = entry.integer("axis", 0) % len(opened.model.shape(source))
     found = set()
     if place := opened.places.get(chosen):
         found.add(place._replace(axis=place.axis + taken))
     if place := opened.places.get(source):
         if place.axis == taken:
-            raise _lost(entry, "chooses among the images")
+            raise _describe_failure(entry, "chooses among the images")
         wider = len(opened.model.shape(chosen)) - 1
         found.add(place if place.axis < taken else place._replace(axis=place.axis + wider))
     _settle(opened, entry, entry.outputs[0], found)
@@ -135,11 +136,11 @@ def _reduce(opened: _Opened, entry: Node) -> None:
     if (place := opened.places.get(source)) is None:
         return
     axes = len(opened.model.shape(source))
-    gone = opened.numbers(entry.inputs[1]) if len(entry.inputs) > 1 else entry.numbers("axes") or tuple(range(axes))
+    gone = opened.numbers(entry.inputs[1]) if len(entry.inputs) > 1 else entry.integers("axes") or tuple(range(axes))
     gone = tuple(axis % axes for axis in gone)
     if place.axis in gone:
-        raise _lost(entry, "sums over the images")
-    fewer = 0 if entry.number("keepdims", 1) else sum(axis < place.axis for axis in gone)
+        raise _describe_failure(entry, "sums over the images")
+    fewer = 0 if entry.integer("keepdims", 1) else sum(axis < place.axis for axis in gone)
     _settle(opened, entry, entry.outputs[0], {place._replace(axis=place.axis - fewer)})
 
 
@@ -149,9 +150,9 @@ def _gemm(opened: _Opened, entry: Node) -> None:
     for number, (name, flag) in enumerate(zip(entry.inputs, ("transA", "transB", ""), strict=False)):
         if (place := opened.places.get(name)) is None:
             continue
-        axis = 1 - place.axis if flag and entry.number(flag, 0) else place.axis
+        axis = 1 - place.axis if flag and entry.integer(flag, 0) else place.axis
         if number < 2 and axis != number:
-            raise _lost(entry, "multiplies over the images")
+            raise _describe_failure(entry, "multiplies over the images")
         axes = len(opened.model.shape(name))
         found.add(place._replace(axis=axis + 2 - axes))
     _settle(opened, entry, entry.outputs[0], found)
@@ -162,15 +163,15 @@ def _settle(opened: _Opened, entry: Node, output: str, found: set[BatchAxis]) ->
     if not found:
         return
     if len(found) > 1:
-        raise _lost(entry, f"reads the images from {len(found)} axes")
+        raise _describe_failure(entry, f"reads the images from {len(found)} axes")
     [place] = found
     shape = opened.model.shape(output)
     if not 0 <= place.axis < len(shape) or shape[place.axis] % (place.inner * opened.batch):
-        raise _lost(entry, f"has no axis of {opened.batch} images in {shape}")
+        raise _describe_failure(entry, f"has no axis of {opened.batch} images in {shape}")
     opened.places[output] = place
 
 
-def _lost(entry: Node, what: str) -> BadPayload:
+def _describe_failure(entry: Node, what: str) -> BadPayload:
     return BadPayload(f"the graph cannot be opened for any number of images: {entry.kind} {entry.outputs[0]!r} {what}")
 
 

@@ -8,7 +8,7 @@ CARD_VERSION = 1
 
 
 class Preprocessing(Struct, frozen=True, kw_only=True):
-    """How a picture becomes the model's input; `preprocessing.json`."""
+    """The steps from a picture to the model's input; `preprocessing.json`."""
 
     image_size: int
     patch_size: int
@@ -30,7 +30,7 @@ class Preprocessing(Struct, frozen=True, kw_only=True):
         return Batch(image_size=self.image_size, patch_size=self.patch_size, batch_size=1, mean=self.mean, std=self.std)
 
 
-class Accuracy(Struct, frozen=True):
+class MeasuredAccuracy(Struct, frozen=True):
     """Right answers on images whose class is known."""
 
     correct: int
@@ -42,7 +42,7 @@ class Accuracy(Struct, frozen=True):
 
 
 class Parity(Struct, frozen=True):
-    """How far a file is from the run's own predict graph: largest difference over the largest value."""
+    """Distance of a file from the run's own predict graph: largest difference over the largest value."""
 
     difference: float
     tolerance: float
@@ -50,7 +50,7 @@ class Parity(Struct, frozen=True):
 
 
 class Agreement(Struct, frozen=True):
-    """How a file's answers compare with those of the fp32 file on the same pictures."""
+    """Comparison of a file's answers with those of the fp32 file on the same pictures."""
 
     equal_answers: float  # share of the pictures
     largest_logit_difference: float
@@ -73,7 +73,7 @@ class FileCard(Struct, frozen=True, kw_only=True):
     tensors_not_float32: int
     parity: Parity
     agreement: Agreement | None  # None for fp32 itself, and where there is no fp32 file
-    accuracy: Accuracy | None
+    accuracy: MeasuredAccuracy | None
     latency: Latency
 
 
@@ -100,7 +100,7 @@ class Reported(Struct, frozen=True, kw_only=True):
     protocol: str | None
 
 
-class Machine(Struct, frozen=True):
+class BundleMachine(Struct, frozen=True):
     """The machine on which a bundle was made and measured."""
 
     machine: str  # x86_64, aarch64, ...
@@ -115,7 +115,7 @@ class Card(Struct, frozen=True, kw_only=True):
     files: dict[str, FileCard]  # by precision
     pictures: str  # what parity, agreement and accuracy were measured on
     reported: Reported | None
-    machine: Machine
+    machine: BundleMachine
 
 
 def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) -> str:
@@ -137,7 +137,7 @@ def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) ->
         f"Measured on {card.pictures}. Equal answers and differences are against the fp32 file. Seconds: median, one "
         f"image at a time, {_threads(card)}, on {card.machine.machine} with {card.machine.cores} cores, onnxruntime "
         f"{card.machine.onnxruntime}.",
-        *_reported(card.reported),
+        *_report_accuracy(card.reported),
         "",
         "How the weights lie in the files (all calculations are float32):",
         "",
@@ -215,7 +215,7 @@ def _threads(card: Card) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
-def _reported(reported: Reported | None) -> list[str]:
+def _report_accuracy(reported: Reported | None) -> list[str]:
     if reported is None:
         return []
     whose = f"mean of {reported.devices} devices" if reported.devices > 1 else "one device"

@@ -1,4 +1,4 @@
-"""What the `export` commands of the coordinator and of a device have in common: two flags, and the writing."""
+"""The common part of the `export` commands of coordinator and device: two flags, and the writing."""
 
 import platform
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:  # imports the engine, for which errors in flags need not wait
-    from export.bundle.write import Trained
+    from export.bundle.write import TrainedModel
     from fedvit.data.folder import Split
 
 out_flag = click.option(
@@ -24,7 +24,7 @@ precisions_flag = click.option(
 
 def write(
     out: Path,
-    trained: "Trained",
+    trained: "TrainedModel",
     *,
     images: "Split | None",
     described: str,

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 
 from export.bundle.assemble import IMAGE, LOGITS, PATCHES, PROBABILITIES, Precision
-from export.bundle.card import Accuracy, Agreement, Latency, Parity
+from export.bundle.card import Agreement, Latency, MeasuredAccuracy, Parity
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats, Indices, Pixels, normalise, unfold
 from fedvit.errors import BadPayload, ExportMismatch
@@ -31,7 +31,7 @@ TIES = 16
 equally near, and processors round differently. A wrong file differs for most pictures."""
 
 LEAST_SCALE = 1e-3
-"""Of an untrained model all logits may be zero: smaller ones are compared as if the largest were this."""
+"""Least scale of a comparison: all logits of an untrained model may be zero."""
 
 RANDOM_PICTURES = 64
 TOGETHER = 16
@@ -41,29 +41,29 @@ LATENCY_RUNS = (5, 50)
 """Least and greatest number of timed runs, which take about LATENCY_S."""
 
 
-class Pictures(NamedTuple):
+class PictureBatch(NamedTuple):
     """Normalised pictures (N, 3, S, S), and their classes where these are known."""
 
     images: Floats
     labels: Indices | None
 
 
-def random_pictures(batch: Batch, count: int = RANDOM_PICTURES) -> Iterator[Pictures]:
+def random_pictures(batch: Batch, count: int = RANDOM_PICTURES) -> Iterator[PictureBatch]:
     """Coloured squares, eight by eight: the same ones each time."""
     squares = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
     where = np.arange(batch.image_size) * 8 // batch.image_size
     pixels = squares[:, where][:, :, where]
     for first in range(0, count, TOGETHER):
-        yield Pictures(as_input(pixels[first : first + TOGETHER], batch), None)
+        yield PictureBatch(as_input(pixels[first : first + TOGETHER], batch), None)
 
 
-def pictures_of(images: Split, batch: Batch) -> Iterator[Pictures]:
+def pictures_of(images: Split, batch: Batch) -> Iterator[PictureBatch]:
     """A split's images as in a test; unreadable images are skipped."""
     for first in range(0, len(images), TOGETHER):
         rows = np.arange(first, min(first + TOGETHER, len(images)))
         pixels, readable = images.load(rows, batch.image_size)
         if readable.any():
-            yield Pictures(as_input(pixels[readable], batch), images.labels[rows][readable])
+            yield PictureBatch(as_input(pixels[readable], batch), images.labels[rows][readable])
 
 
 def as_input(pixels_BSSC: Pixels, batch: Batch) -> Floats:
@@ -112,7 +112,7 @@ class RunGraph:
 
 
 def are_probabilities(answers_BC: Floats) -> bool:
-    """Whether a predict graph's answers are probabilities, as with a vote of neighbours."""
+    """Return whether a predict graph's answers are probabilities, as with a vote of neighbours."""
     return bool((answers_BC >= 0).all() and (np.abs(answers_BC.sum(axis=1, dtype=np.float64) - 1) < 1e-4).all())
 
 
@@ -150,31 +150,31 @@ def run(session: onnxruntime.InferenceSession, images: Floats) -> dict[str, Floa
         raise BadPayload(f"the model cannot run here: {error}") from error
 
 
-class Answers(NamedTuple):
+class PictureAnswers(NamedTuple):
     """A file's answers to pictures."""
 
     logits: Floats
     labels: Indices | None
 
     @property
-    def accuracy(self) -> Accuracy | None:
+    def accuracy(self) -> MeasuredAccuracy | None:
         if self.labels is None:
             return None
-        return Accuracy(int((self.logits.argmax(axis=1) == self.labels).sum()), len(self.labels))
+        return MeasuredAccuracy(int((self.logits.argmax(axis=1) == self.labels).sum()), len(self.labels))
 
-    def agreement(self, other: "Answers") -> Agreement:
+    def agreement(self, other: "PictureAnswers") -> Agreement:
         equal = self.logits.argmax(axis=1) == other.logits.argmax(axis=1)
         difference = np.abs(self.logits - other.logits).max()
         return Agreement(float(equal.mean()), float(difference), len(equal))
 
 
-def answer(session: onnxruntime.InferenceSession, pictures: Iterator[Pictures]) -> Answers:
+def answer(session: onnxruntime.InferenceSession, pictures: Iterator[PictureBatch]) -> PictureAnswers:
     logits, labels = [], []
     for some in pictures:
         logits.append(run(session, some.images)[LOGITS])
         if some.labels is not None:
             labels.append(some.labels)
-    return Answers(np.concatenate(logits), np.concatenate(labels) if labels else None)
+    return PictureAnswers(np.concatenate(logits), np.concatenate(labels) if labels else None)
 
 
 def time_one(session: onnxruntime.InferenceSession, image: Floats, threads: int) -> Latency:

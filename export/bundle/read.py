@@ -19,7 +19,7 @@ from fedvit.program import Batch
 Kind = TypeVar("Kind")
 
 
-class Answer(NamedTuple):
+class ClassProbability(NamedTuple):
     label: str
     probability: float
 
@@ -40,7 +40,7 @@ class Bundle:
         Raises ConfigError when the folder is no bundle or has no such file, BadPayload when a file is damaged.
         """
         if not (folder / CARD).is_file():
-            raise ConfigError(f"{folder} is no bundle: there is no {CARD} in it; --bundle names another folder")
+            raise ConfigError(f"{folder} is not a bundle: it has no {CARD}; name another folder with --bundle")
         version = _read(folder / CARD, _Version).v
         if version != CARD_VERSION:
             raise BadPayload(f"{folder / CARD} has version {version}, this software knows version {CARD_VERSION}")
@@ -55,12 +55,12 @@ class Bundle:
         session = open_session(folder / Precision(wanted).file, threads)
         return cls(card, labels, _read(folder / PREPROCESSING, Preprocessing).batch, session)
 
-    def answer(self, image: Path, top: int) -> list[Answer]:
+    def answer(self, image: Path, top: int) -> list[ClassProbability]:
         """The likeliest classes of one picture. Raises DataError, naming the file, when it cannot be read."""
         pixels = read_image(image, self.batch.image_size)
         [probabilities] = run(self.session, as_input(pixels[None], self.batch))[PROBABILITIES]
         order = np.argsort(-probabilities, kind="stable")[:top]
-        return [Answer(self.labels[index], float(probabilities[index])) for index in order]
+        return [ClassProbability(self.labels[index], float(probabilities[index])) for index in order]
 
 
 class _Version(msgspec.Struct):

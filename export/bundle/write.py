@@ -15,10 +15,10 @@ import msgspec
 import onnxruntime
 
 from export.bundle.assemble import Precision, assemble, open_predict_graph
-from export.bundle.card import Card, FileCard, Machine, Origin, Preprocessing, Reported, readme
+from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, readme
 from export.bundle.measure import (
-    Answers,
-    Pictures,
+    PictureAnswers,
+    PictureBatch,
     RunGraph,
     answer,
     are_probabilities,
@@ -28,11 +28,11 @@ from export.bundle.measure import (
     random_pictures,
     time_one,
 )
-from export.bundle.model import Model, Parts, read_model, size_bytes
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, sync_folder
+from fedvit.onnx_model import Model, Parts, read_model, size_bytes
 from fedvit.program import Batch
 from fedvit.tensors import Array
 
@@ -40,7 +40,7 @@ CARD, README, LABELS, PREPROCESSING = "card.json", "README.md", "labels.json", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedModel:
     """A model as a run left it."""
 
     graph: bytes  # the run's predict graph
@@ -65,16 +65,16 @@ class Bench:
     machine: str
     cores: int
 
-    def pictures(self, batch: Batch) -> Iterator[Pictures]:
+    def pictures(self, batch: Batch) -> Iterator[PictureBatch]:
         return pictures_of(self.images, batch) if self.images else random_pictures(batch)
 
-    def what(self, answers: Answers) -> str:
+    def what(self, answers: PictureAnswers) -> str:
         return f"{len(answers.logits)} {self.described if self.images else 'random pictures'}"
 
 
 def write_bundle(
     out: Path,
-    trained: Trained,
+    trained: TrainedModel,
     bench: Bench,
     *,
     precisions: Sequence[Precision] = tuple(Precision),
@@ -106,7 +106,7 @@ def check_new(out: Path) -> None:
 
 
 def _fill(
-    folder: Path, trained: Trained, bench: Bench, precisions: Sequence[Precision], progress: Callable[[str], None]
+    folder: Path, trained: TrainedModel, bench: Bench, precisions: Sequence[Precision], progress: Callable[[str], None]
 ) -> Card:
     batch = trained.batch
     if (some := next(bench.pictures(batch), None)) is None:  # none of the images can be read
@@ -117,7 +117,7 @@ def _fill(
     model = open_predict_graph(read_model(trained.graph), batch, probabilities=voted)
     original = _Original(model, some.images, want, voted)
     files: dict[str, FileCard] = {}
-    reference: Answers | None = None
+    reference: PictureAnswers | None = None
     pictures = ""
     for precision in (entry for entry in Precision if entry in precisions):  # fp32 first, for the others to compare
         progress(f"{precision.file}: writing, comparing, measuring")
@@ -131,7 +131,7 @@ def _fill(
         files=files,
         pictures=pictures,
         reported=trained.reported,
-        machine=Machine(bench.machine, bench.cores, onnxruntime.__version__),
+        machine=BundleMachine(bench.machine, bench.cores, onnxruntime.__version__),
     )
     preprocessing = Preprocessing.of(batch)
     for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):
@@ -150,8 +150,13 @@ class _Original(NamedTuple):
 
 
 def _file(
-    folder: Path, precision: Precision, trained: Trained, original: _Original, bench: Bench, reference: Answers | None
-) -> tuple[FileCard, Answers]:
+    folder: Path,
+    precision: Precision,
+    trained: TrainedModel,
+    original: _Original,
+    bench: Bench,
+    reference: PictureAnswers | None,
+) -> tuple[FileCard, PictureAnswers]:
     """Write one file, and measure it; `reference` is what the fp32 file answered."""
     metadata = {
         "labels": msgspec.json.encode(trained.classes).decode(),

@@ -1,1 +1,1 @@
-"""What a device reads: its folder of images."""
+"""A device's folder of images or text."""

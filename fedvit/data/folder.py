@@ -35,7 +35,7 @@ class Stamp(NamedTuple):
     modified_ns: int
 
 
-class Checked(NamedTuple):
+class CheckedFile(NamedTuple):
     """An image file whose header was read."""
 
     stamp: Stamp | None  # None: the file has no size
@@ -136,12 +136,12 @@ class Split:
         """
         return self.files.load(indices, size)
 
-    def relabelled(self, table: Indices) -> Self:
+    def relabel(self, table: Indices) -> Self:
         """With label `table[label]` for each one."""
         return replace(self, labels=table[self.labels])
 
     def unfit(self, batch: Batch) -> str | None:
-        """Why a Program's batches cannot be made of these samples, or None."""
+        """Reason why these samples cannot form a Program's batches, or None."""
         return "the run trains on text, this folder holds images" if batch.text else None
 
 
@@ -158,7 +158,7 @@ class TextSplit(Split):
     def of(cls, windows: Indices, files: Sequence[Path]) -> Self:
         return cls(windows[:, 1:], Files(files), windows[:, :-1])
 
-    def relabelled(self, table: Indices) -> Self:
+    def relabel(self, table: Indices) -> Self:
         return replace(self, labels=table[self.labels], tokens=table[self.tokens])
 
     def unfit(self, batch: Batch) -> str | None:
@@ -181,11 +181,11 @@ class DeviceData:
     unusable: tuple[tuple[Path, str], ...] = ()  # (image, reason)
     passed_over: tuple[Path, ...] = ()  # files that are not in a class folder, or have an unknown format
     has_test_folder: bool = False
-    checked: Mapping[Path, Checked]
+    checked: Mapping[Path, CheckedFile]
 
     @property
     def counts(self) -> tuple[tuple[str, ...], int, int]:
-        """What a device announces: its classes, and the number of its training and test images."""
+        """Count the training and test images of each class, for a device's hello."""
         return self.classes, len(self.train), len(self.test)
 
     @classmethod
@@ -223,7 +223,7 @@ class DeviceData:
         tree.folders.pop(UNLABELLED, None)
         layout = find_layout(tree, str(folder))
         images = [*layout.train, *(layout.test or ())]
-        checked = _checked([path for path, _ in images], decoded_bytes, before.checked if before else {})
+        checked = _check_files([path for path, _ in images], decoded_bytes, before.checked if before else {})
         held = {layout.classes[label] for path, label in images if checked[path].problem is None}
         known = tuple(name for name in layout.classes if name in held and (classes is None or name in classes))
         empty = tuple(name for name in layout.classes if name not in held)
@@ -272,7 +272,7 @@ class DeviceData:
     def _open_text(cls, folder: Path, before: "DeviceData | None") -> "DeviceData":
         files = [file for part in (TRAIN, TEST) if (file := text_file(folder, part)).exists()]
         stamps = {file: os.stat(file) for file in (folder / SETTINGS, *files)}
-        checked = {file: Checked(Stamp(now.st_size, now.st_mtime_ns), None) for file, now in stamps.items()}
+        checked = {file: CheckedFile(Stamp(now.st_size, now.st_mtime_ns), None) for file, now in stamps.items()}
         if before and before.checked == checked:
             return before
         texts = read_texts(folder)
@@ -285,7 +285,7 @@ class DeviceData:
             checked=checked,
         )
 
-    def relabelled(self, classes: Sequence[str]) -> "DeviceData":
+    def relabel(self, classes: Sequence[str]) -> "DeviceData":
         """The same images with labels that are indices into a run's `classes`.
 
         Raises DataError when there are images of a class that the run does not know.
@@ -303,8 +303,8 @@ class DeviceData:
         return replace(
             self,
             classes=tuple(classes),
-            train=self.train.relabelled(table),
-            test=self.test.relabelled(table),
+            train=self.train.relabel(table),
+            test=self.test.relabel(table),
         )
 
     def check_fits(self, batch: Batch) -> None:
@@ -335,32 +335,34 @@ def why_passed_over(path: Path) -> str:
     return f"{UNKNOWN_TYPE}: {path.suffix.lower() or 'without an extension'}"
 
 
-def _checked(paths: Sequence[Path], decoded_bytes: int, before: Mapping[Path, Checked]) -> dict[Path, Checked]:
+def _check_files(
+    paths: Sequence[Path], decoded_bytes: int, before: Mapping[Path, CheckedFile]
+) -> dict[Path, CheckedFile]:
     """The files with their stamps; headers are read of those only that have another stamp than `before`."""
     checked = {}
     for path in paths:
         try:
             status = os.stat(path)
         except OSError as error:
-            checked[path] = Checked(None, error.strerror or str(error))
+            checked[path] = CheckedFile(None, error.strerror or str(error))
             continue
         stamp = Stamp(status.st_size, status.st_mtime_ns)
         known = before.get(path)
         if known and known.stamp == stamp:
             checked[path] = known
         elif not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
-            checked[path] = Checked(stamp, "not a regular file")
+            checked[path] = CheckedFile(stamp, "not a regular file")
         elif not status.st_size:
-            checked[path] = Checked(stamp, "an empty file")
+            checked[path] = CheckedFile(stamp, "an empty file")
         else:
-            checked[path] = Checked(stamp, header_problem(path, decoded_bytes=decoded_bytes))
+            checked[path] = CheckedFile(stamp, header_problem(path, decoded_bytes=decoded_bytes))
     return checked
 
 
 def _usable(
     files: Sequence[tuple[Path, int]],
     labels: Mapping[int, int],
-    checked: Mapping[Path, Checked],
+    checked: Mapping[Path, CheckedFile],
     unusable: list[tuple[Path, str]],
 ) -> tuple[list[Path], Indices]:
     """Paths and new labels of the files with a good header and a known label; the others are added to `unusable`."""

@@ -51,7 +51,7 @@ class GrowingFolder:
         self._decoded_bytes = decoded_bytes
         self._split = KeptSplit.load(split_file, test_share)
         self._logged: set[tuple[Path, str]] = set()
-        self.data = self._opened(None, None)
+        self.data = self._open(None, None)
 
     def look(self, classes: Collection[str] | None = None) -> bool:
         """Take new, changed and removed files into `data`; False if there are none.
@@ -59,11 +59,11 @@ class GrowingFolder:
         Images of other than the given `classes` are not used. Names, sizes and times of all files are read, and the
         headers of new ones. Raises DataError as `DeviceData.open`, after which `data` is as before.
         """
-        data = self._opened(classes, self.data)
+        data = self._open(classes, self.data)
         changed, self.data = data is not self.data, data
         return changed
 
-    def _opened(self, classes: Collection[str] | None, before: DeviceData | None) -> DeviceData:
+    def _open(self, classes: Collection[str] | None, before: DeviceData | None) -> DeviceData:
         data = DeviceData.open(
             self._folder,
             test_share=self._test_share,

@@ -41,7 +41,7 @@ _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file name is that of an image; hidden files are not images.
+    """Return whether a file name is that of an image; hidden files are not images.
 
     >>> [is_image_name(name) for name in ("a.JPG", "notes.txt", "._a.jpg")]
     [True, False, False]
@@ -49,10 +49,10 @@ def is_image_name(name: str) -> bool:
     return not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
 
 
-def decoded_bytes_within(memory_budget_bytes: int | None) -> int:
+def limit_decoded_bytes(memory_budget_bytes: int | None) -> int:
     """Memory that one image may take while it is decoded on a device with this budget.
 
-    >>> decoded_bytes_within(None), decoded_bytes_within(400_000_000)
+    >>> limit_decoded_bytes(None), limit_decoded_bytes(400_000_000)
     (268435456, 100000000)
     """
     if memory_budget_bytes is None:
@@ -61,7 +61,7 @@ def decoded_bytes_within(memory_budget_bytes: int | None) -> int:
 
 
 def header_problem(path: Path, file: BinaryIO | None = None, *, decoded_bytes: int = DECODED_BYTES) -> str | None:
-    """Why the image cannot be opened, or None; reads the header only.
+    """Return the reason why the image cannot be opened, or None; read the header only.
 
     `file` holds the bytes if `path` is only a name (a member of an archive). An image that would take more than
     `decoded_bytes` of memory is refused.
@@ -80,7 +80,7 @@ def read_image(path: Path, size: int, file: BinaryIO | None = None, *, decoded_b
     Of an animation the first frame is used; transparency is dropped. `file` and `decoded_bytes` as in
     `header_problem`. Raises DataError that names `path` and the reason when it cannot be decoded.
     """
-    square = _decoded(path, file, size, decoded_bytes)
+    square = _decode(path, file, size, decoded_bytes)
     if square.size != (size, size):
         square = square.resize((size, size), Image.Resampling.BILINEAR)
     return np.array(square, dtype=np.uint8)
@@ -91,11 +91,11 @@ def read_thumbnail(path: Path, width: int, height: int) -> Pixels:
 
     Raises DataError as `read_image`.
     """
-    image = _decoded(path, None, max(width, height), DECODED_BYTES)
+    image = _decode(path, None, max(width, height), DECODED_BYTES)
     return np.array(ImageOps.contain(image, (width, height)), dtype=np.uint8)
 
 
-def _decoded(path: Path, file: BinaryIO | None, least: int, decoded_bytes: int) -> Image.Image:
+def _decode(path: Path, file: BinaryIO | None, least: int, decoded_bytes: int) -> Image.Image:
     """The image upright and in RGB, at least `least` pixels wide and high if it has so many."""
     try:
         with Image.open(file or path, formats=_FORMATS) as image:
@@ -114,7 +114,7 @@ class Variation(NamedTuple):
     """The augmentation of each of B samples; None: not augmented in this way."""
 
     top: Indices | None  # (B,) first row of the crop in the image with its reflected border
-    left: Indices | None  # (B,) first column, likewise
+    left: Indices | None  # (B,) first column
     flipped: npt.NDArray[np.bool_] | None  # (B,) mirrored horizontally
     factors: Floats | None  # (B,) of brightness
 
@@ -138,7 +138,7 @@ def augment(images_BSSC: Pixels, batch: Batch, rng: np.random.Generator) -> Pixe
     samples, side = images_BSSC.shape[:2]
     top, left, flipped, factors = draw_variation(samples, batch, rng)
     if batch.crop_padding or batch.flip:
-        # rows_BS[b, r] = which row of the original becomes row r; likewise columns, so that one indexing does it all
+        # rows_BS[b, r] = which row of the original becomes row r; the same for columns: one indexing does both
         rows_BS = np.broadcast_to(np.arange(side), (samples, side))
         cols_BS = rows_BS
         if top is not None and left is not None:

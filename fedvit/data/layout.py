@@ -1,4 +1,4 @@
-"""Which files of a tree are images of which class, on disk or in an archive.
+"""Find the images of each class in a tree, on disk or in an archive.
 
 Two layouts are supported: `train/<class>/*` with `test/<class>/*`, and plain `<class>/*`. Hidden files and
 folders are ignored.
@@ -48,7 +48,7 @@ class Layout(Generic[File]):
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder is hidden; __MACOSX is added to archives by macOS."""
+    """Return whether a file or folder is hidden; __MACOSX is added to archives by macOS."""
     return name.startswith(".") or name == "__MACOSX"
 
 
@@ -89,10 +89,10 @@ def find_layout(tree: Tree[File], where: str) -> Layout[File]:
         raise DataError(
             f"{where}: no class folders{beside}; images belong in train/<class>/ and test/<class>/, or in <class>/"
         )
-    return Layout(classes, _labelled(train, classes), _labelled(test, classes) if test else None, divided)
+    return Layout(classes, _label(train, classes), _label(test, classes) if test else None, divided)
 
 
-def _labelled(part: Tree[File], classes: tuple[str, ...]) -> list[tuple[File, int]]:
+def _label(part: Tree[File], classes: tuple[str, ...]) -> list[tuple[File, int]]:
     return [
         (file, label)
         for label, name in enumerate(classes)

@@ -1,4 +1,4 @@
-"""How the images of one device are split into those that train and those that test."""
+"""Split the images of one device into training and test images."""
 
 import hashlib
 import logging
@@ -76,7 +76,7 @@ class KeptSplit(msgspec.Struct, frozen=True):
         return cls(test_share, frozenset(map(_digest, exceptions)))
 
     def is_test(self, name: str) -> bool:
-        """Whether the image tests; `name` is its path within the folder."""
+        """Return whether this is a test image; `name` is its path within the folder."""
         digest = _digest(name)
         return (int(digest, 16) < self.test_share * 2**64) != (digest in self.exceptions)
 

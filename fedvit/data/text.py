@@ -30,8 +30,8 @@ class TextSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stride: Length  # characters from the start of one sample to the start of the next
 
 
-class Texts(NamedTuple):
-    """What a folder of text holds; windows are (n, context + 1) indices into `classes`."""
+class TextWindows(NamedTuple):
+    """The text of a folder; windows are (n, context + 1) indices into `classes`."""
 
     classes: tuple[str, ...]
     train: Indices
@@ -55,7 +55,7 @@ def character_name(character: str) -> str:
     return character if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
 
 
-def read_texts(folder: Path) -> Texts:
+def read_texts(folder: Path) -> TextWindows:
     """Read and cut the texts of a folder; without `test.txt` nothing is for testing.
 
     The classes are the characters of both texts. Raises DataError, naming the file, when one cannot be read or is too
@@ -76,7 +76,7 @@ def read_texts(folder: Path) -> Texts:
         windows(np.fromiter((codes[character] for character in text), np.int64, len(text)), settings)
         for text in (train, test)
     ]
-    return Texts(tuple(map(character_name, characters)), *cut)
+    return TextWindows(tuple(map(character_name, characters)), *cut)
 
 
 def read_settings(folder: Path) -> TextSettings:

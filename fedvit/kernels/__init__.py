@@ -1,71 +1,58 @@
-"""Optional operators of our own, for what onnxruntime computes in many passes, or slowly: attention, LayerNorm,
-gradients of these and of GELU, sums of columns, what rounds around products of integers, and, with AMX, these products
-and gradients of weights in bfloat16.
+"""Optional operators of fedvit's own, for operations that onnxruntime computes in many passes or slowly: attention,
+LayerNorm, the gradients of these and of GELU, sums of columns, and the rounding around products of integers.
 
-They are in a package of their own, `fedvit[kernels]`. Graphs that are sent never contain them: where the package is
-installed, a device replaces nodes of the graph that it was sent, just before it opens it. Nodes are replaced only
-if nothing else reads what is computed inside of them, and if all of their shapes and numbers are those of the pattern.
+They are in a separate package, `fedvit[kernels]`. A graph that is sent never contains them. A device with the package
+replaces nodes of the graph just before it opens the graph. It replaces nodes only if nothing else reads their
+intermediate results, and if all shapes and numbers are those of the pattern. The exporter does not mark such nodes: a
+device could not trust the marks of a graph that it received, and would have to compare every node in any case.
 """
 
-import ctypes
 import functools
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
-from fedvit.kernels.nodes import INITIALIZER, NODE, REPEATED, read_nodes, tensor_name
-from fedvit.kernels.replacements import DOMAIN, replacements
-from fedvit.protobuf import bytes_field, fields, number_field
+from fedvit.kernels.patterns import REPEATED, GraphIndex
+from fedvit.kernels.replacements import DOMAIN, find_replacements
+from fedvit.onnx_model import read_model, write_model
 
-__all__ = ["DOMAIN", "EXTRA", "PACKAGE", "has_amx", "library", "rewritten"]
+__all__ = ["DOMAIN", "EXTRA", "PACKAGE", "find_library", "insert_kernels"]
 
 PACKAGE = "fedvit_kernels"
 EXTRA = "fedvit[kernels]"
 
-_GRAPH, _OPSETS = 7, 8  # fields of a model
-
 
 @functools.cache
-def library() -> Path | None:
-    """The library with the operators, if it is installed."""
+def find_library() -> Path | None:
+    """Return the library with the operators, if it is installed."""
     try:
         package = importlib.import_module(PACKAGE)
     except ModuleNotFoundError:
         return None
-    place: Path = package.LIBRARY
-    return place
+    library: Path = package.LIBRARY
+    return library
 
 
-@functools.cache
-def has_amx(path: Path) -> bool:
-    """Whether this processor has AMX and the system lets programs use it. Raises OSError where it cannot be loaded."""
-    return bool(ctypes.CDLL(str(path)).fedvit_has_amx())
+def insert_kernels(content: bytes) -> bytes | None:
+    """Replace nodes of a graph by operators of the kernels. Return None if they can replace nothing.
 
-
-def rewritten(model: bytes, *, amx: bool = False) -> bytes | None:
-    """The graph with operators of the kernels where they can stand; None where they can nowhere.
-
-    With `amx` products of integers, too, and in graphs that have these, gradients of weights in bfloat16; graphs of
-    floats stay as exact as before. `model` has passed fedvit.onnx_file.check_self_contained.
+    `content` has passed fedvit.onnx_file.check_self_contained.
     """
-    parts = list(fields(model))
-    [graph] = [part for part in parts if part.number == _GRAPH]
-    entries = list(fields(graph.content))
-    nodes = read_nodes(entries)
-    calls = replacements(nodes, amx)
+    model = read_model(content)
+    graph = GraphIndex(model)
+    calls = find_replacements(graph)
     if not calls:
         return None
-    gone = {node for call in calls for node in call.replaced}
-    given = nodes.kept.union(*(call.inputs for call in calls))
-    read = {name for node in nodes.all if node not in gone for name in node.inputs} | given
-    gone |= {node for node in nodes.all if node.kind == REPEATED and not read & {*node.outputs}}
-    needed = {name for node in nodes.all if node not in gone for name in node.inputs} | given
-    written = {node.place: node.encoded for node in nodes.all if node not in gone}
-    written |= {call.place: call.encoded() for call in calls}
-    changed = [bytes_field(NODE, written[place]) for place in sorted(written)]
-    for entry in entries:
-        unused = entry.number == INITIALIZER and tensor_name(entry.content) not in needed
-        if entry.number != NODE and not unused:
-            changed.append(entry.encoded())
-    opset = bytes_field(_OPSETS, bytes_field(1, DOMAIN) + number_field(2, 1))
-    others = [bytes_field(_GRAPH, b"".join(changed)) if part is graph else part.encoded() for part in parts]
-    return b"".join((*others, opset))
+    removed = {node for call in calls for node in call.replaced}
+    fixed = graph.outputs.union(*(call.node.inputs for call in calls))
+    read = {name for node in model.nodes if node not in removed for name in node.inputs} | fixed
+    removed |= {node for node in model.nodes if node.operator == REPEATED and not read & {*node.outputs}}
+    nodes = {place: node for node, place in graph.places.items() if node not in removed}
+    read = {name for node in nodes.values() for name in node.inputs} | fixed
+    nodes |= {call.place: call.node for call in calls}
+    changed = replace(
+        model.with_operators_of(DOMAIN),
+        nodes=tuple(nodes[place] for place in sorted(nodes)),
+        constants={name: tensor for name, tensor in model.constants.items() if name in read},
+    )
+    return b"".join(write_model(changed, {}, {}))

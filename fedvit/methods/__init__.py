@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_method, check_options, package_of, packaged_method, packaged_methods
+from fedvit.known_names import check_method, check_options, find_packaged_method, find_packaged_methods, package_of
 from fedvit.known_values import check_option
 from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.apfl import APFL
@@ -77,12 +77,12 @@ METHODS: dict[str, type[Method]] = {
     "single_vpt": SingleVpt,
     "vanilla_attention": VanillaAttention,
 }
-"""Those of fedvit itself."""
+"""Names of fedvit's own methods."""
 
 
 def method_names() -> list[str]:
     """All methods, those of installed packages included, of which some may be unusable."""
-    return sorted({*METHODS, *packaged_methods()})
+    return sorted({*METHODS, *find_packaged_methods()})
 
 
 def method_class(name: str) -> type[Method]:
@@ -91,7 +91,7 @@ def method_class(name: str) -> type[Method]:
     Raises ConfigError when there is no such method, or when its package declares something that cannot be used.
     """
     check_method(name, method_names())
-    entry = packaged_method(name)
+    entry = find_packaged_method(name)
     if entry is None:
         return METHODS[name]
     declared = f"method {name!r} of package {package_of(entry)}: {entry.value}"
@@ -100,7 +100,7 @@ def method_class(name: str) -> type[Method]:
     except Exception as error:  # whatever a module of somebody else raises
         raise ConfigError(f"{declared} cannot be imported: {type(error).__name__}: {error}") from error
     if not (inspect.isclass(kind) and issubclass(kind, Method)):
-        raise ConfigError(f"{declared} is no method: expected a class derived from fedvit.methods.base.Method")
+        raise ConfigError(f"{declared} is not a method: expected a class derived from fedvit.methods.base.Method")
     missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "source") else ["source"])
     if missing:
         raise ConfigError(f"{declared} is not complete: it must define {', '.join(missing)}")

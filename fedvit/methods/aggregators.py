@@ -1,4 +1,4 @@
-"""How the deltas of a cohort become one: the mean, and rules that a malicious minority cannot move at will.
+"""Aggregation of a cohort's deltas: the mean, and rules that a malicious minority cannot move at will.
 
 All rules but the mean weigh devices equally, as an attacker could claim any number of samples.
 A delta is loaded by a function. If that returns a reader of a file (`TensorReader`), also of coded or clipped
@@ -53,7 +53,7 @@ class Mean(Aggregator):
         for delta in deltas:
             if not delta.weight:
                 continue
-            for name, value in _chosen(delta.load(), names):
+            for name, value in _choose(delta.load(), names):
                 step = value.astype(np.float64) * (delta.weight * scale)
                 total[name] = total[name] + step if name in total else step
         return total
@@ -70,7 +70,7 @@ class Coordinatewise(Aggregator):
         """(devices, numbers) -> (numbers,). May change its input."""
 
     def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
-        loaded = _loaded(deltas)
+        loaded = _load(deltas)
         step: dict[str, Floats] = {}
         for name in _common(loaded, names):
             shape = loaded[0].shape(name)
@@ -121,8 +121,8 @@ class ByDistance(Aggregator):
         """(n, n) squared distances between n updates -> (n,) weights that sum to 1. Raises EmptyCohort."""
 
     def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
-        loaded = _loaded(deltas)
-        chosen = self.weights(squared_distances(loaded, names))
+        loaded = _load(deltas)
+        chosen = self.weights(compute_squared_distances(loaded, names))
         weighted = [Delta(float(weight), delta.load) for weight, delta in zip(chosen, deltas, strict=True)]
         return Mean().combine(weighted, names, scale)
 
@@ -183,7 +183,7 @@ class GeometricMedian(ByDistance):
         return weights
 
 
-def squared_distances(loaded: Sequence[TensorReader], names: Collection[str]) -> Floats:
+def compute_squared_distances(loaded: Sequence[TensorReader], names: Collection[str]) -> Floats:
     """(n, n): |x_i - x_j|^2 over all tensors together, added up block by block in float64."""
     products = np.zeros((len(loaded), len(loaded)))
     for name in _common(loaded, names):
@@ -233,14 +233,14 @@ def _count(share: float, of: int) -> int:
     return int(share * of + 1e-9)  # 0.29 * 100 is a little less than 29
 
 
-def _chosen(tensors: Mapping[str, Array], names: Collection[str]) -> Iterator[tuple[str, Array]]:
+def _choose(tensors: Mapping[str, Array], names: Collection[str]) -> Iterator[tuple[str, Array]]:
     """One after the other; the others are not read."""
     for name in tensors:
         if name in names:
             yield name, tensors[name]
 
 
-def _loaded(deltas: Sequence[Delta]) -> list[TensorReader]:
+def _load(deltas: Sequence[Delta]) -> list[TensorReader]:
     if not deltas:
         raise EmptyCohort("no update is left to aggregate")
     return [reader_of(delta.load()) for delta in deltas]

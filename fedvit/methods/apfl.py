@@ -7,7 +7,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.methods.base import Gathered, GroupRule, Images, StepInputs, StepResult, clipped
+from fedvit.methods.base import Gathered, GroupRule, Images, StepInputs, StepResult, clip_grads
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.fedavg import FedAvg
 from fedvit.models.vit import PatchViT
@@ -53,9 +53,9 @@ class APFL(FedAvg):
     def _share(self, tensors: Named) -> Tensor | float:
         return tensors[ALPHA] if self.adaptive else self.alpha
 
-    def _mixed(self, tensors: Named) -> dict[str, Tensor]:
+    def _mix(self, tensors: Named) -> dict[str, Tensor]:
         share = self._share(tensors)
-        return {name: share * own + (1 - share) * tensors[name] for name, own in _untwinned(tensors).items()}
+        return {name: share * own + (1 - share) * tensors[name] for name, own in _select_twins(tensors).items()}
 
     # --- the device's half ----------------------------------------------------------------------------
 
@@ -64,12 +64,12 @@ class APFL(FedAvg):
     ) -> StepResult:
         tensors = {**fixed, **updated}
         if phase.graph == MIX:
-            mixed = self._mixed(tensors)
+            mixed = self._mix(tensors)
             loss, collected = self.objective(vit, phase, mixed, inputs)
             return StepResult(loss, _twin(mixed), collected)
-        twin = _untwinned(tensors)
+        twin = _select_twins(tensors)
         shared = {name: tensors[name] for name in twin}
-        learner = self._mixed(tensors) if self.form == "paper" else twin
+        learner = self._mix(tensors) if self.form == "paper" else twin
         learning = {name: value for name, value in shared.items() if name in updated}  # on a novel device: nothing
         grads: dict[str, Tensor] = {}
         if learning or self.form == "code":
@@ -92,10 +92,10 @@ class APFL(FedAvg):
         self, calculus: Calculus, vit: PatchViT, phase: Train, at: Named, inputs: StepInputs
     ) -> tuple[dict[str, Tensor], Objective]:
         grads, value = calculus.gradients(lambda at: self.objective(vit, phase, at, inputs), at)
-        return (grads if self.clip_norm is None else clipped(grads, self.clip_norm)), value
+        return (grads if self.clip_norm is None else clip_grads(grads, self.clip_norm)), value
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
-        answering = self._mixed(tensors) if self.form == "paper" else _untwinned(tensors)
+        answering = self._mix(tensors) if self.form == "paper" else _select_twins(tensors)
         return self.forward(vit, answering, images).logits
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
@@ -111,7 +111,7 @@ def _twin(model: Named) -> dict[str, Tensor]:
     return {f"{TWIN}{name}": value for name, value in model.items()}
 
 
-def _untwinned(tensors: Named) -> dict[str, Tensor]:
+def _select_twins(tensors: Named) -> dict[str, Tensor]:
     return {name.removeprefix(TWIN): value for name, value in tensors.items() if name.startswith(TWIN)}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.models.dropout import Dropout
 from fedvit.models.extra_head import ExtraHead
+from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.program import Evaluate, Role, Train
 from fedvit.roles import Compute, Novel, Precision, ProductPrecision
@@ -41,7 +42,7 @@ PART_NAMES: Mapping[ModelPart, str] = {
     "patches": "patches",
     "blocks": "the blocks of a Transformer",
 }
-"""Of what a method may need of a model, as errors have them."""
+"""Error texts for model features that a method may need."""
 UPDATE = "update"
 """The graph of the optimizer, if a phase sums gradients before it updates."""
 
@@ -93,7 +94,7 @@ class Forward(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one step on a device gives; the optimizer's state is the calculus's."""
+    """Results of one step on a device; the optimizer's state belongs to the calculus."""
 
     loss: Tensor
     updated: dict[str, Tensor]  # new value of every tensor that the phase moves
@@ -106,12 +107,6 @@ class Gathered(NamedTuple):
     values: Named  # (S, ...)
     labels: Tensor  # (S,) int64
     weight: Tensor  # (S,) 0 where empty
-
-
-class ModelPatch(Protocol):
-    """Adds named tensors to a fresh model, whose own tensors keep their names and values."""
-
-    def apply(self, vit: PatchViT, seed: int) -> None: ...
 
 
 class Upload(NamedTuple):
@@ -160,26 +155,26 @@ class RoundContext(NamedTuple):
 
 
 class ServerRule(ABC):
-    """How a server turns one round's uploads into its next state."""
+    """The server's computation of its next state from one round's uploads."""
 
     @property
     def why_never_late(self) -> str | None:
-        """Why an upload for an older state cannot be used; None if it can."""
+        """Reason why the rule cannot use an upload for an older state; None if it can."""
         return "its server needs updates of its newest tensors"
 
     @property
     def discounts(self) -> bool:
-        """Whether the rule uses an upload's `discount`."""
+        """Return whether the rule uses an upload's `discount`."""
         return False
 
     @property
     def why_no_regions(self) -> str | None:
-        """Why the rule cannot use one weighted mean in place of the uploads that it is of; None if it can."""
+        """Reason why a region may not send the weighted mean of its devices' updates; None if it may."""
         return "its server needs the update of each single device"
 
     @property
     def is_divided(self) -> bool:
-        """Whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
+        """Return whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
         return False
 
     def begin(self, seed: int) -> Tensors:
@@ -193,7 +188,7 @@ class ServerRule(ABC):
     def generate_for(
         self, state: ServerState, devices: Sequence[str], seed: int, place: torch.device
     ) -> dict[str, Tensor]:
-        """As `generate`, for D devices at once: (D, ...) on `place`."""
+        """Generate, like `generate`, for D devices at once: (D, ...) on `place`."""
         made = [self.generate(state, device, seed) for device in devices]
         return {name: torch.from_numpy(np.stack([one[name] for one in made])).to(place) for name in made[0]}
 
@@ -227,7 +222,7 @@ class Method(ABC):
     source: ClassVar[str]
     """The paper, and where the implementation differs from it."""
     one_gradient: ClassVar[bool] = True
-    """Whether a step is one gradient and one update: then a batch can be processed in parts."""
+    """True if a step is one gradient and one update: a batch can then be processed in parts."""
     loop_options: ClassVar[tuple[str, ...]] = ("epochs",)
     """Options on which no graph depends."""
 
@@ -279,7 +274,7 @@ class Method(ABC):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the method can train a model of text: it runs the model as it is, and changes nothing in it."""
+        """Return whether the method can train a model of text: it runs the model without changes."""
         return type(self).forward is Method.forward and not self.all_patches() and not self.mask
 
     @property
@@ -343,15 +338,15 @@ class Method(ABC):
         """All tensors of the Program by name, with their first values."""
         return {**vit.tensors(), **self.extra_tensors(vit)}
 
-    def untrained(self, vit: PatchViT) -> list[str]:
+    def list_untrained(self, vit: PatchViT) -> list[str]:
         """The tensors that a device moves neither in training nor when it tunes a copy before a test."""
         tuned = {group for phase in self.evaluate(vit).adapt for group in phase.groups}
-        still = (group for group, (role, _) in self.groups(vit).items() if not role.trained_on_device)
+        still = (group for group, (role, _) in self.groups(vit).items() if not role.is_trained_on_device)
         return self.names_in(vit, *(group for group in still if group not in tuned))
 
     @abstractmethod
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
-        """Which group each tensor is in; the first rule that matches a name takes it."""
+        """Rules that put each tensor into a group; the first that matches a name applies."""
 
     # --- the device's half, traced into graphs: pure tensor arithmetic only -----------------------------
 
@@ -364,7 +359,7 @@ class Method(ABC):
         return Forward(run_model(vit, tensors, body), {})
 
     def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        """What a step minimises: the mean cross-entropy."""
+        """Return the loss that a step minimises: the mean cross-entropy."""
         logits, collected = self.forward(vit, tensors, inputs.images)
         return Objective(inputs.mean(cross_entropy(logits, inputs.labels)), collected)
 
@@ -376,7 +371,7 @@ class Method(ABC):
             lambda at: self.objective(vit, phase, {**fixed, **at}, inputs), updated
         )
         if self.clip_norm is not None:
-            grads = clipped(grads, self.clip_norm)
+            grads = clip_grads(grads, self.clip_norm)
         return StepResult(loss, calculus.update(updated, grads), collected)
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
@@ -402,7 +397,9 @@ class Method(ABC):
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         """The round's local work in order: by default one phase, all groups that the device trains."""
-        groups = tuple(group for group, (role, names) in self.groups(vit).items() if role.trained_on_device and names)
+        groups = tuple(
+            group for group, (role, names) in self.groups(vit).items() if role.is_trained_on_device and names
+        )
         return (self.phase(groups),)
 
     def evaluate(self, vit: PatchViT) -> Evaluate:
@@ -448,12 +445,12 @@ def run_model(vit: PatchViT, tensors: Named, body: Callable[[PatchViT], Any]) ->
     return vit.call({name: tensors[name] for name, _ in vit.vit.named_parameters()}, body)
 
 
-def trained_names(method: Method, vit: PatchViT, phase: Train) -> list[str]:
+def list_trained(method: Method, vit: PatchViT, phase: Train) -> list[str]:
     """The tensors that a phase moves, in the model's order."""
     return method.names_in(vit, *phase.groups)
 
 
-def clipped(grads: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
+def clip_grads(grads: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
     """Scaled down so that all together have at most this Euclidean norm."""
     length = torch.sqrt(torch.stack([grad.square().sum() for grad in grads.values()]).sum())
     scale = norm / length.clamp(min=norm)

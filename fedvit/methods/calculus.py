@@ -1,4 +1,4 @@
-"""How a training step differentiates and updates.
+"""Differentiation and update in a training step.
 
 A method implements its step once, with `Calculus`. Traced into a graph it is `TracedCalculus`: functional
 gradients and optimizers as arithmetic. Verification of the graph runs the same step with autograd and

@@ -11,7 +11,7 @@ from fedvit.methods.base import PREDICT, Forward, GroupRule, Images, Method, Ser
 from fedvit.methods.calculus import Named
 from fedvit.methods.rules.feature_training import FeatureTraining, features_into
 from fedvit.models.vit import ModelPart, PatchViT
-from fedvit.program import Collect, Evaluate, Role, Train, kept_patches
+from fedvit.program import Collect, Evaluate, Role, Train, count_kept_patches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class EFTViT(Method):
         return Forward(logits, {features_into(self.local_blocks): features})
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
-        tokens = vit.prefix_tokens + kept_patches(vit.patches, self.mask)
+        tokens = vit.prefix_tokens + count_kept_patches(vit.patches, self.mask)
         features = Collect(features_into(self.local_blocks), (tokens, vit.width), self.threshold, sampler=self.sampler)
         return (self.phase(("local", "head"), collect=features),)
 

@@ -64,18 +64,18 @@ class FedBFPT(FedAvg):
         )
 
     def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        block, count = self._block(vit), self._sampled(vit)
+        block, count = self._block(vit), self._count_sampled(vit)
 
         def body(vit: PatchViT) -> Tensor:
             return vit.classify(vit.run_to_class(vit.embed(*inputs.images), 0, block + 1 + count))
 
         if count:
-            tensors = {**tensors, **_placed(vit, tensors, block + 1, inputs.draws[SAMPLED])}
+            tensors = {**tensors, **_place(vit, tensors, block + 1, inputs.draws[SAMPLED])}
         return Objective(inputs.mean(cross_entropy(run_model(vit, tensors, body), inputs.labels)), {})
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         (phase,) = super().phases(vit)
-        low, count = self._block(vit) + 1, self._sampled(vit)
+        low, count = self._block(vit) + 1, self._count_sampled(vit)
         if not count:
             return (self.phase(phase.groups),)
         draw = Draw(name=SAMPLED, low=low, high=vit.depth, count=count, ascending=True)
@@ -85,15 +85,15 @@ class FedBFPT(FedAvg):
         """The block that is trained; the last one when there are more stages than blocks."""
         return min(self.stage, vit.depth - 1)
 
-    def _sampled(self, vit: PatchViT) -> int:
-        """How many blocks a device draws."""
+    def _count_sampled(self, vit: PatchViT) -> int:
+        """Return the number of blocks that a device draws."""
         local = self.local_blocks or (vit.depth + 1) // 2
         block = self._block(vit)
         return max(0, local - block - 1) if block < vit.depth - 1 else 0
 
 
 def stage_of(round_number: int, rounds: int) -> int:
-    """How often half of the rounds that were left are over, before a round that counts from 1.
+    """Count how often half of the remaining rounds have passed before a round; rounds count from 1.
 
     >>> [number for number in range(2, 201) if stage_of(number, 200) > stage_of(number - 1, 200)]
     [101, 151, 176, 189, 195, 198, 200]
@@ -104,7 +104,7 @@ def stage_of(round_number: int, rounds: int) -> int:
     return stage
 
 
-def _placed(vit: PatchViT, tensors: Named, first: int, drawn: Tensor) -> dict[str, Tensor]:
+def _place(vit: PatchViT, tensors: Named, first: int, drawn: Tensor) -> dict[str, Tensor]:
     """Tensors of the blocks from `first` on that make them equal to the drawn ones."""
     prefix = f"blocks.{first}."
     placed: dict[str, Tensor] = {}

@@ -73,7 +73,7 @@ class FedRoD(Method):
 
 
 class TwoHeads(NamedTuple):
-    """What two heads say of a batch. Letters: B samples, C classes, D width."""
+    """The answers of two heads for a batch. Letters: B samples, C classes, D width."""
 
     generic: Tensor  # (B, C)
     personal: Tensor  # (B, C), from detached features

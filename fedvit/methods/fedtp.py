@@ -18,7 +18,7 @@ from fedvit.methods.base import (
 )
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.fedrod import PERSONAL_HEAD, two_head_loss, two_heads
-from fedvit.methods.generators.hypernetwork import Hypernetwork, generated_shapes
+from fedvit.methods.generators.hypernetwork import Hypernetwork, list_generated_shapes
 from fedvit.methods.knn_per import FEATURES, mixture, remembering, with_features
 from fedvit.methods.optimizers import MomentumSgd
 from fedvit.methods.parts import HEAD, QKV
@@ -115,7 +115,7 @@ class FedTP(Method):
     def server_rule(self, vit: PatchViT) -> ServerRule:
         learns = GeneratorUpdate(
             generator=Hypernetwork(
-                targets=generated_shapes(self, vit), embedding_dim=self.embedding_dim, hidden=self.hidden
+                targets=list_generated_shapes(self, vit), embedding_dim=self.embedding_dim, hidden=self.hidden
             ),
             optimizer=MomentumSgd(momentum=self.server_momentum, weight_decay=self.server_weight_decay),
             lr=self.server_lr,

@@ -1,4 +1,4 @@
-"""What is left of a method for novel devices, which join after the training: they learn their own part alone.
+"""A method's part for novel devices, which join after the training and learn only their own tensors.
 
 `Method.groups` lets everything that devices share stand still; the phases and the server's rule follow from that here.
 """
@@ -18,7 +18,7 @@ def phases_of(method: Method, vit: PatchViT) -> tuple[Train, ...]:
     phases = method.phases(vit)
     if not method.novel:
         return phases
-    trained = {group for group, (role, names) in method.groups(vit).items() if role.trained_on_device and names}
+    trained = {group for group, (role, names) in method.groups(vit).items() if role.is_trained_on_device and names}
     own = [(phase, tuple(group for group in phase.groups if group in trained)) for phase in phases]
     return tuple(msgspec.structs.replace(phase, groups=groups, collect=None) for phase, groups in own if groups)
 

@@ -40,9 +40,9 @@ class Sgd(Optimizer):
     def update(
         self, value: Tensor, grad: Tensor, slots: Mapping[str, Tensor], lr: Tensor, step: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return value - lr * self._decayed(value, grad), {}
+        return value - lr * self._decay(value, grad), {}
 
-    def _decayed(self, value: Tensor, grad: Tensor) -> Tensor:
+    def _decay(self, value: Tensor, grad: Tensor) -> Tensor:
         return grad + self.weight_decay * value if self.weight_decay else grad
 
     def in_torch(self, values: ParamsT, lr: float) -> torch.optim.Optimizer:
@@ -59,7 +59,7 @@ class MomentumSgd(Sgd):
     def update(
         self, value: Tensor, grad: Tensor, slots: Mapping[str, Tensor], lr: Tensor, step: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        buffer = self.momentum * slots["momentum_buffer"] + self._decayed(value, grad)
+        buffer = self.momentum * slots["momentum_buffer"] + self._decay(value, grad)
         return value - lr * buffer, {"momentum_buffer": buffer}
 
     def in_torch(self, values: ParamsT, lr: float) -> torch.optim.Optimizer:

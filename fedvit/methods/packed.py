@@ -15,11 +15,11 @@ from fedvit.tensors import Tensors
 
 def as_sent(method: Method, vit: PatchViT, values: Tensors) -> Tensors:
     """`values`, tensors of the Program, as devices get them: those that nothing moves in `sent_precision`."""
-    still = set(method.untrained(vit))
+    still = set(method.list_untrained(vit))
     steps = precision.STEPS_OF_FACTORS if method.compute == "int8" else precision.STEPS
     sent: Tensors = {}
     for name, value in values.items():  # in their order: devices of different roles may share graphs
-        sent |= precision.packed({name: value}, method.sent_precision if name in still else "fp32", steps=steps)
+        sent |= precision.pack_weights({name: value}, method.sent_precision if name in still else "fp32", steps=steps)
     return sent
 
 
@@ -34,7 +34,7 @@ def _(packed: Tensor, scale: Tensor) -> Tensor:
     return torch.empty_like(packed, dtype=scale.dtype)
 
 
-def unpacked(tensors: Named) -> dict[str, Tensor]:
+def unpack_tensors(tensors: Named) -> dict[str, Tensor]:
     """All tensors as float32 by their own names."""
     result = {}
     for name, value in tensors.items():

@@ -7,7 +7,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.methods.base import PREDICT, StepInputs, StepResult, clipped
+from fedvit.methods.base import PREDICT, StepInputs, StepResult, clip_grads
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.fedavg import FedAvg
 from fedvit.models.vit import PatchViT
@@ -56,18 +56,18 @@ class PerFedAvg(FedAvg):
         assert inputs.lr is not None
         if phase.graph == ADAPT:
             grads, (loss, collected) = gradients(inputs.rows(slice(self.batch_size)), updated)
-            return StepResult(loss, _updated(updated, grads, -inputs.lr), collected)
+            return StepResult(loss, _add_scaled(updated, grads, -inputs.lr), collected)
         # padding is at the end: every other image divides a batch that is not full, too
         first, second = _every_other(inputs, 0), _every_other(inputs, 1)
         inner, before = gradients(first, updated)
-        grads, after = gradients(second, _updated(updated, inner, -self.adaptation_lr))
+        grads, after = gradients(second, _add_scaled(updated, inner, -self.adaptation_lr))
         if self.order == "hessian_free":
-            ahead, _ = gradients(first, _updated(updated, grads, self.difference))
-            behind, _ = gradients(first, _updated(updated, grads, -self.difference))
+            ahead, _ = gradients(first, _add_scaled(updated, grads, self.difference))
+            behind, _ = gradients(first, _add_scaled(updated, grads, -self.difference))
             bend = {name: (ahead[name] - behind[name]) / (2 * self.difference) for name in grads}
-            grads = _updated(grads, bend, -self.adaptation_lr)
+            grads = _add_scaled(grads, bend, -self.adaptation_lr)
         if self.clip_norm is not None:
-            grads = clipped(grads, self.clip_norm)
+            grads = clip_grads(grads, self.clip_norm)
         new = calculus.update(updated, grads)
         # momentum and weight decay would move it also without an image
         learns = second.weight.sum() > 0
@@ -83,7 +83,7 @@ class PerFedAvg(FedAvg):
         return Evaluate(graph=PREDICT, adapt=(step,))
 
 
-def _updated(values: Named, by: Named, scale: Tensor | float) -> dict[str, Tensor]:
+def _add_scaled(values: Named, by: Named, scale: Tensor | float) -> dict[str, Tensor]:
     return {name: value + scale * by[name] for name, value in values.items()}
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from fedvit.methods.base import GroupRule, Method, ServerRule
-from fedvit.methods.generators.hypernetwork import Hypernetwork, generated_shapes
+from fedvit.methods.generators.hypernetwork import Hypernetwork, list_generated_shapes
 from fedvit.methods.optimizers import MomentumSgd
 from fedvit.methods.parts import HEAD
 from fedvit.methods.rules.generator_update import GeneratorUpdate
@@ -57,7 +57,7 @@ class PFedHN(Method):
     def server_rule(self, vit: PatchViT) -> ServerRule:
         return GeneratorUpdate(
             generator=Hypernetwork(
-                targets=generated_shapes(self, vit), embedding_dim=self.embedding_dim, hidden=self.hidden
+                targets=list_generated_shapes(self, vit), embedding_dim=self.embedding_dim, hidden=self.hidden
             ),
             optimizer=MomentumSgd(momentum=self.server_momentum, weight_decay=self.server_weight_decay),
             lr=self.server_lr or (0.05 if self.personal_head else 0.01),

@@ -8,7 +8,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
-from fedvit.methods.base import Gathered, GroupRule, Images, ServerRule, StepInputs, StepResult, clipped
+from fedvit.methods.base import Gathered, GroupRule, Images, ServerRule, StepInputs, StepResult, clip_grads
 from fedvit.methods.calculus import Calculus, Named
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
@@ -58,7 +58,7 @@ class PFedMe(FedAvg):
         self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
         assert inputs.lr is not None
-        theta, tensors = _untwinned(updated), {**fixed, **updated}
+        theta, tensors = _select_twins(updated), {**fixed, **updated}
         shared = {name: tensors[name] for name in theta}
         if self.start == "shared":
             begins = calculus.inputs["hyper/step"] == 1
@@ -66,7 +66,7 @@ class PFedMe(FedAvg):
         grads, (loss, collected) = calculus.gradients(lambda at: self.objective(vit, phase, at, inputs), theta)
         pulled = {name: grad + self.lam * (theta[name] - shared[name]) for name, grad in grads.items()}
         if self.clip_norm is not None:
-            pulled = clipped(pulled, self.clip_norm)
+            pulled = clip_grads(pulled, self.clip_norm)
         theta = calculus.update(theta, pulled)
         # the schedule is in inputs.lr, theta's rate
         pull = inputs.lr * (self.lr / phase.lr * self.lam)
@@ -76,7 +76,7 @@ class PFedMe(FedAvg):
         return StepResult(loss, {**shared, **{f"{TWIN}{name}": value for name, value in theta.items()}}, collected)
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
-        return self.forward(vit, _untwinned(tensors), images).logits
+        return self.forward(vit, _select_twins(tensors), images).logits
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         return (self.phase(("twin", "model"), repeats=self.inner_steps, lr=self.personal_lr or self.lr),)
@@ -87,5 +87,5 @@ class PFedMe(FedAvg):
         return WeightedMean(mixing=self.mixing)
 
 
-def _untwinned(tensors: Named) -> dict[str, Tensor]:
+def _select_twins(tensors: Named) -> dict[str, Tensor]:
     return {name.removeprefix(TWIN): value for name, value in tensors.items() if name.startswith(TWIN)}

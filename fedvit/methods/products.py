@@ -6,7 +6,7 @@ from fedvit.roles import ProductPrecision
 
 
 def products_in(precision: ProductPrecision, device: torch.device) -> torch.autocast:
-    """Within the context, products on `device` are computed in `precision`; so are their later backward passes.
+    """Compute products on `device` in `precision` within the context, and their later backward passes, too.
 
     torch keeps the choice between fp32 and tf32 for the whole process: it holds until the next call.
     """

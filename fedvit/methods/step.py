@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvit.methods.base import PREDICT, Gathered, Images, Method, StepInputs, trained_names
+from fedvit.methods.base import PREDICT, Gathered, Images, Method, StepInputs, list_trained
 from fedvit.methods.calculus import Calculus, Named, Objective, TracedCalculus
 from fedvit.methods.novel import phases_of
 from fedvit.methods.optimizers import Optimizer
-from fedvit.methods.packed import as_sent, unpacked
+from fedvit.methods.packed import as_sent, unpack_tensors
 from fedvit.models.vit import PatchViT
 from fedvit.program import SEEDS, Batch, Gather, Train
 
@@ -37,21 +37,21 @@ PIECE = 4099
 
 
 def train_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = TracedCalculus) -> Step:
-    """What `phase` runs: a gradient that is added to those before, or a whole optimizer step."""
+    """Trace the step of a phase: a gradient added to those before, or a whole optimizer step."""
     return (_gradient_step if phase.update else whole_step)(method, vit, phase, calculus)
 
 
 def whole_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = TracedCalculus) -> Step:
     """One optimizer step: forward, backward through what is frozen, update."""
     rule = method.optimizer_rule()
-    names = trained_names(method, vit, phase)
+    names = list_trained(method, vit, phase)
 
     def step(inputs: Named) -> dict[str, Tensor]:
         used, fixed = calculus(rule, inputs), _tensors(inputs)
         updated = {name: fixed.pop(name) for name in names}
         with vit.recomputing(method.recompute):
             result = method.local_step(used, vit, phase, updated, fixed, _step_inputs(inputs))
-        outputs = {"metric/loss": result.loss, **_recorded(phase, result.collected)}
+        outputs = {"metric/loss": result.loss, **_record(phase, result.collected)}
         for name in names:
             outputs[f"new/tensor/{name}"] = result.updated[name]
             outputs |= {f"new/slot/{slot}/{name}": used.slots[f"{slot}/{name}"] for slot in phase.slots}
@@ -66,7 +66,7 @@ def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calcul
     The objective is a mean over samples plus terms of the tensors alone. As if these samples were the batch, times
     their share of it, and summed over the batch, it is the objective of the whole, and so is its gradient.
     """
-    names = trained_names(method, vit, phase)
+    names = list_trained(method, vit, phase)
 
     def step(inputs: Named) -> dict[str, Tensor]:
         used, fixed = calculus(method.optimizer_rule(), inputs), _tensors(inputs)
@@ -79,13 +79,13 @@ def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calcul
 
         with vit.recomputing(method.recompute):
             grads, (loss, collected) = used.gradients(objective, updated)
-        outputs = {"metric/loss": loss, **_recorded(phase, collected)}
+        outputs = {"metric/loss": loss, **_record(phase, collected)}
         return outputs | {f"new/grad/{name}": inputs[f"grad/{name}"] + grads[name] for name in names}
 
     return step
 
 
-def _recorded(phase: Train, collected: Named) -> dict[str, Tensor]:
+def _record(phase: Train, collected: Named) -> dict[str, Tensor]:
     """The value that a phase records, of those that the method could."""
     if phase.collect is None:
         return {}
@@ -108,7 +108,7 @@ def update_step(rule: Optimizer, calculus: Calculi = TracedCalculus) -> Step:
 
 
 def gather_step(method: Method, vit: PatchViT, gather: Gather) -> Step:
-    """What an evaluation gathers from full images."""
+    """Compute the values that an evaluation gathers from full images."""
 
     def run(inputs: Named) -> dict[str, Tensor]:
         forward = method.forward(vit, _tensors(inputs), _samples(inputs))
@@ -146,7 +146,7 @@ def _under(inputs: Named, prefix: str) -> dict[str, Tensor]:
 
 
 def _tensors(inputs: Named) -> dict[str, Tensor]:
-    return unpacked(_under(inputs, "tensor/"))
+    return unpack_tensors(_under(inputs, "tensor/"))
 
 
 def _samples(inputs: Named) -> Images:
@@ -212,7 +212,7 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
             inputs["gathered/labels"] = torch.randint(0, classes, (gather.capacity,), generator=draw)
             inputs["gathered/weight"] = (torch.arange(gather.capacity) < max(1, gather.capacity // 2)).float()
         return inputs
-    shapes = {name: tuple(inputs[f"tensor/{name}"].shape) for name in trained_names(method, vit, of)}
+    shapes = {name: tuple(inputs[f"tensor/{name}"].shape) for name in list_trained(method, vit, of)}
     if of.update:
         inputs |= {f"grad/{name}": 1e-3 * normal(*shape) for name, shape in shapes.items()}
         inputs["batch/share"] = torch.tensor(0.75)

@@ -18,7 +18,7 @@ MoreKeys = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class AttentionParts(Protocol):
-    """What timm's `Attention` is made of."""
+    """The parts of timm's `Attention`."""
 
     num_heads: int
     scale: float

@@ -20,7 +20,7 @@ PRIME = 2**31 - 1
 SPREAD = 2_654_435_761
 """2^32 divided by the golden ratio: its multiples are spread evenly."""
 PLACE_BITS = 24
-"""Of the number of a value within one sample; above them is the number of the place in the model."""
+"""Bits of a value's number within one sample; above them is the number of the place in the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Dropout:
             mlp.drop2 = _Dropped(vit.seeds, self.rate, 3 * number + 3)
 
 
-def dropped(x_BND: Tensor, seeds_B: Tensor, rate: float, place: int) -> Tensor:
+def drop_values(x_BND: Tensor, seeds_B: Tensor, rate: float, place: int) -> Tensor:
     """`x_BND` with a share `rate` of its values set to 0, the others divided by 1 - rate."""
     _, tokens, width = x_BND.shape
     device = x_BND.device
@@ -71,7 +71,7 @@ class _Dropped(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         seeds_B = self.seeds.now
-        return x_BND if seeds_B is None else dropped(x_BND, seeds_B, self.rate, self.place)
+        return x_BND if seeds_B is None else drop_values(x_BND, seeds_B, self.rate, self.place)
 
 
 class _Embedded(TokenHooks):
@@ -79,5 +79,5 @@ class _Embedded(TokenHooks):
         super().__init__()
         self.drop = _Dropped(seeds, rate, 0)
 
-    def embedded(self, x_BND: Tensor) -> Tensor:
+    def after_embedding(self, x_BND: Tensor) -> Tensor:
         return cast(Tensor, self.drop(x_BND))

@@ -7,7 +7,7 @@ from torch import nn
 
 from fedvit.errors import ConfigError
 from fedvit.model_options import check_choice
-from fedvit.models.model_patch import ModelPatch, seeded
+from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT
 
 
@@ -29,7 +29,7 @@ class ExtraHead(ModelPatch):
         check_choice("ExtraHead", "init", self.init, ("torch", "zero", "head"))
 
     def apply(self, vit: PatchViT, seed: int) -> None:
-        with seeded(seed, self.name):
+        with seed_random(seed, self.name):
             head = nn.Linear(vit.width, vit.classes)
         if self.init == "zero":
             nn.init.zeros_(head.weight)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedvit.model_options import check_choice, check_number, check_whole
 from fedvit.models.attention import KeysValues, open_attentions
-from fedvit.models.model_patch import ModelPatch, seeded
+from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT
 
 
@@ -34,7 +34,7 @@ class KVAdapter(ModelPatch):
 
     def apply(self, vit: PatchViT, seed: int) -> None:
         attentions = open_attentions(vit)
-        with seeded(seed, "kv_adapter"):
+        with seed_random(seed, "kv_adapter"):
             for block, attention in enumerate(attentions):
                 made = _Adapter(vit.width, self.bottleneck, attention.inner_width, self.scale, self.mode == "concat")
                 vit.add(f"blocks.{block}.attn.adapter", made)

@@ -34,7 +34,7 @@ def _make_room() -> None:
             del sys.modules[place]
 
 
-def _left_out(function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+def _leave_out(function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
     """`torch.compiler.disable` for functions that nothing here compiles."""
     return function
 
@@ -47,7 +47,7 @@ def _import_timm() -> None:
     compiler, utils = (_Later(place) for place in PLACES)
     spec = find_spec(COMPILER)
     assert spec is not None
-    vars(compiler).update(disable=_left_out, utils=utils, __path__=spec.submodule_search_locations)
+    vars(compiler).update(disable=_leave_out, utils=utils, __path__=spec.submodule_search_locations)
     vars(utils).update(is_compile_supported=_is_compile_supported)
     sys.modules.update(zip(PLACES, (compiler, utils), strict=True))
     try:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from fedvit.model_options import check_number, check_whole
 from fedvit.models.attention import attentions
-from fedvit.models.model_patch import ModelPatch, seeded
+from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(ModelPatch):
-    """In every block: W_q x becomes W_q x + (alpha / rank) B A x, likewise W_v; keys stay.
+    """In every block: W_q x becomes W_q x + (alpha / rank) B A x, and W_v x the same way; keys stay.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685. B (D, rank) begins at
     zero, so the model as its base; A (rank, D) as the released code does (kaiming uniform).
@@ -30,7 +30,7 @@ class Lora(ModelPatch):
         check_number("Lora", "alpha", self.alpha)
 
     def apply(self, vit: PatchViT, seed: int) -> None:
-        with seeded(seed, "lora"):
+        with seed_random(seed, "lora"):
             for block, attention in enumerate(attentions(vit)):
                 qkv = attention.qkv
                 sizes = (qkv.in_features, qkv.out_features // 3, self.rank, self.alpha / self.rank)

@@ -61,7 +61,7 @@ class TextLstm(TextModel):
     kind = "an LSTM"
 
     def activation_bytes(self, tokens: int) -> int:
-        """What a layer keeps of each step for its backward pass: 4 gates, 2 hyperbolic tangents, cell and state, and as
+        """Memory for the backward pass: for each step of a layer 4 gates, 2 hyperbolic tangents, cell and state, and as
         many again while they are differentiated."""
         return 4 * self.depth * tokens * 16 * self.width
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvit.model_options import check_switch, check_whole
-from fedvit.models.model_patch import ModelPatch, plain_blocks, seeded
+from fedvit.models.model_patch import ModelPatch, plain_blocks, seed_random
 from fedvit.models.vit import PatchViT
 
 
@@ -29,7 +29,7 @@ class MlpAdapter(ModelPatch):
 
     def apply(self, vit: PatchViT, seed: int) -> None:
         blocks = plain_blocks(vit)
-        with seeded(seed, "mlp_adapter"):
+        with seed_random(seed, "mlp_adapter"):
             adapters = [_Adapter(vit.width, self.bottleneck) for _ in blocks]
         if self.shared_dead:
             adapters = adapters[:1] * len(blocks)

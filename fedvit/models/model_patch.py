@@ -30,7 +30,7 @@ class ModelPatch(ABC):
 
 
 @contextmanager
-def seeded(seed: int, what: str) -> Iterator[None]:
+def seed_random(seed: int, what: str) -> Iterator[None]:
     """Random numbers that follow from `seed` and `what`: independent of those of the model and of other patches."""
     digest = hashlib.blake2b(f"{what}/{seed}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):

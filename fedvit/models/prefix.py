@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedvit.model_options import check_choice, check_number, check_whole
 from fedvit.models.attention import KeysValues, open_attentions
-from fedvit.models.model_patch import ModelPatch, seeded
+from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT
 
 
@@ -36,7 +36,7 @@ class FreePrefix(ModelPatch):
 
     def apply(self, vit: PatchViT, seed: int) -> None:
         attentions = open_attentions(vit)
-        with seeded(seed, "prefix"):
+        with seed_random(seed, "prefix"):
             for block, attention in enumerate(attentions):
                 prefix = self._make(vit.width, attention.inner_width)
                 if self.init == "zero":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
 from fedvit.model_options import check_choice, check_whole
-from fedvit.models.model_patch import ModelPatch, seeded
+from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT, TokenHooks
 
 
@@ -40,7 +40,7 @@ class Prompts(ModelPatch):
             )
         shape = (self.tokens, vit.width) if self.placement == "shallow" else (vit.depth, self.tokens, vit.width)
         bound = math.sqrt(6 / (3 * vit.patch_size**2 + vit.width))
-        with seeded(seed, "prompts"):
+        with seed_random(seed, "prompts"):
             values = torch.empty(shape).uniform_(-bound, bound)
         vit.add("prompts", _PLACES[self.placement](values, vit.prefix_tokens))
 
@@ -59,12 +59,12 @@ class _Prompts(TokenHooks):
 
 
 class _Shallow(_Prompts):
-    def embedded(self, x_BND: Tensor) -> Tensor:
+    def after_embedding(self, x_BND: Tensor) -> Tensor:
         return self._insert(x_BND, self.tokens, 0)
 
 
 class _Deep(_Prompts):
-    def embedded(self, x_BND: Tensor) -> Tensor:
+    def after_embedding(self, x_BND: Tensor) -> Tensor:
         return self._insert(x_BND, self.tokens[0], 0)
 
     def before_block(self, block: int, x_BND: Tensor) -> Tensor:

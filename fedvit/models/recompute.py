@@ -20,8 +20,8 @@ class SampleSeeds:
     now: Tensor | None = None
 
 
-def recomputed(block: nn.Module, x_BND: Tensor, seeds: SampleSeeds) -> Tensor:
-    """What `block(x_BND)` gives; computed again, it drops the same values."""
+def recompute_block(block: nn.Module, x_BND: Tensor, seeds: SampleSeeds) -> Tensor:
+    """Compute `block(x_BND)`, and again in the backward pass, with the same values dropped."""
     first = seeds.now
     used = _Used(block)
     names, values = zip(*used.named_parameters(), strict=True)

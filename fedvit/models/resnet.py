@@ -19,7 +19,7 @@ DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4,
 """Blocks of each stage; He et al., table 1."""
 BOTTLENECKS = ("resnet50", "resnet101")
 EXPANSION = 4
-"""How many times wider a bottleneck is outside than inside."""
+"""Ratio of a bottleneck's outer to its inner width."""
 
 Block = Literal["basic", "bottleneck"]
 Stem = Literal["7x7", "3x3"]
@@ -43,7 +43,7 @@ class GroupNorm(nn.Module):
         return normal_BCHW * self.weight.reshape(-1, 1, 1) + self.bias.reshape(-1, 1, 1)
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """Convolutions with norms, beside a shortcut: two of 3 x 3 ("basic"), or 1 x 1, 3 x 3 and 1 x 1 ("bottleneck").
 
     Differs from He et al.: the stride of a bottleneck is in its 3 x 3 convolution, as in all later implementations, and
@@ -96,14 +96,14 @@ class _Layers(nn.Module):
             inner = width << stage
             for place in range(depth):
                 stride = 2 if stage and not place else 1
-                self.blocks.append(Residual(entering, inner, stride, block, groups))
+                self.blocks.append(ResidualBlock(entering, inner, stride, block, groups))
                 entering = inner if block == "basic" else EXPANSION * inner
         self.embed_dim = entering
         self.head = nn.Linear(entering, classes)
 
 
 class ResNet(PatchViT):
-    """What methods use of a `PatchViT`: tokens are the channels of all pixels, of which the head reads the mean."""
+    """The part of a `PatchViT` that methods use. Tokens are all pixels' channels; the head reads their mean."""
 
     kind = "a ResNet"
     has = frozenset[ModelPart]({"norms"})
@@ -145,7 +145,7 @@ class ResNet(PatchViT):
         return x_BCHW.mean(dim=(2, 3))
 
     def activation_bytes(self, tokens: int) -> int:
-        """Of one image: what every convolution gives, the same normalised, and rectified."""
+        """Memory for one image: every convolution's result, plain, normalised and rectified."""
         layers, sides = self._layers(), self._sides()
         shrunk = 4 if isinstance(layers.pool, nn.MaxPool2d) else 1  # pixels of the stem for one of the first block
         values = layers.stem.out_channels * shrunk * sides[0] ** 2
@@ -162,7 +162,7 @@ class ResNet(PatchViT):
         layers, sides = self._layers(), []
         side = -(-self.image_size // 4) if isinstance(layers.pool, nn.MaxPool2d) else self.image_size
         for block in layers.blocks:
-            side = -(-side // cast(Residual, block).stride)
+            side = -(-side // cast(ResidualBlock, block).stride)
             sides.append(side)
         return sides
 

@@ -61,7 +61,7 @@ class _Characters(nn.Module):
 
 
 class TextModel(PatchViT):
-    """What methods use of a `PatchViT`, over characters: every stage keeps all positions, and so do the logits."""
+    """The part of a `PatchViT` that methods use, over characters. Every stage and the logits keep all positions."""
 
     reads_text = True
     has = frozenset[ModelPart]()

@@ -15,28 +15,28 @@ from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
 from fedvit.models.attend import attention_pool, class_token
-from fedvit.models.recompute import SampleSeeds, recomputed
+from fedvit.models.recompute import SampleSeeds, recompute_block
 
 _POOLS = ("token", "avg", "map")
-"""How a model makes one vector of its tokens: by the class token, their mean, or an attention with a learned query."""
+"""Ways to make one vector of all tokens: the class token, their mean, or attention with a learned query."""
 
 ModelPart = Literal["attention", "mlp", "norms", "positions", "patches", "blocks"]
-"""What a method may need of a model; "blocks": those of a Transformer, of which each has tokens of the same width."""
+"""Features that a method may need; "blocks": Transformer blocks whose tokens have the same width."""
 
 
 class TokenHooks(nn.Module):
     """A child of the timm model that adds or replaces tokens between stages; the base class changes nothing."""
 
-    def embedded(self, x_BND: Tensor) -> Tensor:
-        """What `embed` returns."""
+    def after_embedding(self, x_BND: Tensor) -> Tensor:
+        """Result of `embed`."""
         return x_BND
 
     def before_block(self, block: int, x_BND: Tensor) -> Tensor:
-        """What enters block `block`; a run may begin at any block."""
+        """Return the input of block `block`; a run may begin at any block."""
         return x_BND
 
     def after_block(self, block: int, x_BND: Tensor) -> Tensor:
-        """What leaves block `block`; not called after the last, of which only the class token is computed."""
+        """Return the output of block `block`. It is not called after the last, which computes only the class token."""
         return x_BND
 
 
@@ -103,7 +103,7 @@ class PatchViT(nn.Module):
 
     @property
     def heads(self) -> int:
-        """Of each block's attention."""
+        """Heads of each block's attention."""
         return int(cast(Any, self.vit.blocks[0]).attn.num_heads)
 
     @property
@@ -112,7 +112,7 @@ class PatchViT(nn.Module):
 
     @property
     def pools_class_token(self) -> bool:
-        """Whether the head reads the class token; else it reads what the other tokens are pooled to."""
+        """True if the head reads the class token; else it reads the pooled other tokens."""
         return self.vit.global_pool == "token"
 
     @property
@@ -147,8 +147,8 @@ class PatchViT(nn.Module):
         return [child for child in self.vit.children() if isinstance(child, TokenHooks)]
 
     def activation_bytes(self, tokens: int) -> int:
-        """Of one sample: what pre-norm blocks keep for their backward pass, 16 units of tokens x width, and twice the
-        attention weights."""
+        """Memory of pre-norm blocks for one sample's backward pass: 16 units of tokens x width, and twice the attention
+        weights."""
         return 4 * self.depth * (16 * tokens * self.width + 2 * self.heads * tokens**2)
 
     def product_rows(self, tokens: int) -> int:
@@ -166,7 +166,7 @@ class PatchViT(nn.Module):
 
     @contextmanager
     def recomputing(self, recompute: bool) -> Iterator[None]:
-        """Within the context, blocks are recomputed in the backward pass, or not."""
+        """Choose, until the context ends, whether the backward pass recomputes blocks."""
         before, self.recompute = self.recompute, recompute
         try:
             yield
@@ -198,7 +198,7 @@ class PatchViT(nn.Module):
             x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
         x_BND = vit.norm_pre(x_BND)
         for hooks in self._token_hooks():
-            x_BND = hooks.embedded(x_BND)
+            x_BND = hooks.after_embedding(x_BND)
         return x_BND
 
     def run_blocks(self, x_BND: Tensor, first: int, last: int) -> Tensor:
@@ -207,7 +207,7 @@ class PatchViT(nn.Module):
         for index, block in enumerate(self.vit.blocks[first:last], start=first):
             for hooks in token_hooks:
                 x_BND = hooks.before_block(index, x_BND)
-            x_BND = recomputed(block, x_BND, self.seeds) if self.recompute else block(x_BND)
+            x_BND = recompute_block(block, x_BND, self.seeds) if self.recompute else block(x_BND)
             for hooks in reversed(token_hooks):
                 x_BND = hooks.after_block(index, x_BND)
         return x_BND
@@ -240,14 +240,14 @@ class PatchViT(nn.Module):
         if self.pools_class_token:
             cls_BD = (x_BND if x_BND.shape[1] == 1 else self._class_token(x_BND)).squeeze(1)
             return cast(Tensor, vit.fc_norm(vit.norm(cls_BD))) if normed else cls_BD
-        tokens_BND = self._pooled_tokens(x_BND)
+        tokens_BND = self._select_pooled(x_BND)
         if self.vit.global_pool == "map":
             pooled_BD = attention_pool(vit.attn_pool, vit.norm(tokens_BND))
         else:
             pooled_BD = (vit.norm(tokens_BND) if normed else tokens_BND).mean(dim=1)
         return cast(Tensor, vit.fc_norm(pooled_BD)) if normed else pooled_BD
 
-    def _pooled_tokens(self, x_BND: Tensor) -> Tensor:
+    def _select_pooled(self, x_BND: Tensor) -> Tensor:
         """The tokens that are pooled: most models leave class token and registers out."""
         prefix = self.prefix_tokens
         if self.vit.pool_include_prefix or prefix == 0:

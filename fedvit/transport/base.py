@@ -84,7 +84,7 @@ class Transport(ABC):
 
     @property
     def limits(self) -> BrokerLimits:
-        """What the broker takes from a connection, as far as it is known."""
+        """The broker's limits for a connection, as far as they are known."""
         return BrokerLimits()
 
     def use_limits(self, limits: BrokerLimits) -> None:  # noqa: B027 - a transport without a network has none
@@ -122,7 +122,7 @@ class Transport(ABC):
 
     @abstractmethod
     def bulk_up(self) -> bool:
-        """Whether bulk can be sent now; if not, the bulk link is opened, and Wake arrives when it is up."""
+        """Return whether bulk can be sent now. If not, open the bulk link; Wake arrives when it is up."""
 
     @abstractmethod
     def send_bulk(self, topic: str, messages: Sequence[tuple[bytes, memoryview]]) -> bool:

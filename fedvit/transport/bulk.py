@@ -107,7 +107,7 @@ class BulkLink:
         self._wake()
 
     def up(self) -> bool:
-        """Whether chunks can be sent now; begins to connect if not."""
+        """Return whether chunks can be sent now; begin to connect if not."""
         with self._lock:
             self._begin()
             return self._up
@@ -202,7 +202,7 @@ class BulkLink:
             mine, self._waker = socket.socketpair()
             mine.setblocking(False)
             self._waker.setblocking(False)
-            opened = self._connected()
+            opened = self._connect()
             self._up_at = time.monotonic()
             with self._lock:
                 self._up = True
@@ -219,7 +219,7 @@ class BulkLink:
                     end.close()
         return None
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         """A connection that the broker has accepted, not blocking."""
         address = self._address
         opened: socket.socket = socket.create_connection((address.host, address.port), CONNECT_S)
@@ -235,7 +235,7 @@ class BulkLink:
                     raise _Gone("closed without an MQTT answer")
                 answer += piece
             if answer[0] != packets.CONNACK or answer[1] != 2:
-                raise _Gone("the answer is no MQTT")
+                raise _Gone("the broker's reply is not a valid MQTT CONNACK")
             if answer[3]:
                 raise _Gone(f"broker refused: {packets.REFUSALS.get(answer[3], 'unknown reason')}")
             opened.setblocking(False)
@@ -300,10 +300,10 @@ class BulkLink:
 
     def _on_packet(self, buffer: memoryview, packet: packets.Packet) -> None:
         if packet.kind == packets.PUBLISH:
-            name, payload = packets.published(buffer, packet)
+            name, payload = packets.parse_publish(buffer, packet)
             self._received(len(payload))
             if known := self._by_name.get(name):
-                _guarded(known[1].heard, known[0], payload)
+                _call_safely(known[1].heard, known[0], payload)
         elif packet.kind == packets.SUBACK:
             with self._lock:
                 topic = self._asked.pop(packets.packet_id(buffer, packet), None)
@@ -314,7 +314,7 @@ class BulkLink:
                 raise _Gone(
                     f"the broker refused a subscription to {topic}"
                 )  # some do while their cluster elects a leader
-            _guarded(sink.listening, topic)
+            _call_safely(sink.listening, topic)
 
 
 class _Reader:
@@ -353,7 +353,7 @@ class _Reader:
             self._filled = left
 
 
-def _guarded(act: Callable[..., None], *arguments: object) -> None:
+def _call_safely(act: Callable[..., None], *arguments: object) -> None:
     """Call a handler; its error must not end the link."""
     try:
         act(*arguments)

@@ -30,7 +30,7 @@ WATCH_S = 0.25
 """Interval between looks at all receivers for silent ones and laggards."""
 SILENT_S = 60.0
 """After this silence a receiver no longer delays the others; it may ask again. Twice the longest that one is silent by
-itself (`exchange.STALL_MAX_S`)."""
+itself (`blob_receiver.STALL_MAX_S`)."""
 LAGGARD_S = 5.0
 """A receiver that alone delays the others for this time is moved to a dedicated topic."""
 SEND_BUFFER_BYTES = 8 * 1024 * 1024
@@ -71,7 +71,7 @@ class _Sending:
 
     def laggards(self, now: float) -> list[str]:
         """Receivers that have delayed the others for long; each is returned once in LAGGARD_S."""
-        slow = self.outgoing.held_up_by()
+        slow = self.outgoing.list_slow_receivers()
         self.lags_since = {peer: self.lags_since.get(peer, now) for peer in slow}
         long = [peer for peer, since in self.lags_since.items() if now - since >= LAGGARD_S]
         for peer in long:
@@ -110,7 +110,7 @@ class ChunkSender:
         return len(self._sending)
 
     def sends_to(self, peer: str, digest: str) -> bool:
-        """Whether a receiver gets chunks of this blob."""
+        """Return whether a receiver gets chunks of this blob."""
         with self._lock:
             keys = ((digest, ""), (digest, peer))
             return any(peer in self._sending[key].heard_at for key in keys if key in self._sending)
@@ -174,7 +174,7 @@ class ChunkSender:
             sending.sent_at = time.monotonic()
 
     def _credit(self, sending: _Sending) -> int:
-        """How many chunks of a blob may be in flight, given those of other blobs; dedicated topics do not count."""
+        """Count the chunks of a blob that may be in flight beside other blobs; dedicated topics do not count."""
         if sending.window == DEDICATED_WINDOW_CHUNKS:
             return DEDICATED_WINDOW_CHUNKS
         return max(DEDICATED_WINDOW_CHUNKS, CREDIT_CHUNKS - (self._under_way - sending.credited))
@@ -197,7 +197,7 @@ class ChunkSender:
                     self._send(peer, UseDedicatedTopic(key[0]))
             self._forget_if_idle(key)
 
-    def acknowledged(self, peer: str, digest: str) -> None:
+    def note_receipt(self, peer: str, digest: str) -> None:
         """A receiver has the blob."""
         for key in ((digest, ""), (digest, peer)):
             self._drop(peer, key)

@@ -31,10 +31,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from paho.mqtt.client import (
-    MQTT_ERR_SUCCESS,
     Client,
     MQTTMessage,
-    MQTTMessageInfo,
 )
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.properties import Properties
@@ -56,6 +54,7 @@ from fedvit.transport.base import (
     WillMaker,
 )
 from fedvit.transport.bulk import BulkLink
+from fedvit.transport.mqtt_link import MqttLink
 from fedvit.transport.mqtt_loop import FAREWELL_S, LoopMember, MqttLoop
 from fedvit.transport.pace import Pace
 from fedvit.wire.limits import BrokerLimits
@@ -71,94 +70,16 @@ _HEADER_BYTES = 9  # at most: fixed header 5, length of the topic 2, packet id 2
 
 
 def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
-    """paho's thread dies of an exception in a callback."""
+    """Log an exception of a callback: paho's thread would die of it."""
 
     @functools.wraps(callback)
-    def guarded(*arguments: Any) -> None:
+    def guard(*arguments: Any) -> None:
         try:
             callback(*arguments)
         except Exception:
             log.exception("MQTT callback failed", extra={"callback": callback.__name__})
 
-    return guarded
-
-
-class Link:
-    """One connection: a client of paho, and its messages."""
-
-    def __init__(self, client: Client, version: MQTTProtocolVersion, pace: Pace, max_inflight: int) -> None:
-        self.client = client
-        self.max_inflight = max_inflight
-        self._pace = pace
-        self.version = version
-        self.began_at = time.monotonic()
-        self.connected = False  # a socket to the broker is open
-        self.unknown_version = False  # the broker does not support the tried version
-        self.refused = False  # for another reason
-        self.is_deaf = False  # the broker refused a subscription, as some do while their cluster elects a leader
-        self.answered = False  # the broker accepted the connection: subscriptions may be sent
-        self.up = False  # and they are in place: messages may be sent
-        self.awaited: set[int] = set()  # subscriptions that the broker has not confirmed
-        self.early: list[Received] = []  # brokers send retained messages before they confirm
-        self.ended: str | None = None
-        self._lock = threading.Lock()
-        # by QoS, as the broker acknowledges QoS 1 later than QoS 0 leaves this process
-        self._handed_over: tuple[deque[tuple[MQTTMessageInfo, int]], ...] = (deque(), deque())
-        self._pending_bytes = 0
-        self._waiting: deque[tuple[str, bytes, int]] = deque()  # until the broker's limit permits more
-
-    def publish(self, topic: str, payload: bytes, qos: int) -> bool:
-        """Publish, now or as soon as the broker's limits permit; False if the link is down."""
-        with self._lock:
-            if self._waiting or not self._may_publish(qos):
-                self._waiting.append((topic, payload, qos))
-                self._pending_bytes += len(payload)
-                return True
-            return self._hand_over(topic, payload, qos)
-
-    def _hand_over(self, topic: str, payload: bytes, qos: int) -> bool:
-        info = self.client.publish(topic, payload, qos)
-        if info.rc != MQTT_ERR_SUCCESS:
-            return False
-        self._handed_over[qos].append((info, len(payload)))
-        self._pending_bytes += len(payload)
-        self._settle()
-        return True
-
-    def _may_publish(self, qos: int) -> bool:
-        if qos:
-            self._settle()
-        return not (qos and len(self._handed_over[1]) >= self.max_inflight) and self._pace.take()
-
-    def publish_due(self) -> float | None:
-        """Publish what waits, as far as the limits permit. Seconds until more may be published; None if nothing waits,
-        or only for an acknowledgement."""
-        with self._lock:
-            while self._waiting and self._may_publish(self._waiting[0][2]):
-                topic, payload, qos = self._waiting.popleft()
-                self._pending_bytes -= len(payload)
-                self._hand_over(topic, payload, qos)
-            return (self._pace.wait_s() or None) if self._waiting else None
-
-    @property
-    def waits(self) -> bool:
-        """Whether messages wait until more may be published."""
-        return bool(self._waiting)
-
-    def pending_bytes(self) -> int:
-        with self._lock:
-            self._settle()
-            return self._pending_bytes
-
-    def unacknowledged(self) -> int:
-        with self._lock:
-            self._settle()
-            return len(self._handed_over[1])
-
-    def _settle(self) -> None:
-        for waiting in self._handed_over:
-            while waiting and waiting[0][0].is_published():
-                self._pending_bytes -= waiting.popleft()[1]
+    return guard
 
 
 class MqttTransport(Transport, LoopMember):
@@ -211,7 +132,7 @@ class MqttTransport(Transport, LoopMember):
         self._up_at: float | None = None
         self._lock = threading.Lock()
         self._filters: dict[str, int] = {}
-        self._link: Link | None = None
+        self._link: MqttLink | None = None
         self.use_limits(limits or BrokerLimits())
         self._has_own_loop = loop is None
         self._loop = loop or MqttLoop()
@@ -313,7 +234,7 @@ class MqttTransport(Transport, LoopMember):
         if self._tries_next_certificate and _is_file(self.address.next_cert_file):
             self._certificate = self.address.next_cert_file
         self.client = self._new_client(version)
-        self._link = Link(self.client, version, self._pace, self._limits.max_inflight)
+        self._link = MqttLink(self.client, version, self._pace, self._limits.max_inflight)
         return self.client
 
     def is_over(self) -> bool:
@@ -323,7 +244,7 @@ class MqttTransport(Transport, LoopMember):
             return False
         now = time.monotonic()
         if self.closed_at is not None:
-            waits = link.up and (link.waits or link.unacknowledged() or link.client.want_write())
+            waits = link.up and (link.waits or link.count_unacknowledged() or link.client.want_write())
             return not waits or now - self.closed_at > FAREWELL_S
         may_be_other = link.version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
         # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
@@ -434,7 +355,7 @@ class MqttTransport(Transport, LoopMember):
         if self._report_acknowledged:
             self.inbox.put(Acknowledged(refusal))
 
-    def _up_if_subscribed(self, link: Link) -> None:
+    def _up_if_subscribed(self, link: MqttLink) -> None:
         if not link.up and not link.awaited and self.closed_at is None:
             link.up = True
             self._up_at = time.monotonic()

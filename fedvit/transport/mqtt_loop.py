@@ -49,7 +49,7 @@ class LoopMember(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether this side ends the connection."""
+        """True if this side ends the connection."""
 
     @abstractmethod
     def publish_due(self) -> float | None:
@@ -131,9 +131,9 @@ class MqttLoop:
                         self._woken.recv(65536)
                     self._is_woken = False  # before it looks
                 else:
-                    self._guarded(key.data, ready)
+                    self._serve_safely(key.data, ready)
             for _ in range(len(self._changed)):
-                self._guarded(self._changed.popleft(), selectors.EVENT_READ | selectors.EVENT_WRITE)
+                self._serve_safely(self._changed.popleft(), selectors.EVENT_READ | selectors.EVENT_WRITE)
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
                 _, _, act, member = heapq.heappop(self._due)
@@ -141,7 +141,7 @@ class MqttLoop:
             if now - looked_at >= MISC_EVERY_S:
                 looked_at = now
                 for member in list(self._members):
-                    self._guarded(member, 0)
+                    self._serve_safely(member, 0)
         self._release()
 
     def _patience_s(self) -> float:
@@ -150,17 +150,17 @@ class MqttLoop:
         until = self._due[0][0] if self._due else float("inf")
         return max(0.0, min(MISC_EVERY_S, until - time.monotonic()))
 
-    def _guarded(self, member: LoopMember, ready: int) -> None:
+    def _serve_safely(self, member: LoopMember, ready: int) -> None:
         """An error on one connection ends that connection, never the thread."""
         try:
             self._serve(member, ready)
         except Exception as error:  # noqa: BLE001 - logged where it is unexpected
-            self._failed(member, error)
+            self._fail(member, error)
 
-    def _failed(self, member: LoopMember, error: Exception) -> None:
+    def _fail(self, member: LoopMember, error: Exception) -> None:
         if not isinstance(error, OSError | ValueError):
             log.error("MQTT link failed", extra={"broker": str(member.address)}, exc_info=error)
-        self._lost(member, f"{member.address}: {describe_error(error)}")
+        self._lose(member, f"{member.address}: {describe_error(error)}")
 
     def _serve(self, member: LoopMember, ready: int) -> None:
         client = member.client
@@ -183,11 +183,11 @@ class MqttLoop:
         if not ended and not ready:
             ended = client.loop_misc()
         if ended or client.socket() is None:
-            self._lost(member, f"{member.address}: connection lost")
+            self._lose(member, f"{member.address}: connection lost")
         elif member.is_over():
             client.disconnect()
             client.loop_write()
-            self._lost(member, "closed")
+            self._lose(member, "closed")
         else:
             self._watch(member, client)
 
@@ -212,11 +212,11 @@ class MqttLoop:
             client.reconnect()
             self._watch(member, client)
         except ConfigError as error:
-            self._lost(member, str(error))
+            self._lose(member, str(error))
         except Exception as error:  # noqa: BLE001 - logged where it is unexpected
-            self._failed(member, error)
+            self._fail(member, error)
 
-    def _lost(self, member: LoopMember, reason: str) -> None:
+    def _lose(self, member: LoopMember, reason: str) -> None:
         """Close a link, and try again after a while."""
         client = member.client
         wait_s = member.end(reason)
@@ -235,7 +235,7 @@ class MqttLoop:
     def _publish_more(self, member: LoopMember) -> None:
         member.paced = False
         if not member.waits:
-            self._guarded(member, selectors.EVENT_WRITE)
+            self._serve_safely(member, selectors.EVENT_WRITE)
 
     def _forget(self, member: LoopMember) -> None:
         self._members.discard(member)
@@ -259,6 +259,6 @@ class MqttLoop:
 
 
 def _more_to_read(client: Client) -> bool:
-    """Whether TLS holds decrypted bytes, which select does not report."""
+    """Return whether TLS holds decrypted bytes, which select does not report."""
     pending = getattr(client.socket(), "pending", None)
     return bool(pending and pending())

@@ -3,7 +3,7 @@
 import time
 
 SHARE = 0.9
-"""Of the broker's limit: its clock and the network see messages closer together."""
+"""Share of the broker's limit: its clock and the network see messages closer together."""
 CATCH_UP_S = 0.1
 """A thread that woke up late makes up for this time at most."""
 
@@ -16,7 +16,7 @@ class Pace:
         self._next_at = 0.0  # on the monotonic clock
 
     def take(self) -> bool:
-        """Whether a message may be published now; it counts as published then."""
+        """Return whether a message may be published now, and count it if it may."""
         if not self.per_s:
             return True
         now = time.monotonic()

@@ -89,7 +89,7 @@ def read_packet(buffer: memoryview, start: int, end: int, largest: int) -> Packe
     return Packet(buffer[start] & 0xF0, buffer[start] & 0x0F, position, position + size)
 
 
-def published(buffer: memoryview, packet: Packet) -> tuple[bytes, memoryview]:
+def parse_publish(buffer: memoryview, packet: Packet) -> tuple[bytes, memoryview]:
     """Topic and payload of a PUBLISH at any QoS. Raises BadPayload when it is cut."""
     view = buffer[packet.start : packet.end]
     if len(view) >= 2:
@@ -102,7 +102,7 @@ def published(buffer: memoryview, packet: Packet) -> tuple[bytes, memoryview]:
 
 
 def packet_id(buffer: memoryview, packet: Packet) -> int:
-    """Which request a SUBACK or UNSUBACK answers. Raises BadPayload when it is cut."""
+    """Return the request that a SUBACK or UNSUBACK answers. Raises BadPayload if it is cut."""
     if packet.end - packet.start < 2:
         raise BadPayload("the broker sent an answer that is cut")
     return buffer[packet.start] << 8 | buffer[packet.start + 1]

@@ -38,7 +38,7 @@ def in_thread(work: Callable[[], None]) -> None:
 
 
 def is_at(url: str, origin: str) -> bool:
-    """Whether a URL is one of `origin`, such as `https://store.example:9000`.
+    """Return whether a URL is one of `origin`, such as `https://store.example:9000`.
 
     >>> is_at("https://store:9000/b?X=1", "https://store:9000"), is_at("https://a@store:9000/", "https://store:9000")
     (True, False)
@@ -61,7 +61,7 @@ def download(url: str, first: int, end: int, size: int, piece_bytes: int, take: 
 
     Raises LinkDown if they do not come.
     """
-    with _answered(url, "GET", {"Range": f"bytes={first}-{end - 1}"}) as (host, response):
+    with _request(url, "GET", {"Range": f"bytes={first}-{end - 1}"}) as (host, response):
         found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         start, whole = map(int, found.groups()) if found else (0, response.length)
         if (start, whole) != (first, size):
@@ -91,12 +91,12 @@ def upload(url: str, content: memoryview, goes_on: Callable[[], bool]) -> None:
 
     # Azure asks for the kind of a blob, and other stores ignore it
     headers = {"Content-Length": str(len(content)), "x-ms-blob-type": "BlockBlob"}
-    with _answered(url, "PUT", headers, pieces()):
+    with _request(url, "PUT", headers, pieces()):
         pass  # the status says all; the rest of the answer could be of any length
 
 
 @contextlib.contextmanager
-def _answered(
+def _request(
     url: str, method: str, headers: dict[str, str], body: Iterator[memoryview] | None = None
 ) -> Iterator[tuple[str, HTTPResponse]]:
     """The answer to a request, and its host. Raises LinkDown unless it is a success."""
@@ -118,7 +118,7 @@ def _answered(
     except OSError as error:
         raise LinkDown(f"the connection to {parts.netloc} was lost: {error}") from None
     except HTTPException as error:  # its text may contain the URL
-        raise LinkDown(f"{parts.netloc} is no HTTP server: {type(error).__name__}") from None
+        raise LinkDown(f"{parts.netloc} is not an HTTP server: {type(error).__name__}") from None
     finally:
         connection.close()
 

@@ -20,7 +20,7 @@ from fedvit.updates.int8 import SCALE, Int8, from_int8
 from fedvit.updates.none import Plain
 from fedvit.updates.top_k import COUNT, INDEX, TopK, from_top_k, part_of_top_k
 
-__all__ = ["CODECS", "NONE", "Codec", "Form", "Shape", "coded_form", "decode", "decode_one", "make_codec"]
+__all__ = ["CODECS", "NONE", "Codec", "Form", "Shape", "decode", "decode_one", "list_coded_forms", "make_codec"]
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Plain, Fp16, Int8, TopK)}
 
@@ -58,7 +58,7 @@ def decode(coded: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 class Decoded(TensorReader):
-    """As `decode`, but each tensor, or part of one, is decoded at access.
+    """The result of `decode` with each tensor, or part of one, decoded at access.
 
     Of a part as little is read as its codec allows: of `none`, `fp16` and `int8` its own numbers (and scales), of
     `top_k` what was sent of the blocks of 65,536 entries that it lies in.
@@ -81,7 +81,7 @@ class Decoded(TensorReader):
         """Raises BadPayload for a sparse tensor whose shape is not known."""
         if name + INDEX not in self._coded:
             return self._coded.shape(name)
-        return _known_shape(name, self._shapes.get(name))
+        return _require_shape(name, self._shapes.get(name))
 
     def part(self, name: str, first: int, last: int) -> Array:
         if name + INDEX in self._coded:
@@ -98,9 +98,9 @@ class Decoded(TensorReader):
 
 
 def decode_one(name: str, coded: Mapping[str, Array], shape: tuple[int, ...] | None) -> Array:
-    """As `decode`, for one tensor."""
+    """Decode one tensor, like `decode`."""
     if name + INDEX in coded:
-        shape = _known_shape(name, shape)
+        shape = _require_shape(name, shape)
         parts = (name, name + INDEX, name + COUNT)
         return from_top_k(name, {part: coded[part] for part in parts if part in coded}, shape)
     if name + SCALE in coded:
@@ -108,7 +108,7 @@ def decode_one(name: str, coded: Mapping[str, Array], shape: tuple[int, ...] | N
     return _as_float32(coded[name])
 
 
-def _known_shape(name: str, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+def _require_shape(name: str, shape: tuple[int, ...] | None) -> tuple[int, ...]:
     if shape is None:
         raise BadPayload(f"{name!r} is sparse, and no tensor of that name is known")
     return shape
@@ -118,8 +118,8 @@ def _as_float32(value: Array) -> Array:
     return value.astype(np.float32) if value.dtype == np.float16 else value
 
 
-def coded_form(codec: Codec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The form of several tensors whose shapes are known, as `packed_size` wants it."""
+def list_coded_forms(codec: Codec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The form of several tensors whose shapes are known, as `compute_packed_bytes` wants it."""
     form: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, shape in shapes.items():
         for part, (lengths, dtype) in codec.form(name, shape).items():

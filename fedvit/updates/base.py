@@ -30,14 +30,14 @@ class Codec(ABC):
     name: ClassVar[str]
     source: ClassVar[str]
     keeps_shape: ClassVar[bool] = True
-    """Whether coded numbers have their tensor's shape, so that nothing else need be known to decode them."""
+    """True if coded numbers have their tensor's shape, so that a decoder needs no other information."""
 
     @abstractmethod
     def form(self, name: str, shape: Shape) -> Form:
-        """What a tensor of this shape becomes, so that its bytes are known beforehand."""
+        """Return the coded form of a tensor of this shape, so that its size is known before it is coded."""
 
     @abstractmethod
-    def _coded(self, name: str, value: Array) -> Tensors:
+    def _code(self, name: str, value: Array) -> Tensors:
         """The parts of one tensor; only called where `form` says that it is coded."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Codec(ABC):
                 raise BadPayload(f"{name!r} holds NaN or infinite values, which {self.name} does not code")
             shape = (None, *value.shape[1:]) if samples else value.shape
             plain = self.form(name, shape) == {name: (shape, "float32")}
-            parts = {name: value} if plain else self._coded(name, value)
+            parts = {name: value} if plain else self._code(name, value)
             if not np.isfinite(parts[name]).all():
                 largest = float(np.abs(value).max())
                 raise BadPayload(f"{name!r} holds values up to {largest:g}, beyond the range of {self.name}")
@@ -66,13 +66,13 @@ class Codec(ABC):
 
     @property
     def text(self) -> str:
-        """As it is written in configurations and Programs: `top_k:share=0.05`."""
+        """Form in configurations and Programs: `top_k:share=0.05`."""
         options = ",".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
         return f"{self.name}:{options}" if options else self.name
 
 
 def numbers(shape: Shape) -> int | None:
-    """How many numbers a tensor holds; None where that is not known.
+    """Count a tensor's numbers; None if a length is unknown.
 
     >>> numbers((2, 3)), numbers((None, 3))
     (6, None)

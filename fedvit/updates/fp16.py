@@ -22,7 +22,7 @@ class Fp16(Codec):
     def form(self, name: str, shape: Shape) -> Form:
         return {name: (shape, "float32" if is_small(shape) else "float16")}
 
-    def _coded(self, name: str, value: Array) -> Tensors:
+    def _code(self, name: str, value: Array) -> Tensors:
         with np.errstate(over="ignore"):  # what is beyond the range is refused by `encode`
             return {name: value.astype(np.float16)}
 

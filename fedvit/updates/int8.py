@@ -32,7 +32,7 @@ class Int8(Codec):
             return {name: (shape, "float32")}
         return {name: (shape, "int8"), name + SCALE: (shape[:1], "float32")}
 
-    def _coded(self, name: str, value: Array) -> Tensors:
+    def _code(self, name: str, value: Array) -> Tensors:
         rows = _rows(value)
         scale = _scales(rows)
         return {

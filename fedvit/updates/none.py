@@ -20,7 +20,7 @@ class Plain(Codec):
     def form(self, name: str, shape: Shape) -> Form:
         return {name: (shape, "float32")}
 
-    def _coded(self, name: str, value: Array) -> Tensors:
+    def _code(self, name: str, value: Array) -> Tensors:
         return {name: value}
 
     def error_bound(self, name: str, value: Array) -> Array:

@@ -17,7 +17,7 @@ BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """Of each tensor the `share` of entries that are largest by absolute value; of equal ones the first.
+    """Send the `share` of each tensor's entries with the largest absolute values; among equal ones the first.
 
     An entry that is sent has float16's error, one that is not its own size: at most the smallest that is sent.
     The rest is not lost if the sender adds it to its next update (error feedback).
@@ -37,15 +37,15 @@ class TopK(Codec):
         count = numbers(shape)
         if count is None or is_small(shape):
             return {name: (shape, "float32")}
-        kept = _kept(count, self.share)
+        kept = _count_kept(count, self.share)
         form: Form = {name: ((kept,), "float16"), name + INDEX: ((kept,), "uint16")}
         if count > BLOCK:
             form[name + COUNT] = ((_blocks(count),), "int32")
         return form
 
-    def _coded(self, name: str, value: Array) -> Tensors:
+    def _code(self, name: str, value: Array) -> Tensors:
         flat = value.reshape(-1)
-        places = _largest(np.abs(flat), _kept(flat.size, self.share))
+        places = _largest(np.abs(flat), _count_kept(flat.size, self.share))
         with np.errstate(over="ignore"):  # what is beyond the range is refused by `encode`
             parts: Tensors = {name: flat[places].astype(np.float16), name + INDEX: (places % BLOCK).astype(np.uint16)}
         if flat.size > BLOCK:
@@ -57,13 +57,13 @@ class TopK(Codec):
             return np.zeros((), np.float32)
         size = np.abs(value)
         flat = size.reshape(-1)
-        smallest = flat[_largest(flat, _kept(flat.size, self.share))].min()
+        smallest = flat[_largest(flat, _count_kept(flat.size, self.share))].min()
         coded = np.maximum(size * np.float32(2**-11), np.float32(2**-25))
         bound: Array = np.where(size > smallest, coded, np.maximum(size, coded))
         return bound
 
 
-def _kept(count: int, share: float) -> int:
+def _count_kept(count: int, share: float) -> int:
     return max(1, math.ceil(share * count - 1e-9))
 
 
@@ -100,7 +100,7 @@ def from_top_k(name: str, coded: Tensors, shape: tuple[int, ...]) -> Array:
 
 
 def part_of_top_k(name: str, coded: TensorReader, first: int, last: int) -> Array:
-    """As `from_top_k`, for some flat places of a tensor whose parts belong together."""
+    """Decode, like `from_top_k`, some flat places of a tensor whose parts belong together."""
     begin, end = 0, math.prod(coded.shape(name))
     blocks = range(first // BLOCK, _blocks(last))
     counts: Any = np.array([end])

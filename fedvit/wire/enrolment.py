@@ -1,4 +1,4 @@
-"""How a device gets its certificate: the one-time token, and the messages of a join. Pure, like all of the wire.
+"""The one-time token and the messages with which a device gets its certificate. Pure, like all of the wire.
 
 A device that requests its first certificate cannot authenticate itself by TLS, and cannot verify the broker yet. So
 every message of a join has an HMAC-SHA256 with the token's secret, with a separate key for each direction: without the
@@ -46,7 +46,7 @@ class Token(Struct, frozen=True, array_like=True):
     enrolment_port: int  # for those without
 
     def text(self) -> str:
-        """As people copy it: letters, digits, '-' and '_'."""
+        """Form that people copy: letters, digits, '-' and '_'."""
         raw = msgspec.msgpack.encode(self)
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode().rstrip("=")
 
@@ -55,7 +55,7 @@ class Token(Struct, frozen=True, array_like=True):
         """Raises ConfigError when it is incomplete."""
         text = "".join(text.split())
         if not text.startswith(TOKEN_PREFIX):
-            raise ConfigError(f"this is no join token: it must begin with {TOKEN_PREFIX!r}")
+            raise ConfigError(f"this is not a join token: expected text that begins with {TOKEN_PREFIX!r}")
         try:
             body = text.removeprefix(TOKEN_PREFIX)
             raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
@@ -134,19 +134,19 @@ _VERSION = bytes([ENROLMENT_VERSION])
 
 
 def encode_enrolment(message: RenewRequest | Renewed) -> bytes:
-    return _checked(_VERSION + _encoder.encode(message))
+    return _check_size(_VERSION + _encoder.encode(message))
 
 
 def decode_enrolment(raw: bytes) -> AnyEnrolment:
     """Undo `encode_enrolment`. Raises PeerRefused for another version, BadPayload for anything unreadable."""
     _check_head(raw, 1)
-    return _decoded(raw[1:])
+    return _decode(raw[1:])
 
 
 def seal(message: AnyEnrolment, secret: bytes, direction: bytes) -> bytes:
     """Add an HMAC with the token's secret to a message; FROM_DEVICE or FROM_COORDINATOR."""
     body = _encoder.encode(message)
-    return _checked(_VERSION + _mac(body, secret, direction) + body)
+    return _check_size(_VERSION + _mac(body, secret, direction) + body)
 
 
 def unseal(raw: bytes, secret: bytes, direction: bytes) -> AnyEnrolment:
@@ -155,7 +155,7 @@ def unseal(raw: bytes, secret: bytes, direction: bytes) -> AnyEnrolment:
     mac, body = raw[1 : 1 + MAC_BYTES], raw[1 + MAC_BYTES :]
     if not hmac.compare_digest(mac, _mac(body, secret, direction)):
         raise BadPayload(f"a sealed message of {len(raw)} bytes was not written with the secret of this token")
-    return _decoded(body)
+    return _decode(body)
 
 
 def _mac(body: bytes, secret: bytes, direction: bytes) -> bytes:
@@ -163,21 +163,21 @@ def _mac(body: bytes, secret: bytes, direction: bytes) -> bytes:
     return hmac.new(key, _VERSION + body, hashlib.sha256).digest()
 
 
-def _checked(raw: bytes) -> bytes:
+def _check_size(raw: bytes) -> bytes:
     if len(raw) > MAX_ENROLMENT_BYTES:
         raise BadPayload(f"an enrolment message of {len(raw)} bytes exceeds the limit of {MAX_ENROLMENT_BYTES} bytes")
     return raw
 
 
 def _check_head(raw: bytes, least_bytes: int) -> None:
-    _checked(raw)
+    _check_size(raw)
     if raw and raw[0] != ENROLMENT_VERSION:
         raise PeerRefused(f"the other side speaks enrolment version {raw[0]}, this side version {ENROLMENT_VERSION}")
     if len(raw) <= least_bytes:
         raise BadPayload(f"an enrolment message of {len(raw)} bytes is too short")
 
 
-def _decoded(body: bytes) -> AnyEnrolment:
+def _decode(body: bytes) -> AnyEnrolment:
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

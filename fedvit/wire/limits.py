@@ -1,4 +1,4 @@
-"""What a broker takes from one connection. Devices learn it from the coordinator, with its welcome."""
+"""A broker's limits for one connection. Devices learn them from the coordinator's welcome."""
 
 from typing import Annotated
 
@@ -22,8 +22,8 @@ class BrokerLimits(Struct, frozen=True, array_like=True):
     topics_per_subscribe: TopicsPerSubscribe = 8
     max_inflight: Inflight = 32  # messages of QoS 1 that the broker has not acknowledged
 
-    def announced(self) -> "BrokerLimits | None":
-        """What a welcome names: None for the usual ones."""
+    def non_default(self) -> "BrokerLimits | None":
+        """Return the limits that a welcome names: None for the usual ones."""
         return None if self == BrokerLimits() else self
 
 

@@ -120,7 +120,7 @@ def term_of(epoch: int) -> int:
 
 
 class CoordinatorState(Message, frozen=True, tag="coordinator"):
-    """Whether a coordinator is online. After a new epoch every device sends its hello again. An epoch with an earlier
+    """A coordinator's presence. After a new epoch every device sends its hello again. An epoch with an earlier
     term than a known one belongs to a coordinator that no longer leads, and is ignored.
 
     The fields after `alive` identify a coordinator: two that serve one federation by mistake can report each other.
@@ -311,7 +311,7 @@ class RunEnded(Message, frozen=True, tag="ended"):
 
 
 UrlUse = Literal["", "ask", "used", "failed"]
-"""Whether a receiver fetches the blob by a URL: "" it cannot, "ask" it would, "used" it does now, "failed" URLs did not
+"""The receiver's use of a URL for the blob: "" it cannot, "ask" it would, "used" it does now, "failed" URLs did not
 work for it."""
 Url = Annotated[str, Meta(max_length=4096)]
 
@@ -438,7 +438,7 @@ def peek_tag(raw: bytes) -> bytes:
 
 
 def inline_room(message: AnyMessage) -> int:
-    """How many bytes of inline blobs fit into a message that has none yet."""
+    """Return the bytes of inline blobs that fit into a message without any."""
     return max(0, min(INLINE_BYTES, MAX_MESSAGE_BYTES - len(encode(message)) - _INLINE_HEADS_BYTES))
 
 

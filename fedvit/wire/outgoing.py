@@ -72,7 +72,7 @@ class Outgoing:
             self._with_under_way[0] -= 1
             self._free_rows.append(row)
 
-    def held_up_by(self) -> list[str]:
+    def list_slow_receivers(self) -> list[str]:
         """Receivers that alone keep the window full.
 
         All receivers share one pace, so a slow one shows by its backlog and not by its rate. Four times the backlog of

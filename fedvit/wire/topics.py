@@ -36,7 +36,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Whether a name can be one level of a topic, and a file that no command takes for an option.
+    """Return whether a name can be a level of a topic, and a file that no command takes for an option.
 
     >>> is_name("pi-4"), is_name("../pi"), is_name("-rf"), is_name("")
     (True, False, False, False)
@@ -64,7 +64,7 @@ class Topics(NamedTuple):
     def to_device(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/ctl"
 
-    def dedicated(self, device: str, digest: str) -> str:
+    def chunks_for(self, device: str, digest: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/b/{blob_level(digest)}"
 
     def from_device(self, device: str) -> str:
@@ -82,13 +82,13 @@ class Topics(NamedTuple):
     def renewal(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/up/cert"
 
-    def renewed(self, device: str) -> str:
+    def certificate_for(self, device: str) -> str:
         return f"{ROOT}/{self.federation}/d/{device}/dn/cert"
 
     def enrolment(self, token: str) -> str:
         return f"{ROOT}/{self.federation}/enrol/{token}/up"
 
-    def enrolled(self, token: str) -> str:
+    def enrolment_reply(self, token: str) -> str:
         return f"{ROOT}/{self.federation}/enrol/{token}/dn"
 
     @property
@@ -98,5 +98,5 @@ class Topics(NamedTuple):
         return f"{base}/up/ctl", f"{base}/st"
 
     def device_of(self, topic: str) -> str:
-        """Which device a topic below `d/`, or which token a topic below `enrol/`, belongs to."""
+        """Return the device of a topic below `d/`, or the token of a topic below `enrol/`."""
         return topic.split("/")[3]

@@ -63,10 +63,10 @@ class Chunk:
 def decode_chunk(raw: bytes | memoryview, digest_name: str = "blake3") -> Chunk:
     """The chunk in `raw`; its payload shares the memory of a memoryview.
 
-    Raises BadPayload when `raw` is no chunk of a version that is known, or was cut.
+    Raises BadPayload when `raw` is not a chunk of this version, or was cut.
     """
     if len(raw) < _HEADER.size or raw[:4] != _MAGIC or raw[4] != _VERSION:
-        raise BadPayload(f"{len(raw)} bytes on a chunk topic are no chunk of version {_VERSION}")
+        raise BadPayload(f"{len(raw)} bytes on a chunk topic are not a chunk of version {_VERSION}")
     _, _, _, _, index, count, size, digest, length, seq = _HEADER.unpack_from(raw)
     payload = raw[_HEADER.size :]
     if len(payload) != length:
@@ -129,7 +129,7 @@ class Incoming:
         return True
 
     def nack_is_due(self, *, idle: bool = False) -> bool:
-        """Whether enough came since the last BlobNack to tell the sender; anything at all, when no more comes."""
+        """Return whether enough came since the last BlobNack to tell the sender; anything, if no more comes."""
         return self._since_want >= (1 if idle else ACK_EVERY_CHUNKS)
 
     def nack(self, *, stalled: bool = False, apart: bool = False) -> BlobNack:

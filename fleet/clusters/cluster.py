@@ -23,7 +23,7 @@ NODES_SEEN_S = 2.0
 
 
 def _ray() -> Any:
-    """The package. Raises ConfigError where the extra is not installed."""
+    """Import the package. Raises ConfigError if the extra is not installed."""
     try:
         import ray
     except ImportError:
@@ -32,13 +32,13 @@ def _ray() -> Any:
 
 
 @contextmanager
-def connected(address: str) -> Iterator["Cluster"]:
-    """The cluster at HOST:PORT, or with "local" one on this machine that ends with the block.
+def connect(address: str) -> Iterator["Cluster"]:
+    """Connect to the cluster at HOST:PORT, or start one on this machine, "local", that ends with the block.
 
     Ray runs what it is sent, so both sides show a token (RAY_AUTH_MODE=token, unless the environment says otherwise):
-    that of a cluster is found by Ray in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, a local cluster gets
-    one of its own. Within the block nothing is printed on standard output. Raises ConfigError or LinkDown where there
-    is no cluster that can be used.
+    Ray reads that of a cluster from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, and a local cluster gets
+    a new one. Inside of the block nothing is printed on standard output. Raises ConfigError or LinkDown if no cluster
+    can be used.
     """
     settings = {"RAY_AUTH_MODE": "token", "RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     settings |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if address == LOCAL else {}
@@ -71,10 +71,10 @@ def _start(ray: Any, address: str) -> None:
         ) from error
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if "ersion mismatch" in str(error):
-            there = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise ConfigError(
                 f"--ray {address}: this is Ray {ray.__version__} under Python {sys.version.split()[0]}, and the "
-                f"cluster runs others; install the same on all machines ({there[:300]})"
+                f"cluster runs others; install the same on all machines ({reason[:300]})"
             ) from error
         raise LinkDown(
             f"--ray {address}: no cluster that this machine is a node of ({_first_line(error)}); make it one with "
@@ -120,35 +120,35 @@ class Cluster:
             self._nodes_at = time.monotonic()
             self._nodes = {}
             for number, node in enumerate(node for node in self.ray.nodes() if node["Alive"]):
-                there = node["Resources"]
+                resources = node["Resources"]
                 name = node["NodeManagerAddress"]
                 self._nodes[name if name not in self._nodes else f"{name} ({number})"] = Resources(
-                    there.get("CPU", 0.0), there.get("GPU", 0.0), int(there.get("memory", 0))
+                    resources.get("CPU", 0.0), resources.get("GPU", 0.0), int(resources.get("memory", 0))
                 )
         return self._nodes
 
-    def lack_of(self, wanted: Resources) -> str | None:
-        """A message when no node has the wanted resources; None when one has."""
+    def lack_of(self, needs: Resources) -> str | None:
+        """A message if no node has these resources; None if one has."""
         nodes = self.nodes()
-        if any(wanted.fits(node) for node in nodes.values()):
+        if any(needs.fits(node) for node in nodes.values()):
             return None
-        there = "; ".join(f"{name}: {node}" for name, node in nodes.items()) or "none"
-        return f"no node of the cluster has {wanted}; nodes are {there}"
+        shares = "; ".join(f"{name}: {node}" for name, node in nodes.items()) or "none"
+        return f"no node of the cluster has {needs}; nodes are {shares}"
 
-    def at_once(self, wanted: Sequence[Resources]) -> int:
-        """How many of the smallest of these programs can run at the same time."""
-        return sum(max(capacity(node, each) for each in set(wanted)) for node in self.nodes().values())
+    def at_once(self, needs: Sequence[Resources]) -> int:
+        """Count the smallest of these programs that can run at the same time."""
+        return sum(max(capacity(node, each) for each in set(needs)) for node in self.nodes().values())
 
-    def run(self, job: ProgramJob, parts: Any, work: Files, wanted: Resources) -> Any:
+    def run(self, job: ProgramJob, parts: Any, work: Files, needs: Resources) -> Any:
         """Run a program as a task on some node; `parts` is a reference to Files by `ray.put`. Returns its reports."""
         return self._task.options(
-            name=job.name, num_cpus=wanted.num_cpus, num_gpus=wanted.num_gpus, memory=wanted.memory_bytes or None
+            name=job.name, num_cpus=needs.num_cpus, num_gpus=needs.num_gpus, memory=needs.memory_bytes or None
         ).remote(job, parts, self.ray.put(work))
 
-    def host(self, job: ProgramJob, parts: Any, work: Files, wanted: Resources) -> tuple[Any, Any]:
+    def host(self, job: ProgramJob, parts: Any, work: Files, needs: Resources) -> tuple[Any, Any]:
         """Run a program in a named actor on some node; the actor and its reports."""
         actor = self._actor.options(
-            name=job.name, num_cpus=wanted.num_cpus, num_gpus=wanted.num_gpus, memory=wanted.memory_bytes or None
+            name=job.name, num_cpus=needs.num_cpus, num_gpus=needs.num_gpus, memory=needs.memory_bytes or None
         ).remote()
         return actor, actor.run.options(num_returns="streaming").remote(job, parts, self.ray.put(work))
 

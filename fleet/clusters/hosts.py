@@ -28,7 +28,7 @@ class HostsOnRay:
         self._cluster = cluster
         self._parts = cluster.ray.put(pack(parts))
         self._states = states
-        self._wanted = Resources(threads, 0, 0)
+        self._needs = Resources(threads, 0, 0)
         self._hosts: dict[str, _Host] = {}
 
     def __enter__(self) -> "HostsOnRay":
@@ -43,23 +43,23 @@ class HostsOnRay:
     ) -> None:
         """Start a host, or start it again; `command` are the arguments of `fleet host`, with paths as on a node."""
         job = ProgramJob(
-            name, "fleet.host", tuple(command), progress=None, software=version("fedvit"),
+            name, "fleet.commands.host", tuple(command), progress=None, software=version("fedvit"),
             environment=dict(environment or {}),
         )  # fmt: skip
         folder = self._states / name
         work = pack(folder) if folder.is_dir() else {}
-        wanted = Resources(0, 0, 0) if name in self._hosts else self._wanted
-        actor, reports = self._cluster.host(job, self._parts, work, wanted)
+        needs = Resources(0, 0, 0) if name in self._hosts else self._needs
+        actor, reports = self._cluster.host(job, self._parts, work, needs)
         self._hosts[name] = _Host(actor, Reports(self._cluster.ray, reports), self._cluster.ray, folder, log)
 
-    def ended(self) -> dict[str, int]:
+    def exit_codes(self) -> dict[str, int]:
         """Exit codes of the hosts that have ended, by name."""
         return {name: code for name, host in self._hosts.items() if (code := host.poll()) is not None}
 
     def wait(self, names: Sequence[str], timeout_s: float) -> bool:
-        """Whether all of `names` ended by themselves within the time."""
+        """Wait; return True if all of `names` ended by themselves within the time."""
         until = time.monotonic() + timeout_s
-        while not (over := set(names) <= self.ended().keys()) and time.monotonic() < until:
+        while not (over := set(names) <= self.exit_codes().keys()) and time.monotonic() < until:
             time.sleep(0.1)
         return over
 
@@ -100,16 +100,16 @@ class _Host:
 
 def check_hosts(cluster: Cluster, hosts: int | None, threads: int) -> int:
     """The number of hosts with `threads` threads each, by default as many as fit. Raises ConfigError."""
-    wanted = Resources(threads, 0, 0)
-    if why := cluster.lack_of(wanted):
+    needs = Resources(threads, 0, 0)
+    if why := cluster.lack_of(needs):
         raise ConfigError(f"--threads {threads}: {why}")
-    most = cluster.at_once([wanted])
+    most = cluster.at_once([needs])
     if hosts is not None and hosts > most:
-        raise ConfigError(f"--hosts {hosts} of {wanted} each, but the cluster has room for {most}: give --hosts {most}")
+        raise ConfigError(f"--hosts {hosts} of {needs} each, but the cluster has room for {most}: give --hosts {most}")
     return hosts or most
 
 
-def broker_for_nodes(cluster: Cluster, broker: BrokerConfig) -> str:
+def find_broker_host(cluster: Cluster, broker: BrokerConfig) -> str:
     """The host at which the nodes reach the run's own broker. Raises ConfigError where they cannot."""
     if broker.listen in ("0.0.0.0", "::"):
         return str(cluster.ray.util.get_node_ip_address())

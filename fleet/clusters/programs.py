@@ -1,6 +1,6 @@
 """Runs a program on a node of a cluster. Its folder is copied to the node, and back every few seconds.
 
-The program is stopped (SIGSTOP) while its files are read, so a copy is consistent: it equals the folder after a kill -9
+The program is paused (SIGSTOP) while its files are read, so a copy is consistent: it equals the folder after a kill -9
 at that moment, from which the program can be resumed.
 """
 
@@ -27,13 +27,13 @@ REPORT_S = 1.0
 """Interval of reports without news, which show that the node is alive."""
 COPY_EVERY_S = 2.0
 COPY_SHARE = 0.05
-"""Largest share of its time for which a program is stopped for copies."""
+"""Largest share of its time for which a program is paused for copies."""
 COPY_BYTES_PER_S = 5e6
 """Average bandwidth of copies."""
 LOG_BYTES = 64 << 10
 """Size of the end of a program's log in a report."""
 KILLED_WITH_PARENT = signal.SIGKILL
-"""A stopped program reacts to no other signal."""
+"""A paused program reacts to no other signal."""
 
 
 class ProgramJob(NamedTuple):
@@ -58,9 +58,9 @@ class Report(NamedTuple):
 
 
 def pack(folder: Path) -> Files:
-    """Every file below `folder`."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    """Read every file below `folder`."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def unpack(files: Files, folder: Path) -> None:
@@ -109,7 +109,7 @@ def run_program(job: ProgramJob, parts: Files, work: Files, node: str) -> Iterat
             time.sleep(POLL_S)
             now = time.monotonic()
             if now >= copy_at:
-                with stopped(process.pid):
+                with pause(process.pid):
                     files = pack(home / "work")
                 took_s = time.monotonic() - now
                 size = sum(map(len, files.values()))
@@ -123,8 +123,8 @@ def run_program(job: ProgramJob, parts: Files, work: Files, node: str) -> Iterat
 
 
 @contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Within it a child process is stopped (SIGSTOP)."""
+def pause(pid: int) -> Iterator[None]:
+    """Pause a child process (SIGSTOP) inside of the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # waits until the signal has arrived

@@ -11,7 +11,7 @@ from fedvit.quantities import format_bytes, parse_bytes
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Resources of cells; None: as in the more general table."""
+    """Resources of cells; None: those of the more general table."""
 
     num_cpus: Annotated[float, Meta(gt=0)] | None = None  # cores; fractions are allowed
     num_gpus: Annotated[float, Meta(ge=0)] | None = None  # a fraction shares a GPU with other cells
@@ -26,13 +26,13 @@ class RayTable(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def check(self, methods: Collection[str], partitions: Collection[str], where: str) -> None:
         """Raises ConfigError for a method or partition that the experiment does not have, and for bad amounts."""
-        for kind, requests, known in (
+        for kind, requests, names in (
             ("methods", self.methods, methods),
             ("partitions", self.partitions, partitions),
         ):
             for name in requests:
-                if name not in known:
-                    hint = did_you_mean(name, known, most=1) or f"; there are: {', '.join(known)}"
+                if name not in names:
+                    hint = did_you_mean(name, names, most=1) or f"; there are: {', '.join(names)}"
                     raise ConfigError(f"{where} [ray.{kind}.{name}]: the experiment has no such table{hint}")
         for method in methods:
             for partition in partitions:
@@ -42,9 +42,9 @@ class RayTable(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     raise ConfigError(f"{where} [ray], for {method}/{partition}: {error}") from None
 
     def resources(self, method: str, partition: str) -> "Resources":
-        """Of a cell: its partition's table wins over its method's, and that over the general one."""
-        found = (self.partitions.get(partition), self.methods.get(method), self)
-        requests = [request for request in found if request is not None]
+        """Return the needs of a cell: its partition's table wins over its method's, and that over the general one."""
+        tables = (self.partitions.get(partition), self.methods.get(method), self)
+        requests = [request for request in tables if request is not None]
         num_cpus = next((one.num_cpus for one in requests if one.num_cpus is not None), 1.0)
         num_gpus = next((one.num_gpus for one in requests if one.num_gpus is not None), 0.0)
         memory = next((one.memory for one in requests if one.memory is not None), 0)
@@ -61,7 +61,7 @@ class Resources(NamedTuple):
     memory_bytes: int
 
     def fits(self, node: "Resources") -> bool:
-        return all(wanted <= there for wanted, there in zip(self, node, strict=True))
+        return all(need <= share for need, share in zip(self, node, strict=True))
 
     def __str__(self) -> str:
         """
@@ -76,11 +76,11 @@ class Resources(NamedTuple):
         return ", ".join(parts)
 
 
-def capacity(node: Resources, wanted: Resources) -> int:
-    """How many programs that need `wanted` fit on a node at the same time.
+def capacity(node: Resources, needs: Resources) -> int:
+    """Count the programs with these `needs` that fit on a node at the same time.
 
     >>> quarter = Resources(1, 0.25, 0)
     >>> capacity(Resources(8, 1, 16 * 10**9), quarter), capacity(Resources(8, 0, 10**9), quarter)
     (4, 0)
     """
-    return int(min((there / need for there, need in zip(node, wanted, strict=True) if need), default=1))
+    return int(min((share / need for share, need in zip(node, needs, strict=True) if need), default=1))

@@ -17,7 +17,7 @@ from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts, is_texts, read_texts
 
 IMAGE_SIZE = 32
-"""Side of images, pixels, by default."""
+"""Default side of images, pixels."""
 
 SOURCES: dict[str, Callable[[int], Samples]] = {
     "digits": read_digits,
@@ -28,7 +28,7 @@ SOURCES: dict[str, Callable[[int], Samples]] = {
 
 
 class Reader(NamedTuple):
-    """Opens one kind of data set: (path, image side) -> samples, where `recognises` says that it is that kind."""
+    """Opens the paths that `recognises` accepts: (path, image side) -> samples."""
 
     recognises: Callable[[Path], bool]
     read: Callable[[Path, int], Samples]
@@ -42,11 +42,11 @@ READERS: dict[str, Reader] = {
     "domainfolder": Reader(is_domainfolder, read_domainfolder),
     "imagefolder": Reader(Path.exists, read_imagefolder),
 }
-"""Kinds of data sets that are paths; the first that recognises a path reads it."""
+"""Kinds of data sets in files; the first that recognises a path reads it."""
 
 
 def check_dataset(dataset: str) -> None:
-    """Raises ConfigError when it is neither a name in `SOURCES` nor a path that exists."""
+    """Check a data set's name. Raises ConfigError if it is neither in `SOURCES` nor an existing path."""
     if dataset not in SOURCES and not Path(dataset).exists():
         near = did_you_mean(dataset, SOURCES)
         raise ConfigError(f"data set {dataset!r} is neither a path that exists nor one of: {', '.join(SOURCES)}{near}")
@@ -65,7 +65,7 @@ def read_samples(dataset: str, size: int) -> Samples:
 
 
 def read_dataset(dataset: str, size: int | None) -> Samples | Texts:
-    """As `read_samples`, or a text, of which `size` is the context in characters; None: the usual size."""
+    """Open images, or a text, whose `size` is its context in characters; None: the default size."""
     check_dataset(dataset)
     if dataset not in SOURCES and is_texts(Path(dataset)):
         return read_texts(Path(dataset), size)

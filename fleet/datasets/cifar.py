@@ -26,7 +26,7 @@ Batch = tuple[Pixels, npt.NDArray[np.int64]]
 
 
 def is_cifar(path: Path) -> bool:
-    """Whether it is a folder with at least one of the batch files of CIFAR."""
+    """Return True for a folder with at least one of the batch files of CIFAR."""
     return _format(path) is not None
 
 
@@ -40,7 +40,7 @@ def read_cifar(path: Path, size: int = 32) -> Samples:
         raise DataError(f"{path}: no CIFAR batches, expected data_batch_1 or train, with or without .bin")
     if missing := [name for name in kind.files if not (path / name).is_file()]:
         raise DataError(f"{path}: {missing[0]} is missing, expected {', '.join(kind.files)}")
-    batches = [_checked(path / name, kind.read(path / name, kind), kind) for name in kind.files]
+    batches = [_check_batch(path / name, kind.read(path / name, kind), kind) for name in kind.files]
     pixels = np.concatenate([pixels for pixels, _ in batches]).reshape(-1, 3, _SIDE, _SIDE)
     labels = np.concatenate([labels for _, labels in batches])
     return Samples(
@@ -53,7 +53,7 @@ def read_cifar(path: Path, size: int = 32) -> Samples:
     )
 
 
-def _checked(path: Path, batch: Batch, kind: "_Format") -> Batch:
+def _check_batch(path: Path, batch: Batch, kind: "_Format") -> Batch:
     pixels, labels = batch
     if len(pixels) != len(labels):
         raise DataError(f"{path}: {len(pixels)} images, but {len(labels)} labels")
@@ -79,7 +79,7 @@ def _read_pickled(path: Path, kind: "_Format") -> Batch:
         raise DataError(f"{path}: no {missing[0]!r}, expected it among {', '.join(map(repr, batch)) or 'the keys'}")
     pixels = batch["data"]
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
-        raise DataError(f"{path}: 'data' is {_shown(pixels)}, expected uint8 of shape (n, {_PIXELS})")
+        raise DataError(f"{path}: 'data' is {_describe(pixels)}, expected uint8 of shape (n, {_PIXELS})")
     columns = [_whole_numbers(path, key, batch[key]) for key in kind.label_keys]
     if len({len(column) for column in columns}) > 1:
         raise DataError(f"{path}: {len(columns[0])} coarse labels, but {len(columns[1])} fine labels")
@@ -92,7 +92,7 @@ def _whole_numbers(path: Path, key: str, value: object) -> Indices:
         return value.astype(np.int64)
     if isinstance(value, list) and all(type(number) is int and 0 <= number < 256 for number in value):
         return np.array(value, dtype=np.int64)
-    raise DataError(f"{path}: {key!r} is {_shown(value)}, expected a list of whole numbers of 0..255")
+    raise DataError(f"{path}: {key!r} is {_describe(value)}, expected a list of whole numbers of 0..255")
 
 
 def _content(path: Path) -> bytes:
@@ -102,7 +102,7 @@ def _content(path: Path) -> bytes:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     return f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
 
 

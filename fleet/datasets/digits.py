@@ -22,7 +22,7 @@ def read_digits(size: int = 32) -> Samples:
     return Samples(
         dataset="digits",
         size=size,
-        images=np.stack([_enlarged(image, size) for image in gray]),
+        images=np.stack([_enlarge(image, size) for image in gray]),
         labels=digits.target.astype(np.int64),
         classes=tuple(str(name) for name in digits.target_names),
     )
@@ -32,8 +32,8 @@ def read_digit_domains(size: int = 32) -> Samples:
     """The digits in four domains, as four cameras might see them; every image is in one of them."""
     digits = read_digits(size)
     domains = np.arange(len(digits), dtype=np.int64) % len(_DOMAINS)
-    seen_as = list(_DOMAINS.values())
-    images = np.stack([seen_as[domain](image) for domain, image in zip(domains, _all_of(digits), strict=True)])
+    cameras = list(_DOMAINS.values())
+    images = np.stack([cameras[domain](image) for domain, image in zip(domains, _load_all(digits), strict=True)])
     return replace(digits, dataset="digits-domains", images=images, domains=domains, domain_names=tuple(_DOMAINS))
 
 
@@ -47,40 +47,40 @@ def read_turned_digits(size: int = 32) -> Samples:
     return Samples(
         dataset="digits-turned",
         size=size,
-        images=np.concatenate([np.rot90(_all_of(digits), turn, axes=(1, 2)) for turn in turns]),
+        images=np.concatenate([np.rot90(_load_all(digits), turn, axes=(1, 2)) for turn in turns]),
         labels=np.repeat(np.arange(4, dtype=np.int64), len(digits)),
         classes=tuple(f"{90 * turn:03d}" for turn in turns),
     )
 
 
-def _faint(image: Pixels) -> Pixels:
+def _fade(image: Pixels) -> Pixels:
     return (image // 4 + 96).astype(np.uint8)
 
 
-def _inverted(image: Pixels) -> Pixels:
+def _invert(image: Pixels) -> Pixels:
     return ~image
 
 
-def _mirrored(image: Pixels) -> Pixels:
+def _mirror(image: Pixels) -> Pixels:
     return image[:, ::-1]
 
 
-def _plain(image: Pixels) -> Pixels:
+def _copy(image: Pixels) -> Pixels:
     return image
 
 
 _DOMAINS: dict[str, Callable[[Pixels], Pixels]] = {
-    "faint": _faint,
-    "inverted": _inverted,
-    "mirrored": _mirrored,
-    "plain": _plain,
+    "faint": _fade,
+    "inverted": _invert,
+    "mirrored": _mirror,
+    "plain": _copy,
 }
 
 
-def _all_of(digits: Samples) -> Pixels:
+def _load_all(digits: Samples) -> Pixels:
     return digits.images[np.arange(len(digits))]
 
 
-def _enlarged(gray: Pixels, size: int) -> Pixels:
+def _enlarge(gray: Pixels, size: int) -> Pixels:
     image = Image.fromarray(gray).resize((size, size), Image.Resampling.BILINEAR)
     return np.asarray(image.convert("RGB"))

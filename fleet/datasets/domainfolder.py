@@ -12,7 +12,7 @@ from fleet.datasets.samples import Samples
 
 
 def is_domainfolder(path: Path) -> bool:
-    """Whether all images lie in `<domain>/<class>/`, in two or more domains; train and test are no domains."""
+    """Return True if all images are in `<domain>/<class>/`, in two or more domains; train and test are not domains."""
     try:
         tree = open_tree(path)
     except DataError:

@@ -1,6 +1,7 @@
 """MNIST, Fashion-MNIST, EMNIST, KMNIST: gray images in the idx format of LeCun, packed with gzip or not.
 
-Source: http://yann.lecun.com/exdb/mnist: big-endian header (type, number of dimensions, sizes), then bytes.
+Source: http://yann.lecun.com/exdb/mnist: big-endian header (type, number of dimensions, sizes), then bytes. torchvision
+reads these sets from folders of its own naming only, and unpacks a file of any size.
 """
 
 import gzip
@@ -12,14 +13,14 @@ import numpy as np
 
 from fedvit.data.images import Indices, Pixels
 from fedvit.errors import DataError
-from fleet.datasets.samples import ArrayImages, Samples, numbered_classes
+from fleet.datasets.samples import Samples, join_batches
 
 _IMAGES = re.compile(r"(?P<set>.*?)(train|t10k|test)-images[-.]idx3-ubyte(\.gz)?")
 _GZIP = b"\x1f\x8b"
 
 
 def is_idx(path: Path) -> bool:
-    """Whether it is a folder with a file such as train-images-idx3-ubyte.gz, or that file."""
+    """Return True for a folder with a file such as train-images-idx3-ubyte.gz, or that file."""
     return bool(_image_files(path))
 
 
@@ -31,21 +32,10 @@ def read_idx(path: Path, size: int = 32) -> Samples:
     files = _image_files(path)
     if not files:
         raise DataError(f"{path}: no file such as train-images-idx3-ubyte or train-images-idx3-ubyte.gz")
-    sets = sorted({_set(file) for file in files})
+    sets = sorted({_set_name(file) for file in files})
     if len(sets) > 1:
         raise DataError(f"{path}: holds the sets {', '.join(map(repr, sets))}; name an images file of one of them")
-    batches = [_read_batch(file) for file in files]
-    shapes = {images.shape[1:] for images, _ in batches}
-    if len(shapes) > 1:
-        raise DataError(f"{path}: images of different sizes, {' and '.join(map(str, sorted(shapes)))}")
-    labels, classes = numbered_classes(np.concatenate([labels for _, labels in batches]))
-    return Samples(
-        dataset=path.resolve().name,
-        size=size,
-        images=ArrayImages(np.concatenate([images for images, _ in batches]), size),
-        labels=labels,
-        classes=classes,
-    )
+    return join_batches(path, path.resolve().name, [_read_batch(file) for file in files], size)
 
 
 def _image_files(path: Path) -> list[Path]:
@@ -53,12 +43,12 @@ def _image_files(path: Path) -> list[Path]:
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir() or not (path.is_dir() or _IMAGES.fullmatch(path.name)):
         return []
-    found = {file.name.removesuffix(".gz"): file for file in sorted(folder.iterdir()) if _IMAGES.fullmatch(file.name)}
-    return [file for _, file in sorted(found.items()) if path.is_dir() or _set(file) == _set(path)]
+    files = {file.name.removesuffix(".gz"): file for file in sorted(folder.iterdir()) if _IMAGES.fullmatch(file.name)}
+    return [file for _, file in sorted(files.items()) if path.is_dir() or _set_name(file) == _set_name(path)]
 
 
-def _set(images: Path) -> str:
-    """What the names of a set's files begin with: emnist-letters-, or nothing."""
+def _set_name(images: Path) -> str:
+    """Beginning of the names of a set's files: emnist-letters-, or nothing."""
     match = _IMAGES.fullmatch(images.name)
     return match["set"] if match else ""
 
@@ -76,11 +66,11 @@ def _read_batch(images_file: Path) -> tuple[Pixels, Indices]:
 
 
 def _read_bytes(path: Path, dimensions: int) -> Pixels:
-    """The array of a file, which must have this many dimensions and hold single bytes."""
+    """Read the array of a file, which must have this many dimensions and hold single bytes."""
     try:
         with path.open("rb") as plain:
-            packed = plain.read(2) == _GZIP
-        with gzip.open(path) if packed else path.open("rb") as file:
+            is_packed = plain.read(2) == _GZIP
+        with gzip.open(path) if is_packed else path.open("rb") as file:
             header = file.read(4 + 4 * dimensions)
             if header[:4] != bytes([0, 0, 8, dimensions]) or len(header) < 4 + 4 * dimensions:
                 raise DataError(
@@ -88,7 +78,7 @@ def _read_bytes(path: Path, dimensions: int) -> Pixels:
                 )
             shape = np.frombuffer(header, dtype=">u4")[1:].tolist()
             expected = int(np.prod(shape, dtype=object))
-            content = file.read(expected + 1)  # no more than is wanted, however much a small packed file holds
+            content = file.read(expected + 1)  # bounded, however much a small packed file holds
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: {error}") from error
     if len(content) != expected:

@@ -27,7 +27,7 @@ class ImageFile:
     open: Callable[[], BinaryIO]
 
     def problem(self) -> str | None:
-        """Why it is no image, or None; reads the header only."""
+        """Reason why it is not an image, or None; only the header is read."""
         try:
             with self.open() as content:
                 return header_problem(self.path, content)
@@ -84,17 +84,17 @@ def open_tree(path: Path) -> Tree[ImageFile]:
     outside of it.
     """
     if path.is_dir():
-        return _unwrapped(_files(read_tree(path, _LEVELS)))
+        return _unwrap(_files(read_tree(path, _LEVELS)))
     if not path.is_file():
         raise DataError(f"{path}: there is no such folder or file")
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
         raise DataError(f"{path}: neither a folder nor a readable .zip: {error}") from error
-    return _unwrapped(_archive_tree(archive, path))
+    return _unwrap(_archive_tree(archive, path))
 
 
-def _unwrapped(tree: Tree[ImageFile]) -> Tree[ImageFile]:
+def _unwrap(tree: Tree[ImageFile]) -> Tree[ImageFile]:
     if len(tree.folders) == 1:
         (top,) = tree.folders.values()
         if top.folders and not top.images and not tree.folders.keys() & {TRAIN, TEST}:

@@ -12,43 +12,33 @@ import numpy as np
 
 from fedvit.data.images import Indices, Pixels
 from fedvit.errors import DataError
-from fleet.datasets.samples import ArrayImages, Samples, numbered_classes
+from fleet.datasets.samples import Samples, join_batches
 
 _SPLITS = ("train", "val", "test")
 
 
 def is_medmnist(path: Path) -> bool:
-    """Whether it is a .npz file."""
+    """Return True for a .npz file."""
     return path.is_file() and path.suffix == ".npz"
 
 
 def read_medmnist(path: Path, size: int = 32) -> Samples:
     """Images of train, val and test together; classes are numbers.
 
-    Raises DataError, naming the file and the array, when one is missing or not as above: the sets of volumes
+    Raises DataError, naming the file and the array, when an array is missing or has another shape: the sets of volumes
     (3D) and ChestMNIST, which has many labels per image, cannot be used.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            batches = [_split(arrays, path, split) for split in _SPLITS if f"{split}_images" in arrays]
+            batches = [_read_split(arrays, path, split) for split in _SPLITS if f"{split}_images" in arrays]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: no readable .npz file: {error}") from error
     if not batches:
         raise DataError(f"{path}: no array train_images, val_images or test_images")
-    shapes = {images.shape[1:] for images, _ in batches}
-    if len(shapes) > 1:
-        raise DataError(f"{path}: images of different sizes, {' and '.join(map(str, sorted(shapes)))}")
-    labels, classes = numbered_classes(np.concatenate([labels for _, labels in batches]))
-    return Samples(
-        dataset=path.stem,
-        size=size,
-        images=ArrayImages(np.concatenate([images for images, _ in batches]), size),
-        labels=labels,
-        classes=classes,
-    )
+    return join_batches(path, path.stem, batches, size)
 
 
-def _split(arrays: "np.lib.npyio.NpzFile", path: Path, split: str) -> tuple[Pixels, Indices]:
+def _read_split(arrays: "np.lib.npyio.NpzFile", path: Path, split: str) -> tuple[Pixels, Indices]:
     images = arrays[f"{split}_images"]
     if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)):
         raise DataError(

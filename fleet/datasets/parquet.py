@@ -17,14 +17,14 @@ from fedvit.data.images import Indices
 from fedvit.errors import ConfigError, DataError
 from fleet.datasets.cifar100 import coarse_labels
 from fleet.datasets.imagefiles import ImageFile, keep_readable
-from fleet.datasets.samples import Samples, folder_names, numbered_classes
+from fleet.datasets.samples import Samples, folder_names, number_classes
 
 _IMAGE, _LABEL, _COARSE, _DOMAIN = ("image", "img"), ("label", "fine_label"), ("coarse_label",), ("domain",)
 _NO_LABEL = (None, -1)  # the hub writes -1 where labels are kept secret
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether it is a .parquet file, or a folder with one in it or in a folder of it."""
+    """Return True for a .parquet file, and for a folder that has one, also one level below."""
     return bool(_files(path))
 
 
@@ -45,10 +45,10 @@ def read_parquet(path: Path, size: int = 32) -> Samples:
     unlabelled = tuple(f"no label: {table.name(row)}" for table, row in rows if table.labels[row] in _NO_LABEL)
     files_in_rows = [table.image(row) for table, row in labelled]
     images, good, unreadable = keep_readable(files_in_rows, size, f"{path}: no readable image with a label")
-    kept = [entry for entry, is_good in zip(labelled, good, strict=True) if is_good]
-    labels, classes = _classes([table.labels[row] for table, row in kept], tables[0].class_names, str(path))
-    coarse = [table.coarse_labels[row] for table, row in kept if table.coarse_labels]
-    domains = [table.domains[row] for table, row in kept if table.domains]
+    readable = [entry for entry, is_good in zip(labelled, good, strict=True) if is_good]
+    labels, classes = _classes([table.labels[row] for table, row in readable], tables[0].class_names, str(path))
+    coarse = [table.coarse_labels[row] for table, row in readable if table.coarse_labels]
+    domains = [table.domains[row] for table, row in readable if table.domains]
     domain_labels, domain_names = _classes(domains, tables[0].domain_names, str(path))
     return Samples(
         dataset=path.resolve().name,
@@ -99,12 +99,14 @@ def _read_table(file: Path) -> _Table:
         raise ConfigError(f'{file}: reading Parquet needs pyarrow: pip install "fedvit[server]"') from error
     try:
         schema = parquet.read_schema(file)
-        names = {known: _first(known, schema.names) for known in (_IMAGE, _LABEL, _COARSE, _DOMAIN)}
+        names = {choice: _first(choice, schema.names) for choice in (_IMAGE, _LABEL, _COARSE, _DOMAIN)}
         for needed in (_IMAGE, _LABEL):
             if names[needed] is None:
                 raise DataError(f"{file}: no column {' or '.join(needed)}; it has {', '.join(schema.names)}")
         table = parquet.read_table(file, columns=[name for name in names.values() if name])
-        columns = {known: table[name].to_pylist() if name else [] for known, name in names.items() if known != _IMAGE}
+        columns = {
+            choice: table[name].to_pylist() if name else [] for choice, name in names.items() if choice != _IMAGE
+        }
         images = table[names[_IMAGE]]
         if pyarrow.types.is_struct(images.type):
             images = compute.struct_field(images, "bytes")
@@ -118,16 +120,16 @@ def _read_table(file: Path) -> _Table:
         labels=columns[_LABEL],
         coarse_labels=columns[_COARSE],
         domains=columns[_DOMAIN],
-        class_names=_noted_names(schema.metadata, names[_LABEL]),
-        domain_names=_noted_names(schema.metadata, names[_DOMAIN]),
+        class_names=_read_names(schema.metadata, names[_LABEL]),
+        domain_names=_read_names(schema.metadata, names[_DOMAIN]),
     )
 
 
-def _first(known: Sequence[str], columns: Sequence[str]) -> str | None:
-    return next((name for name in known if name in columns), None)
+def _first(choice: Sequence[str], columns: Sequence[str]) -> str | None:
+    return next((name for name in choice if name in columns), None)
 
 
-def _noted_names(metadata: dict[bytes, bytes] | None, column: str | None) -> tuple[str, ...]:
+def _read_names(metadata: dict[bytes, bytes] | None, column: str | None) -> tuple[str, ...]:
     """The names of a column's numbers, as the hub's `datasets` library notes them in a file; () where it did not."""
     try:
         note = json.loads((metadata or {})[b"huggingface"])
@@ -144,11 +146,11 @@ def _classes(values: list[Any], names: tuple[str, ...], where: str) -> tuple[Ind
         position = {name: label for label, name in enumerate(present)}
         return np.array([position[value] for value in values], dtype=np.int64), folder_names(present)
     if kinds != {int}:
-        found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise DataError(f"{where}: labels of type {found}, expected whole numbers, or texts")
+        types = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise DataError(f"{where}: labels of type {types}, expected whole numbers, or texts")
     labels = np.array(values, dtype=np.int64)
     if not names:
-        return numbered_classes(labels)
+        return number_classes(labels)
     if len(bad := labels[(labels < 0) | (labels >= len(names))]):
         raise DataError(f"{where}: label {bad[0]}, expected 0..{len(names) - 1}")
     return labels, folder_names(names)

@@ -23,15 +23,15 @@ def read_pickle(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            return unpickled(file)
+            return unpickle(file)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def unpickled(file: BinaryIO) -> dict[str, Any]:
-    """As `read_pickle`, from what is open already. Raises OSError, and DataError, which does not name the file."""
+def unpickle(file: BinaryIO) -> dict[str, Any]:
+    """Read an open file as `read_pickle` does. Raises OSError, and DataError without the file's name."""
     try:
         content = _Unpickler(file, encoding="latin1").load()
     except (OSError, DataError):
@@ -54,9 +54,9 @@ class _Dtype:
     def __setstate__(self, state: Any) -> None:
         self.order = state[1]  # (version, byte order, ...)
 
-    def resolved(self) -> np.dtype[Any]:
-        known = isinstance(self.code, str) and re.fullmatch("[biuf][1248]", self.code)
-        if not known or self.order not in ("<", ">", "|"):
+    def resolve(self) -> np.dtype[Any]:
+        is_number = isinstance(self.code, str) and re.fullmatch("[biuf][1248]", self.code)
+        if not is_number or self.order not in ("<", ">", "|"):
             raise DataError(f"refused an array of type {self.code!r}, expected numbers")
         return np.dtype(f"{self.order}{self.code}")
 
@@ -69,7 +69,7 @@ class _Array:
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, by_columns, data = state
-        dtype = kind.resolved()
+        dtype = kind.resolve()
         raw = data.encode("latin1") if isinstance(data, str) else data  # a text where Python 2 wrote it
         if len(raw) != math.prod(shape) * dtype.itemsize:
             raise DataError(f"an array of shape {shape} and type {dtype} has {len(raw)} bytes")

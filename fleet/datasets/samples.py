@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -69,7 +70,7 @@ class Annotations:
         return len(self.labels)
 
     def rows(self, rows: Indices) -> "Annotations":
-        """Those of some samples."""
+        """Select some samples."""
         return Annotations(
             labels=self.labels[rows],
             coarse_labels=None if self.coarse_labels is None else self.coarse_labels[rows],
@@ -96,13 +97,13 @@ class Samples:
     unreadable: tuple[str, ...] = ()  # images that were left out, with the reason
 
     def __post_init__(self) -> None:
-        for what, given in (
+        for what, values in (
             ("images", self.images),
             ("coarse labels", self.coarse_labels),
             ("domains", self.domains),
         ):
-            if given is not None and len(given) != len(self.labels):
-                raise DataError(f"{self.dataset}: {len(given)} {what} for {len(self.labels)} labels")
+            if values is not None and len(values) != len(self.labels):
+                raise DataError(f"{self.dataset}: {len(values)} {what} for {len(self.labels)} labels")
         if unfit := [name for name in self.classes if not _is_folder_name(name)]:
             raise DataError(f"{self.dataset}: class {unfit[0]!r} cannot be the name of a folder")
         if len(set(self.classes)) < len(self.classes):
@@ -117,7 +118,7 @@ class Samples:
 
 
 def folder_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Class names of a foreign file as names that folders may have, all different.
+    """Change class names of a foreign file to names that folders may have, all different.
 
     >>> folder_names(["cat", "tank/car", ".", "cat"])
     ('cat', 'tank-car', '_.', 'cat (3)')
@@ -132,17 +133,27 @@ def folder_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-def numbered_classes(values: npt.NDArray[np.integer]) -> tuple[Indices, tuple[str, ...]]:
-    """Labels and names for a data set with numbered classes; numbers without samples are no classes.
+def number_classes(values: npt.NDArray[np.integer]) -> tuple[Indices, tuple[str, ...]]:
+    """Labels and names for a data set with numbered classes; a number without samples is not a class.
 
     All names are equally long, so that they sort as the numbers do.
 
-    >>> numbered_classes(np.array([10, 2, 10]))
+    >>> number_classes(np.array([10, 2, 10]))
     (array([1, 0, 1]), ('02', '10'))
     """
     present, labels = np.unique(values, return_inverse=True)
     width = len(str(present.max(initial=0)))
     return labels.astype(np.int64), tuple(f"{value:0{width}d}" for value in present.tolist())
+
+
+def join_batches(path: Path, dataset: str, batches: Sequence[tuple[Pixels, Indices]], size: int) -> Samples:
+    """Join images in memory with numbered classes. Raises DataError, naming the path, for images of different sizes."""
+    shapes = {images.shape[1:] for images, _ in batches}
+    if len(shapes) > 1:
+        raise DataError(f"{path}: images of different sizes, {' and '.join(map(str, sorted(shapes)))}")
+    labels, classes = number_classes(np.concatenate([labels for _, labels in batches]))
+    images = ArrayImages(np.concatenate([images for images, _ in batches]), size)
+    return Samples(dataset=dataset, size=size, images=images, labels=labels, classes=classes)
 
 
 def _is_folder_name(name: str) -> bool:

@@ -55,7 +55,7 @@ class _Leaf(Struct):
 
 
 def is_texts(path: Path) -> bool:
-    """Whether the path is a text: a .txt file, or a .json file, or a folder that holds .json files alone."""
+    """Return True for a text: a .txt file, a .json file, or a folder that holds .json files alone."""
     return bool(_leaf_files(path)) or (path.is_file() and path.suffix == ".txt")
 
 
@@ -81,7 +81,7 @@ def _play(path: Path, context: int) -> Texts:
     if not speeches:
         raise DataError(f"{path}: no line 'ROLE:' begins a speech; speeches are divided by empty lines")
     # characters that follow one another: each is predicted once
-    return _joined(path, speeches, TextSettings(context=context, stride=context))
+    return _join(path, speeches, TextSettings(context=context, stride=context))
 
 
 def _leaf(path: Path, files: list[Path], context: int | None) -> Texts:
@@ -105,10 +105,10 @@ def _leaf(path: Path, files: list[Path], context: int | None) -> Texts:
     (length,) = lengths
     if context not in (None, length):
         raise ConfigError(f"{path}: its samples have a context of {length} characters, {context} are asked for")
-    return _joined(path, samples, TextSettings(context=length, stride=length + 1))
+    return _join(path, samples, TextSettings(context=length, stride=length + 1))
 
 
-def _joined(path: Path, texts: dict[str, str], settings: TextSettings) -> Texts:
+def _join(path: Path, texts: dict[str, str], settings: TextSettings) -> Texts:
     names = sorted(texts)
     return Texts(
         dataset=path.resolve().name,
@@ -122,5 +122,5 @@ def _joined(path: Path, texts: dict[str, str], settings: TextSettings) -> Texts:
 def _leaf_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path] if path.suffix == ".json" else []
-    held = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else []
-    return sorted(held) if all(file.suffix == ".json" for file in held) else []
+    files = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else []
+    return sorted(files) if all(file.suffix == ".json" for file in files) else []

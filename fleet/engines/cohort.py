@@ -1,6 +1,7 @@
 """Training phases and evaluations of several devices with one Program, computed in one batch.
 
-The results are those of `edge_client.runtime` on each device, with the same random draws. Letters: D devices, T steps.
+The results are those of `edge_client.work.runtime` on each device, with the same random draws. Letters: D devices,
+T steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edge_client.batches import chosen_rows, facts_of
-from edge_client.sampler import Sampler, make_sampler
+from coordinator.rounds.tasks import Work
+from edge_client.work.batches import chosen_rows, facts_of
+from edge_client.work.sampler import Sampler, make_sampler
 from fedvit.data.folder import Flags
 from fedvit.data.images import Indices
 from fedvit.methods.base import Method
@@ -25,10 +27,10 @@ from fedvit.tensors import Array, Tensors
 from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, whole_samples
 from fleet.engines.steps import (
     BatchedStep,
+    BatchWork,
     CapturedRunner,
     Named,
     Runner,
-    Work,
     batched_step,
     compiled,
     skip_finished,
@@ -102,16 +104,15 @@ class Cohort:
 
     def train(
         self,
-        program: Program,
+        work: Work,  # of each device
         method: Method,
         phases: Sequence[Train],
         values: Values,
         images: Sequence[Images],  # of each device; those with the most images first
         generators: Sequence[list[np.random.Generator]],  # of each device
-        lr_scale: float,
     ) -> Trained:
         """Run the phases from the round's start values. Raises DataError when a device has no readable image."""
-        count, start = len(images), values
+        program, count, start = work.program, len(images), values
         trained = Trained({}, [{} for _ in images], [], [0.0] * count, [0] * count)
         lost: list[set[int]] = [set() for _ in images]
         for phase in phases:
@@ -131,25 +132,24 @@ class Cohort:
                     lost[device].update(rows[~one.readable[rows]].tolist())
                 trained.flops[device] += drawing.runs * phase.repeats * program.graphs[phase.graph].flops
             names = [name for group in phase.groups for name in program.names(group)]
-            work = self._work(program, phase, names, values, start, facts, drawn, lr_scale)
-            tensors, trained.losses = self._run(program, method, phase, work, drawn, samplers, trained)
+            arrays = self._arrays(work, phase, names, values, start, facts, drawn)
+            tensors, trained.losses = self._run(program, method, phase, arrays, drawn, samplers, trained)
             values = values.with_own(tensors)
             trained.tensors |= tensors
         trained.samples = [len(one) - len(gone) for one, gone in zip(images, lost, strict=True)]
         return trained
 
-    def _work(
+    def _arrays(
         self,
-        program: Program,
+        work: Work,
         phase: Train,
         names: list[str],
         values: Values,
         start: Values,
         facts: Sequence[dict[str, Array]],
         drawn: Sequence[Drawn],
-        lr_scale: float,
-    ) -> Work:
-        count = len(drawn)
+    ) -> BatchWork:
+        program, count = work.program, len(drawn)
         updated = {f"tensor/{name}": values.of(name, count) for name in names}
         for slot in phase.slots:
             updated |= {f"slot/{slot}/{name}": torch.zeros_like(updated[f"tensor/{name}"]) for name in names}
@@ -170,16 +170,15 @@ class Cohort:
             arrays[name] = self._to_accelerator(whole)
         last = self._to_accelerator((np.arange(steps) % phase.repeats == phase.repeats - 1).astype(np.float32))
         ends = self._to_accelerator(np.array([len(of.epochs) * phase.repeats for of in drawn]))
-        return Work(
-            updated, own, common, arrays, ends, last, self._to_accelerator(np.array(phase.lr * lr_scale, np.float32))
-        )
+        rate = self._to_accelerator(np.array(phase.lr * work.lr_scale, np.float32))
+        return BatchWork(updated, own, common, arrays, ends, last, rate)
 
     def _run(
         self,
         program: Program,
         method: Method,
         phase: Train,
-        work: Work,
+        work: BatchWork,
         drawn: Sequence[Drawn],
         samplers: Sequence[Sampler | None],
         trained: Trained,

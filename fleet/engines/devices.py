@@ -14,18 +14,18 @@ import psutil
 import torch
 
 from coordinator.compute.planning.planner import Plan
+from coordinator.compute.references import snapshot
 from coordinator.config import RunConfig
-from coordinator.record.references import snapshot
 from coordinator.record.tables import Reference
-from coordinator.rounds.display import Display
-from edge_client.private import clipped, noisy_rows
-from edge_client.runtime import Seeds
-from edge_client.uplink import coded_upload
+from coordinator.rounds.tasks import Work
+from edge_client.work.private import clipped, noisy_rows
+from edge_client.work.runtime import Seeds
+from edge_client.work.uplink import coded_upload
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.methods.base import Method, ServerState
-from fedvit.methods.packed import as_sent, unpacked
+from fedvit.methods.packed import as_sent, unpack_tensors
 from fedvit.precision import SCALE
 from fedvit.program import Program, Role
 from fedvit.roles import ProductPrecision
@@ -78,8 +78,16 @@ class DeviceEvaluation(NamedTuple):
     flops: int
 
 
+class TorchSettings(NamedTuple):
+    """The place and the manner in which torch computes."""
+
+    accelerator: str  # torch device
+    precision: ProductPrecision = "fp32"
+    fused: bool | None = None  # whether steps are compiled; None: on a GPU for long runs
+
+
 class Devices:
-    """The devices of a run, by name. `opened` has their folders of images."""
+    """The devices of a run, by name. `opened` has their folders of images; `log(line)` prints a line."""
 
     def __init__(
         self,
@@ -88,32 +96,32 @@ class Devices:
         blobs: BlobStore,
         folders: Mapping[str, Path],
         opened: Mapping[Path, DeviceData],
-        accelerator: torch.device,
-        display: Display,
+        settings: TorchSettings,
         *,
-        precision: ProductPrecision,
-        fused: bool | None,
+        log: Callable[[str], None],
     ) -> None:
+        self.accelerator = settings.accelerator
         self._config, self._plan, self._blobs = config, plan, blobs
-        self._accelerator = accelerator
-        self._log = display.line
+        self._accelerator = accelerator = torch.device(settings.accelerator)
+        self._log = log
         batch = plan.batch_of(plan.method_for("", 1))
         pictures = Pictures(batch, accelerator)
         images: dict[Path, tuple[Images, Images]] = {}
         for folder, data in opened.items():
-            known = data.relabelled(plan.classes)
+            known = data.relabel(plan.classes)
             known.check_fits(batch)
             images[folder] = pictures.add(known.train), pictures.add(known.test)
         pictures.finish()
         self._devices = {name: Device(name, *images[folder]) for name, folder in sorted(folders.items())}
+        fused = settings.fused
         if fused is None:
             fused = accelerator.type == "cuda" and config.rounds >= FUSED_FROM_ROUNDS
-        self._cohort = Cohort(plan.vit, pictures, accelerator, precision=precision, fused=fused, log=display.line)
+        self._cohort = Cohort(plan.vit, pictures, accelerator, precision=settings.precision, fused=fused, log=log)
         self._priced: dict[Method, PricedProgram] = {}
         self._at_once: dict[Method, int] = {}  # devices in one batch
-        self.get(plan.state, {})
+        self.start_from(plan.state, {})
 
-    def get(self, state: ServerState, sent: Mapping[str, Reference]) -> None:
+    def start_from(self, state: ServerState, sent: Mapping[str, Reference]) -> None:
         """Set the state that devices start from; `sent` has the coded values of groups that are sent coded."""
         self._state, self._sent = state, sent
         self._here: dict[tuple[Method, str], Named] = {}  # what all devices get, on the accelerator
@@ -144,9 +152,14 @@ class Devices:
 
     # --- work -----------------------------------------------------------------------------------------
 
-    def train(self, number: int, cohort: Sequence[str]) -> list[DeviceResult]:
+    def plan(self, device: str, number: int, digest: str) -> Work:
+        """Plan the work of a device in a round. `digest` stands for that of its Program."""
+        method = self._plan.method_for(device, number)
+        return Work(digest, self._program(method), {}, None, lr_scale=method.lr_scale(number, self._config.rounds))
+
+    def train(self, number: int, work: Mapping[str, Work]) -> list[DeviceResult]:
         """The cohort's results of a round, sorted by device. Raises FedvitError when memory is too small for one."""
-        return sorted(self._train(number, [self._devices[name] for name in cohort]), key=lambda one: one.device)
+        return sorted(self._train(number, work), key=lambda one: one.device)
 
     def test(self, number: int, cohort: Sequence[str]) -> list[DeviceEvaluation]:
         """Each device's evaluation after a round, sorted by device. Raises FedvitError as `train` does."""
@@ -157,28 +170,25 @@ class Devices:
                 evaluations += some
         return sorted(evaluations)
 
-    def _train(self, number: int, devices: Sequence[Device]) -> Iterator[DeviceResult]:
-        for method, group in self._groups(devices, number).items():
-            program = self._program(method)
-            lr_scale = method.lr_scale(number, self._config.rounds)
-            train = partial(self._train_together, number, method, program, lr_scale)
+    def _train(self, number: int, work: Mapping[str, Work]) -> Iterator[DeviceResult]:
+        for method, group in self._groups([self._devices[name] for name in work], number).items():
+            train = partial(self._train_together, number, method, work[group[0].name])
             for results in self._in_parts(method, group, train):
                 yield from results
 
-    def _train_together(
-        self, number: int, method: Method, program: Program, lr_scale: float, devices: Sequence[Device]
-    ) -> list[DeviceResult]:
+    def _train_together(self, number: int, method: Method, work: Work, devices: Sequence[Device]) -> list[DeviceResult]:
+        program = work.program
         values = self._values(method, program, devices, number, "train")
         seeds = [Seeds(self._config.seed, number, device.name) for device in devices]
         trained = self._cohort.train(
-            program, method, program.train, values, [device.train for device in devices],
-            [seed.generators(5) for seed in seeds], lr_scale,
+            work, method, program.train, values, [device.train for device in devices],
+            [seed.generators(5) for seed in seeds],
         )  # fmt: skip
         finite = torch.ones(len(devices), dtype=torch.bool, device=self._accelerator)
         for value in trained.tensors.values():
             finite &= value.flatten(1).isfinite().all(1)
         is_finite = finite.tolist()
-        sent_back = program.with_role(*(role for role in Role if role.sent_back))
+        sent_back = program.with_role(*(role for role in Role if role.is_sent_back))
         back = [name for group in sent_back for name in program.names(group)]
         changed = {
             name: trained.tensors[name] - values.of(name, len(devices)) for name in back if name in trained.tensors
@@ -234,8 +244,9 @@ class Devices:
         flops = [evaluation_flops(program, device.train, device.test) for device in devices]
         if program.evaluate.adapt:
             adapted = self._cohort.train(
-                program, method, program.evaluate.adapt, values, train, [draws[:5] for draws in drawn], 1.0
-            )
+                Work("", program, {}, None), method, program.evaluate.adapt, values, train,
+                [draws[:5] for draws in drawn],
+            )  # fmt: skip
             values = values.with_own(adapted.tensors)
             flops = [sum(both) for both in zip(flops, adapted.flops, strict=True)]
         answers = self._cohort.answer(program, method, values, train, test, [draws[5] for draws in drawn])
@@ -334,7 +345,7 @@ class Devices:
                 tensors = {name: self._state.tensors[name] for name in names}
             sent = as_sent(method, self._plan.vit, tensors)
             given = {name: torch.from_numpy(value) for name, value in sent.items()}
-            self._here[method, group] = self._to_accelerator(unpacked(given))
+            self._here[method, group] = self._to_accelerator(unpack_tensors(given))
         return self._here[method, group]
 
     def _generated(self, devices: Sequence[str], names: list[str]) -> Named:

@@ -1,6 +1,6 @@
 """The images, or the texts, of all devices of a simulation on one accelerator, and batches of them made there.
 
-The random draws are numpy's, the same as on a device (`edge_client.batches`); torch computes the batches from them.
+The random draws are those of a device (`edge_client.work.batches`); torch computes the batches from them.
 Letters: D devices, T steps, B samples, S image side, N patches, K kept patches, V values of a patch.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edge_client.batches import batch_rows
+from edge_client.work.batches import batch_rows
 from fedvit.data.folder import Flags, Split, TextSplit
 from fedvit.data.images import Indices, draw_kept, draw_variation
 from fedvit.errors import DataError
@@ -135,7 +135,7 @@ def _padded(values: Array, length: int) -> Array:
 
 
 def training_samples(pixels: Tensor, fed: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """Patches (D, B, K, V) float32 of images, or characters: as `edge_client.batches.training_feeds` makes them."""
+    """Patches (D, B, K, V) float32 of images, or characters, like `edge_client.work.batches.training_feeds`."""
     if batch.text:
         return {"batch/tokens": pixels[fed["rows"]]}
     return {"batch/patches": _training_patches(pixels, fed, batch)}

@@ -63,7 +63,7 @@ def batched_step(step: Step, log: Callable[[str], None]) -> BatchedStep:
 
 
 @dataclass
-class Work:
+class BatchWork:
     """The steps of D devices in one phase, and what they need."""
 
     updated: Named  # (D, ...): `tensor/NAME` of trained tensors, and `slot/SLOT/NAME`
@@ -74,14 +74,16 @@ class Work:
     last: Tensor  # (T,): 1 in the last repeat of a batch
     lr: Tensor  # ()
 
-    def first_devices(self, count: int) -> "Work":
+    def first_devices(self, count: int) -> "BatchWork":
         """The work of the first `count` devices."""
 
         def fewer(named: Named) -> Named:
             return {name: value[:count] for name, value in named.items()}
 
         arrays = {name: value[:, :count] for name, value in self.arrays.items()}
-        return Work(fewer(self.updated), fewer(self.own), self.common, arrays, self.ends[:count], self.last, self.lr)
+        return BatchWork(
+            fewer(self.updated), fewer(self.own), self.common, arrays, self.ends[:count], self.last, self.lr
+        )
 
 
 ACTIVE = "batch/active"
@@ -124,7 +126,7 @@ class Runner:
         self._pixels = pixels
         self._batch = batch
 
-    def run(self, work: Work, first: int, last: int, losses: Tensor, after: After | None = None) -> Named:
+    def run(self, work: BatchWork, first: int, last: int, losses: Tensor, after: After | None = None) -> Named:
         """Run steps `first` to `last - 1`; the new `work.updated`. Losses are stored in `losses` (T, D)."""
         updated = work.updated
         for step in range(first, last):
@@ -137,7 +139,7 @@ class Runner:
         return updated
 
 
-def one_step(batched: BatchedStep, work: Work, pixels: Tensor, batch: Batch, step: Tensor) -> Named:
+def one_step(batched: BatchedStep, work: BatchWork, pixels: Tensor, batch: Batch, step: Tensor) -> Named:
     """Make the batch of step number `step` (1,), and call the step on it."""
     fed = {name: array.index_select(0, step).squeeze(0) for name, array in work.arrays.items()}
     given = {f"batch/{name}": fed[name] for name in ("labels", "weight", "kept", "seeds") if name in fed}
@@ -163,11 +165,11 @@ class CapturedRunner(Runner):
     def __init__(self, batched: BatchedStep, pixels: Tensor, batch: Batch, *, recorded: bool = True) -> None:
         super().__init__(batched, pixels, batch)
         self._recorded = recorded
-        self._held: Work | None = None  # the tensors that the graph reads and writes
+        self._held: BatchWork | None = None  # the tensors that the graph reads and writes
         self._replay: Callable[[], object] = self._one
         self._outputs: Named = {}
 
-    def run(self, work: Work, first: int, last: int, losses: Tensor, after: After | None = None) -> Named:
+    def run(self, work: BatchWork, first: int, last: int, losses: Tensor, after: After | None = None) -> Named:
         if self._held is None or len(work.last) > len(self._held.last):
             self._held = self._allocate(work, losses)
             self._copy(work, self._held)
@@ -183,7 +185,7 @@ class CapturedRunner(Runner):
         losses[first:last, : self._losses.shape[1]] = self._losses[first:last]
         return {name: value.clone() for name, value in held.updated.items()}
 
-    def _allocate(self, work: Work, losses: Tensor) -> Work:
+    def _allocate(self, work: BatchWork, losses: Tensor) -> BatchWork:
         steps = 1 << (len(work.last) - 1).bit_length()  # later cohorts may have devices with more images
 
         def longer(array: Tensor) -> Tensor:
@@ -196,7 +198,7 @@ class CapturedRunner(Runner):
         self._losses = losses.new_zeros(steps, len(work.ends))
         arrays = {name: longer(array) for name, array in work.arrays.items()}
         common = copied(work.common)
-        return Work(
+        return BatchWork(
             copied(work.updated),
             copied(work.own),
             common,
@@ -206,7 +208,7 @@ class CapturedRunner(Runner):
             work.lr.clone(),
         )
 
-    def _copy(self, work: Work, held: Work) -> None:
+    def _copy(self, work: BatchWork, held: BatchWork) -> None:
         pairs = [(held.ends, work.ends), (held.last[: len(work.last)], work.last), (held.lr, work.lr)]
         for mine, given in ((held.updated, work.updated), (held.own, work.own), (held.common, work.common)):
             pairs += [(mine[name], value) for name, value in given.items()]

@@ -1,51 +1,57 @@
-"""One cell of the grid: its folder, its run in its own process, and its result.
-
-A cell's folder holds `cell.json` (its settings), `progress.json`, `runs/` (the run) and, when it is finished,
-`result.json`, or `unusable.json` for values of a search that no device could train with. A folder with another
-`cell.json` belongs to an earlier version of the experiment and is deleted when the cell starts.
-"""
+"""The run of one cell, in a process of its own: training, tests, pictures, and the result."""
 
 import json
 import logging
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Struct
+import torch
+from msgspec import UNSET
 from msgspec.structs import replace
 
-from coordinator.config import MetricsConfig
-from coordinator.record.store import Store
-from coordinator.record.summary import RoundSummary, RunSummary, summarise
+from coordinator.compute.planning.batch import method_batch
+from coordinator.config import TrackersConfig
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.display import Display, View
+from coordinator.run_view import RoundView, RunView, read_run
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.known_names import TEXTS
-from fedvit.tensors import mapped
+from fedvit.logs import configure_logging
+from fedvit.methods.base import Images
+from fedvit.tensors import map_tensors
 from fleet.devices import device_folders
-from fleet.experiments.grid import Cell
+from fleet.experiments.cells import Cell
+from fleet.experiments.folder import (
+    CELL_FILE,
+    PROGRESS_FILE,
+    RESULT_FILE,
+    UNUSABLE_FILE,
+    Progress,
+    Unusable,
+    read_progress,
+)
+from fleet.experiments.pictures import attention_pictures, embed_devices, restore_model
+from fleet.finished import FinishedRun
 from fleet.partition import GLOBAL_TEST
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
 from profiles.report.curves import Accuracy, RoundFigures
+from profiles.report.experiment import CellResult
 
 RUN, NOVEL_RUN = "run", "novel"
-CELL_FILE = "cell.json"
-PROGRESS_FILE = "progress.json"
-RESULT_FILE = "result.json"
-UNUSABLE_FILE = "unusable.json"
-LOG_FILE = "cell.log"
 
 NOVEL_DRAW = 2
 """An independent draw: which devices join after the training."""
@@ -54,119 +60,20 @@ AT_A_TIME = 128
 """Images of the global test."""
 
 
-class Progress(Struct, frozen=True, kw_only=True):
-    """Progress of a cell."""
+class CellOptions(NamedTuple):
+    """Options of running a cell; its outcome does not depend on them."""
 
-    round: int = 0  # finished
-    accuracy: float | None = None  # mean over devices, newest
-    headline: str = ""
-    wall_s: float = 0.0  # of all processes of the cell
-
-
-class EmbeddedDevice(Struct, frozen=True, kw_only=True):
-    """A device's embedding on the plane of t-SNE, whose axes mean nothing."""
-
-    device: str
-    kind: str  # the device's domain, or the class of which it has most training images
-    x: float
-    y: float
-    novel: bool = False  # it joined after the training
+    at_once: int  # devices that compute at the same time
+    keep: bool = False  # what the devices stored, too; otherwise only the server's tensors and the record
+    metrics: TrackersConfig | None = None
+    graph_cache: Path | None = None
 
 
-class AttentionPicture(Struct, frozen=True, kw_only=True):
-    """A device's test image, and the share of its model's attention that each patch has by attention rollout."""
+class CellRuns(NamedTuple):
+    """The finished runs of a cell."""
 
-    device: str
-    label: str
-    png: bytes
-    attention: list[list[float]]  # rows of patches from the top; all together 1
-
-
-class CellResult(Struct, frozen=True, kw_only=True):
-    """The result of a cell."""
-
-    digest: str  # of the cell
-    software: str
-    protocol: str | None  # how accuracy is measured
-    accuracy: Accuracy  # after the last round
-    accuracy_by_device: dict[str, float]
-    bytes_down: float  # per device and round
-    bytes_up: float
-    flops: float | None  # of training, per device and round
-    wall_s: float
-    peak_rss_bytes: int | None  # of the process: coordinator and all devices
-    refusals: int  # results that were refused or lost
-    rounds: list[RoundFigures]
-    epsilon: float | None = None  # of devices' updates, over all rounds; None: no noise
-    feature_epsilon: float | None = None  # of one device's features, over all rounds
-    generic_accuracy: float | None = None  # of the server's model, on images that no device has; None: there is none
-    novel: Accuracy | None = None  # of devices that joined after the training; None: there are none
-    novel_by_device: dict[str, float] = {}
-    embeddings: list[EmbeddedDevice] = []  # where pictures are asked for
-    attention: list[AttentionPicture] = []
-
-
-class Unusable(Struct, frozen=True, kw_only=True):
-    """The outcome of a cell of a search whose values no device could train with; it is not a failure."""
-
-    digest: str  # of the cell
-    reason: str
-
-
-Found = TypeVar("Found", CellResult, Unusable)
-
-
-class CellFolder:
-    """The folder of a cell. Call `begin` before it is run, `result` after."""
-
-    def __init__(self, cell: Cell, out: Path) -> None:
-        self.cell = cell
-        self.folder = out / "cells" / cell.path
-        images = "seed" if cell.deal.validation_share is None else "validation-seed"
-        self.parts = out / "parts" / cell.partition / f"{images}-{cell.seed}"
-
-    def result(self) -> CellResult | None:
-        """The result of the cell; None when it is not finished, or its settings have changed."""
-        return self._read(RESULT_FILE, CellResult)
-
-    def unusable(self) -> str | None:
-        """Why no device could train with the cell's values; None when that is not known."""
-        found = self._read(UNUSABLE_FILE, Unusable)
-        return found.reason if found else None
-
-    def _read(self, name: str, kind: type[Found]) -> Found | None:
-        try:
-            found = msgspec.json.decode((self.folder / name).read_bytes(), type=kind)
-        except (FileNotFoundError, msgspec.MsgspecError):
-            return None
-        return found if found.digest == self.cell.digest else None
-
-    def begin(self) -> None:
-        """Prepare the folder; files of the same cell stay, so that it can be resumed."""
-        file = self.folder / CELL_FILE
-        content = msgspec.json.format(msgspec.json.encode(self.cell), indent=2)
-        if file.is_file() and file.read_bytes() == content:
-            return
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        atomic_write(file, content)
-
-    def progress(self) -> Progress:
-        return read_progress(self.folder)
-
-    def failure(self, code: int) -> str:
-        """Why its process ended with `code`: the last line of its log, or that it was killed."""
-        if code == -signal.SIGKILL:
-            return "its process was killed, as the system does when memory runs out; run fewer cells at the same time"
-        lines = (self.folder / LOG_FILE).read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"its process ended with code {code}"
-
-
-def read_progress(folder: Path) -> Progress:
-    try:
-        return msgspec.json.decode((folder / PROGRESS_FILE).read_bytes(), type=Progress)
-    except (FileNotFoundError, msgspec.MsgspecError):
-        return Progress()
+    training: RunView
+    novel: RunView | None  # of devices that joined after the training
 
 
 class ProgressWriter(Display):
@@ -179,7 +86,7 @@ class ProgressWriter(Display):
         self._before_s = read_progress(folder).wall_s
         self._began = time.monotonic()
         self._written_at = -self.EVERY_S
-        self._store: Store | None = None
+        self._store: Record | None = None
 
     @property
     def wall_s(self) -> float:
@@ -187,14 +94,16 @@ class ProgressWriter(Display):
         return self._before_s + time.monotonic() - self._began
 
     def due(self) -> bool:
+        """Return True if the progress on disk is old."""
         return time.monotonic() - self._written_at >= self.EVERY_S
 
     def show(self, view: View) -> None:
+        """Write the progress."""
         self._written_at = time.monotonic()
-        self._store = self._store or Store.in_folder(self._folder / "runs")
-        finished = [entry.round for entry in self._store.rounds(RUN) if entry.closed_at]
+        self._store = self._store or open_record(self._folder / "runs")
+        finished = [entry.round for entry in self._store.rounds.read_all(RUN) if entry.closed_at]
         number = max(finished, default=0)
-        rounds = summarise(self._store, RUN).rounds
+        rounds = read_run(self._store, RUN).rounds
         evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
         progress = Progress(
             round=number, accuracy=evaluated[-1] if evaluated else None, headline=view.headline, wall_s=self.wall_s
@@ -204,53 +113,28 @@ class ProgressWriter(Display):
         os.replace(aside, self._folder / PROGRESS_FILE)
 
     def close(self) -> None:
+        """Close the record."""
         if self._store:
             self._store.close()
 
 
-def run_cell(
-    folder: Path,
-    parts: Path,
-    *,
-    at_once: int,
-    keep: bool = False,
-    metrics: MetricsConfig | None = None,
-    graph_cache: Path | None = None,
-) -> None:
+def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
     """Run or resume the cell in `folder`, and write its result; of a search also that its values are unusable.
 
-    Without `keep`, only the server's tensors and the record of the run are kept. Raises FedvitError.
+    Raises FedvitError.
     """
     cell = msgspec.json.decode((folder / CELL_FILE).read_bytes(), type=Cell)
     out = folder / "runs"
-    begun = out.exists()
+    resumes = out.exists()
     watcher = ProgressWriter(folder)
-    first, later = _devices(cell, parts)
-
-    def simulated(run: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunSummary:
-        values = {**values, "metrics": msgspec.to_builtins(metrics or MetricsConfig())}
-        if values["model"] not in TEXTS:  # some devices alone, as novel ones, may not have images of all classes
-            values["classes"] = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]
-        return simulate(
-            folders, values, out=out, run=run, label=label, at_once=at_once, display=watcher,
-            graph_cache=graph_cache, resume=True, engine=cell.engine, precision=cell.precision,
-        ).summary  # fmt: skip
-
-    def attempt() -> tuple[RunSummary, RunSummary | None]:
-        training = simulated(RUN, first, cell.run, cell.path)
-        if cell.novel is UNSET or cell.novel.run is None:
-            return training, None
-        values = {**cell.novel.run, "seed": cell.seed, "start_from": RUN}
-        return training, simulated(NOVEL_RUN, later, values, f"{cell.path}/{NOVEL_RUN}")
-
     try:
         try:
-            summary, novel = attempt()
+            runs = _train(cell, out, parts, options, watcher)
         except (ConfigError, StorageFailed):
-            if not begun:
+            if not resumes:
                 raise
             shutil.rmtree(out)  # of another version of the software
-            summary, novel = attempt()
+            runs = _train(cell, out, parts, options, watcher)
     except EmptyCohort as error:
         if cell.deal.validation_share is None:
             raise
@@ -258,24 +142,46 @@ def run_cell(
         return
     finally:
         watcher.close()
-    tests_generic = cell.deal.global_test and cell.deal.validation_share is None
-    generic = generic_accuracy(cell, out / RUN / "model.safetensors", parts) if tests_generic else None
-    result = replace(cell_result(cell, summary, wall_s=watcher.wall_s), generic_accuracy=generic)
-    if novel:
-        last = novel.rounds[-1]
-        result = replace(result, novel=_round(last).accuracy, novel_by_device=last.accuracy)
+    result = make_result(cell, runs.training, wall_s=watcher.wall_s)
+    if cell.deal.global_test and cell.deal.validation_share is None:
+        generic = generic_accuracy(cell, out / RUN / "model.safetensors", parts)
+        result = replace(result, generic_accuracy=generic)
+    if runs.novel:
+        last = runs.novel.rounds[-1]
+        result = replace(result, novel=_make_round(last).accuracy, novel_by_device=last.accuracy)
     if cell.pictures is not UNSET:
-        result = with_pictures(result, cell, cell.pictures, out, parts, summary, novel)
+        result = _add_pictures(result, cell, out, parts, runs)
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
-    if not keep:
-        for run in (RUN, NOVEL_RUN) if novel else (RUN,):
-            for kept in ("state", "blobs"):
-                if (out / run / kept).exists():  # a run in which the server has nothing makes no blobs
-                    shutil.rmtree(out / run / kept)
+    if not options.keep:
+        for run in (RUN, NOVEL_RUN) if runs.novel else (RUN,):
+            for name in ("state", "blobs"):
+                if (out / run / name).exists():  # a run in which the server has nothing makes no blobs
+                    shutil.rmtree(out / run / name)
 
 
-def _devices(cell: Cell, parts: Path) -> tuple[list[Path], list[Path]]:
-    """The folders of the devices that train, and of the novel ones, which are the same for all methods of a seed."""
+def _train(cell: Cell, out: Path, parts: Path, options: CellOptions, display: Display) -> CellRuns:
+    """Run or resume the training, and after it the run of novel devices."""
+
+    def run(name: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunView:
+        values = {**values, "trackers": msgspec.to_builtins(options.metrics or TrackersConfig())}
+        if values["model"] not in TEXTS:  # some devices alone, as novel ones, may not have images of all classes
+            values["classes"] = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]
+        request = RunRequest(
+            folders, values, out=out, run=name, at_once=options.at_once, engine=cell.engine, precision=cell.precision,
+            label=label, graph_cache=options.graph_cache, resume=True,
+        )  # fmt: skip
+        return simulate(request, display).summary
+
+    first, later = _divide_devices(cell, parts)
+    training = run(RUN, first, cell.run, cell.path)
+    if cell.novel is UNSET or cell.novel.run is None:
+        return CellRuns(training, None)
+    values = {**cell.novel.run, "seed": cell.seed, "start_from": RUN}
+    return CellRuns(training, run(NOVEL_RUN, later, values, f"{cell.path}/{NOVEL_RUN}"))
+
+
+def _divide_devices(cell: Cell, parts: Path) -> tuple[list[Path], list[Path]]:
+    """Divide the folders into those that train and those of novel devices, the same for all methods of a seed."""
     folders = device_folders(parts, None)
     if cell.novel is UNSET:
         return folders, []
@@ -283,9 +189,9 @@ def _devices(cell: Cell, parts: Path) -> tuple[list[Path], list[Path]]:
     return [one for one in folders if one.name not in novel], [one for one in folders if one.name in novel]
 
 
-def cell_result(cell: Cell, summary: RunSummary, *, wall_s: float) -> CellResult:
-    """The figures of a finished run. Raises ConfigError when no device could test its model."""
-    rounds = [_round(entry) for entry in summary.rounds]
+def make_result(cell: Cell, summary: RunView, *, wall_s: float) -> CellResult:
+    """Collect the figures of a finished run. Raises ConfigError when no device could test its model."""
+    rounds = [_make_round(entry) for entry in summary.rounds]
     if rounds[-1].accuracy is None:
         raise ConfigError("no device has test images; raise test_share")
     tasks = sum(entry.accepted for entry in summary.rounds)
@@ -310,18 +216,12 @@ def cell_result(cell: Cell, summary: RunSummary, *, wall_s: float) -> CellResult
 def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
     """Accuracy of the server's tensors, in the file `server`, on the images in `parts` that no device has.
 
-    None where the method has no model without a device's own part.
+    None if the method has no model without a device's own part.
     """
-    import torch
-
-    from coordinator.compute.planning.batch import method_batch  # these import torch, which takes seconds
-    from fedvit.methods.base import Images
-    from fleet.experiments.pictures import served
-
     layout = find_layout(read_tree(parts / GLOBAL_TEST, 1), str(parts))
-    method, vit, tensors = served(cell.run, len(layout.classes), cell.seed, mapped(server))
+    method, vit, tensors = restore_model(cell.run, len(layout.classes), cell.seed, map_tensors(server))
     batch = method_batch(method, vit)
-    right = 0
+    correct = 0
     for begin in range(0, len(layout.train), AT_A_TIME):
         some = layout.train[begin : begin + AT_A_TIME]
         pixels = np.stack([read_image(path, batch.image_size) for path, _ in some])
@@ -330,61 +230,48 @@ def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
             logits = method.generic_logits(vit, tensors, Images(patches, None))
         if logits is None:
             return None
-        right += int((logits.argmax(dim=1).numpy() == np.array([label for _, label in some])).sum())
-    return right / len(layout.train)
+        correct += int((logits.argmax(dim=1).numpy() == np.array([label for _, label in some])).sum())
+    return correct / len(layout.train)
 
 
-def with_pictures(
-    result: CellResult, cell: Cell, count: int, out: Path, parts: Path, summary: RunSummary, novel: RunSummary | None
-) -> CellResult:
-    """The result with what the report draws: embeddings on a plane, and the attention of `count` devices' models."""
-    from fleet.api import FinishedRun
-    from fleet.experiments.pictures import attention_pictures, embedded_devices  # imports torch, which takes seconds
-
-    run = FinishedRun(RUN, out / RUN, 0.0, summary)
-    later = FinishedRun(NOVEL_RUN, out / NOVEL_RUN, 0.0, novel) if novel else None
-    trained = {device.device for device in summary.devices if device.rounds}
+def _add_pictures(result: CellResult, cell: Cell, out: Path, parts: Path, runs: CellRuns) -> CellResult:
+    """Add the pictures of the report: embeddings on a plane, and the attention of the models of some devices."""
+    run = FinishedRun(RUN, out / RUN, 0.0, runs.training)
+    later = FinishedRun(NOVEL_RUN, out / NOVEL_RUN, 0.0, runs.novel) if runs.novel else None
+    trained = {device.device for device in runs.training.devices if device.rounds}
+    count = 0 if cell.pictures is UNSET else cell.pictures
     folders = [folder for folder in device_folders(parts, None) if folder.name in trained][:count]
     return replace(
         result,
-        embeddings=embedded_devices(run, parts, cell.seed, later),
+        embeddings=embed_devices(run, parts, cell.seed, later),
         attention=attention_pictures(run, cell.run, folders, cell.seed),
     )
 
 
-def _round(entry: RoundSummary) -> RoundFigures:
+def _make_round(entry: RoundView) -> RoundFigures:
     accuracy = None
     if entry.accuracy_mean is not None and entry.accuracy_std is not None and entry.accuracy_weighted is not None:
         accuracy = Accuracy(
             mean=entry.accuracy_mean, std_over_devices=entry.accuracy_std, weighted=entry.accuracy_weighted
         )
-    trained, parts = entry.accepted, (entry.devices_s, entry.server_s)
+    devices, parts = entry.accepted, (entry.devices_s, entry.server_s)
     return RoundFigures(
         round=entry.round,
         cohort=entry.cohort,
-        accepted=trained,
+        accepted=devices,
         accuracy=accuracy,
         train_loss=entry.train_loss,
-        bytes_down=entry.bytes_down / trained if trained else None,
-        bytes_up=entry.bytes_up / trained if trained else None,
-        flops=entry.flops / trained if trained and entry.flops else None,  # 0: no device counted them
+        bytes_down=entry.bytes_down / devices if devices else None,
+        bytes_up=entry.bytes_up / devices if devices else None,
+        flops=entry.flops / devices if devices and entry.flops else None,  # 0: no device counted them
         took_s=sum(part or 0.0 for part in parts) if any(parts) else None,
     )
 
 
 def main() -> None:
     """Entry point of a cell's own process; its arguments are those of `run_cell`."""
-    import torch
-
-    from fedvit.logs import configure_logging
-
     torch.set_num_threads(1)  # the figures do not depend on the number of cells that run at the same time
     configure_logging(level=logging.WARNING)
     folder, parts, at_once, keep, metrics = sys.argv[1:]
-    run_cell(
-        Path(folder),
-        Path(parts),
-        at_once=int(at_once),
-        keep=bool(int(keep)),
-        metrics=msgspec.json.decode(metrics, type=MetricsConfig),
-    )
+    options = CellOptions(int(at_once), bool(int(keep)), msgspec.json.decode(metrics, type=TrackersConfig))
+    run_cell(Path(folder), Path(parts), options)

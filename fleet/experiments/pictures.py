@@ -1,4 +1,4 @@
-"""What the report draws of a finished run: the server's embeddings on a plane, and what trained models attend to."""
+"""Pictures of a finished run for the report: the server's embeddings on a plane, and the attention of models."""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -18,23 +18,24 @@ from fedvit.data.layout import PARTITION_FILE
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Images, Method
 from fedvit.methods.calculus import Named
-from fedvit.methods.packed import as_sent, unpacked
+from fedvit.methods.packed import as_sent, unpack_tensors
 from fedvit.models.prompts import Prompts
 from fedvit.models.vit import PatchViT
 from fedvit.tensors import Array, Tensors
-from fleet.api import FinishedRun
-from fleet.experiments.cell import AttentionPicture, EmbeddedDevice
+from fleet.finished import FinishedRun
 from fleet.partition import PartitionSummary
+from profiles.report.experiment import AttentionPicture, EmbeddedDevice
 
 LEAST_DEVICES = 4
 """A plane of fewer embeddings shows nothing."""
 PERPLEXITY = 30.0
-"""Of t-SNE, as scikit-learn has it; with few devices a third of the others."""
+"""Perplexity of t-SNE, scikit-learn's default; with few devices it is a third of the others."""
 
 
-def served(run: Mapping[str, Any], classes: int, seed: int, tensors: Tensors) -> tuple[Method, PatchViT, Named]:
-    """The method and model of a run's configuration after its last round, and the values of all tensors: those of
-    `tensors`, and first values of those that it lacks.
+def restore_model(run: Mapping[str, Any], classes: int, seed: int, tensors: Tensors) -> tuple[Method, PatchViT, Named]:
+    """Restore the method and model of a configuration after its last round, and the values of all tensors.
+
+    Tensors that are not in `tensors` have their first values.
     """
     rounds = int(run["rounds"])
     method = make_method(run["method"], run["options"]).in_round(rounds, rounds)
@@ -43,36 +44,34 @@ def served(run: Mapping[str, Any], classes: int, seed: int, tensors: Tensors) ->
     )
     first = {name: value.numpy() for name, value in method.tensors(vit).items()}
     sent = as_sent(method, vit, {**first, **tensors})
-    return method, vit, unpacked({name: torch.tensor(value) for name, value in sent.items()})
+    return method, vit, unpack_tensors({name: torch.tensor(value) for name, value in sent.items()})
 
 
 # --- embeddings ---------------------------------------------------------------------------------------
 
 
-def embedded_devices(
-    run: FinishedRun, parts: Path, seed: int, novel: FinishedRun | None = None
-) -> list[EmbeddedDevice]:
-    """The devices that have an embedding on the server, novel ones among them; none if there are few, or no embeddings.
+def embed_devices(run: FinishedRun, parts: Path, seed: int, novel: FinishedRun | None = None) -> list[EmbeddedDevice]:
+    """Devices with an embedding on the server, novel ones among them; empty if there are few, or no embeddings.
 
-    By t-SNE (van der Maaten and Hinton, 2008) of scikit-learn, which begins with the principal components.
+    The plane is that of t-SNE (van der Maaten and Hinton, 2008), as scikit-learn computes it.
     """
-    known = run.embeddings()
-    vectors = {**known, **(novel.embeddings() if novel else {})}
+    trained = run.embeddings()
+    vectors = {**trained, **(novel.embeddings() if novel else {})}
     if len(vectors) < LEAST_DEVICES:
         return []
-    from sklearn.manifold import TSNE  # takes seconds to import
+    from sklearn.manifold import TSNE  # seconds, and memory that counts in the result of a cell without pictures
 
     perplexity = min(PERPLEXITY, (len(vectors) - 1) / 3)
     plane = TSNE(perplexity=perplexity, init="random", random_state=seed).fit_transform(np.stack([*vectors.values()]))
-    kinds = kinds_of(msgspec.json.decode((parts / PARTITION_FILE).read_bytes(), type=PartitionSummary))
+    kinds = device_kinds(msgspec.json.decode((parts / PARTITION_FILE).read_bytes(), type=PartitionSummary))
     return [
-        EmbeddedDevice(device=device, kind=kinds[device], x=float(x), y=float(y), novel=device not in known)
+        EmbeddedDevice(device=device, kind=kinds[device], x=float(x), y=float(y), novel=device not in trained)
         for device, (x, y) in zip(vectors, plane, strict=True)
     ]
 
 
-def kinds_of(summary: PartitionSummary) -> dict[str, str]:
-    """The domain of every device, where domains were dealt out; else the class of which it has most training images."""
+def device_kinds(summary: PartitionSummary) -> dict[str, str]:
+    """Return each device's domain or, without domains, the class of which it has most training images."""
     if summary.domains:
         each = int(summary.options["per_domain"])
         return {entry.name: summary.domains[number // each] for number, entry in enumerate(summary.devices)}
@@ -85,18 +84,18 @@ def kinds_of(summary: PartitionSummary) -> dict[str, str]:
 def attention_pictures(
     run: FinishedRun, config: Mapping[str, Any], folders: Sequence[Path], seed: int
 ) -> list[AttentionPicture]:
-    """The first test image of each device in `folders`, and what that device's own model attends to in it.
+    """The first test image of each device in `folders`, and the attention of that device's own model to its patches.
 
-    None for models of text or without attention, and for prompts that change from block to block, whose attention has
+    Empty for models of text or without attention, and for prompts that change from block to block, whose attention has
     no rollout. Methods that tune a copy before a test are shown without the tuning.
     """
     pictures, classes = [], run.summary.classes
     for folder in folders:
         own = {**run.tensors(), **run.tensors(folder.name)}
-        method, vit, tensors = served(config, len(classes), seed, own)
+        method, vit, tensors = restore_model(config, len(classes), seed, own)
         if not {"attention", "patches"} <= vit.has or _changes_tokens(method):
             return []
-        test = DeviceData.open(folder).relabelled(classes).test
+        test = DeviceData.open(folder).relabel(classes).test
         if not len(test):
             continue
         batch = method_batch(method, vit)
@@ -116,16 +115,16 @@ def attention_pictures(
 
 
 def attention_rollout(method: Method, vit: PatchViT, tensors: Named, images: Images) -> Tensor:
-    """(B, patches) how much of what the head reads comes from each patch, as shares of their sum.
+    """(B, patches) share of each patch in the tokens that the head reads.
 
     In each block the heads' attention is averaged and, for the path around it, mixed half and half with the identity;
     the product over blocks says what flows from every token to the class token, or to the mean of all tokens where
     the head reads these. Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers", arXiv:2005.00928.
     Attention to prefixes, which come from no token, is left out. Letters: B images, Q query tokens, N tokens.
     """
-    seen: list[Tensor] = []
+    weights_by_block: list[Tensor] = []
     blocks = [cast(Any, block).attn.attn_drop for block in vit.vit.blocks]
-    hooks = [drop.register_forward_hook(lambda _, __, weights: seen.append(weights)) for drop in blocks]
+    hooks = [drop.register_forward_hook(lambda _, __, weights: weights_by_block.append(weights)) for drop in blocks]
     try:
         with torch.no_grad():
             if method.evaluate(vit).gather:
@@ -135,8 +134,8 @@ def attention_rollout(method: Method, vit: PatchViT, tensors: Named, images: Ima
     finally:
         for hook in hooks:
             hook.remove()
-    flow_BNN = torch.eye(seen[0].shape[2]).expand(len(images.patches), -1, -1)
-    for weights in seen:
+    flow_BNN = torch.eye(weights_by_block[0].shape[2]).expand(len(images.patches), -1, -1)
+    for weights in weights_by_block:
         queries, tokens = weights.shape[2], flow_BNN.shape[2]
         mean_BQN = weights.mean(dim=1)[..., -tokens:]
         mean_BQN = mean_BQN / mean_BQN.sum(dim=-1, keepdim=True)

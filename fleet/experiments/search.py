@@ -9,11 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from fleet.experiments.cell import CellFolder
-from fleet.experiments.grid import Cell, Grid, Point, Search
-from fleet.experiments.scheduler import FinishedCell, finished
+from fleet.experiments.cells import Cell, Grid, Point, Search
+from fleet.experiments.folder import CellFolder, FinishedCell
 
-Known = Mapping[str, FinishedCell]
+Ended = Mapping[str, FinishedCell]
 """Cells that have ended, by digest."""
 
 
@@ -31,13 +30,13 @@ class SearchState(NamedTuple):
 
     tries: tuple[Try, ...]  # of all points, in their order
     runnable: tuple[Cell, ...]  # of the rung that is under way, or the method's own; finished ones are among them
-    ahead: tuple[int, ...]  # rounds of each cell that comes later; what is unusable may make them fewer
+    ahead: tuple[int, ...]  # rounds of each cell that comes later; unusable points may make them fewer
     chosen: Point | None  # None: not yet, or no point is usable
     over: bool
 
 
-def search_state(search: Search, known: Known) -> SearchState:
-    """The state of a search, by the cells that have ended. Of equal points the first is chosen."""
+def search_state(search: Search, ended: Ended) -> SearchState:
+    """Return the state of a search, by the cells that have ended. Of equal points the first is chosen."""
     tries = [Try(point, 0, None, None) for point in search.points]
     left = list(range(len(search.points)))  # best first
     own = [cell.rounds for cell in search.points[0].cells]
@@ -46,19 +45,17 @@ def search_state(search: Search, known: Known) -> SearchState:
             break
         left = sorted(left[: rung.points])
         for index in left:
-            tries[index] = _try(search.points[index], number, rung.rounds, known)
+            tries[index] = _try(search.points[index], number, rung.rounds, ended)
         cells = [cell for index in left for cell in search.points[index].tries[number]]
-        if not all(_is_finished(cell, known) for cell in cells):
-            return SearchState(
-                tuple(tries), tuple(cells), (*planned_rounds(search, number + 1), *own), None, over=False
-            )
+        if not all(_is_finished(cell, ended) for cell in cells):
+            return SearchState(tuple(tries), tuple(cells), (*list_rounds(search, number + 1), *own), None, over=False)
         ranked = {index: accuracy for index in left if (accuracy := tries[index].accuracy) is not None}
         left = sorted(ranked, key=ranked.__getitem__, reverse=True)
     chosen = search.points[left[0]] if left else None
     return SearchState(tuple(tries), chosen.cells if chosen else (), (), chosen, over=True)
 
 
-def planned_rounds(search: Search, first_rung: int = 0) -> list[int]:
+def list_rounds(search: Search, first_rung: int = 0) -> list[int]:
     """Rounds of every cell that a search has from a rung on, if all of its points are usable."""
     return [
         rung.rounds
@@ -68,38 +65,38 @@ def planned_rounds(search: Search, first_rung: int = 0) -> list[int]:
     ]
 
 
-def _try(point: Point, rung: int, rounds: int, known: Known) -> Try:
-    over = [known[cell.digest] for cell in point.tries[rung] if _is_finished(cell, known)]
+def _try(point: Point, rung: int, rounds: int, ended: Ended) -> Try:
+    over = [ended[cell.digest] for cell in point.tries[rung] if _is_finished(cell, ended)]
     reasons = [entry.unusable for entry in over if entry.unusable]
     results = [entry.result.accuracy.mean for entry in over if entry.result]
     complete = len(results) == len(point.tries[rung])
     return Try(point, rounds, fmean(results) if complete else None, reasons[0] if reasons else None)
 
 
-def _is_finished(cell: Cell, known: Known) -> bool:
-    entry = known.get(cell.digest)
+def _is_finished(cell: Cell, ended: Ended) -> bool:
+    entry = ended.get(cell.digest)
     return entry is not None and entry.failure is None
 
 
 class Schedule:
-    """Which cells of a grid can run, by those that have ended."""
+    """The cells of a grid that can run, by those that have ended."""
 
     def __init__(self, grid: Grid, out: Path, over: Iterable[FinishedCell] = ()) -> None:
         self._grid, self._out = grid, out
         self.over = {entry.cell.digest: entry for entry in over}
         self.cells = {digest: entry.cell for digest, entry in self.over.items()}  # that could run so far
 
-    def runnable(self) -> list[CellFolder]:
-        """Cells that can run now, each one once; those of searches first."""
+    def take_runnable(self) -> list[CellFolder]:
+        """Return the cells that can run now, each one once; those of searches first."""
         cells = [cell for search in self._grid.searches for cell in search_state(search, self.over).runnable]
         new = {cell.digest: cell for cell in (*cells, *self._grid.cells) if cell.digest not in self.cells}
         self.cells |= new
         return [CellFolder(cell, self._out) for cell in new.values()]
 
     def add(self, entry: FinishedCell) -> list[CellFolder]:
-        """Add a cell that has ended; the cells that can run now."""
+        """Add a cell that has ended, and return the cells that can run now."""
         self.over[entry.cell.digest] = entry
-        return self.runnable()
+        return self.take_runnable()
 
     def ahead(self) -> list[tuple[str, int]]:
         """Method and rounds of each cell that will be able to run later."""
@@ -114,9 +111,9 @@ class Schedule:
         return len(self.cells) + len(self.ahead())
 
     def read(self) -> "Schedule":
-        """Add all cells that are finished in the folder; self."""
-        folders = self.runnable()
+        """Add all cells that are finished in the folder; return the schedule itself."""
+        folders = self.take_runnable()
         for folder in folders:
-            if entry := finished(folder):
+            if entry := folder.find_ending():
                 folders += self.add(entry)
         return self

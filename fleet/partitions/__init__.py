@@ -36,27 +36,27 @@ Option = bool | int | float
 
 
 def partition_options(name: str) -> dict[str, Option]:
-    """The options of a partition, with their defaults. Raises ConfigError for an unknown name."""
+    """Return the options of a partition, with their defaults. Raises ConfigError for an unknown name."""
     if name not in PARTITIONS:
         raise ConfigError(f"partition {name!r} is not known; there are: {', '.join(PARTITIONS)}")
     return asdict(PARTITIONS[name]())
 
 
 def make_partition(name: str, **options: Option | str) -> Partition:
-    """The partition of that name; a value may be a text, as a command line gives it.
+    """Make the partition of that name; a value may be a text of a command line.
 
     Raises ConfigError for unknown names, unknown options and bad values.
     """
-    known = partition_options(name)
-    if unknown := [option for option in options if option not in known]:
-        raise ConfigError(f"partition {name} has no option {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
+    defaults = partition_options(name)
+    if unknown := [option for option in options if option not in defaults]:
+        raise ConfigError(f"partition {name} has no option {unknown[0]!r}; it has: {', '.join(defaults) or 'none'}")
     types = {field.name: field.type for field in fields(PARTITIONS[name])}
     values: dict[str, Any] = {}
     for option, value in options.items():
         try:
             values[option] = msgspec.convert(value, types[option], strict=False)
         except msgspec.ValidationError as error:
-            kind = type(known[option]).__name__
+            kind = type(defaults[option]).__name__
             raise ConfigError(f"partition {name}: {option} is {value!r}, expected {kind}") from error
     return PARTITIONS[name](**values)
 
@@ -64,7 +64,7 @@ def make_partition(name: str, **options: Option | str) -> Partition:
 def partition(
     name: str, samples: Indices | Annotations, devices: int, seed: int, **options: Option | str
 ) -> list[Indices]:
-    """Deal samples out to `devices` devices; an array of labels will do where a partition needs no more.
+    """Deal samples out to `devices` devices; an array of labels is enough for most partitions.
 
     Returns one ascending array of indices per device; no sample is in two. The same arguments always give
     the same arrays. Raises ConfigError for bad values, naming them.
@@ -77,12 +77,12 @@ def partition(
 
 
 def deal_out(rule: Partition, samples: Indices | Annotations, devices: int, seed: int) -> list[Indices]:
-    """As `partition`, for a partition that is already made."""
-    known = samples if isinstance(samples, Annotations) else Annotations(labels=samples)
+    """Deal samples out by a rule, as `partition` does by a name."""
+    annotations = samples if isinstance(samples, Annotations) else Annotations(labels=samples)
     if devices < 1:
         raise ConfigError(f"partition: devices is {devices}, expected >= 1")
-    if devices > len(known):
-        raise ConfigError(f"partition: {devices} devices, but only {len(known)} samples")
+    if devices > len(annotations):
+        raise ConfigError(f"partition: {devices} devices, but only {len(annotations)} samples")
     if seed < 0:
         raise ConfigError(f"partition: seed is {seed}, expected >= 0")
-    return rule(known, devices, np.random.default_rng(seed))
+    return rule(annotations, devices, np.random.default_rng(seed))

@@ -19,7 +19,7 @@ class CoarseIid(Partition):
     """
 
     def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
-        """Raises ConfigError when there are no coarse labels, or `devices` is no multiple of their number."""
+        """Raises ConfigError when there are no coarse labels, or `devices` is not a multiple of their number."""
         if samples.coarse_labels is None:
             raise ConfigError("partition coarse_iid needs coarse labels, the data set has none (CIFAR-100 has)")
         groups = np.unique(samples.coarse_labels)

@@ -46,10 +46,10 @@ class Domain(Partition):
         return [
             part
             for domain in domains
-            for part in self._divided(samples, np.flatnonzero(samples.domains == domain).astype(np.int64), rng)
+            for part in self._divide(samples, np.flatnonzero(samples.domains == domain).astype(np.int64), rng)
         ]
 
-    def _divided(self, samples: Annotations, inside: Indices, rng: np.random.Generator) -> list[Indices]:
+    def _divide(self, samples: Annotations, inside: Indices, rng: np.random.Generator) -> list[Indices]:
         if self.per_domain == 1:
             return [inside]
         divide = Dirichlet(alpha=self.alpha, cap=True, min_samples=self.min_samples)

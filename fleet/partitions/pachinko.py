@@ -33,7 +33,7 @@ class Pachinko(Partition):
         """Raises ConfigError when the data set has no coarse labels."""
         if samples.coarse_labels is None:
             raise ConfigError("partition pachinko needs coarse labels, the data set has none (CIFAR-100 has)")
-        heaps = [  # by coarse, then by fine label: indices in random order, taken from the end
+        heaps = [  # by coarse, then by fine label: indices in random order, samples from the end
             [
                 rng.permutation(np.flatnonzero((samples.coarse_labels == coarse) & (samples.labels == fine))).tolist()
                 for fine in np.unique(samples.labels[samples.coarse_labels == coarse])
@@ -45,20 +45,20 @@ class Pachinko(Partition):
             parts[device] = self._take(heaps, len(samples) // devices, rng)
         return parts
 
-    def _take(self, heaps: list[list[list[int]]], wanted: int, rng: np.random.Generator) -> Indices:
+    def _take(self, heaps: list[list[list[int]]], count: int, rng: np.random.Generator) -> Indices:
         """One device's samples, removed from `heaps`."""
         coarse = _Chances(self.alpha, [any(fines) for fines in heaps], rng)
         fine = [_Chances(self.fine_alpha, [bool(heap) for heap in fines], rng) for fines in heaps]
-        taken = np.empty(wanted, dtype=np.int64)
-        for index in range(wanted):
+        samples = np.empty(count, dtype=np.int64)
+        for index in range(count):
             group = coarse.draw()
             member = fine[group].draw()
-            taken[index] = heaps[group][member].pop()
+            samples[index] = heaps[group][member].pop()
             if not heaps[group][member]:
                 fine[group].remove(member)
                 if not fine[group].left.any():
                     coarse.remove(group)
-        return np.sort(taken)
+        return np.sort(samples)
 
 
 class _Chances:

@@ -1,4 +1,4 @@
-"""Where the library with the operators is."""
+"""Path of the library with the operators."""
 
 from pathlib import Path
 

@@ -462,84 +462,8 @@ void scale_rows(const float* entered, const float* scales, const float* bias, fl
   }
 }
 
-typedef I W __attribute__((aligned(4), may_alias));
-
-// The upper half of a float, rounded to the even one of two, in the upper half of a word. NaN stays NaN.
-I bfloat16(V number) {
-  const I bits = (I)number;
-  const I rounded = bits + (0x7fff + ((bits >> 16) & 1));
-  return (number == number ? rounded : bits | 0x400000) & (int32_t)0xffff0000;
-}
-
-// 16 floats of two rows as words
-void pairs(const float* upper, const float* lower, uint32_t* words) {
-  for (size_t place = 0; place < kTileColumns; place += LANES) {
-    const I low = bfloat16(load(upper + place));
-    *reinterpret_cast<W*>(words + place) = ((low >> 16) & 0xffff) | bfloat16(load(lower + place));
-  }
-}
-
-// 16 rows of 16 words become columns.
-void turn_tile(uint32_t* tile) {
-  for (size_t row = 1; row < 16; ++row)
-    for (size_t column = 0; column < row; ++column) {
-      const uint32_t word = tile[row * 16 + column];
-      tile[row * 16 + column] = tile[column * 16 + row];
-      tile[column * 16 + row] = word;
-    }
-}
-
-// Up to 16 columns of two rows; a row that is not there is null.
-void pairs(const float* upper, const float* lower, size_t columns, uint32_t* words) {
-  float ends[2][kTileColumns] = {};
-  if (upper) copy(upper, columns, ends[0]);
-  if (lower) copy(lower, columns, ends[1]);
-  pairs(ends[0], ends[1], words);
-}
-
-void pack(const float* from, size_t rows, size_t columns, bool turned, uint32_t* tiles, size_t apart) {
-  for (size_t row = 0; row < kTileRows; row += 2) {
-    const float* upper = row < rows ? from + row * columns : nullptr;
-    const float* lower = row + 1 < rows ? from + (row + 1) * columns : nullptr;
-    uint32_t* words = tiles + row / 2 * kTileColumns;
-    size_t column = 0;
-    for (; lower && column + kTileColumns <= columns; column += kTileColumns, words += apart)
-      pairs(upper + column, lower + column, words);
-    for (; column < columns; column += kTileColumns, words += apart)
-      pairs(upper ? upper + column : nullptr, lower ? lower + column : nullptr,
-            columns - column < kTileColumns ? columns - column : kTileColumns, words);
-  }
-  for (size_t column = 0; turned && column < columns; column += kTileColumns, tiles += apart) turn_tile(tiles);
-}
-
-void tile_products(const uint32_t* const left[2], const uint32_t* const right[2], size_t tiles, float* sums) {
-  constexpr size_t kAcross = kTileColumns / LANES, kDown = LANES == 4 ? 2 : 4;
-  for (size_t quarter = 0; quarter < 4; ++quarter)
-    for (size_t first = 0; first < kTileColumns; first += kDown) {
-      V made[kDown][kAcross] = {};
-      const uint32_t* by = left[quarter / 2] + first * 16;
-      const uint32_t* of = right[quarter % 2];
-      for (size_t tile = 0; tile < tiles; ++tile, by += kTileWords, of += kTileWords)
-        for (size_t pair = 0; pair < 16; ++pair)
-#pragma GCC unroll 4
-          for (size_t across = 0; across < kAcross; ++across) {
-            const I words = *reinterpret_cast<const W*>(of + pair * 16 + across * LANES);
-            const V upper = (V)(words << 16), lower = (V)(words & (int32_t)0xffff0000);
-#pragma GCC unroll 4
-            for (size_t row = 0; row < kDown; ++row) {
-              const I word = (int32_t)by[row * 16 + pair] - I{};
-              made[row][across] += (V)(word << 16) * upper;
-              made[row][across] += (V)(word & (int32_t)0xffff0000) * lower;
-            }
-          }
-      float* to = sums + (quarter / 2 * 16 + first) * 32 + quarter % 2 * 16;
-      for (size_t row = 0; row < kDown; ++row)
-        for (size_t across = 0; across < kAcross; ++across) store(to + row * 32 + across * LANES, made[row][across]);
-    }
-}
-
 }  // namespace
 
 extern const Kernels NAME;
-const Kernels NAME = {attention,  attention_grad, gelu_grad,   layer_norm_grad, round_rows,
-                      scale_rows, layer_norm,     column_sums, pack,            tile_products};
+const Kernels NAME = {attention,  attention_grad, gelu_grad,  layer_norm_grad,
+                      round_rows, scale_rows,     layer_norm, column_sums};

@@ -9,10 +9,6 @@ struct Heads {
   size_t images, tokens, heads, width;
 };
 
-// A tile is a piece of a matrix in bfloat16, 32 rows of 16 columns, in the order in which processors multiply it: two
-// numbers of a column, one below the other, are one word. Pairs of rows one after the other, or turned: columns.
-constexpr size_t kTileRows = 32, kTileColumns = 16, kTileWords = 256;
-
 struct Kernels {
   // qkv (B, N, 3, H, W) -> out (B, N, H, W), of one image and head: softmax(scale q k^T) v
   void (*attention)(const Heads&, float scale, const float* qkv, float* out, size_t image, size_t head);
@@ -37,31 +33,9 @@ struct Kernels {
                      float* mean, float* spread, size_t rows, size_t width);
   // adds the sums of columns of (rows, width) to sums (width)
   void (*column_sums)(const float* entered, float* sums, size_t rows, size_t width);
-  // Up to 32 rows of a matrix as tiles side by side, which lie `apart` words from each other; what is missing is 0.
-  void (*pack)(const float* from, size_t rows, size_t columns, bool turned, uint32_t* tiles, size_t apart);
-  // sums (32, 32) of transposed products: of two rows of turned tiles by two rows of tiles, `tiles` in each
-  void (*tile_products)(const uint32_t* const left[2], const uint32_t* const right[2], size_t tiles, float* sums);
 };
 
 extern const Kernels plain_kernels;
 #ifdef __x86_64__
 extern const Kernels avx2_kernels, avx512_kernels;
-void amx_pack(const float* from, size_t rows, size_t columns, bool turned, uint32_t* tiles, size_t apart);
-void amx_tile_products(const uint32_t* const left[2], const uint32_t* const right[2], size_t tiles, float* sums);
-
-// Products of integers with AMX. `inner` is a multiple of 64, `columns` of 32.
-struct Integers {
-  size_t rows, inner, columns;
-  const uint8_t* left;      // (rows, inner), around 128
-  const float* left_scale;  // (rows)
-  const float* scale;       // of the weight's columns
-  const float* bias;        // (columns), or null
-  float* result;            // (rows, columns)
-};
-// 32 columns of a weight, (inner, columns) or, turned, (columns, inner), as tiles; sums: 128 times those of its columns
-void amx_pack_weight(const int8_t* weight, size_t inner, size_t columns, bool turned, size_t first, uint32_t* tiles,
-                     int32_t* sums);
-// (left - 128) x weight, scaled: 32 rows, and as many columns as the tiles have
-void amx_integer_products(const Integers& of, const uint32_t* tiles, const int32_t* sums, size_t row, size_t first,
-                          size_t count);
 #endif

@@ -1,59 +1,29 @@
 // Operators for onnxruntime: registers them, checks shapes, and divides the work among the engine's threads.
 #include <algorithm>
-#include <cstdlib>
 #include <vector>
 
 #include "compute.h"
 #include "engine.h"
-#if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
 using namespace engine;
 
-struct Choice {
-  Kernels kernels;
-  bool amx;
-};
-
 #ifdef ONLY
-Choice choose() { return {ONLY, false}; }
+const Kernels& choose() { return ONLY; }
 #elif defined(__x86_64__)
-bool has_amx() {
-#ifdef __linux__
-  unsigned a, b, c, d;
-  constexpr unsigned kUsed = 1 << 22 | 1 << 24 | 1 << 25, kRounds = 1 << 5;  // bfloat16, tiles, integers; to bfloat16
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kUsed) != kUsed) return false;
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kRounds)) return false;
-  // a program asks the system once for the memory of tiles
-  constexpr long kAsk = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
-Choice choose() {
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return {plain_kernels, false};
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return {avx2_kernels, false};
-  Choice best = {avx512_kernels, has_amx()};
-  if (best.amx) best.kernels.pack = amx_pack, best.kernels.tile_products = amx_tile_products;
-  return best;
+const Kernels& choose() {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return plain_kernels;
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") ? avx512_kernels : avx2_kernels;
 }
 #else
-Choice choose() { return {plain_kernels, false}; }
+const Kernels& choose() { return plain_kernels; }
 #endif
 
-const Choice& chosen() {
-  static const Choice choice = choose();
-  return choice;
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
 }
-
-const Kernels& kernels() { return chosen().kernels; }
 
 template <class Function>
 Function function(Table table, Place place) {
@@ -338,131 +308,6 @@ Status* scale_rows(void* self, Context* context) {
   return run.failed;
 }
 
-// Memory of the thread that runs the graph, for one node at a time: it grows to what the largest needs, some megabytes.
-// The engine would keep an output that nothing reads until the run ends, and new memory for each node is slower.
-uint32_t* scratch(size_t words) {
-  struct Memory {
-    uint32_t* place = nullptr;
-    size_t words = 0;
-    ~Memory() { free(place); }
-  };
-  thread_local Memory memory;
-  if (memory.words < words) {
-    free(memory.place);
-    memory.words = (words + 15) / 16 * 16;  // whole lines of the cache
-    memory.place = static_cast<uint32_t*>(aligned_alloc(64, memory.words * sizeof(uint32_t)));
-    if (!memory.place) abort();
-  }
-  return memory.place;
-}
-
-// A matrix (rows, columns) as tiles: those of the first 16 columns from the top to the bottom, then the next.
-struct Tiles {
-  const float* from;
-  size_t rows, columns;
-  bool turned;
-  uint32_t* words = nullptr;
-
-  size_t down() const { return (rows + kTileRows - 1) / kTileRows; }
-  size_t across() const { return (columns + kTileColumns - 1) / kTileColumns; }
-  size_t size() const { return down() * across() * kTileWords; }
-
-  // all tiles of 32 rows
-  void pack(size_t number) const {
-    const size_t row = number * kTileRows;
-    kernels().pack(from + row * columns, std::min(kTileRows, rows - row), columns, turned, words + number * kTileWords,
-                   down() * kTileWords);
-  }
-
-  // those of 16 columns; of the last ones where there are no more
-  const uint32_t* column(size_t number) const { return words + std::min(number, across() - 1) * down() * kTileWords; }
-};
-
-Status* weight_grad(void* self, Context* context) {
-  Run run(static_cast<Kernel*>(self)->table, context);
-  Lengths lengths, others, sums;
-  const float* left = run.input(0, lengths);
-  const float* right = run.input(1, others);
-  const float* before = run.input(2, sums);
-  run.require(lengths.size() == 2 && others.size() == 2 && lengths[0] == others[0] &&
-                  (!before || sums == Lengths{lengths[1], others[1]}),
-              "WeightGrad: expected two matrices with as many rows, and at most a sum of their columns' products");
-  if (run.failed) return run.failed;
-  float* result = run.output(0, {lengths[1], others[1]});
-  const size_t rows = lengths[0], height = lengths[1], width = others[1];
-  Tiles turned{left, rows, height, true}, tiles{right, rows, width, false};
-  if (run.failed || !height || !width) return run.failed;
-  turned.words = scratch(turned.size() + tiles.size());
-  tiles.words = turned.words + turned.size();
-  run.each(2 * tiles.down(), [&](size_t number) { (number % 2 ? turned : tiles).pack(number / 2); });
-  constexpr size_t kSide = 32;  // of a piece of the result
-  const size_t across = (width + kSide - 1) / kSide, down = (height + kSide - 1) / kSide;
-  run.each(down * across, [&](size_t piece) {
-    // the smaller matrix stays in a core's second cache, the larger one passes by once
-    const size_t y = height < width ? piece % down : piece / across;
-    const size_t x = height < width ? piece / down : piece % across;
-    const uint32_t* lefts[] = {turned.column(2 * y), turned.column(2 * y + 1)};
-    const uint32_t* rights[] = {tiles.column(2 * x), tiles.column(2 * x + 1)};
-    alignas(64) float made[kSide * kSide];
-    const size_t columns = std::min(kSide, width - x * kSide), high = std::min(kSide, height - y * kSide);
-    for (size_t row = 0; row < high; ++row)  // is on its way while products are made
-      for (size_t column = 0; column < columns; column += 16) {
-        const size_t place = (y * kSide + row) * width + x * kSide + column;
-        if (before) __builtin_prefetch(before + place);
-        __builtin_prefetch(result + place, 1);
-      }
-    kernels().tile_products(lefts, rights, tiles.down(), made);
-    for (size_t row = 0; row < high; ++row) {
-      const size_t place = (y * kSide + row) * width + x * kSide;
-      for (size_t column = 0; column < columns; ++column)
-        result[place + column] = made[row * kSide + column] + (before ? before[place + column] : 0);
-    }
-  });
-  return run.failed;
-}
-
-#ifdef __x86_64__
-Status* integer_product(void* self, Context* context) {
-  const Kernel& kernel = *static_cast<Kernel*>(self);
-  Run run(kernel.table, context);
-  Lengths lengths, down, others, across, offsets;
-  Integers of{};
-  of.left = run.input<uint8_t>(0, lengths);
-  of.left_scale = run.input(1, down);
-  const int8_t* weight = run.input<int8_t>(2, others);
-  of.scale = run.input(3, across);
-  of.bias = run.input(4, offsets);
-  const bool turned = kernel.number != 0;
-  run.require(chosen().amx, "IntegerProduct: this processor has no AMX");
-  run.require(lengths.size() == 2 && down == Lengths{lengths[0], 1} && others.size() == 2 &&
-                  others[turned] == lengths[1] && across == Lengths{others[!turned]} && (!of.bias || offsets == across),
-              "IntegerProduct: expected rows and their scales, and a weight, its scales and at most a bias");
-  run.require(run.failed || (lengths[0] >= 32 && lengths[1] % 64 == 0 && across[0] % 32 == 0),
-              "IntegerProduct: expected 32 rows or more, multiples of 64 numbers in each, and of 32 columns");
-  if (run.failed) return run.failed;
-  of.rows = lengths[0], of.inner = lengths[1], of.columns = across[0];
-  of.result = run.output(0, {lengths[0], across[0]});
-  if (run.failed) return run.failed;
-  const size_t words = of.inner / 4 * of.columns;
-  uint32_t* tiles = scratch(words + of.columns);
-  int32_t* sums = reinterpret_cast<int32_t*>(tiles + words);
-  run.each(of.columns / 32, [&](size_t piece) {
-    amx_pack_weight(weight, of.inner, of.columns, turned, piece * 32, tiles + piece * 8 * of.inner, sums + piece * 32);
-  });
-  constexpr size_t kSpan = 256;  // columns at a time
-  const size_t high = (of.rows + 31) / 32, wide = (of.columns + kSpan - 1) / kSpan;
-  run.each(high * wide, [&](size_t piece) {
-    // the smaller matrix stays in a core's second cache, the larger one passes by once
-    const size_t y = of.rows < of.columns ? piece % high : piece / wide;
-    const size_t x = of.rows < of.columns ? piece / high : piece % wide;
-    // the last rows are the last 32: some are computed twice
-    amx_integer_products(of, tiles, sums, std::min(y * 32, of.rows - 32), x * kSpan,
-                         std::min(kSpan, of.columns - x * kSpan));
-  });
-  return run.failed;
-}
-#endif
-
 struct Described : Operator {
   const char* called;
   size_t reads, makes;
@@ -470,7 +315,6 @@ struct Described : Operator {
   const char* attribute = nullptr;  // a number
   bool last_is_optional = false;
   int first_type = kFloats;  // of the outputs
-  int input_types[5] = {kFloats, kFloats, kFloats, kFloats, kFloats};
 };
 
 const Described& described(const Operator* of) { return *static_cast<const Described*>(of); }
@@ -482,7 +326,7 @@ Described completed(Described made) {
   made.provider = [](const Operator*) -> const char* { return nullptr; };  // the processor
   made.inputs = [](const Operator* of) { return described(of).reads; };
   made.outputs = [](const Operator* of) { return described(of).makes; };
-  made.input_type = [](const Operator* of, size_t number) { return described(of).input_types[number]; };
+  made.input_type = [](const Operator*, size_t) { return kFloats; };
   made.output_type = [](const Operator* of, size_t number) { return number ? kFloats : described(of).first_type; };
   made.input_kind = [](const Operator* of, size_t number) {
     return described(of).last_is_optional && number + 1 == described(of).reads ? kOptional : kRequired;
@@ -508,9 +352,6 @@ Described completed(Described made) {
 
 }  // namespace
 
-// Whether this processor has AMX, and the system lets programs use it.
-extern "C" __attribute__((visibility("default"))) int fedvit_has_amx() { return chosen().amx; }
-
 extern "C" __attribute__((visibility("default"))) engine::Status* RegisterCustomOps(engine::SessionOptions* options,
                                                                                    const engine::Base* base) {
   static const Described operators[] = {
@@ -523,11 +364,6 @@ extern "C" __attribute__((visibility("default"))) engine::Status* RegisterCustom
       completed({{}, "RoundRows", 2, 2, round_rows, nullptr, true, kBytes}),
       completed({{}, "RoundWeights", 1, 2, round_weights, nullptr, false, kSignedBytes}),
       completed({{}, "ScaleRows", 3, 1, scale_rows, nullptr, true}),
-      completed({{}, "WeightGrad", 3, 1, weight_grad, nullptr, true}),
-#ifdef __x86_64__
-      completed({{}, "IntegerProduct", 5, 1, integer_product, "turned", true, kFloats,
-                 {kBytes, kFloats, kSignedBytes, kFloats, kFloats}}),
-#endif
   };
   Table table = base->table(kVersion);
   if (!table) return refused(base->table(1), "the kernels of fedvit need onnxruntime 1.17 or later");

@@ -15,7 +15,7 @@ class Battery(Struct, frozen=True):
 
 
 def battery(root: Path = ROOT) -> Battery | None:
-    """As the kernel's power supplies say; those of a mouse or a pen (scope Device) do not count.
+    """Read the kernel's power supplies; those of a mouse or a pen (scope Device) do not count.
 
     Source: the kernel's documentation, ABI/testing/sysfs-class-power.
     """

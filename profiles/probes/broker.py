@@ -39,7 +39,7 @@ class BrokerProbe:
         self._transport.close()
 
     def seconds(self, size_bytes: int, timeout_s: float = ANSWER_S) -> float | None:
-        """How long the broker takes to acknowledge a message of this size; None when it does not in time.
+        """Measure the time until the broker acknowledges a message of this size; None if that takes too long.
 
         Raises LinkDown, with the reason, when the broker refuses the message (which only version 5 of MQTT can say) or
         closes the connection instead.

@@ -1,4 +1,4 @@
-"""How fast the disk below a folder is, for files of a few MB written and read from end to end."""
+"""Measure the disk below a folder with files of a few MB, written and read from end to end."""
 
 import contextlib
 import os

@@ -88,7 +88,7 @@ def _relative_speed(core: Path) -> float | None:
 # --- what the machine is ------------------------------------------------------------------------------
 
 
-class Host(Struct, frozen=True, kw_only=True):
+class HostState(Struct, frozen=True, kw_only=True):
     """A machine and its software. Unknown values are None."""
 
     name: str
@@ -107,12 +107,12 @@ class Host(Struct, frozen=True, kw_only=True):
     swap_bytes: int | None  # 0: there is none
 
 
-def host(root: Path = ROOT) -> Host:
+def host(root: Path = ROOT) -> HostState:
     """Facts that need no measurement; files are read below `root`."""
-    engine, engine_version = installed_engine()
+    engine, engine_version = find_engine()
     memory = _memory(root)
     libc = " ".join(platform.libc_ver()).strip()
-    return Host(
+    return HostState(
         name=platform.node(),
         board=board(root),
         machine=platform.machine(),
@@ -161,7 +161,7 @@ _KINDS = {
 
 
 def _processor(root: Path) -> str | None:
-    """As /proc/cpuinfo names it; ARM kernels give the numbers of each core instead, which may be of several kinds."""
+    """Return the processor's name from /proc/cpuinfo. ARM kernels give numbers for each core; cores may differ."""
     kinds: dict[str, None] = {}  # in their order, each once
     maker = ""
     for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
@@ -197,8 +197,8 @@ def _memory(root: Path) -> dict[str, int]:
 ENGINES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-qnn")
 
 
-def installed_engine() -> tuple[str | None, str | None]:
-    """Which package of onnxruntime is installed, and its version; nothing is imported."""
+def find_engine() -> tuple[str | None, str | None]:
+    """Return the name and version of the installed package of onnxruntime, without an import."""
     for name in ENGINES:
         try:
             return name, version(name)
@@ -208,7 +208,7 @@ def installed_engine() -> tuple[str | None, str | None]:
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
+    """Return the resident memory of this process."""
     return int(_process(os.getpid()).memory_info().rss)
 
 

@@ -68,7 +68,7 @@ class Meter:
         self._thread.join()
         self._sample()
 
-    def metered(self) -> Metered:
+    def finish(self) -> Metered:
         """Until now, with a last look at the sensors."""
         self._sample()
         source = self._sensors.power.source if self._sensors.power and self._energy_j is not None else None

@@ -46,9 +46,9 @@ PRODUCTS: tuple[tuple[ProductKind, int, int, int, int], ...] = (
 )
 """Kind, batch, rows, inner, columns: sizes of Vision Transformers from 128 to 768 wide."""
 ROWS, WIDTH = 800, 768
-"""Of the tensors of other operators: 2.5 MB, like an activation of some images."""
+"""Shape of other operators' tensors: 2.5 MB, like an activation of some images."""
 LEAST_RUNS, MOST_RUNS, ENOUGH_S = 4, 24, 0.12
-"""Of one operator; the median counts, as for a step."""
+"""Runs of one operator; the median counts, as for a step."""
 
 
 class ProbeTooSlow(DeviceTrouble):

@@ -57,7 +57,7 @@ class Thermometer:
 
 
 class Slowing(NamedTuple):
-    """Why the processor is throttled now, and causes since the device was started."""
+    """Causes of throttling, now and since the device was started."""
 
     now: frozenset[str]
     since_start: frozenset[str]
@@ -125,7 +125,7 @@ class CoolingDevices(Brake):
 
 
 class IntelCounters(Brake):
-    """How often an Intel processor throttled since the start; a higher count is a new mark."""
+    """An Intel processor's counts of throttling since the start; a higher count is a new mark."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = files

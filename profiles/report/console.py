@@ -8,14 +8,14 @@ import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from fedvit.terminal import escape_controls, unguarded
+from fedvit.terminal import escape_controls, remove_guard
 
 
 class Console(rich.console.Console):
     """A console that escapes control characters before a table lays its cells out, and reads no markup."""
 
     def __init__(self, *, stderr: bool = False, file: IO[str] | None = None, **settings: Any) -> None:
-        stream = file or unguarded(sys.stderr if stderr else sys.stdout)
+        stream = file or remove_guard(sys.stderr if stderr else sys.stdout)
         super().__init__(stderr=stderr, file=stream, markup=False, emoji=False, **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

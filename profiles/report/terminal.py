@@ -14,22 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from profiles.report.console import Console
-from profiles.report.document import ProfileDocument, RunDocument
-from profiles.report.page import count, duration, percent, quantity, size
-from profiles.report.verdict import (
-    BUDGETS,
-    crosscheck_words,
-    device_name,
-    feature_words,
-    generator_words,
-    privacy_words,
-    profile_verdict,
-    run_verdict,
-    settings_words,
-)
+from profiles.report.document import ProfileDocument
+from profiles.report.page import count, duration, quantity, size
+from profiles.report.verdict import BUDGETS, crosscheck_words, device_name, profile_verdict
 
-MOST_DEVICES = 20
-"""Devices whose figures are shown."""
 STYLES = {"good": "bold green", "mild": "bold yellow", "bad": "bold red"}
 
 
@@ -98,66 +86,6 @@ def _devices(document: ProfileDocument, width: int) -> Table:
         return drawn
 
     return first_that_fits(width, lambda: drawn(all_columns=True), lambda: drawn(all_columns=False))
-
-
-def run_report(document: RunDocument, width: int) -> Group:
-    """The outcome of a run, with predicted beside measured figures."""
-    tone, sentence, lines = run_verdict(document)
-    parts: list[RenderableType] = [
-        Text(f"run {document.run}: {document.method} on {document.model}, seed {document.seed}"),
-        Text(sentence, style=STYLES[tone]),
-    ]
-    parts += [Text(f"  {line}") for line in lines]
-    parts += [Text(line) for line in (*generator_words(document), *feature_words(document), *privacy_words(document))]
-    parts += [Text(settings_words(document.settings), style="dim")]
-    if any(device.comparisons() for device in document.devices):
-        parts += [Text(), _comparisons(document, width)]
-    given = [
-        f"{device.device} was given {device.given}, to fit its budget" for device in document.devices if device.given
-    ]
-    if given:
-        parts += [Text(), *(Text(line) for line in given[:MOST_DEVICES])]
-    if len(document.devices) > MOST_DEVICES:
-        some = f"the first {MOST_DEVICES} of {len(document.devices)} devices; --csv and --out have all"
-        parts += [Text(), Text(some)]
-    if document.warnings:
-        parts += [Text(), *(Text(f"note: {line}", style="dim") for line in document.warnings)]
-    return Group(*parts)
-
-
-def _comparisons(document: RunDocument, width: int) -> Table:
-    """Predicted beside measured, medians over rounds; energy and errors where there are any."""
-    figures = {
-        "step": "step", "training of a round": "round", "peak memory": "memory", "energy of a round": "energy\na round",
-    }  # fmt: skip
-
-    def drawn(shown: tuple[str, ...]) -> Table:
-        drawn = table("predicted and measured")
-        column(drawn, "device", justify="left")
-        column(drawn, "", justify="left")
-        for figure in shown:
-            column(drawn, figures[figure])
-        for device in document.devices[:MOST_DEVICES]:
-            found = {entry.figure: entry for entry in device.comparisons()}
-            for row in ("predicted", "measured", "error"):
-                cells = []
-                for figure in shown:
-                    entry = found.get(figure)
-                    if entry is None:
-                        cells.append("-")
-                    elif row == "error":
-                        cells.append(percent(entry.relative_error))
-                    else:
-                        value = entry.predicted if row == "predicted" else entry.measured
-                        cells.append("-" if value is None else quantity(value, entry.unit))
-                if any(cell not in ("-", "") for cell in cells):
-                    drawn.add_row(Text(shortened(device.device, 24) if row != "error" else ""), row, *cells)
-        return drawn
-
-    known = {entry.figure for device in document.devices for entry in device.comparisons()}
-    everything = tuple(figure for figure in figures if figure in known)
-    fewer = tuple(figure for figure in everything if figure != "step")
-    return first_that_fits(width, lambda: drawn(everything), lambda: drawn(fewer), lambda: drawn(fewer[:2]))
 
 
 # --- tables ---------------------------------------------------------------------------------------------

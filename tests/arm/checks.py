@@ -26,6 +26,7 @@ from fedvit.tensors import Tensors, unpack
 from fleet.datasets.digits import read_digits
 from fleet.partition import write_device_folders
 from fleet.partitions import partition
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.brokers import mosquitto, served
 from tests.support.forked import Forked
@@ -41,8 +42,9 @@ PROCESSORS = ("cortex-a72", "cortex-a76")
 PROGRAM = "from edge_client.cli import main; main()"
 
 OWN_TESTS = (
-    *(f"edge_client/test_{name}.py" for name in ("runtime", "evaluation", "coding", "predict", "integrity", "private")),
-    *(f"edge_client/test_{name}.py" for name in ("sampler", "speed", "vault_key")),
+    *(f"edge_client/work/test_{name}.py" for name in ("runtime", "uplink", "private", "sampler")),
+    *(f"edge_client/storage/test_{name}.py" for name in ("evaluation", "integrity", "vault_key")),
+    *("edge_client/commands/test_predict.py", "edge_client/owner/test_speed.py"),
     *(f"fedvit/test_{name}.py" for name in ("blobs", "engine", "files", "onnx_file", "packets", "program", "protobuf")),
     *(f"fedvit/test_{name}.py" for name in ("resources", "tensors")),
     "fedvit/data",
@@ -217,7 +219,7 @@ def test_a_run_with_an_emulated_device(
     assert not shown["refusals"]
 
     folders = [parts / name for name in ("device-0", "device-1")]
-    simulate(folders, RUN, out=tmp_path / "same", run="run", graph_cache=graph_cache)
+    simulate(RunRequest(folders, RUN, out=tmp_path / "same", run="run", graph_cache=graph_cache))
     want = unpack((tmp_path / "same" / "run" / "model.safetensors").read_bytes())
     plan = make_plan(make_config(RUN, "test").run, CLASSES, BlobStore(tmp_path / "plan"), cache=graph_cache)
     moved, apart = _largest(want, plan.state.tensors), _largest(got, want)

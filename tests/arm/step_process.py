@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.onnx_side import START, noise_samples, start_values
-from edge_client.runtime import Runtime, Seeds, Watch
+from bench.onnx_side import START, make_noise_samples, start_values
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
-from fedvit.kernels import library
+from fedvit.kernels import find_library
 from fedvit.program import decode_program
 
 
@@ -24,13 +24,13 @@ def main() -> None:
     runtime = Runtime(1)
     for graph in program.graphs.values():
         runtime.open(graph.digest, blobs.path(graph.digest))
-    images = noise_samples(program, steps * program.batch.batch_size)
+    images = make_noise_samples(program, steps * program.batch.batch_size)
     watch = Watch(lambda *step: None, lambda: False)
     values = start_values(program, start["groups"], blobs)
     trained = runtime.train(program, values, images, Seeds(0, 1, "device-0"), 1.0, watch)
     for file in sys.argv[3:]:
         np.savez(file, **{name: value - values[name] for name, value in trained.tensors.items()})
-    print(json.dumps({"steps": trained.steps, "flops": trained.flops, "kernels": library() is not None}))
+    print(json.dumps({"steps": trained.steps, "flops": trained.flops, "kernels": find_library() is not None}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from export.graphs import export_graphs
 from export.verify import reference_step
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, build_model, make_method
-from fedvit.methods.base import trained_names
+from fedvit.methods.base import list_trained
 from fedvit.methods.calculus import TorchCalculus
 from fedvit.methods.step import example_inputs, steps_of, whole_step
 from fedvit.models import LSTM, RESNET
@@ -88,13 +88,13 @@ def test_a_step_in_parts_is_torchs_step(backbone: str, name: str, tiny: Any) -> 
         inputs = example_inputs(made.method, made.vit, made.batch, whole(phase))
         run = Session(made.graphs[phase.graph].content)
         if phase.update:
-            names = trained_names(made.method, made.vit, phase)
+            names = list_trained(made.method, made.vit, phase)
             update = Session(made.graphs[phase.update].content)
             got = in_parts(phase, names, run, update, made.batch.run_size)(inputs)
         else:
             got = run(inputs)
         want = whole_step(made.method, made.vit, phase, TorchCalculus)(inputs)
-        for key in trained_names(made.method, made.vit, phase):
+        for key in list_trained(made.method, made.vit, phase):
             assert_change(got, want, inputs, key)
         torch.testing.assert_close(got["metric/loss"], want["metric/loss"], rtol=1e-4, atol=1e-6)
 

@@ -17,7 +17,7 @@ from coordinator.security.broker import Broker
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.partials import PartialBlob
-from fedvit.transport import chunk_sender, exchange, packets
+from fedvit.transport import blob_receiver, chunk_sender, packets
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import BlobNack, Manifest
 from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
@@ -184,7 +184,7 @@ def test_a_wrong_digest_ends_in_an_error_after_some_attempts(peer: Peers) -> Non
     assert digest_of(wrong) in str(error)
     assert not receiver.blobs.has(manifest.digest)
     assert not receiver.partial_files()
-    assert sender.sent_chunks < 1.1 * (1 + exchange.MAX_RESTARTS) * manifest.chunks
+    assert sender.sent_chunks < 1.1 * (1 + blob_receiver.MAX_RESTARTS) * manifest.chunks
 
 
 def test_a_peer_that_may_not_read_a_blob_is_refused(peer: Peers) -> None:
@@ -436,7 +436,7 @@ def test_who_asks_and_falls_silent_does_not_use_up_what_others_may_have_under_wa
 def test_requests_that_piled_up_at_a_busy_sender_are_answered_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "STALL_S", 0.2)
+    monkeypatch.setattr(blob_receiver, "STALL_S", 0.2)
     sender, receiver = peers = memory_peers(MemoryBroker(), tmp_path, "sender", "receiver")
     content = blob(BIG)
     manifest = sender.blobs.put(content)
@@ -451,7 +451,7 @@ def test_requests_that_piled_up_at_a_busy_sender_are_answered_once(
 
 def test_a_link_that_is_only_slow_is_given_more_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk takes longer than the first stall, but nothing is lost, so nothing is sent again."""
-    monkeypatch.setattr(exchange, "STALL_S", 0.1)
+    monkeypatch.setattr(blob_receiver, "STALL_S", 0.1)
     sender, receiver = memory_peers(MemoryBroker(), tmp_path, "sender", "receiver")
     receiver.events_per_step = 1
     content = blob(12 * CHUNK_BYTES)
@@ -469,7 +469,7 @@ def test_a_sender_that_was_started_again_sends_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its chunks count from 1 again; those must not pass for chunks that were lost long ago."""
-    monkeypatch.setattr(exchange, "STALL_S", 0.5)
+    monkeypatch.setattr(blob_receiver, "STALL_S", 0.5)
     broker = MemoryBroker()
     sender, receiver = memory_peers(broker, tmp_path, "sender", "receiver")
     content = blob(2 * BIG)

@@ -12,12 +12,21 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.pentest.access import FOR_ALL, MAY_PUBLISH, MAY_RECEIVE, WIDEST, Parties, targets, topics_of, with_wildcards
-from bench.pentest.client import Client
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received, Will
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.topics import Topics
+from tests.support.access import (
+    FOR_ALL,
+    MAY_PUBLISH,
+    MAY_RECEIVE,
+    WIDEST,
+    Parties,
+    list_filters,
+    list_targets,
+    list_topics,
+)
+from tests.support.mqtt_client import Client
 from tests.support.other_brokers import start_nats, start_rabbitmq, usual
 from tests.support.waiting import wait_until
 
@@ -81,7 +90,7 @@ def test_device_publishes_its_own_topics_alone(stage: Stage) -> None:
     sent: dict[str, tuple[bytes, bool]] = {}
     with connect(stage.coordinator, [EVERYTHING]) as witness:
         for qos in (0, 1):
-            for what, (topic, allowed) in targets(stage.parties).items():
+            for what, (topic, allowed) in list_targets(stage.parties).items():
                 sent[f"{what}, QoS {qos}"] = content, _ = payload(), allowed
                 with connect(stage.attacker) as liar:
                     liar.publish(topic, content, qos=qos)
@@ -94,7 +103,9 @@ def test_device_publishes_its_own_topics_alone(stage: Stage) -> None:
 
 
 def test_last_will_of_a_device_is_its_own(stage: Stage) -> None:
-    wills = {what: (payload(), *each) for what, each in targets(stage.parties).items() if not each[0].startswith("$")}
+    wills = {
+        what: (payload(), *each) for what, each in list_targets(stage.parties).items() if not each[0].startswith("$")
+    }
     with connect(stage.coordinator, [EVERYTHING]) as witness:
         for content, topic, _ in wills.values():
             connect(stage.attacker, will=Will(topic, content)).vanish()
@@ -105,8 +116,8 @@ def test_last_will_of_a_device_is_its_own(stage: Stage) -> None:
 @pytest.mark.parametrize("qos", [0, 1])
 def test_device_hears_its_own_topics_alone(stage: Stage, qos: int) -> None:
     """It asks for the topics of another device by name and by wildcards, and for those of the broker itself."""
-    topics = topics_of(HOME, "pi-1")
-    filters = {*WIDEST, *OF_NATS, *(pattern for topic in topics.values() for pattern in with_wildcards(topic))}
+    topics = list_topics(HOME, "pi-1")
+    filters = {*WIDEST, *OF_NATS, *(pattern for topic in topics.values() for pattern in list_filters(topic))}
     own, last = HOME.to_device("pi-2"), payload()
     spies = [(pattern, connect(stage.attacker)) for pattern in sorted(filters)]
     for pattern, spy in spies:
@@ -131,11 +142,11 @@ def test_device_hears_its_own_topics_alone(stage: Stage, qos: int) -> None:
 
 def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
     """With the transport of the programs: all its subscriptions are granted."""
-    topics = topics_of(HOME, "pi-1")
+    topics = list_topics(HOME, "pi-1")
     inbox: SimpleQueue[object] = SimpleQueue()
     device = MqttTransport(inbox, stage.victim, client_id(stage.victim))
     for each in sorted(MAY_RECEIVE):
-        device.subscribe(topics[each], 0 if each in ("broadcast", "dedicated") else 1)
+        device.subscribe(topics[each], 0 if each in ("broadcast", "chunks_for") else 1)
     events: list[object] = []
 
     def look() -> None:

@@ -9,11 +9,11 @@ import torch
 from coordinator.compute.planning.batch import method_batch
 from export.bundle.assemble import LOGITS, PROBABILITIES, Precision, assemble, open_predict_graph
 from export.bundle.measure import TOLERANCES, RunGraph, are_probabilities, open_session
-from export.bundle.model import read_model
 from export.trace import to_onnx, trace
 from fedvit.methods import build_model
 from fedvit.methods.step import example_inputs, predict_step
 from fedvit.models import SMALL
+from fedvit.onnx_model import read_model
 from tests.contracts.test_methods import CASES, TINY_MODEL, Case
 
 SIDE = 35

@@ -13,9 +13,10 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+import edge_client.cli
 import fleet.cli
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.command_line import Command
 from tests.support.command_lines import PROGRAMS, parse
 
@@ -46,7 +47,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "metrics", "revoke", "serve", "start")),
+    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "start")),
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -55,7 +56,7 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "metrics", "pause", "plan", "quarantine",
+        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan", "quarantine",
         "report", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
     )),
     "fleet region", "fleet run",
@@ -110,14 +111,6 @@ def test_out_is_what_is_written() -> None:
         assert option.default != Path("runs"), name
 
 
-@pytest.mark.parametrize("name", sorted(WITH_RUNS - WITH_OUT))
-def test_out_in_its_old_meaning_is_answered_with_runs(name: str) -> None:
-    program, command = name.split()
-    result = CliRunner().invoke(PROGRAMS[program], [command, "--out", "here"])
-    assert str(result.exception) == "--out was renamed to --runs"
-    assert getattr(result.exception, "exit_code", None) == 2
-
-
 def test_a_flag_that_several_commands_have_means_the_same() -> None:
     """Values of one kind, whatever each command does with them."""
     kinds: dict[str, set[str]] = {}
@@ -153,10 +146,13 @@ def test_help_ends_with_examples_that_the_program_understands(name: str) -> None
         parse(shlex.split(example))
 
 
-def test_fleet_says_of_its_commands_what_they_say_themselves() -> None:
-    """It lists them without importing them."""
-    for name, text in fleet.cli.COMMANDS.items():
-        assert COMMANDS[f"fleet {name}"].get_short_help_str(1000) == text
+@pytest.mark.parametrize(
+    ("program", "descriptions"), [("fleet", fleet.cli.COMMANDS), ("edge-client", edge_client.cli.COMMANDS)]
+)
+def test_lazy_commands_have_the_descriptions_of_their_own_help(program: str, descriptions: dict[str, str]) -> None:
+    """A program lists them without importing them."""
+    for name, text in descriptions.items():
+        assert COMMANDS[f"{program} {name}"].get_short_help_str(1000) == text
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -181,11 +177,11 @@ def test_help_and_typing_errors_need_nothing_that_takes_seconds(program: str) ->
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the commands below look at."""
     folder = tmp_path_factory.mktemp("here")
-    store = Store.in_folder(folder / "runs")
+    store = open_record(folder / "runs")
     for name in ("done", "other"):
-        store.create_run(name, msgspec.to_builtins(RunConfig(method="fedavg")))
-        store.update_run(name, status="finished")
-    store.create_run("half", msgspec.to_builtins(RunConfig(method="fedavg")))
+        store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg")))
+        store.runs.update(name, status="finished")
+    store.runs.create("half", msgspec.to_builtins(RunConfig(method="fedavg")))
     store.close()
     (folder / "runs" / "done").mkdir()
     status = {"at": "2026-01-02T03:04:05+00:00", "doing": "x", "waiting_for": [], "resting": [], "online": 0}

@@ -156,8 +156,8 @@ def test_containers_run_as_nobody_special() -> None:
 
 
 def test_the_packages_of_the_image_are_those_of_the_wheel() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    packages = {name.partition(".")[0] for name in listed}
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {pattern.removesuffix("*") for pattern in patterns}
     for file in DEPLOY.glob("docker/Dockerfile.*"):
         if file.suffix != ".dockerignore":
             copied = set(re.findall(r"^COPY (\w+) \w+$", file.read_text(), re.MULTILINE))

@@ -11,8 +11,9 @@ from safetensors.numpy import load_file
 from fedvit.models import LSTM, RESNET
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
-from fleet.partition import deal, write_device_folders
+from fleet.partition import DealSettings, deal, write_device_folders
 from fleet.partitions import partition
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.plays import LSTM_MODEL, write_play
 
@@ -69,9 +70,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_device_folders(samples, [np.arange(len(others))], out / "parts", test_share=0.1, seed=0)
     values = {"method": "fedavg", "options": {**QUICK, "epochs": 20}, "model_options": MODEL, "rounds": 1}
     simulate(
-        device_folders(out / "parts", 1), {**values, "accelerator": "cpu"}, out=out, run=BACKBONE, engine="torch",
-        at_once=1,
-    )  # fmt: skip
+        RunRequest(
+            device_folders(out / "parts", 1),
+            {**values, "accelerator": "cpu"},
+            out=out,
+            run=BACKBONE,
+            engine="torch",
+            at_once=1,
+        )
+    )
     return out
 
 
@@ -83,9 +90,15 @@ def test_ten_rounds_of_prompts_on_a_trained_backbone_improve_accuracy(
     method, options = PROMPTS[family]
     values = {"method": method, "options": {**QUICK, **options}, "model_options": MODEL, "rounds": ROUNDS}
     outcome = simulate(
-        folders, {**values, "seed": 0, "accelerator": "cpu", "start_from": BACKBONE}, out=runs, run=method,
-        engine="torch", at_once=1,
-    )  # fmt: skip
+        RunRequest(
+            folders,
+            {**values, "seed": 0, "accelerator": "cpu", "start_from": BACKBONE},
+            out=runs,
+            run=method,
+            engine="torch",
+            at_once=1,
+        )
+    )
     first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
     assert last - first >= MARGIN
     if method == "pfedpg":
@@ -99,7 +112,9 @@ def test_ten_rounds_of_prompts_on_a_trained_backbone_improve_accuracy(
 def test_ten_rounds_of_a_residual_network_improve_accuracy(method: str, folders: list[Path], tmp_path: Path) -> None:
     values = {"method": method, "options": QUICK, "model": RESNET, "model_options": CONVOLUTIONS, "rounds": ROUNDS}
     outcome = simulate(
-        folders, {**values, "seed": 0, "accelerator": "cpu"}, out=tmp_path, run="run", engine="torch", at_once=1
+        RunRequest(
+            folders, {**values, "seed": 0, "accelerator": "cpu"}, out=tmp_path, run="run", engine="torch", at_once=1
+        )
     )
     first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
     assert last - first >= MARGIN
@@ -108,12 +123,18 @@ def test_ten_rounds_of_a_residual_network_improve_accuracy(method: str, folders:
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "local"])
 def test_ten_rounds_of_an_lstm_improve_accuracy(method: str, tmp_path: Path) -> None:
     """Each device has the speeches of a role, which repeats a word of its own."""
-    deal(str(write_play(tmp_path / "play.txt", DEVICES)), "natural", DEVICES, tmp_path / "parts", size=8)
+    deal(str(write_play(tmp_path / "play.txt", DEVICES)), "natural", DEVICES, tmp_path / "parts", DealSettings(size=8))
     values = {"method": method, "options": QUICK, "model": LSTM, "model_options": LSTM_MODEL, "rounds": ROUNDS}
     outcome = simulate(
-        device_folders(tmp_path / "parts", DEVICES), {**values, "seed": 0, "accelerator": "cpu"}, out=tmp_path / "runs",
-        run="run", engine="torch", at_once=1,
-    )  # fmt: skip
+        RunRequest(
+            device_folders(tmp_path / "parts", DEVICES),
+            {**values, "seed": 0, "accelerator": "cpu"},
+            out=tmp_path / "runs",
+            run="run",
+            engine="torch",
+            at_once=1,
+        )
+    )
     first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
     assert last - first >= MARGIN
 
@@ -124,7 +145,9 @@ def test_ten_rounds_improve_accuracy(family: str, folders: list[Path], tmp_path:
     method, options = FAMILIES[family]
     values = {"method": method, "options": {**QUICK, **options}, "model_options": MODEL, "rounds": ROUNDS}
     outcome = simulate(
-        folders, {**values, "seed": 0, "accelerator": "cpu"}, out=tmp_path, run="run", engine="torch", at_once=1
+        RunRequest(
+            folders, {**values, "seed": 0, "accelerator": "cpu"}, out=tmp_path, run="run", engine="torch", at_once=1
+        )
     )
     first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
     assert last - first >= MARGIN

@@ -1,44 +1,40 @@
-"""Devices of a deployment, at a real mosquitto with the generated configuration: each hears and says its own alone.
+"""Devices of a deployment at a real mosquitto with the generated configuration: each hears and says its own alone.
 
-The attacks are those of `python -m bench pentest`.
+Acts that are forbidden to it: test_forbidden_acts.py.
 """
 
 import re
+import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from paho.mqtt.enums import MQTTProtocolVersion
 
-from bench.pentest.access import (
-    DIGEST,
-    MAY_PUBLISH,
-    MAY_RECEIVE,
-    Parties,
-    posing,
-    publishing,
-    retaining,
-    sessions,
-    subscribing,
-    topics_of,
-    wills,
-)
-from bench.pentest.client import Client, wait_for
-from bench.pentest.floods import REDUCED, floods
-from bench.pentest.parties import device_address, make_deployment, running
-from bench.pentest.report import Attempt
-from coordinator.security.authority import DAY_S, Authority
 from coordinator.security.broker.process import Broker
 from coordinator.security.folder import COORDINATOR, Deployment, make_token
 from fedvit.transport.address import Address
+from fedvit.transport.base import Will
 from fedvit.wire import topics as topics_module
+from fedvit.wire.messages import BlobNack, Progress, encode
 from fedvit.wire.topics import Topics
+from tests.support.access import DIGEST, MAY_PUBLISH, MAY_RECEIVE, Parties, list_topics
+from tests.support.corpus import make_hello
+from tests.support.deployments import make_deployment, make_device, run_broker
+from tests.support.mqtt_client import Client
+from tests.support.waiting import wait_until
 
 HOME = Topics("home")
+KEPT_BYTES = 24_000_000
+"""Most growth of the broker's memory by a flood: buffers and fragmentation."""
+NAMES, NAME_BYTES, NAMES_COST = 160, 50_000, 1.5
+"""Long names in subscriptions, and bytes of the broker's memory for each of theirs."""
 
 
 class Stage(NamedTuple):
@@ -53,8 +49,8 @@ class Stage(NamedTuple):
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("isolation")
     deployment = make_deployment(folder / "deployment")
-    pi_1, pi_2 = (device_address(deployment, folder / "keys", name) for name in ("pi-1", "pi-2"))
-    with running(deployment) as broker:
+    pi_1, pi_2 = (make_device(deployment, folder / "keys", name) for name in ("pi-1", "pi-2"))
+    with run_broker(deployment) as broker:
         broker.reload()  # as after each enrolment: what holds must hold afterwards, too
         yield Stage(deployment, broker, pi_1, pi_2, folder)
 
@@ -63,43 +59,112 @@ def test_no_kind_of_topic_is_forgotten() -> None:
     """The tree's drawing names every topic; each line is one of those that are tried here."""
     drawn = re.findall(r"^ +(fl1/\S+)", topics_module.__doc__ or "", re.MULTILINE)
     assert len(drawn) > 8
-    tried = set(topics_of(HOME, "DEV", "TOKEN").values())
+    tried = set(list_topics(HOME, "DEV", "TOKEN").values())
     for line in drawn:
         assert line.replace("/F/", "/home/").replace("BLOB", "0123456789abcdef") in tried, line
     made = {name for name, made in vars(Topics).items() if callable(made) or isinstance(made, property)}
     made = {name for name in made if not name.startswith("_")} - {"device_of", "from_all_devices"}
-    assert made <= topics_of(HOME, "x").keys()
+    assert made <= list_topics(HOME, "x").keys()
+
+
+# --- floods -------------------------------------------------------------------------------------------
+
+
+def flood_retained(parties: Parties) -> None:
+    base = parties.topics.upload(parties.attacker, DIGEST)[:-16]
+    for payload in (bytes(900_000), b"small"):
+        for number in range(6):
+            with Client(parties.as_attacker, "hoarder") as client:
+                client.publish(f"{base}{number:016x}", payload, retain=True)
+
+
+def flood_sessions(parties: Parties) -> None:
+    """Three offline sessions are subscribed to every topic of the device."""
+    own = [f"fl1/home/d/{parties.attacker}/#", *list_topics(parties.topics, parties.attacker).values()]
+    for number in range(3):
+        Client(parties.as_attacker, f"stayer-{number}", own, persistent=True).close()
+    with Client(parties.as_attacker, "talker") as talker:
+        for topic in (*own[1:], *[parties.topics.probe(parties.attacker)] * 40):
+            talker.publish(topic, bytes(200_000))
+    for number in range(3):
+        Client(parties.as_attacker, f"stayer-{number}").close()
+
+
+def flood_unfinished(parties: Parties) -> None:
+    """Messages of QoS 2 are never finished."""
+    with Client(parties.as_attacker, "dawdler") as client:
+        for _ in range(40):
+            if not client.publish(parties.topics.probe(parties.attacker), bytes(200_000), qos=2):
+                break
+
+
+def flood_wills(parties: Parties) -> None:
+    will = Will(parties.topics.device_state(parties.attacker), bytes(60_000))
+    with ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context(Client(parties.as_attacker, f"testator-{number}", will=will))
+
+
+def flood_subscriptions(parties: Parties) -> None:
+    """Names of 50 kB, in sessions that outlive the connection: mosquitto has no limit for them."""
+    for version in (MQTTProtocolVersion.MQTTv311, MQTTProtocolVersion.MQTTv5):
+        with Client(parties.as_attacker, "collector", version=version, persistent=True) as client:
+            for number in range(NAMES // 8):
+                client.subscribe([f"{number}-{piece}-" + "x" * NAME_BYTES for piece in range(4)])
+
+
+def flood_half_open(parties: Parties) -> None:
+    """Connections never finish their handshake; an honest device connects meanwhile."""
+    address = parties.as_attacker
+    with ExitStack() as stack:
+        for number in range(30):
+            connection = stack.enter_context(socket.create_connection((address.host, address.port), 10))
+            if number % 2:
+                connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        with Client(parties.as_victim, f"honest-{secrets.token_hex(4)}") as honest:
+            assert honest.connected
+
+
+def flood_coordinator(parties: Parties) -> None:
+    """Hellos, progress, wants and invalid bytes, as fast as possible."""
+    messages = [
+        encode(make_hello(secrets.token_hex(8), ("class-0", "class-1"))),
+        encode(Progress("pentest", 1, "train", 1, 2, 0.5)),
+        encode(BlobNack(DIGEST, ((0, 1),), 1)),
+        secrets.token_bytes(60_000),
+    ]
+    with Client(parties.as_attacker, "talker") as talker:
+        for number in range(300):
+            talker.publish(parties.topics.from_device(parties.attacker), messages[number % 4], qos=0)
 
 
 @pytest.mark.parametrize(
-    "part", [publishing, wills, retaining, subscribing, posing, sessions], ids=lambda part: part.__name__
-)
-def test_a_device_that_was_let_in_can_do_nothing_else(
-    stage: Stage, part: Callable[[Parties], Iterable[Attempt]]
-) -> None:
+    "flood",
+    [
+        flood_retained, flood_sessions, flood_unfinished, flood_wills, flood_subscriptions, flood_half_open,
+        flood_coordinator,
+    ],
+)  # fmt: skip
+def test_one_device_cannot_fill_the_broker(stage: Stage, flood: Callable[[Parties], None]) -> None:
+    """Little of a flood stays there, and an honest device is served meanwhile and afterwards."""
     parties = Parties(HOME, "pi-2", "pi-1", stage.pi_2, stage.pi_1, stage.deployment.address)
-    attempts = list(part(parties))
-    assert len(attempts) >= 2
-    assert [one.line for one in attempts if not one.held] == []
-
-
-def test_one_device_cannot_fill_the_broker(stage: Stage) -> None:
-    """What it floods the broker with does not stay there, and an honest device is served meanwhile and afterwards."""
-    parties = Parties(HOME, "pi-2", "pi-1", stage.pi_2, stage.pi_1, stage.deployment.address)
+    bound = KEPT_BYTES + (NAMES_COST * NAMES * NAME_BYTES if flood is flood_subscriptions else 0)
     with (
         Client(stage.deployment.address, "coordinator", [HOME.from_device("pi-1")]) as coordinator,
         Client(stage.pi_1, "honest") as honest,
     ):
         before = stage.broker.rss_bytes()
-        attempts = list(floods(parties, REDUCED, stage.broker.rss_bytes))
-        assert [one.line for one in attempts if not one.held] == []
-        assert stage.broker.rss_bytes() - before < 40_000_000  # mostly 16 MB of names that stay for an hour
+        flood(parties)
+        assert stage.broker.rss_bytes() - before <= bound
         assert honest.publish(HOME.from_device("pi-1"), b"still here")
-        wait_for(lambda: coordinator.seen, "the honest device's message")
+        wait_until(lambda: coordinator.seen, "the honest device's message did not come")
+
+
+# --- its own ------------------------------------------------------------------------------------------
 
 
 def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
-    names = topics_of(HOME, "pi-1")
+    names = list_topics(HOME, "pi-1")
     with (
         Client(stage.deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
         Client(stage.pi_1, "pi-1", list(names.values())) as pi_1,
@@ -107,9 +172,9 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
         for topic in names.values():
             pi_1.publish(topic, b"up")
             coordinator.publish(topic, b"down")
-        coordinator.publish(names["dedicated"], b"last")
-        wait_for(lambda: (names["dedicated"], b"last") in pi_1.seen, "the last")
-        wait_for(lambda: (names["dedicated"], b"last") in coordinator.seen, "the last")
+        coordinator.publish(names["chunks_for"], b"last")
+        wait_until(lambda: (names["chunks_for"], b"last") in pi_1.seen, "the last")
+        wait_until(lambda: (names["chunks_for"], b"last") in coordinator.seen, "the last")
     heard = {topic for topic, payload in pi_1.seen if payload == b"down"}
     said = {topic for topic, payload in coordinator.seen if payload == b"up"}
     assert heard == {names[name] for name in MAY_RECEIVE}
@@ -124,43 +189,8 @@ def test_a_password_does_not_replace_a_certificate(stage: Stage) -> None:
     ):
         liar.publish(HOME.to_device("pi-1"), b"lie")
         liar.publish(HOME.from_device("pi-2"), b"last")
-        wait_for(lambda: (HOME.from_device("pi-2"), b"last") in coordinator.seen, "what it may say")
+        wait_until(lambda: (HOME.from_device("pi-2"), b"last") in coordinator.seen, "what it may say")
     assert b"lie" not in {payload for _, payload in coordinator.seen}
-
-
-# --- who does not come in -----------------------------------------------------------------------------
-
-
-def test_who_has_no_valid_certificate_does_not_connect(stage: Stage) -> None:
-    deployment, keys = stage.deployment, stage.folder / "others"
-    stranger = Authority.create("fedvit home", time.time())
-    namesake = Authority.create(deployment.authority.certificate.subject.rfc4514_string()[3:], time.time())
-    now_s = time.time()
-    cases = {
-        "none": replace(stage.pi_1, cert_file=None, key_file=None),
-        "foreign": device_address(deployment, keys / "foreign", "pi-1", authority=stranger),
-        "namesake": device_address(deployment, keys / "namesake", "pi-1", authority=namesake),
-        "expired": device_address(deployment, keys / "expired", "pi-1", issued_s=now_s - 91 * DAY_S),
-        "not yet": device_address(deployment, keys / "not-yet", "pi-1", begin_s=now_s + 5 * DAY_S),
-        "password": Address("127.0.0.1", deployment.settings.port, "fedvit", "secret", True, stage.pi_1.ca_file),
-        "plain": Address("127.0.0.1", deployment.settings.port),
-    }
-    for what, address in cases.items():
-        outcome = Client(address, "stranger").outcome
-        assert "Success" not in outcome, what
-        assert outcome, what
-    assert Client(stage.pi_1, "pi-1").connected
-
-
-@pytest.mark.parametrize("listener", ["port", "enrolment_port"])
-def test_a_broker_speaks_no_older_tls(stage: Stage, listener: str) -> None:
-    context = ssl.create_default_context(cafile=stage.pi_1.ca_file)
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with (
-        socket.create_connection(("127.0.0.1", getattr(stage.deployment.settings, listener)), 10) as plain,
-        pytest.raises(ssl.SSLError),
-    ):
-        context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
 def test_a_device_is_no_broker(stage: Stage) -> None:
@@ -187,23 +217,23 @@ def test_a_token_is_good_for_its_own_enrolment_alone(stage: Stage) -> None:
     mine, theirs = (make_token(deployment, name, 60.0) for name in ("pi-3", "pi-4"))
     stage.broker.reload()
     base = Address("127.0.0.1", deployment.settings.enrolment_port, tls=True)
-    wait_for(lambda: Client(replace(base, user=mine.id, password=mine.login), "early").connected, "the reload")
+    wait_until(lambda: Client(replace(base, user=mine.id, password=mine.login), "early").connected, "the reload")
     assert not Client(base, "anonymous").connected
     assert not Client(replace(base, user=mine.id, password=theirs.login), "wrong").connected
     assert not Client(replace(base, user="pi-1", password=""), "name").connected
-    everything = ["#", *topics_of(HOME, "pi-1", theirs.id).values(), HOME.enrolled(mine.id)]
+    everything = ["#", *list_topics(HOME, "pi-1", theirs.id).values(), HOME.enrolment_reply(mine.id)]
     with (
         Client(deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
         Client(replace(base, user=mine.id, password=mine.login), "newcomer", everything) as newcomer,
     ):
-        for topic in (*topics_of(HOME, "pi-1", theirs.id).values(), *topics_of(HOME, "pi-3", theirs.id).values()):
+        for topic in (*list_topics(HOME, "pi-1", theirs.id).values(), *list_topics(HOME, "pi-3", theirs.id).values()):
             newcomer.publish(topic, b"lie")
             coordinator.publish(topic, b"secret")
         newcomer.publish(HOME.enrolment(mine.id), b"last")
-        coordinator.publish(HOME.enrolled(mine.id), b"last")
-        wait_for(lambda: (HOME.enrolment(mine.id), b"last") in coordinator.seen, "the question")
-        wait_for(lambda: newcomer.seen, "the answer")
-    assert newcomer.seen == [(HOME.enrolled(mine.id), b"last")]
+        coordinator.publish(HOME.enrolment_reply(mine.id), b"last")
+        wait_until(lambda: (HOME.enrolment(mine.id), b"last") in coordinator.seen, "the question")
+        wait_until(lambda: newcomer.seen, "the answer")
+    assert newcomer.seen == [(HOME.enrolment_reply(mine.id), b"last")]
     assert b"lie" not in {payload for _, payload in coordinator.seen}
 
 
@@ -213,7 +243,7 @@ def test_revoked_at_once(stage: Stage) -> None:
     Then the restart, which ends it.
     """
     deployment = stage.deployment
-    lost = device_address(deployment, stage.folder / "lost", "pi-5")
+    lost = make_device(deployment, stage.folder / "lost", "pi-5")
     with (
         Client(deployment.address, "coordinator", ["fl1/home/#"]) as coordinator,
         Client(lost, "pi-5", [HOME.to_device("pi-5"), HOME.broadcast(DIGEST)]) as pi_5,
@@ -222,16 +252,16 @@ def test_revoked_at_once(stage: Stage) -> None:
         with deployment.change() as rows:
             rows.revoke("pi-5", time.time())
         stage.broker.reload()
-        wait_for(lambda: not Client(lost, "again").connected, "the revocation")
+        wait_until(lambda: not Client(lost, "again").connected, "the revocation")
         pi_5.publish(HOME.from_device("pi-5"), b"too late")
         coordinator.publish(HOME.to_device("pi-5"), b"secret")
         coordinator.publish(HOME.broadcast(DIGEST), b"model")
         pi_1.publish(HOME.from_device("pi-1"), b"last")
-        wait_for(lambda: (HOME.from_device("pi-1"), b"last") in coordinator.seen, "another device's message")
-        wait_for(lambda: (HOME.broadcast(DIGEST), b"model") in pi_1.seen, "what is for all")
+        wait_until(lambda: (HOME.from_device("pi-1"), b"last") in coordinator.seen, "another device's message")
+        wait_until(lambda: (HOME.broadcast(DIGEST), b"model") in pi_1.seen, "what is for all")
         assert not pi_5.seen
         assert (HOME.from_device("pi-5"), b"too late") not in coordinator.seen
         stage.broker.restart()
-        wait_for(lambda: not pi_5.connected, "the end of its connection")
+        wait_until(lambda: not pi_5.connected, "the end of its connection")
     assert not Client(lost, "again").connected
     assert Client(stage.pi_1, "pi-1").connected

@@ -23,16 +23,16 @@ import fedvit.methods
 from coordinator.compute.checkpoint import load_state
 from coordinator.compute.engine import Engine
 from coordinator.config import make_config
-from coordinator.record.store import Store
-from coordinator.record.summary import RunSummary, summarise
+from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
+from coordinator.run_view import RunView, read_run
 from coordinator.security.broker import start_broker
-from edge_client.vault import Vault
+from edge_client.storage.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods import METHODS, build_model, make_method, method_class, method_names
-from fedvit.methods.base import PREDICT, Method, trained_names
+from fedvit.methods.base import PREDICT, Method, list_trained
 from fedvit.methods.calculus import TorchCalculus
 from fedvit.methods.optimizers import AdamW
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of, whole_step
@@ -49,6 +49,7 @@ from fedvit.wire.transfer import decode_chunk
 from fleet.datasets.digits import read_digits
 from fleet.datasets.samples import Samples
 from fleet.partition import write_device_folders
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from profiles.cost import graph_cost
 from profiles.program_cost import PricedProgram
@@ -185,7 +186,7 @@ def test_phases_move_what_the_device_trains(case: Case) -> None:
         vit = build_model(method, SMALL, 5, seed=0, options=MODEL)
         groups = method.groups(vit)
         updated = {group for phase in method.phases(vit) for group in phase.groups}
-    assert updated == {group for group, (role, names) in groups.items() if role.trained_on_device and names}
+    assert updated == {group for group, (role, names) in groups.items() if role.is_trained_on_device and names}
 
 
 # --- the graphs ---------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def step_of(made: Tiny, phase: Train) -> Run:
     graph = Session(made.graphs[phase.graph].content)
     if not phase.update:
         return graph
-    update, names = Session(made.graphs[phase.update].content), trained_names(made.method, made.vit, phase)
+    update, names = Session(made.graphs[phase.update].content), list_trained(made.method, made.vit, phase)
     return in_parts(phase, names, graph, update, made.batch.run_size)
 
 
@@ -291,7 +292,7 @@ def test_padding_is_as_if_it_were_not_there(case: Case, tiny: Any) -> None:
         want = reference(made, phase)(alone)
         got = step_of(made, phase)(inputs)
         assert_agree(got["metric/loss"], want["metric/loss"], None, "metric/loss")
-        for updated in trained_names(method, vit, phase):
+        for updated in list_trained(method, vit, phase):
             key = f"new/tensor/{updated}"
             assert_agree(got[key], want[key], inputs[f"tensor/{updated}"], key)
 
@@ -347,7 +348,7 @@ class Recorder(MemoryTransport):
 class Recorded:
     """One run: what was said, what was moved, and what is left."""
 
-    summary: RunSummary
+    summary: RunView
     folder: Path
     model: bytes
     vaults: dict[tuple[str, int], Tensors]
@@ -390,7 +391,7 @@ def record(case: Case, seed: int, folders: list[Path], out: Path, cache: Path) -
     recorder.open()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fleet.simulate.MemoryBroker", lambda: broker)
-        outcome = simulate(folders, settings(case, seed), out=out, run=case.id, graph_cache=cache)
+        outcome = simulate(RunRequest(folders, settings(case, seed), out=out, run=case.id, graph_cache=cache))
     heard = recorder.heard
     run = Recorded(
         summary=outcome.summary,
@@ -484,7 +485,15 @@ def test_torch_engine_makes_the_same_run(
     elif isinstance(case.method().optimizer_rule(), AdamW):
         slack = 1e-2  # gradients that are zero but for rounding become whole steps
     theirs = simulate(
-        device_folders, settings(case, 0), out=tmp_path, run=case.id, engine="torch", at_once=1, graph_cache=graph_cache
+        RunRequest(
+            device_folders,
+            settings(case, 0),
+            out=tmp_path,
+            run=case.id,
+            engine="torch",
+            at_once=1,
+            graph_cache=graph_cache,
+        )
     )
     assert far(unpack(ours.model), load_file(theirs.folder / "model.safetensors")) <= slack
     kept = load_file(theirs.folder / "state" / f"devices-{ROUNDS}.safetensors")
@@ -631,12 +640,12 @@ class Fleet:
         with open(log, "ab") as output:
             return subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 
-    def run(self, case: Case) -> tuple[RunSummary, bytes]:
+    def run(self, case: Case) -> tuple[RunView, bytes]:
         """A run of the case, coordinated from here; the summary, and the tensors at its end."""
         config = make_config({**settings(case, seed=0), "devices": DEVICES}, "contract").run
         out = self.folder / "runs"
-        store = Store.in_folder(out)
-        store.create_run(case.id, msgspec.to_builtins(config))
+        store = open_record(out)
+        store.runs.create(case.id, msgspec.to_builtins(config))
         coordinator = Coordinator(
             run=case.id,
             config=config,
@@ -648,7 +657,7 @@ class Fleet:
         )
         coordinator.serve()
         store.close()
-        return summarise(Store.in_folder(out), case.id), (out / case.id / "model.safetensors").read_bytes()
+        return read_run(open_record(out), case.id), (out / case.id / "model.safetensors").read_bytes()
 
     def logs(self) -> str:
         return "\n".join(log.read_text() for log in self._logs)
@@ -762,7 +771,7 @@ def test_coded_bytes_are_known_beforehand(case: Case, recorded: Record) -> None:
             assert generated or fetched == cost.bytes_down
         assert result.upload is not None
         content = unpack(run.up[result.upload.digest])
-        check_tensors(content, program.expected_upload(), "upload")
+        check_tensors(content, program.upload_form(), "upload")
         if not any(phase.collect for phase in program.train):
             assert cost.bytes_up == result.use.upload_bytes == result.upload.size
         assert any("#" in name or value.dtype == np.float16 for name, value in content.items())
@@ -772,8 +781,8 @@ def test_coded_bytes_are_known_beforehand(case: Case, recorded: Record) -> None:
 def test_devices_make_the_tensors_that_the_server_refers_to(case: Case, recorded: Record) -> None:
     """After round 1 nobody fetches a coded group whole; and what a task names is what the store's record names."""
     run = recorded(case)
-    store = Store.in_folder(run.folder.parent)
-    states = [record.state for record in store.rounds(case.id) if record.state]
+    store = open_record(run.folder.parent)
+    states = [record.state for record in store.rounds.read_all(case.id) if record.state]
     store.close()
     blobs = BlobStore(run.folder / "blobs")
     assert any(reference.links for reference in states[-1].references.values())
@@ -807,13 +816,13 @@ def test_devices_that_come_later_learn_an_embedding(
     still and is sent once; the hypernetwork stands still, too; the third device's embedding moves, and with it what
     is made for it."""
     plain = Case("first", "fedtp", {"server_lr": 0.5})
-    simulate(device_folders[:2], settings(plain, 0), out=tmp_path, run="first", graph_cache=graph_cache)
+    simulate(RunRequest(device_folders[:2], settings(plain, 0), out=tmp_path, run="first", graph_cache=graph_cache))
     novel = Case("later", "fedtp", {"server_lr": 0.5, "novel": "own"})
     values = {**settings(novel, 0), "start_from": "first"}
-    later = simulate(device_folders[2:], values, out=tmp_path, run="later", graph_cache=graph_cache)
-    store = Store.in_folder(tmp_path)
-    [*_, trained] = [record.state for record in store.rounds("first") if record.state]
-    [*_, adapted] = [record.state for record in store.rounds("later") if record.state]
+    later = simulate(RunRequest(device_folders[2:], values, out=tmp_path, run="later", graph_cache=graph_cache))
+    store = open_record(tmp_path)
+    [*_, trained] = [record.state for record in store.rounds.read_all("first") if record.state]
+    [*_, adapted] = [record.state for record in store.rounds.read_all("later") if record.state]
     before = load_state(trained, BlobStore(tmp_path / "first" / "blobs"))
     after = load_state(adapted, BlobStore(later.folder / "blobs"))
     assert not after.tensors, "shared tensors are sent once, not each round"
@@ -823,7 +832,7 @@ def test_devices_that_come_later_learn_an_embedding(
     rule = novel.method().server_rule(build_model(novel.method(), SMALL, 10, seed=0, options=MODEL))
     first = rule.generate(before, "device-2", 0)
     assert bits(first) != bits(rule.generate(after, "device-2", 0))
-    blobs, digest = BlobStore(later.folder / "blobs"), store.run("later").program
+    blobs, digest = BlobStore(later.folder / "blobs"), store.runs.read("later").program
     store.close()
     assert digest is not None
     frozen = decode_program(blobs.get(digest)).groups["shared"]

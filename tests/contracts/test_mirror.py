@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
-from coordinator.rounds import object_store
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs
+from coordinator.rounds import store_access
 from coordinator.rounds.object_store import ObjectStore
+from coordinator.rounds.store_access import StoreAccess
 from fedvit.errors import LinkDown
 from fedvit.wire.messages import Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
@@ -42,7 +43,7 @@ MakeHost = Callable[..., ObjectStore]
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
     """Makes the object store of a coordinator on a machine of its own."""
     set_keys(monkeypatch)
-    monkeypatch.setattr(object_store, "RETRY_S", 0.1)
+    monkeypatch.setattr(store_access, "RETRY_S", 0.1)
     made: list[ObjectStore] = []
 
     def make(server: AnyServer, name: str, **config: Any) -> ObjectStore:
@@ -57,7 +58,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeHost]:
 def put(store: ObjectStore, *contents: bytes) -> list[str]:
     """Put blobs onto a host's disk, and into the mirror."""
     digests = [store.blobs.put(content).digest for content in contents]
-    store.mirror(digests)
+    store.mirror.put(digests)
     return digests
 
 
@@ -68,8 +69,8 @@ def name_of(server: AnyServer, digest: str) -> str:
 def test_blobs_are_fetched_onto_another_disk(host: MakeHost, server: AnyServer) -> None:
     leader, standby = host(server, "leader"), host(server, "standby")
     digests = put(leader, *CONTENTS)
-    leader.mirror(digests)  # again, which costs nothing
-    standby.fetch()
+    leader.mirror.put(digests)  # again, which costs nothing
+    standby.mirror.fetch()
     assert [standby.blobs.get(digest) for digest in digests] == CONTENTS
     assert server.objects() == sorted(name_of(server, digest) for digest in digests)
     assert leader.take_lines() == standby.take_lines() == []
@@ -77,7 +78,7 @@ def test_blobs_are_fetched_onto_another_disk(host: MakeHost, server: AnyServer) 
 
 def test_run_that_was_not_mirrored_yet_fetches_nothing(host: MakeHost, server: AnyServer) -> None:
     store = host(server, "leader")
-    store.fetch()
+    store.mirror.fetch()
     assert not list(store.blobs.folder.glob("*/*"))
 
 
@@ -88,7 +89,7 @@ def test_run_that_had_no_mirror_before_gets_one(host: MakeHost, server: AnyServe
     unfinished = store.blobs.path("blake3:" + "0" * 64).with_suffix(".part")
     unfinished.parent.mkdir()
     unfinished.write_bytes(b"of an upload")
-    store.mirror_all()
+    store.mirror.put_all()
     assert server.objects() == [name_of(server, intact)]
 
 
@@ -97,7 +98,7 @@ def test_damaged_file_is_replaced_from_the_mirror(host: MakeHost, server: AnySer
     [digest] = put(store, CONTENTS[0])
     store.blobs.path(digest).write_bytes(bytes(SIZE))
     store.forget(digest)  # as the exchange says; the mirror keeps its copy
-    store.fetch()
+    store.mirror.fetch()
     assert store.blobs.get(digest) == CONTENTS[0]
 
 
@@ -106,7 +107,7 @@ def test_damaged_file_is_not_mirrored(host: MakeHost, server: AnyServer) -> None
     digest = store.blobs.put(CONTENTS[1]).digest
     store.blobs.path(digest).write_bytes(bytes(5000))
     with pytest.raises(DamagedBlob):
-        store.mirror([digest])
+        store.mirror.put([digest])
     assert server.objects() == []
 
 
@@ -114,7 +115,7 @@ def test_damaged_object_is_removed_and_put_again(host: MakeHost, server: AnyServ
     leader, standby = host(server, "leader"), host(server, "standby")
     damaged, intact = put(leader, *CONTENTS[1:])
     server.write(name_of(server, damaged), bytes(5000))
-    standby.fetch()
+    standby.mirror.fetch()
     assert standby.blobs.has(intact)
     assert not standby.blobs.has(damaged)
     assert server.objects() == [name_of(server, intact)]
@@ -125,7 +126,7 @@ def test_damaged_object_is_removed_and_put_again(host: MakeHost, server: AnyServ
 def test_pruning_leaves_what_a_later_leader_has_put(host: MakeHost, server: AnyServer) -> None:
     former, later = host(server, "former"), host(server, "later")
     needed, _unneeded = put(former, *CONTENTS[1:])
-    later.fetch()
+    later.mirror.fetch()
     [new] = put(later, b"of the next round")
     former.prune({needed})
     former.close()
@@ -139,17 +140,19 @@ def test_blob_that_is_needed_again_is_put_again(
     host: MakeHost, server: AnyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is being removed at that moment: the removal goes first."""
-    store, goes_on, delete = host(server, "leader"), threading.Event(), ObjectStore._delete
+    store, goes_on, delete = host(server, "leader"), threading.Event(), StoreAccess.delete
 
-    def late(self: ObjectStore, name: str) -> None:
+    def late(self: StoreAccess, name: str) -> None:
         assert goes_on.wait(WAIT_S)
         delete(self, name)
 
-    monkeypatch.setattr(ObjectStore, "_delete", late)
+    monkeypatch.setattr(StoreAccess, "delete", late)
     digests = put(store, *CONTENTS[1:])
     store.prune(set())
-    monkeypatch.setattr(store._closed, "wait", lambda _: goes_on.set())  # when it has found that it has to try again
-    store.mirror(digests)
+    monkeypatch.setattr(
+        store._access.closed, "wait", lambda _: goes_on.set()
+    )  # when it has found that it has to try again
+    store.mirror.put(digests)
     goes_on.set()
     store.close()
     assert server.objects() == sorted(name_of(server, digest) for digest in digests)
@@ -160,7 +163,7 @@ def test_results_are_mirrored_as_files(host: MakeHost, server: AnyServer, tmp_pa
     (folder / "generated").mkdir(parents=True)
     for name in ("model.safetensors", "generated/device-0.safetensors"):
         (folder / name).write_bytes(name.encode())
-    store.mirror_files(folder, ["model.safetensors", "generated/device-0.safetensors"])
+    store.mirror.put_files(folder, ["model.safetensors", "generated/device-0.safetensors"])
     results = [
         f"{server.prefix}/run/results/{name}" for name in ("generated/device-0.safetensors", "model.safetensors")
     ]
@@ -176,7 +179,7 @@ def test_run_waits_for_its_mirror(host: MakeHost, tmp_path: Path, kind: str) -> 
         store = host(server, "leader")
         server.kill()
         digest = store.blobs.put(CONTENTS[1]).digest
-        waiting = threading.Thread(target=store.mirror, args=([digest],))
+        waiting = threading.Thread(target=store.mirror.put, args=([digest],))
         waiting.start()
         lines: list[str] = []
         wait_until(lambda: lines, meanwhile=lambda: lines.extend(store.take_lines()))
@@ -199,7 +202,7 @@ def test_end_of_the_run_ends_the_wait(host: MakeHost, tmp_path: Path) -> None:
 
         def mirror() -> None:
             try:
-                store.mirror([digest])
+                store.mirror.put([digest])
             except LinkDown as error:
                 raised.append(error)
 

@@ -20,18 +20,18 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from bench.s3_server import S3Server, status_of
 from coordinator.config import BlobsConfig
-from coordinator.rounds import object_store
+from coordinator.rounds import object_store, store_access
 from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.partials import PartialBlob
-from fedvit.transport import exchange
+from fedvit.transport import blob_receiver
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.transport.urls import is_at
 from fedvit.wire.messages import AnyMessage, BlobAck, BlobNack, BlobPut, BlobUrl, Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
 from tests.support.peers import Peer, blob, drive, settle
+from tests.support.s3_server import S3Server, status_of
 from tests.support.stores import ACCOUNT_KEY, AnyServer, s3_server, set_keys, store_server, usual_stores
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -215,7 +215,7 @@ def test_download_continues_where_the_store_was_killed(
 ) -> None:
     """The blob is too large for MQTT, so the device waits for the store, which says so once."""
     fleet = make_fleet(own_server, fallback_bytes=0)
-    monkeypatch.setattr(object_store, "RETRY_S", 0.1)
+    monkeypatch.setattr(store_access, "RETRY_S", 0.1)
     device = fleet.device()
     event, written = held_up(monkeypatch, "device", 5)
     content = fleet.send_down(device, size=30_000_000)
@@ -321,7 +321,7 @@ def test_upload_continues_where_the_store_was_killed(
     make_fleet: MakeFleet, own_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = make_fleet(own_server, fallback_bytes=0)
-    monkeypatch.setattr(object_store, "RETRY_S", 0.1)
+    monkeypatch.setattr(store_access, "RETRY_S", 0.1)
     device = fleet.device()
     event, written = held_up(monkeypatch, "coordinator", 5)
     # several pieces: some are still to be read when the store is killed, however fast it was
@@ -364,7 +364,7 @@ def test_pieces_that_were_not_asked_for_are_ignored(make_fleet: MakeFleet, serve
     fleet = make_fleet(server)
     device = fleet.device()
     content = fleet.send_up(device)
-    [digest] = [digest for digest, _ in fleet.coordinator.exchange._receiving]
+    [digest] = [digest for digest, _ in fleet.coordinator.exchange._receiver.transfers]
     for first, count in ((0, 0), (0, 2_000_000), (7, 1)):
         fleet.coordinator.exchange.on_put("device", BlobPut(digest, first, count, stored=True))
         fleet.coordinator.exchange.on_put("mallory", BlobPut(digest, first, count, stored=True))
@@ -475,7 +475,7 @@ def test_store_that_refuses_is_reported_in_one_line(
 
 def test_store_that_does_not_answer_is_not_waited_for(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "SLOW_S", 0.2)
-    monkeypatch.setattr(exchange, "STALL_S", 0.3)
+    monkeypatch.setattr(blob_receiver, "STALL_S", 0.3)
 
     class Silent(S3Server):
         def __init__(self, port: int) -> None:
@@ -496,7 +496,7 @@ def test_peers_that_wait_for_the_store_are_known(make_fleet: MakeFleet, own_serv
     fleet = make_fleet(own_server, fallback_bytes=0)
     device = fleet.device()
     fleet.send_down(device)
-    digest = next(digest for digest, _ in device.exchange._receiving)
+    digest = next(digest for digest, _ in device.exchange._receiver.transfers)
     fleet.drive(lambda: bool(fleet.lines))
     assert "no answer from it" in fleet.lines[0]
     assert fleet.coordinator.exchange.is_awaited(digest)
@@ -521,6 +521,6 @@ def test_ack_ends_an_upload(make_fleet: MakeFleet, server: AnyServer) -> None:
     """What the coordinator has from elsewhere needs no further piece."""
     fleet = make_fleet(server)
     device = fleet.device()
-    device.exchange._putting.add("blake3:x")
+    device.exchange._url_sender.putting.add("blake3:x")
     device.exchange.on_ack("coordinator", BlobAck("blake3:x"))
-    assert not device.exchange._putting
+    assert not device.exchange._url_sender.putting

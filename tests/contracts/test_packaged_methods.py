@@ -20,8 +20,8 @@ BROKEN = {
     "absent": "method 'absent' of package acme-norms: acme_nowhere:Norms cannot be imported: ModuleNotFoundError: ",
     "unnamed": "method 'unnamed' of package acme-norms: acme_norms:Nothing cannot be imported: AttributeError: ",
     "raising": "method 'raising' of package acme-norms: acme_raising:Norms cannot be imported: ZeroDivisionError: ",
-    "function": "method 'function' of package acme-norms: os.path:join is no method: expected a class derived from",
-    "other_class": "method 'other_class' of package acme-norms: pathlib:Path is no method: expected a class derived",
+    "function": "method 'function' of package acme-norms: os.path:join is not a method: expected a class derived from",
+    "other_class": "method 'other_class' of package acme-norms: pathlib:Path is not a method: expected a class derived",
     "half": "method 'half' of package acme-norms: fedvit.methods.base:Method is not complete: it must define rules, ",
     "still": "method 'still' of package acme-norms: acme_still:Still has a `local_step` of its own, which ",
 }
@@ -45,9 +45,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install(tmp_path / "site", "acme-norms", declared, acme_norms=NORMS, acme_raising="1 / 0", acme_still=STILL)
     install(tmp_path / "site", "zeta-norms", {"twice": "zeta_norms:Norms"}, zeta_norms=NORMS)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    known_names.packaged_methods.cache_clear()
+    known_names.find_packaged_methods.cache_clear()
     yield
-    known_names.packaged_methods.cache_clear()
+    known_names.find_packaged_methods.cache_clear()
     for module in ("acme_norms", "zeta_norms", "acme_still"):
         sys.modules.pop(module, None)
 

@@ -15,14 +15,14 @@ from click.testing import CliRunner
 from PIL import Image
 
 from coordinator.record.liveness import STATUS_FILE
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import DeviceLog, SavedState
 from coordinator.rounds.service.status import MemberStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, Member, Status
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
-from edge_client import status as device_status
-from edge_client.state import status_file
+from edge_client.health import status as device_status
+from edge_client.storage.state import status_file
 from fedvit import command_line
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import ClassCount, Result
@@ -49,7 +49,6 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator label": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator logs": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator methods": [["--method", "{attack}"]],
-    "coordinator metrics": [["{attack}", "--runs", "runs"]],
     "coordinator pause": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
     "coordinator plan": [["--run", "{attack}", "--runs", "runs", "--device", "rpi5-8"]],
     "coordinator profile": [["--device", "rpi5-8", "--method", "{attack}"]],
@@ -63,7 +62,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator rm": [["{attack}", "--runs", "spare"]],
     "coordinator runs": [["--runs", "runs"], ["--runs", "runs", "--json"]],
     "coordinator serve": [["--runs", "runs", "--config", "{attack}"]],
-    "coordinator show": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
+    "coordinator show": [["{attack}", "--runs", "runs", *flags] for flags in ([], ["--json"], ["--track"])],
     "coordinator start": [["--runs", "runs", "--resume", "no {attack}"], ["--config", "{attack}"]],
     "coordinator status": [
         ["{attack}", "--runs", "runs"],
@@ -115,24 +114,26 @@ def commands() -> set[str]:
 
 def _record(folder: Path) -> None:
     """A record in which every text that a device, a file or an error can bring is an attack."""
-    store = Store.in_folder(folder)
+    store = open_record(folder)
     for name in ("older", ATTACK):
-        store.create_run(name, {"method": "fedavg", "model": ATTACK, "rounds": 3})
-        store.update_run(name, status="failed", classes=[ATTACK, "bee"], protocol=ATTACK, reason=ATTACK)
-        store.open_round(name, 1, [ATTACK, "pi"])
+        store.runs.create(name, {"method": "fedavg", "model": ATTACK, "rounds": 3})
+        store.runs.update(name, status="failed", classes=[ATTACK, "bee"], protocol=ATTACK, reason=ATTACK)
+        store.rounds.open(name, 1, [ATTACK, "pi"])
         use = ResourceUse(train_s=1.0, step_s=0.1, peak_rss_bytes=10**6, energy_source=ATTACK)
         counts = (ClassCount(0, 1, 2), ClassCount(1, 1, 2))
-        store.add_results([(ATTACK, Result(name, 1, "train", 10, {"loss": 1.0, ATTACK: 1.0}, use), None)])
-        store.close_round(name, 1, SavedState({}, None, {}), {"devices_s": 1.0, "server_s": 1.0})
+        store.tasks.add_results([(ATTACK, Result(name, 1, "train", 10, {"loss": 1.0, ATTACK: 1.0}, use), None)])
+        store.rounds.close(name, 1, SavedState({}, None, {}), {"devices_s": 1.0, "server_s": 1.0})
         answer = Result(name, 1, "evaluate", 4, {"correct": 2.0}, use, by_class=counts)
-        store.add_results([(ATTACK, answer, None)])
-        store.round_evaluated(name, 1)
-        store.note_software(name, {ATTACK: ATTACK})
-        store.add_refusal(name, 1, ATTACK, "train", ATTACK)
-        store.add_strike(name, 1, ATTACK, ATTACK)
-        store.add_quarantine(name, ATTACK, 1, None, ATTACK)
-        store.add_log(DeviceLog(name, 1, ATTACK, "train", ATTACK, "2026-01-02T03:04:05+00:00", f"{ATTACK}\n{ATTACK}"))
-    store.set_label(ATTACK, ATTACK, ATTACK)
+        store.tasks.add_results([(ATTACK, answer, None)])
+        store.rounds.close_evaluation(name, 1)
+        store.devices.set_software(name, {ATTACK: ATTACK})
+        store.devices.add_refusal(name, 1, ATTACK, "train", ATTACK)
+        store.devices.add_strike(name, 1, ATTACK, ATTACK)
+        store.devices.add_quarantine(name, ATTACK, 1, None, ATTACK)
+        store.devices.add_log(
+            DeviceLog(name, 1, ATTACK, "train", ATTACK, "2026-01-02T03:04:05+00:00", f"{ATTACK}\n{ATTACK}")
+        )
+    store.devices.set_label(ATTACK, ATTACK, ATTACK)
     store.close()
     at = datetime.now(UTC).isoformat(timespec="seconds")
     run = folder / ATTACK
@@ -156,11 +157,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs, a deployment, and a device's images and state, all full of attacks."""
     tmp_path = tmp_path_factory.mktemp("world")
     _record(tmp_path / "runs")
-    spare = Store.in_folder(tmp_path / "spare")
-    spare.create_run(ATTACK, {"method": "fedavg"})
+    spare = open_record(tmp_path / "spare")
+    spare.runs.create(ATTACK, {"method": "fedavg"})
     spare.close()
-    served = Store.in_folder(tmp_path / "served")
-    served.submit_run(ATTACK, {"method": "fedavg"})
+    served = open_record(tmp_path / "served")
+    served.runs.submit(ATTACK, {"method": "fedavg"})
     served.close()
     made = CliRunner().invoke(PROGRAMS["coordinator"], ["init", str(tmp_path / "deployment"), "--port", "0"])
     assert made.exit_code == 0, made.output

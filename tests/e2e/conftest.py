@@ -11,6 +11,7 @@ import pytest
 from fleet.datasets.digits import read_digits
 from fleet.partition import write_device_folders
 from fleet.partitions import partition
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.once import made_once
 from tests.support.programs import CONFIG, DEVICES, Stage
@@ -38,7 +39,7 @@ def undisturbed(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     folders = [parts / name for name in DEVICES]
     out = made_once(
         shared / "e2e" / "undisturbed",
-        lambda out: simulate(folders, CONFIG, out=out, run="calm", graph_cache=graph_cache),
+        lambda out: simulate(RunRequest(folders, CONFIG, out=out, run="calm", graph_cache=graph_cache)),
     )
     return (out / "calm" / "model.safetensors").read_bytes()
 

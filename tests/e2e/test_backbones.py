@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedvit.models import LSTM, RESNET, TEXT
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
 from tests.support.forked import Forked
 from tests.support.plays import LSTM_MODEL, TEXT_MODEL, write_play
 from tests.support.programs import Stage, toml
@@ -29,7 +29,7 @@ def test_processes_train(model: str, tmp_path: Path, cache: Path) -> None:
     method, options, partition, model_options, rounds = RUNS[model]
     parts = tmp_path / "parts"
     source = "digits" if model == RESNET else str(write_play(tmp_path / "play.txt"))
-    deal(source, partition, 2, parts, size=8)
+    deal(source, partition, 2, parts, DealSettings(size=8))
     stage = Stage(tmp_path, parts, cache)
     values = {
         "method": method, "model": model, "model_options": model_options, "devices": 2, "rounds": rounds,

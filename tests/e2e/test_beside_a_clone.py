@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
 from tests.support.programs import WAIT_S
 from tests.support.tiny import TINY_MODEL
 
@@ -25,7 +25,7 @@ print(run("parts", method="fedavg", rounds=1, model_options={TINY_MODEL}, name="
 def parent(tmp_path: Path) -> Path:
     """A folder with a clone called fedvit, and images of two devices."""
     (tmp_path / "fedvit").symlink_to(ROOT)
-    deal("digits", "iid", 2, tmp_path / "parts", test_share=0.8)
+    deal("digits", "iid", 2, tmp_path / "parts", DealSettings(test_share=0.8))
     return tmp_path
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from edge_client.speed import find_speed
+from edge_client.owner.speed import find_speed
 from fedvit.errors import PeerRefused
 from fedvit.resources import Budget, ProductRate, Speed
 from fedvit.wire.messages import Failed, Hello

@@ -15,14 +15,16 @@ from click.testing import CliRunner, Result
 
 import coordinator.cli
 import edge_client.cli
-from coordinator.record.store import Store
-from edge_client.vault import Vault
+from coordinator.record.record import open_record
+from edge_client.storage.state import device_id
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import unfold
 from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.programs import CONFIG, program
 
@@ -58,16 +60,16 @@ class Trained(NamedTuple):
         return self.runs / self.name / "state" / DEVICE
 
     def program(self) -> tuple[Program, BlobStore]:
-        store, blobs = Store.in_folder(self.runs), BlobStore(self.runs / self.name / "blobs")
-        digest = store.run(self.name).program
+        store, blobs = open_record(self.runs), BlobStore(self.runs / self.name / "blobs")
+        digest = store.runs.read(self.name).program
         store.close()
         assert digest is not None
         return decode_program(blobs.get(digest)), blobs
 
     def tested(self) -> tuple[int, int]:
         """Right answers and images of the device's last evaluation in the run."""
-        store = Store.in_folder(self.runs)
-        [*_, last] = [entry for entry in store.results(self.name, kind="evaluate") if entry.device == DEVICE]
+        store = open_record(self.runs)
+        [*_, last] = [entry for entry in store.tasks.read_results(self.name, kind="evaluate") if entry.device == DEVICE]
         store.close()
         return int(last.metrics["correct"]), last.samples
 
@@ -83,9 +85,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, parts: Path, graph_cache: 
             options = {"batch_size": 8, "epochs": 1, "lr": 0.01, **METHODS[method]}
             values = {**CONFIG, "method": method, "rounds": 2, "options": options, "variants": {}}
             folders = [parts / name for name in DEVICES]
-            simulate(folders, values, out=runs, run=method, graph_cache=graph_cache)
+            simulate(RunRequest(folders, values, out=runs, run=method, graph_cache=graph_cache))
             for name in DEVICES:
-                (runs / method / "state" / name / "device-id").write_text(name)
+                device_id(runs / method / "state" / name, name, parts / name)
             made[method] = Trained(method, runs, parts)
         return made[method]
 
@@ -121,7 +123,7 @@ def refused(done: Result, kind: type[FedvitError], *named: object) -> None:
 
 def pictures(run: Trained) -> tuple[Any, Any]:
     """The device's test images as any tool would prepare them, and their labels."""
-    images = DeviceData.open(run.data).relabelled(run.program()[0].classes).test
+    images = DeviceData.open(run.data).relabel(run.program()[0].classes).test
     pixels, readable = images.load(np.arange(len(images)), 32)
     assert readable.all()
     return ((pixels / 255 - 0.5) / 0.5).astype(np.float32).transpose(0, 3, 1, 2), images.labels
@@ -254,13 +256,13 @@ def test_a_run_that_is_not_whole_is_named(copied: Callable[[str], Trained], tmp_
     made = run.runs / run.name / "generated" / f"{DEVICE}.safetensors"
     made.write_bytes(b"cut")
     refused(on_server(run, out, "--device", DEVICE), StorageFailed, made)
-    store = Store.in_folder(run.runs)
-    config = store.run(run.name).config
-    store.update_run(run.name, status="interrupted")
+    store = open_record(run.runs)
+    config = store.runs.read(run.name).config
+    store.runs.update(run.name, status="interrupted")
     refused(on_server(run, out, "--device", DEVICE), ConfigError, run.name, "interrupted", "--resume")
-    store.update_run(run.name, config={**config, "variants": {"device-*": {"epochs": 2}}})
+    store.runs.update(run.name, config={**config, "variants": {"device-*": {"epochs": 2}}})
     refused(on_server(run, out, "--device", DEVICE), ConfigError, "'device-*'", "edge-client export")
-    store.create_run("young", config)
+    store.runs.create("young", config)
     refused(on_server(run._replace(name="young"), out), ConfigError, "'young'", "closed no round")
     store.close()
     held, blobs = run.program()
@@ -302,7 +304,7 @@ def test_a_device_that_went_on_cannot_look_back(copied: Callable[[str], Trained]
     shutil.copytree(vault.folder / run.name, vault.folder / "later")
     for age_s, name in enumerate(("later", run.name)):
         os.utime(vault.folder / name / "TASK", (1e9 - age_s, 1e9 - age_s))
-    noted = vault.noted(run.name)
+    noted = vault.newest_task(run.name)
     assert noted is not None
     program_blob = BlobStore(run.state / "blobs").path(noted.program)
     program_blob.unlink()

@@ -1,95 +1,128 @@
-"""Each fault of `python -m bench chaos` in a small federation, and what a full disk means to a coordinator."""
+"""Faults of every kind in a small federation, on loopback and over a bad network; and full disks.
 
-import os
+Kills, a hanging device and a dead worker process: test_faults.py, test_stragglers.py, test_worker.py.
+"""
+
 import resource
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.chaos.network import Network
-from bench.chaos.scenario import SCENARIO, run_scenario, undisturbed_run
-from bench.chaos.schedule import BROKER, COORDINATOR, DEVICE, KINDS, Fault, draw_schedule
-from tests.support.forked import Forked
+from fleet.processes import last_line
+from fleet.request import RunRequest
+from fleet.simulate import simulate
+from tests.support.federation import BROKER, COORDINATOR, PATIENCE_S, SCENARIO, Fault, Federation, count_duplicates
 from tests.support.once import made_once
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
+from tests.support.proxy import Network
 
 VALUES = {**SCENARIO, "rounds": 3}
-SEED = 11
-NETWORKS = {"on loopback": None, "over a bad network": Network.parse("2mbit,20ms,2%")}
-"""Each has a part of the faults."""
-ELSEWHERE = {("kill", COORDINATOR), ("kill", BROKER), ("hang", DEVICE), ("full", COORDINATOR)}
-"""Faults that other tests make happen at a chosen moment: test_faults.py, test_stragglers.py, and below."""
+YEAR_S = 365 * 86_400.0
+SCENARIOS = {
+    "on loopback": (
+        None,
+        [
+            Fault("hang", COORDINATOR), Fault("drop", "device-0"),
+            Fault("descriptors", COORDINATOR), Fault("clock", "device-2", clock_s=-YEAR_S),
+        ],
+    ),
+    "over a bad network": (
+        Network(bits_per_s=2e6, latency_s=0.02, loss=0.02),
+        [
+            Fault("hang", BROKER), Fault("silence", "device-1"), Fault("descriptors", "device-0"),
+            Fault("clock", COORDINATOR, clock_s=YEAR_S), Fault("power", "device-2"),
+        ],
+    ),
+}  # fmt: skip
 ROOM_BYTES = 8192
 """Enough for the log of a program, not for a tensor or the next page of its record."""
 
 
-def schedule() -> list[Fault]:
-    """One fault of every kind on every sort of target, but for those that are elsewhere."""
-    faults = draw_schedule(SEED, DEVICES, duration_s=1000.0, every_s=1.0, longest_s=2.0)
-    every_pair = faults[: sum(len(kind.targets) for kind in KINDS.values())]
-    return [fault for fault in every_pair if (fault.kind, sort_of(fault.target)) not in ELSEWHERE]
-
-
-def sort_of(target: str) -> str:
-    return DEVICE if target in DEVICES else target
-
-
 @pytest.fixture(scope="session")
 def reference(shared: Path, parts: Path, graph_cache: Path) -> bytes:
+    """The tensors of a run without faults."""
     folders = [parts / name for name in DEVICES]
-
-    def run(out: Path) -> None:
-        (out / "model").write_bytes(undisturbed_run(folders, VALUES, out, graph_cache))
-
-    return (made_once(shared / "e2e" / "calm", run) / "model").read_bytes()
+    out = made_once(
+        shared / "e2e" / "calm",
+        lambda out: simulate(RunRequest(folders, VALUES, out=out, run="calm", graph_cache=graph_cache)),
+    )
+    return (out / "calm" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture
-def start(cache: Path) -> Iterator[Callable[[str, str, Sequence[str], Path], Forked]]:
-    """Programs are forked from a process that has torch; none outlives the test."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
-    started: list[Forked] = []
-
-    def start(_name: str, module: str, arguments: Sequence[str], log: Path) -> Forked:
-        started.append(Forked(module, list(arguments), log, environment))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(20)
+def federation(
+    request: pytest.FixtureRequest, tmp_path: Path, parts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Federation]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    federation = Federation(tmp_path, [parts / name for name in DEVICES], VALUES, request.param)
+    with federation.links:
+        try:
+            yield federation
+        finally:
+            federation.close()
 
 
-def test_schedule_has_faults_of_all_kinds() -> None:
-    assert {fault.kind for fault in schedule()} == set(KINDS)
+class Runs:
+    """Runs that follow each other while faults happen."""
+
+    def __init__(self, federation: Federation, reference: bytes) -> None:
+        self.federation = federation
+        self.names: list[str] = []
+        self.compared = 0
+        self._reference = reference
+        self.start_next()
+
+    def start_next(self) -> None:
+        self.names.append(f"chaos-{len(self.names) + 1}")
+        self.federation.start_run(self.names[-1])
+
+    def wait(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait, and start another run whenever one is finished."""
+
+        def look() -> bool:
+            self.federation.check_processes()
+            if self.federation.exit_code() is not None:
+                self.compare()
+                self.start_next()
+            return holds()
+
+        wait_for(look, f"{what}; {last_line(self.federation.log(COORDINATOR))}", PATIENCE_S)
+
+    def compare(self) -> None:
+        """Compare the tensors with those of a run without faults, unless a device missed a round."""
+        rounds = self.federation.query(
+            "select json_extract(figures, '$.accepted') from rounds where run = ?", self.names[-1]
+        )
+        if all(accepted == len(DEVICES) for (accepted,) in rounds):
+            path = self.federation.runs / self.names[-1] / "model.safetensors"
+            assert path.read_bytes() == self._reference
+            self.compared += 1
 
 
-@pytest.mark.parametrize("network", NETWORKS)
-def test_federation_survives_faults(
-    tmp_path: Path, parts: Path, reference: bytes, start: Callable[..., Forked], network: str
-) -> None:
-    """After each fault a round with all devices closes; no result counts twice; the tensors are those of a run without
-    faults, also over 2 Mbit/s with 20 ms and 2 % loss."""
-    folders = [parts / name for name in DEVICES]
-    outcome = run_scenario(
-        tmp_path,
-        folders,
-        schedule()[list(NETWORKS).index(network) :: len(NETWORKS)],
-        values=VALUES,
-        reference=reference,
-        duration_s=0,
-        seed=SEED,
-        start=start,
-        network=NETWORKS[network],
-    )
-    assert [entry.fault for entry in outcome.injected if entry.recovered_s is None] == []
-    assert outcome.duplicates_applied == 0
-    assert outcome.runs_compared == outcome.runs_equal > 0
-    assert outcome.rounds_complete >= len(outcome.injected)
-    assert {"coordinator", "broker", *DEVICES} <= set(outcome.memory)
-    assert outcome.carried_down_bytes > outcome.carried_up_bytes > 0
+@pytest.mark.parametrize(("federation", "faults"), SCENARIOS.values(), ids=SCENARIOS, indirect=["federation"])
+def test_federation_survives_faults(federation: Federation, reference: bytes, faults: list[Fault]) -> None:
+    """After each fault a round with all devices closes; a second device with an id is refused; no result counts
+    twice; the tensors are those of a run without faults."""
+    for name in DEVICES:
+        federation.start_device(name)
+    runs = Runs(federation, reference)
+    for fault in faults:
+        runs.wait(federation.is_ready, "a round")
+        federation.inject(fault)
+        complete = federation.count_complete_rounds()
+        runs.wait(lambda: federation.count_complete_rounds() > complete, f"a round after {fault}")  # noqa: B023
+    twin = federation.start_process("twin", "device-1")
+    try:
+        runs.wait(lambda: "is online already" in federation.log("twin").read_text(), "the refusal of a second device-1")
+    finally:
+        twin.terminate()
+        twin.wait(30)
+    finished = len(runs.names)
+    runs.wait(lambda: len(runs.names) > finished and runs.compared > 0, "a run to compare")
+    assert sum(count_duplicates(federation.runs / name / "coordinator.log") for name in runs.names) == 0
 
 
 def test_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.fuzz.seeds import hello
-from bench.pentest.client import Client
-from bench.pentest.stage import ATTACKER, HONEST, RUN, WAIT_S, Stage
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from fedvit.wire.messages import encode
 from fleet.processes import Fleet
+from tests.support.corpus import make_hello
+from tests.support.deployed import ATTACKER, HONEST, RUN, WAIT_S, DeployedStage
+from tests.support.mqtt_client import Client
 
 MEGABYTE = 10**6
 GROWTH_BYTES = 150 * MEGABYTE
@@ -26,13 +26,13 @@ def test_a_flood_ends_with_revocation(tmp_path: Path, cache: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     figures: dict[str, float] = {}
     with Fleet() as fleet:
-        stage = Stage(tmp_path, fleet)
-        assert stage.still_serves("nothing").held
+        stage = DeployedStage(tmp_path, fleet)
+        stage.check_service()
         coordinator = psutil.Process(stage.coordinator_pid)
         figures["rounds/s before"] = rounds_per_s(stage, lambda: time.sleep(5))
         before = peak = coordinator.memory_info().rss
         raws = [
-            encode(hello(f"i{number}", tuple(f"{number}-{place}-" + "x" * 240 for place in range(230))))
+            encode(make_hello(f"i{number}", tuple(f"{number}-{place}-" + "x" * 240 for place in range(230))))
             for number in range(8)
         ]
         topic = stage.topics.from_device(ATTACKER)
@@ -49,7 +49,7 @@ def test_a_flood_ends_with_revocation(tmp_path: Path, cache: Path, monkeypatch: 
                 assert not client.connected, "it was never revoked"
 
         figures["rounds/s during"] = rounds_per_s(stage, flood)
-        assert stage.still_serves("the flood").held
+        stage.check_service()
         after = coordinator.memory_info().rss
         figures |= {"MB before": before / MEGABYTE, "MB peak": peak / MEGABYTE, "MB after": after / MEGABYTE}
         print(json.dumps(figures))
@@ -58,7 +58,7 @@ def test_a_flood_ends_with_revocation(tmp_path: Path, cache: Path, monkeypatch: 
             assert not again.connected
         store = stage.store()
         try:
-            kinds = {(entry.device, entry.kind) for entry in store.refusals(RUN)}
+            kinds = {(entry.device, entry.kind) for entry in store.devices.read_refusals(RUN)}
             assert {(ATTACKER, "flood"), (ATTACKER, "hello")} <= kinds
             assert not {kind for device, kind in kinds if device == HONEST}
         finally:
@@ -68,7 +68,7 @@ def test_a_flood_ends_with_revocation(tmp_path: Path, cache: Path, monkeypatch: 
     assert printed.count("was refused") == 1, "one line, whatever the reasons"
 
 
-def rounds_per_s(stage: Stage, meanwhile: Callable[[], object]) -> float:
+def rounds_per_s(stage: DeployedStage, meanwhile: Callable[[], object]) -> float:
     """Rounds that close while something happens, per second."""
     store = stage.store()
     try:
@@ -79,5 +79,5 @@ def rounds_per_s(stage: Stage, meanwhile: Callable[[], object]) -> float:
         store.close()
 
 
-def closed(store: Store) -> int:
-    return sum(record.closed_at is not None for record in store.rounds(RUN))
+def closed(store: Record) -> int:
+    return sum(record.closed_at is not None for record in store.rounds.read_all(RUN))

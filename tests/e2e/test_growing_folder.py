@@ -51,7 +51,7 @@ def test_pictures_of_a_virtual_device_count_from_the_next_round_on(stage: Stage)
     coordinator = endless(stage, devices=2)
     given = ["--broker", f"mqtt://127.0.0.1:{stage.port}", "--parts", str(pictures.parent), "--devices", "2"]
     given += ["--state", str(stage.folder / "hosted")]
-    stage.keep(Forked("fleet.host", given, stage.log_path("host"), stage.environment))
+    stage.keep(Forked("fleet.commands.host", given, stage.log_path("host"), stage.environment))
     wait_for(lambda: images_of(stage, 1) == [len(before)] * 2, "the first round")
 
     shutil.copy(before[0], before[0].parent / "new.png")

@@ -110,7 +110,7 @@ def test_coordinator_with_few_open_files_serves_a_hundred_devices(stage: Stage) 
         coordinator = stage.start("coordinator", limited)
         arguments = ["--broker", address, "--parts", str(stage.parts), "--devices", str(MANY)]
         arguments += ["--state", str(stage.folder / "state"), "--once"]
-        host = stage.start("host", [*program("fleet.host"), *arguments])
+        host = stage.start("host", [*program("fleet.commands.host"), *arguments])
         assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
         assert stage.finish(host, "host") == 0, stage.log("host")
     shown = stage.show()

@@ -16,8 +16,9 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import cli
 from coordinator.record.mirror import open_store
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.errors import StorageFailed
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.programs import CONFIG
 from tests.support.stores import AnyServer, set_keys, store_server
@@ -62,7 +63,7 @@ def world(
         options = {"batch_size": 8, "epochs": 1, "lr": 0.01}
         values = {**CONFIG, "method": "fedtp", "rounds": 2, "options": options, "variants": {}, "blobs": mirror}
         folders = [parts / name for name in DEVICES]
-        simulate(folders, values, out=tmp_path / "runs", run=RUN, graph_cache=graph_cache)
+        simulate(RunRequest(folders, values, out=tmp_path / "runs", run=RUN, graph_cache=graph_cache))
         yield World(tmp_path / "runs", server)
 
 
@@ -87,8 +88,8 @@ def test_export_reads_from_the_mirror_what_this_machine_has_not(world: World, tm
 
 
 def test_export_names_what_is_damaged_in_both_places(world: World, tmp_path: Path) -> None:
-    with closing(Store.to_read(world.runs)) as store:
-        program = store.run(RUN).program
+    with closing(open_record(world.runs, check=False, reads_only=True)) as store:
+        program = store.runs.read(RUN).program
     assert program is not None
     name = f"blobs/{program.partition(':')[2]}"
     shutil.rmtree(world.runs / RUN)

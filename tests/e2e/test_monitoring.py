@@ -32,7 +32,7 @@ PASSWORD = "sixteen letters!"
 
 
 def password_file(stage: Stage) -> Path:
-    file = stage.folder / "metrics.password"
+    file = stage.folder / "prometheus.password"
     file.write_text(f"{PASSWORD}\n")
     return file
 
@@ -104,16 +104,16 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     """A coordinator and two devices; one device is held at work until Prometheus has seen the run. All log JSON."""
     ports = [claim_port() for _ in range(3)]
-    stage.environment = {**stage.environment, "FEDVIT_METRICS_PASSWORD_FILE": str(password_file(stage))}
+    stage.environment = {**stage.environment, "FEDVIT_PROMETHEUS_PASSWORD_FILE": str(password_file(stage))}
     plain = stage.environment
     systemd = Systemd(stage, "coordinator"), Systemd(stage, "device")
     prometheus = Prometheus(stage, {"fedvit-coordinator": ports[:1], "fedvit-edge": ports[1:]})
     stage.environment = {**plain, **systemd[0].environment, "FEDVIT_LOG_FORMAT": "json"}
-    coordinator = stage.coordinator("--devices", "2", "--rounds", "1", "--metrics", str(ports[0]))
+    coordinator = stage.coordinator("--devices", "2", "--rounds", "1", "--prometheus", str(ports[0]))
 
     def device(name: str, port: int, variables: dict[str, str]) -> subprocess.Popen[bytes]:
         stage.environment = {**plain, **variables}
-        return stage.device(name, "--metrics", str(port), "--log-format", "json")
+        return stage.device(name, "--prometheus", str(port), "--log-format", "json")
 
     # the device that will be held cannot be scraped then, so that it is scraped before the other one lets the run begin
     devices = {"device-1": device("device-1", ports[2], {})}

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from bench.s3_server import BUCKET, KEYS
 from fedvit.wire.messages import BlobUrl
 from tests.support.programs import DEVICES, Stage, wait_for
+from tests.support.s3_server import BUCKET, KEYS
 from tests.support.stores import s3_server
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
 from tests.support.packages import NORMS, install
 from tests.support.programs import WAIT_S, program
 from tests.support.tiny import TINY_MODEL
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_method_of_a_package_trains(tmp_path: Path, cache: Path) -> None:
     install(tmp_path / "site", "acme-norms", {"norms_alone": "acme_norms:Norms"}, acme_norms=NORMS)
-    deal("digits", "iid", 2, tmp_path / "parts", test_share=0.8)
+    deal("digits", "iid", 2, tmp_path / "parts", DealSettings(test_share=0.8))
     sizes = [word for name, size in TINY_MODEL.items() for word in ("--model-option", f"{name}={size}")]
     command = [
         *program("fleet.cli"), "run", "--virtual", "2", "--hosts", "1", "--method", "norms_alone", "--rounds", "2",

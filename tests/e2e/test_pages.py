@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.views.report.page import run_page
 from fleet.experiments.report import html_report
 from profiles.report.profile_page import profile_page
-from profiles.report.run_page import run_page
 from tests.support.chromium import browsing
-from tests.support.reports import experiment_outcome, fleet_document, private_document, profile_document, run_document
+from tests.support.reports import experiment_outcome, fleet_report, private_report, profile_document, run_report
 
 WAIT_S = 240
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -92,11 +92,11 @@ PAGES: dict[str, Callable[[], str]] = {
         profile_document(masks=(0.0, 0.25, 0.5, 0.75), splits=(1, 2, 4, 6))
     ),
     "a profile of one": lambda: profile_page(profile_document((("rpi5-8", None),), (0.75,), (2,))),
-    "run": lambda: run_page(run_document()),
+    "run": lambda: run_page(run_report()),
     "experiment": lambda: html_report(experiment_outcome()),
-    "a run of many devices": lambda: run_page(fleet_document(60)),
-    "a run with noise": lambda: run_page(private_document()),
-    "a run without predictions": lambda: run_page(run_document(predicted=False)),
+    "a run of many devices": lambda: run_page(fleet_report(60)),
+    "a run with noise": lambda: run_page(private_report()),
+    "a run without predictions": lambda: run_page(run_report(predicted=False)),
 }
 
 

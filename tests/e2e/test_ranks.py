@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.chaos.federation import worker_of
 from coordinator.compute import ranks
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.forked import Forked, ForkedRank
-from tests.support.programs import CONFIG, DEVICES, Stage, toml, wait_for
+from tests.support.programs import CONFIG, DEVICES, Stage, find_worker, toml, wait_for
 
 ACCELERATOR = ("--accelerator", "cpu:2")
 RUN: dict[str, Any] = {
@@ -50,7 +50,7 @@ def test_processes_of_the_servers_training_may_be_killed_and_the_numbers_stay_th
     wait_for(lambda: named in stage.log("coordinator"), "the log to name the process")
     wait_for_results(stage, 2, 1)
     second = training(run)
-    worker = worker_of(run)
+    worker = find_worker(run)
     assert worker is not None
     os.kill(worker, signal.SIGKILL)
     wait_for(lambda: not any(map(lives, second)), "the processes of a dead worker to end")
@@ -65,7 +65,7 @@ def test_processes_of_the_servers_training_may_be_killed_and_the_numbers_stay_th
 
     monkeypatch.setattr(ranks, "spawn", ForkedRank)
     values = {**{key: value for key, value in RUN.items() if key != "devices"}, "accelerator": "cpu:2"}
-    simulate([parts / name for name in DEVICES], values, out=tmp_path, run="calm", graph_cache=graph_cache)
+    simulate(RunRequest([parts / name for name in DEVICES], values, out=tmp_path, run="calm", graph_cache=graph_cache))
     assert stage.model() == (tmp_path / "calm" / "model.safetensors").read_bytes()
 
 

@@ -20,12 +20,15 @@ from msgspec import to_builtins
 
 from fedvit.errors import ConfigError, LinkDown
 from fleet.cli import cli
-from fleet.clusters.cluster import connected
+from fleet.clusters.cluster import connect
 from fleet.devices import virtual_devices
-from fleet.experiments.cell import CellFolder, RoundFigures, run_cell
+from fleet.experiments.cell import CellOptions, run_cell
+from fleet.experiments.folder import CellFolder
 from fleet.experiments.grid import read_grid
 from fleet.experiments.scheduler import Dealer
+from fleet.request import RunRequest
 from fleet.simulate import simulate
+from profiles.report.curves import RoundFigures
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, Stage, open_to_others, toml, wait_for
 
@@ -192,7 +195,7 @@ def test_a_cell_resumes_when_its_node_is_gone_and_another_is_killed(
     calm = CellFolder(place.cell, stage.folder / "calm")
     Dealer().deal(calm)
     calm.begin()
-    run_cell(calm.folder, calm.parts, at_once=2, graph_cache=graph_cache)
+    run_cell(calm.folder, calm.parts, CellOptions(2, graph_cache=graph_cache))
     expected, found = calm.result(), place.result()
     assert expected is not None
     assert found is not None
@@ -240,7 +243,9 @@ def test_a_run_ends_when_a_node_is_gone(nodes: Nodes, stage: Stage, graph_cache:
     assert [text.count("run ended") for text in said] == [3, 3]  # each device heard of it
     assert open_to_others(stage.out) == []
     calm = simulate(
-        virtual_devices(stage.parts, 6), VALUES, out=stage.folder / "calm", run="calm", graph_cache=graph_cache
+        RunRequest(
+            virtual_devices(stage.parts, 6), VALUES, out=stage.folder / "calm", run="calm", graph_cache=graph_cache
+        )
     )
     assert stage.model() == (calm.folder / "model.safetensors").read_bytes()
 
@@ -299,12 +304,12 @@ class TestRefused:
         with socket.socket() as probe:
             probe.bind((HEAD, 0))
             address = f"{HEAD}:{probe.getsockname()[1]}"
-            with pytest.raises(LinkDown, match=f"--ray {address}: no answer from {address}"), connected(address):
+            with pytest.raises(LinkDown, match=f"--ray {address}: no answer from {address}"), connect(address):
                 pass
 
     @pytest.mark.usefixtures("nodes")
     def test_no_address(self) -> None:
-        with pytest.raises(ConfigError, match="--ray 'ray://head': expected HOST:PORT"), connected("ray://head"):
+        with pytest.raises(ConfigError, match="--ray 'ray://head': expected HOST:PORT"), connect("ray://head"):
             pass
 
     @pytest.mark.usefixtures("nodes")

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import ResultRecord
 from coordinator.security.broker.process import claim_port
 from fedvit.tensors import unpack
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.forked import Forked
 from tests.support.once import made_once
@@ -92,7 +93,7 @@ def single(shared: Path, parts: Path, graph_cache: Path) -> Path:
     folders = [parts / name for name in DEVICES]
     return made_once(
         shared / "e2e" / "without-regions",
-        lambda out: simulate(folders, values, out=out, run="single", graph_cache=graph_cache),
+        lambda out: simulate(RunRequest(folders, values, out=out, run="single", graph_cache=graph_cache)),
     )
 
 
@@ -131,16 +132,16 @@ def test_two_regions_give_the_mean_of_one_coordinator_though_one_is_killed(
     assert north.query(counted) == [(number, name) for number in (1, 2) for name in NORTH]
     assert world.stages["centre"].query(counted) == [(number, name) for number in (1, 2) for name in ("north", "south")]
 
-    with closing(Store.in_folder(world.stages["centre"].out, check=False)) as store:
-        tested = store.results("run", 2, "evaluate")
+    with closing(open_record(world.stages["centre"].out, check=False)) as store:
+        tested = store.tasks.read_results("run", 2, "evaluate")
     resumed = Forked(
         "coordinator.cli", ["start", "--resume", "run", "--runs", str(north.out)], tmp_path / "log", north.environment
     )
     assert north.finish(north.keep(resumed), "coordinator") == 2
     assert "the same `fleet region` command resumes it" in (tmp_path / "log").read_text()
 
-    with closing(Store.in_folder(single, check=False)) as store:
-        tested_alone = store.results("single", 2, "evaluate")
+    with closing(open_record(single, check=False)) as store:
+        tested_alone = store.tasks.read_results("single", 2, "evaluate")
     assert images_by_class(tested) == images_by_class(tested_alone)
     assert sum(result.samples for result in tested) == sum(result.samples for result in tested_alone)
     world.check_model(single / "single")
@@ -174,10 +175,10 @@ def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, singl
     }
     assert right["south"]["north"] == sum(right["north"].values())
     assert right["centre"] == {"south": sum(right["south"].values())}
-    with closing(Store.in_folder(world.stages["centre"].out, check=False)) as store:
-        tested = store.results("run", 2, "evaluate")
-    with closing(Store.in_folder(single, check=False)) as store:
-        tested_alone = store.results("single", 2, "evaluate")
+    with closing(open_record(world.stages["centre"].out, check=False)) as store:
+        tested = store.tasks.read_results("run", 2, "evaluate")
+    with closing(open_record(single, check=False)) as store:
+        tested_alone = store.tasks.read_results("single", 2, "evaluate")
     assert images_by_class(tested) == images_by_class(tested_alone)
     world.check_model(single / "single")
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 from typing import Any
 
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.wire.messages import Hello, Task
 from tests.support.event_files import steps
 from tests.support.forked import Forked
@@ -152,10 +152,10 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
 
 def test_service_cleans_up_its_folder(stage: Stage) -> None:
     """By the policy of the newest run; not with `--gc-every-h 0`."""
-    store = Store.in_folder(stage.out)
+    store = open_record(stage.out)
     for name in ("old", "new"):
-        store.create_run(name, {"keep_runs": 1})
-        store.update_run(name, status="finished")
+        store.runs.create(name, {"keep_runs": 1})
+        store.runs.update(name, status="finished")
         (stage.out / name / "blobs").mkdir(parents=True)
     store.close()
     stray = stage.out / "record.copies" / ".writing-half"

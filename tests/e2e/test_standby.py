@@ -8,12 +8,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from bench.chaos.network import Links
-from bench.s3_server import KEYS
 from coordinator.security.broker import start_broker
 from tests.support.forked import Forked
 from tests.support.postgresql import Postgresql
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, wait_for
+from tests.support.proxy import Links
+from tests.support.s3_server import KEYS
 from tests.support.stores import s3_server
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from coordinator.security.broker.process import PICKED_PORTS
 from fleet.devices import virtual_devices
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, DEEP_LEARNING, WAIT_S, Stage, open_to_others, toml, wait_for
@@ -90,7 +91,7 @@ def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, graph_cache: 
     assert len(shown["rounds"][-1]["accuracy"]) == DEVICES
 
     devices = virtual_devices(stage.parts, DEVICES)
-    calm = simulate(devices, VALUES, out=stage.folder / "calm", run="calm", graph_cache=graph_cache)
+    calm = simulate(RunRequest(devices, VALUES, out=stage.folder / "calm", run="calm", graph_cache=graph_cache))
     assert stage.model() == (calm.folder / "model.safetensors").read_bytes()
     assert open_to_others(calm.folder) == []
     generated = sorted((calm.folder / "generated").iterdir())

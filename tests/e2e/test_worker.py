@@ -10,10 +10,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from bench.chaos.federation import worker_of
 from coordinator.config import make_config
-from coordinator.record.store import Store
-from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, program, wait_for
+from coordinator.record.record import open_record
+from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, find_worker, program, wait_for
 
 MOST_RSS_BYTES = 200e6
 """Of a coordinator that waits; docs/architecture.md has what was measured."""
@@ -23,8 +22,8 @@ LONGEST_WAIT_S = 0.3
 
 def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None:
     """As it is started by an operator. Its worker process is there already, and ends with it, by Ctrl-C."""
-    store = Store.in_folder(stage.out)
-    store.create_run("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
+    store = open_record(stage.out)
+    store.runs.create("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
     store.close()
     given = ["start", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), "--resume"]
     coordinator = stage.start("coordinator", [*program("coordinator.cli"), *given])
@@ -32,7 +31,7 @@ def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None
     maps = Path(f"/proc/{coordinator.pid}/maps").read_text()
     assert not re.findall(r"/(torch|timm|onnx|onnxruntime)/", maps)
     assert psutil.Process(coordinator.pid).memory_info().rss < MOST_RSS_BYTES
-    worker = psutil.Process(wait_for(lambda: worker_of(stage.out / "run"), "the worker process"))
+    worker = psutil.Process(wait_for(lambda: find_worker(stage.out / "run"), "the worker process"))
     assert "coordinator.compute.worker" in worker.cmdline()
     coordinator.send_signal(signal.SIGINT)
     assert stage.finish(coordinator, "coordinator") == 130
@@ -56,11 +55,11 @@ def test_a_worker_that_is_killed_is_started_again_and_the_numbers_stay_the_same(
         brought = f"select count(*) from results where round = {number} and kind = 'train'"
         wait_for(lambda: stage.query(brought) == [(len(DEVICES),)], f"results of round {number}")  # noqa: B023
         time.sleep(draw.uniform(0, LONGEST_WAIT_S))
-        wait_for(lambda: worker_of(run) not in killed, "the worker to be started again")
+        wait_for(lambda: find_worker(run) not in killed, "the worker to be started again")
         killed.append(_kill_worker(run))
     wait_for(lambda: stage.query("select 1 from results where round = 3 and kind = 'train'"), "a result of round 3")
-    wait_for(lambda: worker_of(run) not in killed, "the worker to be started again")
-    left = worker_of(run)
+    wait_for(lambda: find_worker(run) not in killed, "the worker to be started again")
+    left = find_worker(run)
     assert left is not None
     coordinator.kill()
     coordinator.wait()
@@ -73,7 +72,7 @@ def test_a_worker_that_is_killed_is_started_again_and_the_numbers_stay_the_same(
 
 
 def _kill_worker(run: Path) -> int:
-    pid = worker_of(run)
+    pid = find_worker(run)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return pid

@@ -10,15 +10,18 @@ import msgspec
 import numpy as np
 
 from edge_client.agent import Agent
-from edge_client.guard import Guard
-from edge_client.readiness import Readiness
-from edge_client.runtime import Runtime, Seeds, Watch
-from edge_client.status import StatusFile
-from edge_client.vault import Vault
+from edge_client.health.guard import Guard
+from edge_client.health.status import StatusFile
+from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.settings import OwnerPolicy
+from edge_client.storage.device_storage import DeviceStorage, FixedImages
+from edge_client.storage.vault import Vault
+from edge_client.work.runtime import Runtime, Seeds, Watch
+from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder
-from fedvit.program import Group, Program, Role, encode_program
+from fedvit.program import Program, Role, TensorGroup, encode_program
 from fedvit.resources import DeviceProfile
 from fedvit.tensors import Tensors, delta, pack, unpack
 from fedvit.transport.base import Received
@@ -66,30 +69,21 @@ class Device:
         *,
         once: bool = False,
         guard: Guard | None = None,
-        readiness: Readiness | None = None,
+        policy: OwnerPolicy | None = None,
         growing: bool = False,
-        counts_classes: bool = True,
+        recent_log: Callable[[], str] = lambda: "",
     ) -> None:
+        policy = policy or OwnerPolicy()
         self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
-        folder = GrowingFolder(digits, split_file=state / "split.json") if growing else None
         self.vault = Vault(state / "vault")
         self.blobs = BlobStore(state / "blobs")
-        self.agent = Agent(
-            device="pi",
-            federation="home",
-            transport=self.transport,
-            data=folder.data if folder else DeviceData.open(digits),
-            vault=self.vault,
-            blobs=self.blobs,
-            runtime=Runtime(1),
-            profile=PROFILE,
-            software="9.9",
-            guard=guard,
-            readiness=readiness,
-            growing=folder,
-            status=StatusFile(state / "status.json", broker="memory"),
-            counts_classes=counts_classes,
-        )
+        folder = GrowingFolder(digits, split_file=state / "split.json") if growing else None
+        identity = DeviceIdentity(device="pi", federation="home", software="9.9", profile=PROFILE)
+        storage = DeviceStorage(self.vault, self.blobs, folder or FixedImages(DeviceData.open(digits)))
+        link = DeviceLink(identity, self.transport, storage, recent_log=recent_log)
+        worker = TaskExecutor(link, storage, Runtime(1), guard or Guard(), policy)
+        status = StatusFile(state / "status.json", identity, broker="memory")
+        self.agent = Agent(link, storage, worker, policy, status=status)
         self.outcome: str | BaseException | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(once,), daemon=True)
@@ -250,21 +244,9 @@ class World:
         joined: bool = True,
         once: bool = False,
         digits: Path | None = None,
-        guard: Guard | None = None,
-        readiness: Readiness | None = None,
-        growing: bool = False,
-        counts_classes: bool = True,
+        **changed: Any,
     ) -> Device:
-        device = Device(
-            self.broker,
-            digits or self._digits,
-            self.state,
-            once=once,
-            guard=guard,
-            readiness=readiness,
-            growing=growing,
-            counts_classes=counts_classes,
-        )
+        device = Device(self.broker, digits or self._digits, self.state, once=once, **changed)
         self.devices.append(device)
         if joined:
             self.server.is_here(self.server.epoch)
@@ -332,7 +314,7 @@ def trained_here(setting: Setting, program: Program, start: Tensors, digits: Pat
     trained = setting.runtime().train(
         program,
         start,
-        DeviceData.open(digits).relabelled(program.classes).train,
+        DeviceData.open(digits).relabel(program.classes).train,
         Seeds(5, round, "pi"),
         1.0,
         SILENT,
@@ -348,7 +330,7 @@ def with_local_head(setting: Setting) -> Program:
     initial = setting.blobs.put(pack(head)).digest
     return msgspec.structs.replace(
         program,
-        groups={**program.groups, "head": Group(Role.LOCAL, initial)},
+        groups={**program.groups, "head": TensorGroup(Role.LOCAL, initial)},
         tensors={
             name: msgspec.structs.replace(spec, group="head") if name in head else spec
             for name, spec in program.tensors.items()
@@ -383,3 +365,24 @@ class Log(Watch):
     def __init__(self, stop_after: int | None = None) -> None:
         self.steps: list[tuple[int, int, float | None]] = []
         super().__init__(lambda *step: self.steps.append(step), lambda: len(self.steps) == stop_after)
+
+
+def with_generated_model(setting: Setting) -> Program:
+    """FedAvg's graphs with a model that the server makes for each device."""
+    return msgspec.structs.replace(setting.program, groups={"model": TensorGroup(Role.GENERATED)})
+
+
+def always(setting: Setting, answer: int) -> Tensors:
+    """The model with a head that gives one answer to everything."""
+    head = {"head.weight": np.zeros((3, 32), np.float32), "head.bias": np.eye(3, dtype=np.float32)[answer]}
+    return setting.start() | head
+
+
+def with_epochs(program: Program, epochs: int) -> Program:
+    [phase] = program.train
+    return msgspec.structs.replace(program, train=(msgspec.structs.replace(phase, epochs=epochs),))
+
+
+def assert_same_bits(one: Tensors, other: Tensors) -> None:
+    assert one.keys() == other.keys()
+    assert all(one[name].tobytes() == other[name].tobytes() for name in one)

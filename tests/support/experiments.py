@@ -7,14 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coordinator.config import MetricsConfig
-from coordinator.record.store import Store
+from coordinator.config import TrackersConfig
+from coordinator.record.rounds import Rounds
 from coordinator.rounds.display import Display
-from fleet.experiments.cell import LOG_FILE, CellFolder, run_cell
+from fleet.experiments.cell import CellOptions, run_cell
+from fleet.experiments.folder import LOG_FILE, CellFolder
 from fleet.experiments.grid import read_grid
-from fleet.experiments.outcome import Outcome, make_outcome
-from fleet.experiments.scheduler import run_cells
+from fleet.experiments.outcome import make_outcome
+from fleet.experiments.scheduler import Launcher, run_cells
 from fleet.experiments.search import Schedule
+from profiles.report.experiment import ExperimentOutcome
 
 
 def written_experiment(folder: Path, text: str) -> Path:
@@ -27,11 +29,11 @@ def written_experiment(folder: Path, text: str) -> Path:
 class Here:
     """A cell that runs in this process, at once."""
 
-    def __init__(self, folder: CellFolder, graph_cache: Path, ran: list[str], metrics: MetricsConfig) -> None:
+    def __init__(self, folder: CellFolder, graph_cache: Path, ran: list[str], metrics: TrackersConfig) -> None:
         ran.append(folder.cell.path)
         self._code = 0
         try:
-            run_cell(folder.folder, folder.parts, at_once=1, graph_cache=graph_cache, metrics=metrics)
+            run_cell(folder.folder, folder.parts, CellOptions(1, metrics=metrics, graph_cache=graph_cache))
         except Exception as error:  # noqa: BLE001 - as it would leave a process
             (folder.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
             self._code = 1
@@ -52,7 +54,7 @@ class Lines(Display):
 
 
 class ExperimentRun(NamedTuple):
-    outcome: Outcome  # of this call's cells
+    outcome: ExperimentOutcome  # of this call's cells
     ran: list[str]  # cells
     lines: list[str]  # that were shown
 
@@ -68,17 +70,9 @@ def run_experiment(
 
     def launch(folder: CellFolder) -> Here:
         begin(folder)
-        return Here(folder, graph_cache, ran, grid.experiment.metrics)
+        return Here(folder, graph_cache, ran, grid.experiment.trackers)
 
-    run_cells(
-        schedule.runnable(),
-        jobs=1,
-        launch=launch,
-        display=shown,
-        line_every_s=None,
-        ended=schedule.add,
-        ahead=schedule.ahead,
-    )
+    run_cells(schedule.take_runnable(), schedule, Launcher(launch), shown)
     return ExperimentRun(make_outcome(grid, schedule.over.values()), ran, shown.lines)
 
 
@@ -86,14 +80,14 @@ def main() -> None:
     """For `Forked`: run an experiment's file in a folder, with a folder of graphs; a cell that is named gets a kill -9
     when two rounds are closed and the third is about to be."""
     file, out, graph_cache, fatal = sys.argv[1:]
-    close = Store.close_round
+    close = Rounds.close
 
     def begin(folder: CellFolder) -> None:
-        def die_or_close(self: Store, run: str, number: int, *arguments: Any, **more: Any) -> None:
+        def die_or_close(self: Rounds, run: str, number: int, *arguments: Any, **more: Any) -> None:
             if number == 3 and folder.cell.path == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
             close(self, run, number, *arguments, **more)
 
-        Store.close_round = die_or_close  # type: ignore[method-assign]
+        Rounds.close = die_or_close  # type: ignore[method-assign]
 
     run_experiment(Path(file), Path(out), graph_cache=Path(graph_cache), begin=begin)

@@ -11,11 +11,11 @@ import numpy as np
 
 from coordinator.compute.engine import Engine
 from coordinator.config import make_config
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
-from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.open_round import OpenRound, RoundPlan
 from coordinator.rounds.tasks import Task, Work
-from fedvit.program import Batch, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train, encode_program
+from fedvit.program import Batch, Evaluate, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train, encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import pack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -34,8 +34,8 @@ class Parts(Coordinator):
         self.lines: list[str] = []
         self.sent: list[tuple[str, FromCoordinator]] = []
         config = make_config({"method": "fedavg", "classes": ["ant", "bee"], **values}, "test").run
-        store = Store.in_folder(folder)
-        store.create_run("r", msgspec.to_builtins(config))
+        store = open_record(folder)
+        store.runs.create("r", msgspec.to_builtins(config))
         super().__init__(
             run="r",
             config=config,
@@ -55,7 +55,7 @@ class Parts(Coordinator):
             method="fedavg",
             model="made",
             classes=("ant", "bee"),
-            groups={"model": Group(Role.SHARED)},
+            groups={"model": TensorGroup(Role.SHARED)},
             tensors={"w": TensorSpec((2,), "float32", "model")},
             graphs={"train": GraphSpec(graph, 1), "predict": GraphSpec(graph, 1)},
             train=(Train(graph="train", groups=("model",), lr=0.1),),
@@ -73,10 +73,10 @@ class Parts(Coordinator):
     def open(self, *devices: str, needed: int = 9) -> OpenRound:
         """Open round 1 for these devices, which have their tasks then."""
         work = dict.fromkeys(devices, self.work)
-        self.state.store.open_round("r", 1, list(devices), needed)
-        self.runner.record_tasks(work)
-        opened = OpenRound("r", 1, "train", devices, needed, work)
-        self.runner.open(opened)
+        self.state.store.rounds.open("r", 1, list(devices), needed)
+        self.journal.add_tasks(1, work)
+        opened = OpenRound(RoundPlan("r", 1, "train", list(devices), needed, work))
+        self.trainer.open(opened)
         for device in devices:
             self.scheduler.assign_open(device)
         return opened
@@ -105,7 +105,11 @@ class Parts(Coordinator):
         return [message for name, message in self.sent if name == device and isinstance(message, kind)]
 
     def refusals(self, device: str) -> list[str]:
-        return [f"{entry.kind}: {entry.reason}" for entry in self.state.store.refusals("r") if entry.device == device]
+        return [
+            f"{entry.kind}: {entry.reason}"
+            for entry in self.state.store.devices.read_refusals("r")
+            if entry.device == device
+        ]
 
     def close(self) -> None:
         self.state.store.close()

@@ -104,7 +104,7 @@ class Peer:
                     self.disconnections += 1
                 case Connected():
                     self.connected = True
-                    self.exchange.reconnected()
+                    self.exchange.on_reconnect()
                 case Received(topic, payload) if topic.startswith(f"{self._prefix}ctl/"):
                     self._on_control(topic.rsplit("/", 1)[1], payload)
                 case Received(topic, payload):
@@ -139,7 +139,8 @@ class Peer:
         """Of a blob on its way; all, when it has come."""
         if self.blobs.has(manifest.digest):
             return manifest.chunks
-        [receiving] = [one for (digest, _), one in self.exchange._receiving.items() if digest == manifest.digest]
+        transfers = self.exchange._receiver.transfers
+        [receiving] = [one for (digest, _), one in transfers.items() if digest == manifest.digest]
         return sum(receiving.partial.have)
 
     def partial_files(self) -> list[Path]:

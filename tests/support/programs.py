@@ -6,6 +6,7 @@ the way, the final tensors must be those of the undisturbed run, bit for bit.
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -234,6 +235,12 @@ class Stage:
                 process.wait()
         if self._observer:
             self._observer.close()
+
+
+def find_worker(run: Path) -> int | None:
+    """Find the pid of the worker process of a run's coordinator in its log; None before the log names one."""
+    pids: list[str] = re.findall(r"worker process  pid=(\d+)", (run / "coordinator.log").read_text())
+    return int(pids[-1]) if pids else None
 
 
 def toml(values: dict[str, Any]) -> str:

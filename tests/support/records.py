@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from coordinator.record.liveness import STATUS_FILE
-from coordinator.record.store import Store
-from coordinator.record.summary import RunLine, RunSummary
+from coordinator.record.record import Record, open_record
 from coordinator.record.tables import SavedState, TaskRecord
 from coordinator.rounds.status import MEMBERS, AtWork, Member, Status, read_status
+from coordinator.run_view import RunLine, RunView
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Result
 from profiles.prediction import Expected, Prediction
@@ -20,27 +20,27 @@ RUN = "20261121-034500-eftvit-ab12"
 PROTOCOL = "tested as the planner said"
 
 
-def add_result(store: Store, device: str, result: Result, used_in: int | None = None) -> None:
+def add_result(store: Record, device: str, result: Result, used_in: int | None = None) -> None:
     """Store one accepted result."""
-    store.add_results([(device, result, used_in)])
+    store.tasks.add_results([(device, result, used_in)])
 
 
-def trained(store: Store, number: int, device: str, samples: int = 10, loss: float = 1.0, **use: Any) -> None:
+def trained(store: Record, number: int, device: str, samples: int = 10, loss: float = 1.0, **use: Any) -> None:
     add_result(store, device, Result(RUN, number, "train", samples, {"loss": loss}, ResourceUse(**use)))
 
 
-def evaluated(store: Store, number: int, device: str, right: int, samples: int, **use: Any) -> None:
+def evaluated(store: Record, number: int, device: str, right: int, samples: int, **use: Any) -> None:
     metrics = {"correct": float(right)}
     add_result(store, device, Result(RUN, number, "evaluate", samples, metrics, ResourceUse(**use)))
 
 
-def begun_run(folder: Path) -> Store:
+def begun_run(folder: Path) -> Record:
     """A run of three planned rounds; two are over, the first was evaluated, the second was not."""
-    made = Store.in_folder(folder)
+    made = open_record(folder)
     config = {"method": "eftvit", "model": "vit_small_images", "seed": 7, "rounds": 3}
-    made.create_run(RUN, config)
-    made.update_run(RUN, status="running", classes=["ant", "bee"], protocol=PROTOCOL)
-    made.open_round(RUN, 1, ["a", "b", "c"])
+    made.runs.create(RUN, config)
+    made.runs.update(RUN, status="running", classes=["ant", "bee"], protocol=PROTOCOL)
+    made.rounds.open(RUN, 1, ["a", "b", "c"])
     trained(
         made, 1, "a", 30, 1.0,
         step_s=0.010, steps=4, flops=400, peak_rss_bytes=100_000_000, received_bytes=5_000_000, sent_bytes=1_000_000,
@@ -50,16 +50,16 @@ def begun_run(folder: Path) -> Store:
     evaluated(made, 1, "b", 1, 2)
     evaluated(made, 1, "c", 7, 20)
     evaluated(made, 1, "d", 0, 0)
-    made.close_round(RUN, 1, SavedState({}, None, {}), {"devices_s": 2.5, "server_s": 0.5})
-    made.round_evaluated(RUN, 1)
-    made.open_round(RUN, 2, ["a", "b"])
+    made.rounds.close(RUN, 1, SavedState({}, None, {}), {"devices_s": 2.5, "server_s": 0.5})
+    made.rounds.close_evaluation(RUN, 1)
+    made.rounds.open(RUN, 2, ["a", "b"])
     trained(made, 2, "a", 30, 0.5, step_s=0.020, flops=600)
-    made.add_refusal(RUN, 1, "c", "train", "no result: deadline", lost=True)
-    made.add_refusal(RUN, None, "e", "hello", "its class folder [wasp] is unknown [/b]")
+    made.devices.add_refusal(RUN, 1, "c", "train", "no result: deadline", lost=True)
+    made.devices.add_refusal(RUN, None, "e", "hello", "its class folder [wasp] is unknown [/b]")
     return made
 
 
-def line(run: RunSummary) -> RunLine:
+def line(run: RunView) -> RunLine:
     """Of a summary, as the list of runs has it."""
     fields = {name: getattr(run, name) for name in RunLine.__struct_fields__ if name not in ("rounds", "bytes")}
     return RunLine(rounds=len(run.rounds), bytes=123_456_789, **fields)
@@ -76,29 +76,31 @@ def name_of(number: int) -> str:
     return MARKUP if number == 0 else f"pi-{number}"
 
 
-def fleet_run(folder: Path, devices: int = 500, rounds: int = 3, refusals: int = 3000) -> Store:
+def fleet_run(folder: Path, devices: int = 500, rounds: int = 3, refusals: int = 3000) -> Record:
     """A run of many devices, by the calls of a coordinator: `rounds` are over, another is open; half of its devices
     are at work, every tenth has left, two have strikes and one is in quarantine."""
-    made, names = Store.in_folder(folder), [name_of(number) for number in range(devices)]
-    made.create_run(FLEET_RUN, {"method": "fedavg", "model": "vit_tiny", "seed": 1, "rounds": rounds + 5, "lr": 0.5})
-    made.update_run(FLEET_RUN, status="running", classes=["ant", "bee"], protocol=PROTOCOL)
+    made, names = open_record(folder), [name_of(number) for number in range(devices)]
+    made.runs.create(FLEET_RUN, {"method": "fedavg", "model": "vit_tiny", "seed": 1, "rounds": rounds + 5, "lr": 0.5})
+    made.runs.update(FLEET_RUN, status="running", classes=["ant", "bee"], protocol=PROTOCOL)
     for number in range(1, rounds + 2):
-        made.open_round(FLEET_RUN, number, names)
-        made.add_tasks(FLEET_RUN, [TaskRecord(number, name, "blake3:program", {}, expected(name)) for name in names])
+        made.rounds.open(FLEET_RUN, number, names)
+        made.tasks.add(FLEET_RUN, [TaskRecord(number, name, "blake3:program", {}, expected(name)) for name in names])
         answering = names if number <= rounds else names[: devices // 2]
-        made.add_results([(name, _training(number, place), None) for place, name in enumerate(answering)])
+        made.tasks.add_results([(name, _training(number, place), None) for place, name in enumerate(answering)])
         if number <= rounds:
             figures = {"devices_s": 20.0 + number, "server_s": 1.5}
-            made.close_round(FLEET_RUN, number, SavedState({}, None, {}), figures)
-            made.add_results([(name, _evaluation(number, place), None) for place, name in enumerate(names)])
-            made.round_evaluated(FLEET_RUN, number)
-    with made.together():
+            made.rounds.close(FLEET_RUN, number, SavedState({}, None, {}), figures)
+            made.tasks.add_results([(name, _evaluation(number, place), None) for place, name in enumerate(names)])
+            made.rounds.close_evaluation(FLEET_RUN, number)
+    with made.database.together():
         for number in range(refusals):
-            made.add_refusal(FLEET_RUN, 1 + number % rounds, names[number % 7], "train", "a number is not finite <b>")
+            made.devices.add_refusal(
+                FLEET_RUN, 1 + number % rounds, names[number % 7], "train", "a number is not finite <b>"
+            )
     for number in (1, 2):
-        made.add_strike(FLEET_RUN, number, names[2], "a number is not finite")
-    made.add_strike(FLEET_RUN, 1, names[3], "a number is not finite")
-    made.add_quarantine(FLEET_RUN, names[3], 1, None, "1 strike")
+        made.devices.add_strike(FLEET_RUN, number, names[2], "a number is not finite")
+    made.devices.add_strike(FLEET_RUN, 1, names[3], "a number is not finite")
+    made.devices.add_quarantine(FLEET_RUN, names[3], 1, None, "1 strike")
     write_members(folder / FLEET_RUN, names)
     write_status(folder / FLEET_RUN, names[devices // 2 :], rounds + 1)
     return made

@@ -4,26 +4,23 @@ from typing import Any
 
 import msgspec
 
+from coordinator.record.tables import DeviceTotals
+from coordinator.run_view import RoundView, RunView, view_device
+from coordinator.views.report.document import (
+    ClassAccuracy,
+    CountedRefusal,
+    DeviceReport,
+    DeviceRound,
+    RunPrivacy,
+    RunReport,
+)
 from fedvit.resources import Budget, ResourceUse
-from fleet.experiments.cell import CellResult
-from fleet.experiments.outcome import CellOutcome, Comparison, Outcome
 from profiles.catalogue import load
 from profiles.predict import predict
-from profiles.prediction import Expected, FlopShare, MemoryPhase, Prediction, ProductWork, ProgramCost, Work
+from profiles.prediction import Expected, FlopShare, GraphWork, MemoryPhase, Prediction, ProductWork, ProgramCost
 from profiles.report.curves import Accuracy, RoundFigures
-from profiles.report.document import (
-    ClassAccuracy,
-    DeviceRound,
-    ProfiledDevice,
-    ProfileDocument,
-    ProfiledVariant,
-    PublishedFigure,
-    Refusal,
-    RunDevice,
-    RunDocument,
-    RunPrivacy,
-    RunRound,
-)
+from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant, PublishedFigure
+from profiles.report.experiment import CellOutcome, CellResult, Comparison, ExperimentOutcome
 
 MADE_AT = "2026-11-22T08:00:00.000+00:00"
 BATCH = 32
@@ -66,8 +63,9 @@ def cost(mask: float, local_blocks: int) -> ProgramCost:
         batch_size=BATCH, run_size=8, kept_patches=tokens - 1, mask_ratio=mask, parameters_trained=trained,
         parameters_frozen=frozen, parameters_local=trained - 7_690, flops_forward=forward, flops_backward=backward,
         flops=[*shares, head], flops_evaluate=DEPTH * block_flops(197),
-        step_work=Work(products=[product], moved_bytes={"Add": 2e9}, nodes=2500),
-        answer_work=Work(products=[answer], moved_bytes={"Add": 2e8}, nodes=400), answer_size=1, steps=80, images=500,
+        step_work=GraphWork(products=[product], moved_bytes={"Add": 2e9}, nodes=2500),
+        answer_work=GraphWork(products=[answer], moved_bytes={"Add": 2e8}, nodes=400),
+        answer_size=1, steps=80, images=500,
         test_images=100, flops_round=80 * (forward + backward), bytes_once=63_000_000, bytes_down=4 * frozen,
         bytes_up=features,
         memory=[
@@ -142,25 +140,24 @@ def use(device: int, number: int, **broke: Any) -> ResourceUse:
     )  # fmt: skip
 
 
-def private_document(**asked: Any) -> RunDocument:
+def private_report(**asked: Any) -> RunReport:
     """A run with noise of both kinds, three rounds, of which the second accepted no device."""
-    document = run_document(predicted=False, rounds=3)
+    report = run_report(predicted=False, rounds=3)
     spent = [(2.5, 1.0, 40.0, 40.0), (2.5, None, None, None), (4.0, 1.0, 50.0, 75.0)]
-    return msgspec.structs.replace(
-        document,
-        privacy=RunPrivacy(
-            **{"noise_multiplier": 1.5, "clip": 0.5, "feature_noise": 0.25, "feature_clip": 8.0, "delta": 1e-4, **asked}
-        ),
-        rounds=[
-            msgspec.structs.replace(
-                entry, epsilon=updates, row_epsilon=row, upload_epsilon=upload, device_epsilon=device
-            )
-            for entry, (updates, row, upload, device) in zip(document.rounds, spent, strict=True)
-        ],
-    )
+    rounds = [
+        msgspec.structs.replace(entry, epsilon=updates, row_epsilon=row, upload_epsilon=upload, device_epsilon=device)
+        for entry, (updates, row, upload, device) in zip(report.run.rounds, spent, strict=True)
+    ]
+    privacy = {"noise_multiplier": 1.5, "clip": 0.5, "feature_noise": 0.25, "feature_clip": 8.0, "delta": 1e-4, **asked}
+    return msgspec.structs.replace(with_run(report, rounds=rounds), privacy=RunPrivacy(**privacy))
 
 
-def run_document(predicted: bool = True, rounds: int = 12) -> RunDocument:
+def with_run(report: RunReport, **changes: Any) -> RunReport:
+    """The report of the same run with other values."""
+    return msgspec.structs.replace(report, run=msgspec.structs.replace(report.run, **changes))
+
+
+def run_report(predicted: bool = True, rounds: int = 12) -> RunReport:
     """Four devices; "pi-c" dropped out of round 3, "pi-a" broke its budget of time in round 5."""
     names = ("pi-a", "pi-b", "pi-c", "orin-in-the-laboratory-on-the-second-floor")
     boards = ("rpi4b-2", "rpi5-8", "rpi5-8", "agx-orin-64")
@@ -188,59 +185,61 @@ def run_document(predicted: bool = True, rounds: int = 12) -> RunDocument:
                     reason="no result: deadline" if missing else None,
                 )
             )
-        devices.append(
-            RunDevice(
-                device=name, train_samples=500, test_samples=100, accuracy=entries[-1].accuracy, rounds=entries,
-                bytes_down=rounds * 283_000_000, bytes_up=rounds * 77_000_000, peak_rss_bytes=990_000_000,
-            )
+        totals = DeviceTotals(
+            train_samples=500, test_samples=100, accuracy=entries[-1].accuracy, bytes_down=rounds * 283_000_000,
+            bytes_up=rounds * 77_000_000, peak_rss_bytes=990_000_000,
         )  # fmt: skip
-    return RunDocument(
-        run="20261122-081500-eftvit-ab12",
-        created_at=MADE_AT,
-        started_at="2026-11-22T06:15:00.000+00:00",
-        software="fedvit 0.1.0",
-        status="finished",
-        reason=None,
-        method="eftvit",
-        model="vit_base_patch16_224",
-        seed=7,
-        rounds_planned=rounds,
+        devices.append(DeviceReport(totals=view_device(name, totals), rounds=entries))
+    run = RunView(
+        run="20261122-081500-eftvit-ab12", created_at="2026-11-22T06:15:00.000+00:00", status="finished", reason=None,
+        method="eftvit", model="vit_base_patch16_224", seed=7, rounds_planned=rounds,
         protocol="newest tensors from the server + own local tensors, each device's own test images",
         settings={"devices": 4, "options.mask": 0.75, "classes": [f"class {number}" for number in range(100)]},
         rounds=[
-            RunRound(
+            RoundView(
                 round=number, cohort=4, accepted=3 if number == 3 else 4, accuracy_mean=0.93 - 0.6 / number,
                 accuracy_lowest=0.9 - 0.6 / number, accuracy_highest=0.96 - 0.6 / number,
                 accuracy_weighted=0.93 - 0.6 / number, train_loss=2.0 / number, bytes_down=4 * 283_000_000,
-                bytes_up=4 * 77_000_000, devices_s=1000.0, server_s=41.0,
+                bytes_up=4 * 77_000_000, devices_s=1000.0, server_s=41.0, accuracy={}, figures={},
             )
             for number in range(1, rounds + 1)
         ],
+        classes=(), devices=[device.totals for device in devices], refusals=[], mean_accuracy=0.93 - 0.6 / rounds,
+        bytes_down=0, bytes_up=0, max_edge_rss_bytes=None,
+    )  # fmt: skip
+    return RunReport(
+        run=run,
+        created_at=MADE_AT,
+        software="fedvit 0.1.0",
         devices=devices,
         refusals=[
-            Refusal(
+            CountedRefusal(
                 round=None, device="pi-x", kind="hello", times=3,
                 reason="its class folder [wasp] is <b>unknown</b>: the run's classes are ant, bee",
             )
         ],
-        dropouts=[Refusal(round=3, device="pi-c", kind="train", reason="no result: deadline", times=1)],
+        dropouts=[CountedRefusal(round=3, device="pi-c", kind="train", reason="no result: deadline", times=1)],
         warnings=["pi-b has no energy sensor: its energy was not measured."],
     )  # fmt: skip
 
 
-def fleet_document(devices: int) -> RunDocument:
+def fleet_report(devices: int) -> RunReport:
     """A run of many devices over three rounds, which all broke a budget; their accuracies are 0.4 to 0.9."""
-    few = run_document(rounds=3)
+    few = run_report(rounds=3)
     entries = [
         msgspec.structs.replace(entry, measured=use(0, entry.round, broke=("time",) if entry.round == 1 else ()))
         for entry in few.devices[0].rounds
     ]
+    totals = few.devices[0].totals
     return msgspec.structs.replace(
         few,
         duration_s=5400.0,
         devices=[
-            msgspec.structs.replace(
-                few.devices[0], device=f"pi-{place}", rounds=entries, accuracy=round(0.4 + 0.1 * (place % 6), 1)
+            DeviceReport(
+                totals=msgspec.structs.replace(
+                    totals, device=f"pi-{place}", accuracy=round(0.4 + 0.1 * (place % 6), 1)
+                ),
+                rounds=entries,
             )
             for place in range(devices)
         ],
@@ -251,7 +250,7 @@ def fleet_document(devices: int) -> RunDocument:
     )
 
 
-def experiment_outcome() -> Outcome:
+def experiment_outcome() -> ExperimentOutcome:
     """Two methods on two partitions, one seed, three rounds; one cell is not finished."""
     methods, partitions = ("fedavg", "a-method-with-quite-a-long-name"), ("even", "dirichlet-0.1-over-twenty-devices")
 
@@ -271,7 +270,7 @@ def experiment_outcome() -> Outcome:
         )  # fmt: skip
 
     places = [(method, partition) for method in methods for partition in partitions]
-    return Outcome(
+    return ExperimentOutcome(
         schema=1, experiment="two methods", description="What the page of an experiment looks like.", protocols=["p"],
         settings={"rounds": 3, "partitions": {partition: {"partition": "iid"} for partition in partitions}},
         methods={method: {"lr": 0.1, "options": ["x" * 60, "y" * 60]} for method in methods}, seeds=[0],

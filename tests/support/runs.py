@@ -16,9 +16,10 @@ from torch import Tensor
 
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.inbox import Interrupted
+from coordinator.rounds.leading import Owner
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import GroupRule, ServerRule
 from fedvit.methods.calculus import Named
@@ -140,7 +141,7 @@ class Fake(SpeakingDevice):
 
     def upload(self, task: Task) -> Tensors:
         """What the program asks for: `value` everywhere, or features drawn from (device, round)."""
-        expected = self.stage.program(task).expected_upload()
+        expected = self.stage.program(task).upload_form()
         if "labels" not in expected:
             return {name: np.full(shape, self.value, dtype) for name, (shape, dtype) in expected.items()}
         [name] = expected.keys() - {"labels"}
@@ -217,9 +218,9 @@ class Stage:
         self.out = folder / "runs"
         self.broker = MemoryBroker()
         self.fakes: list[Fake] = []
-        self.make: Callable[..., Coordinator] = Coordinator
+        self.owner = Owner()
         self.coordinator: Coordinator | None = None
-        self.store: Store
+        self.store: Record
         self.outcome: str | BaseException | None = None
         self.lines: list[str] = []  # that coordinators printed
         self._configure = configure
@@ -238,11 +239,11 @@ class Stage:
         if method != "eftvit":
             settings["model_options"] = SMALLEST
         config = self._configure(method, **{**settings, **values})
-        self.store = Store.in_folder(self.out)
+        self.store = open_record(self.out)
         if not resume and run == "r":
-            self.store.create_run(run, msgspec.to_builtins(config))
+            self.store.runs.create(run, msgspec.to_builtins(config))
         self.outcome = None
-        self.coordinator = self.make(
+        self.coordinator = Coordinator(
             run=run,
             config=config,
             transport=MemoryTransport(SimpleQueue(), self.broker, f"coordinator-{secrets.token_hex(4)}"),
@@ -252,6 +253,7 @@ class Stage:
             compute=Engine(
                 run=run, config=config, store=self.store, folder=self.out / run, graph_cache=self._graph_cache
             ),
+            owner=self.owner,
         )
         self._thread = threading.Thread(target=self._serve, args=(self.coordinator,), daemon=True)
         self._thread.start()
@@ -298,10 +300,12 @@ class Stage:
 
     def refusals(self, device: str) -> list[str]:
         """What was refused of a device in the record, as 'kind: reason'."""
-        return [f"{entry.kind}: {entry.reason}" for entry in self.store.refusals("r") if entry.device == device]
+        return [
+            f"{entry.kind}: {entry.reason}" for entry in self.store.devices.read_refusals("r") if entry.device == device
+        ]
 
     def accepted(self, number: int, kind: Any = "train") -> list[str]:
-        return [result.device for result in self.store.results("r", number, kind)]
+        return [result.device for result in self.store.tasks.read_results("r", number, kind)]
 
     def sent(self, digest: str) -> Tensors:
         """What a task brings under a digest; in the store as long as the round is open."""

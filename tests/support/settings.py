@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.runtime import Runtime
+from edge_client.work.runtime import Runtime
 from fedvit.blobs import BlobStore
 from fedvit.program import Program, decode_program, encode_program
 from fedvit.tensors import Tensors, pack, unpack

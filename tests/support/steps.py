@@ -10,7 +10,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from fedvit.methods.base import Method, trained_names
+from fedvit.methods.base import Method, list_trained
 from fedvit.methods.step import Serves, Update
 from fedvit.models.vit import PatchViT
 from fedvit.program import Gather, Train
@@ -64,7 +64,7 @@ def assert_names_of_the_contract(
         assert inputs == {"value", "grad", "hyper/lr", "hyper/step"} | slots
         assert outputs == {"new/value"} | {f"new/{slot}" for slot in slots}
         return
-    updated = trained_names(method, vit, serves)
+    updated = list_trained(method, vit, serves)
     if serves.update:
         expected = {"metric/loss"} | {f"new/grad/{name}" for name in updated}
         assert not [name for name in inputs if name.startswith(("slot/", "hyper/lr", "hyper/step"))]

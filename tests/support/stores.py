@@ -19,9 +19,9 @@ import obstore
 import pytest
 from obstore.store import AzureStore
 
-from bench.s3_server import BUCKET, KEYS, S3Server, status_of
 from coordinator.config import BlobsConfig
 from coordinator.security.broker.process import claim_port
+from tests.support.s3_server import BUCKET, KEYS, S3Server, status_of
 from tests.support.waiting import wait_until
 
 ACCOUNT, ACCOUNT_KEY = "fedvit", base64.b64encode(b"a key of the account").decode()

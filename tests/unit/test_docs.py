@@ -80,6 +80,12 @@ def test_readme_fits_three_screens() -> None:
     assert len(text.split()) <= README_WORDS
 
 
+def test_readme_shows_the_method_as_it_is() -> None:
+    [block] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = (ROOT / "fedvit" / "methods" / "fedprox.py").read_text().splitlines()
+    assert [line for line in block.splitlines() if line not in lines] == []
+
+
 def test_readme_names_every_page() -> None:
     readme = (ROOT / "README.md").read_text()
     pages = [page.name for page in (ROOT / "docs").glob("*.md")]

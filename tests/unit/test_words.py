@@ -97,8 +97,6 @@ ALLOWED = {
     ("*", "rehearsal"): "a field of a Program, whose digest covers its name",
     ("*", "__torch_dispatch__"): "a name of torch",
     ("*", "torch_dispatch"): "a name of torch",
-    ("coordinator/config/renamed.py", "protection"): "the old key of a configuration, which must be recognised",
-    ("tests/unit/coordinator/config/test_renamed.py", "protection"): "the same",
     ("docs/glossary.md", "storey"): "not used now; the page may name old words",
 }
 """(file or *, identifier or phrase) -> why it may stay."""

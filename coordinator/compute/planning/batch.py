@@ -1,4 +1,4 @@
-"""How a device turns its images, or its text, into a method's inputs, and how many samples it processes at a time."""
+"""Conversion of a device's images, or its text, into a method's inputs, and how many samples it processes at a time."""
 
 import msgspec
 
@@ -43,7 +43,7 @@ def method_batch(method: Method, vit: PatchViT, images: ImageConfig = UNCHANGED)
     )
 
 
-def chosen_batch(method: Method, vit: PatchViT, images: ImageConfig) -> Batch:
+def choose_batch(method: Method, vit: PatchViT, images: ImageConfig) -> Batch:
     """The same with as many images at a time as suit the model, where the method does not set `micro_batch`."""
     batch = method_batch(method, vit, images)
     run_size = method.micro_batch or suitable_run_size(vit, batch)

@@ -27,7 +27,7 @@ from coordinator.compute.planning.method_entry import (
     StoredEntries,
     digest_of_sources,
 )
-from fedvit.choices import allowed
+from fedvit.choices import describe_allowed
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, build_model, make_method, method_class
 from fedvit.methods.base import Method
@@ -110,11 +110,11 @@ def _entry(name: str, method: Method, vit: PatchViT) -> MethodEntry:
         on_device=_on_device({group: role for group, (role, _) in groups.items()}),
         travels=_travels({group: role for group, (role, _) in groups.items()}, [each.output for each in collected]),
         parameters=parameters(*Role),
-        parameters_trained=parameters(*(role for role in Role if role.trained_on_device)),
+        parameters_trained=parameters(*(role for role in Role if role.is_trained_on_device)),
         parameters_local=parameters(Role.LOCAL),
         bytes_once=size(*(role for role in Role if not role.from_server_each_round)),
         bytes_down=size(*(role for role in Role if role.from_server_each_round)),
-        bytes_up=size(*(role for role in Role if role.sent_back)),
+        bytes_up=size(*(role for role in Role if role.is_sent_back)),
         bytes_up_per_image=sum(4 * math.prod(each.shape) + 8 for each in collected),
         groups=[
             GroupEntry(
@@ -137,7 +137,7 @@ def _on_device(roles: dict[str, Role]) -> str:
 
 def _travels(roles: dict[str, Role], collected: list[str]) -> str:
     down = [group for group, role in roles.items() if role.from_server_each_round]
-    up = [group for group, role in roles.items() if role.sent_back]
+    up = [group for group, role in roles.items() if role.is_sent_back]
     sent = ([f"changes of {listed(up)}"] if up else []) + [f"{output} of chosen images" for output in collected]
     parts = ([f"down: {listed(down)}"] if down else []) + ([f"up: {' and '.join(sent)}"] if sent else [])
     return "; ".join(parts) or "nothing"
@@ -169,7 +169,7 @@ def options_of(kind: type[Method]) -> list[OptionEntry]:
         OptionEntry(
             option=field.name,
             default=field.default,
-            allowed=allowed(hints[field.name]),
+            allowed=describe_allowed(hints[field.name]),
             text=texts.get(field.name, ""),
         )
         for field in fields(kind)

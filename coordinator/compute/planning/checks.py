@@ -1,4 +1,4 @@
-"""Whether a configuration fits its method and its model."""
+"""Checks that a configuration fits its method and its model."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
-    """Whether this method's server can use uploads for an older state."""
+    """Check that this method's server can use uploads for an older state."""
     if config.mode == "buffered" and config.evaluation == "pre_aggregation":
         raise ConfigError("evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'")
     setting = "mode = 'buffered'" if config.mode == "buffered" else f"late = {config.late!r}"

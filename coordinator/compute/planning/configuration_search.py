@@ -171,15 +171,15 @@ class ConfigurationSearch:
         changed = replace(method, **changes)
         budget = planned.budget
         if budget.memory_bytes is None or not changed.one_gradient:
-            return [self._priced(changed, changes, quality, planned)]
-        candidates = [self._priced(changed, {**changes, "micro_batch": 1}, quality, planned)]
+            return [self._price(changed, changes, quality, planned)]
+        candidates = [self._price(changed, {**changes, "micro_batch": 1}, quality, planned)]
         if budget.flops_per_round is not None or budget.round_deadline_s is not None:
-            candidates.append(self._priced(changed, changes, quality, planned))
+            candidates.append(self._price(changed, changes, quality, planned))
         return candidates
 
     @staticmethod
     def _may_help(trade_offs: Sequence[TradeOff], changes: dict[str, Any], kinds: set[BudgetKind]) -> bool:
-        """Whether each change relieves one of the exceeded budgets."""
+        """Return whether each change relieves one of the exceeded budgets."""
         return all(trade_off.helps & kinds for trade_off in trade_offs if trade_off.option in changes)
 
     def _smallest(
@@ -194,14 +194,14 @@ class ConfigurationSearch:
             helping = [trade_off for trade_off in trade_offs if kind in trade_off.helps]
             candidates = self._extreme(method, helping, planned)
             for trade_off in helping:  # a trade-off that helps large models may cost more than it saves for small ones
-                if _needed(kind, candidates) <= _limit(kind, planned.budget):
+                if _find_needed(kind, candidates) <= _limit(kind, planned.budget):
                     break
                 others = [other for other in helping if other is not trade_off]
                 without = self._extreme(method, others, planned)
-                if _needed(kind, without) < _needed(kind, candidates):
+                if _find_needed(kind, without) < _find_needed(kind, candidates):
                     helping, candidates = others, without
             found += candidates
-        if any(_needed(kind, found) > _limit(kind, planned.budget) for kind in asked.over):
+        if any(_find_needed(kind, found) > _limit(kind, planned.budget) for kind in asked.over):
             raise OverBudget(_too_small(planned, self._with_room(found, planned)))
         yield from found
 
@@ -210,13 +210,13 @@ class ConfigurationSearch:
         if planned.budget.memory_bytes is None:
             return candidates
         while True:
-            needed = _needed("memory", candidates)
+            needed = _find_needed("memory", candidates)
             enough = planned._replace(budget=msgspec.structs.replace(planned.budget, memory_bytes=int(needed)))
             again = []
             for method, candidate, _ in candidates:
                 cost = cost_on(enough, self.program_of(method))
                 again.append(Priced(method, self.candidate(cost, candidate.changes, candidate.quality, planned), cost))
-            if _needed("memory", again) <= needed:
+            if _find_needed("memory", again) <= needed:
                 return again
             candidates = again
 
@@ -231,11 +231,11 @@ class ConfigurationSearch:
         usual = self.batch_of(changed).run_size
         limit = planned.budget.memory_bytes
         if limit is None or usual == 1 or not changed.one_gradient:
-            return self._priced(changed, changes, quality, planned)
-        least = self._priced(changed, {**changes, "micro_batch": 1}, quality, planned)
+            return self._price(changed, changes, quality, planned)
+        least = self._price(changed, {**changes, "micro_batch": 1}, quality, planned)
         if "memory" in least.over:
             return least
-        first = self._priced(changed, changes, quality, planned)
+        first = self._price(changed, changes, quality, planned)
         if "memory" not in first.over:
             return first
         # memory grows evenly with the images of a run
@@ -244,12 +244,12 @@ class ConfigurationSearch:
         size = 1 + int((HEADROOM * limit - one) / per_image)
         for run_size in (size, size - 1):
             if 1 < run_size < usual:
-                middle = self._priced(changed, {**changes, "micro_batch": run_size}, quality, planned)
+                middle = self._price(changed, {**changes, "micro_batch": run_size}, quality, planned)
                 if "memory" not in middle.over:
                     return middle
         return least
 
-    def _priced(self, method: Method, changes: dict[str, Any], quality: float, planned: PlannedDevice) -> Priced:
+    def _price(self, method: Method, changes: dict[str, Any], quality: float, planned: PlannedDevice) -> Priced:
         method = replace(method, **{name: value for name, value in changes.items() if name == "micro_batch"})
         cost = cost_on(planned, self.program_of(method))
         return Priced(method, self.candidate(cost, changes, quality, planned), cost)
@@ -326,12 +326,12 @@ NEARLY = 1.03
 
 
 def _hopeless(least: Sequence[Priced], singles: Sequence[Sequence[Priced]], planned: PlannedDevice) -> bool:
-    """Whether the savings of single changes are too small together: saved bytes add up, factors of work multiply."""
+    """Return whether all savings together are too small: saved bytes add up, factors of work multiply."""
     for kind in dict.fromkeys(
         kind for candidates in (least, *singles) for priced in candidates for kind in priced.over
     ):
-        start = _needed(kind, least)
-        needs = [_needed(kind, single) for single in singles]
+        start = _find_needed(kind, least)
+        needs = [_find_needed(kind, single) for single in singles]
         if kind in ("memory", "upload"):
             together = start - sum(start - need for need in needs)
         else:
@@ -345,13 +345,13 @@ def _too_small(planned: PlannedDevice, looked_at: Sequence[Priced]) -> str:
     """The message with the exceeded budgets, and the smallest sufficient ones."""
     lacking = list(dict.fromkeys(kind for priced in looked_at for kind in priced.over))
     # if each alone is sufficient, only both together do not fit
-    lacking = [kind for kind in lacking if _needed(kind, looked_at) > _limit(kind, planned.budget)] or lacking
+    lacking = [kind for kind in lacking if _find_needed(kind, looked_at) > _limit(kind, planned.budget)] or lacking
     parts = []
     for kind in lacking:
-        needed = _needed(kind, looked_at)
+        needed = _find_needed(kind, looked_at)
         # rounded up for three digits
         parts.append(
-            f"{_NAMES[kind]} is {_shown(kind, _limit(kind, planned.budget))}, at least {_shown(kind, 1.005 * needed)}"
+            f"{_NAMES[kind]} is {_show(kind, _limit(kind, planned.budget))}, at least {_show(kind, 1.005 * needed)}"
         )
     return f"nothing fits {planned.device}: its " + "; its ".join(f"{text} would be needed" for text in parts)
 
@@ -361,7 +361,7 @@ _NAMES: dict[BudgetKind, str] = {
 }  # fmt: skip
 
 
-def _needed(kind: BudgetKind, candidates: Sequence[Priced]) -> float:
+def _find_needed(kind: BudgetKind, candidates: Sequence[Priced]) -> float:
     """The smallest budget that is sufficient for one of them."""
 
     def needed(priced: Priced) -> float:
@@ -386,7 +386,7 @@ def _limit(kind: BudgetKind, budget: Budget) -> float:
     return float(limits[kind] or 0.0)
 
 
-def _shown(kind: BudgetKind, value: float) -> str:
+def _show(kind: BudgetKind, value: float) -> str:
     if kind == "time":
         return format_seconds(value)
     return format_flops(value) if kind == "flops" else format_bytes(value)

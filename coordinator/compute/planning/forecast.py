@@ -1,4 +1,4 @@
-"""What boards would do in a run that has not begun: a small file in the run's folder, for the dashboard.
+"""Forecast of boards in a run that has not begun: a small file in the run's folder, for the dashboard.
 
 `coordinator plan --run` writes it; nothing of the run depends on it.
 """

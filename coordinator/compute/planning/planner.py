@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import torch
 
-from coordinator.compute.planning.batch import chosen_batch
+from coordinator.compute.planning.batch import choose_batch
 from coordinator.compute.planning.configuration_search import ConfigurationSearch, cost_on, expected_of
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.trade_offs import trade_offs
 from coordinator.config import PrivacyConfig, RunConfig
-from export.graphs import default_cache, export_graphs, unverified_graphs
+from export.graphs import default_cache, export_graphs, export_unverified
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.methods import build_model, make_method
@@ -34,9 +34,9 @@ from fedvit.program import (
     Batch,
     Evaluate,
     GraphSpec,
-    Group,
     Program,
     Role,
+    TensorGroup,
     TensorSpec,
     Train,
     decode_program,
@@ -58,7 +58,7 @@ PROTOCOLS = {
     "pre_aggregation": "on devices of the round's cohort their own tensors before averaging, else the newest from the "
     "server; each device's own test images",
 }
-"""How accuracy is measured; named in every output, because papers differ."""
+"""Measures of accuracy, named in every output, because papers differ."""
 
 
 _NO_DIGEST = "blake3:" + "0" * 64
@@ -179,7 +179,7 @@ class Plan:
         return ConfigurationSearch(self.vit, self.batch_of, self.priced, self.progress, self.serves)
 
     def serves(self, method: Method) -> bool:
-        """Whether the server holds every group that a device of this method would get from it."""
+        """Return whether the server holds every group that a device of this method would get from it."""
         return all(
             self.groups.get(group) == names
             for group, (role, names) in method.groups(self.vit).items()
@@ -211,27 +211,27 @@ class Plan:
     def priced(self, method: Method) -> PricedProgram:
         """The Program of a method without its blobs, and its graphs' cost; takes seconds if they are not cached."""
         batch = self.batch_of(method)
-        contents = unverified_graphs(method, self.vit, batch, cache=self.cache or default_cache())
+        contents = export_unverified(method, self.vit, batch, cache=self.cache or default_cache())
         costs = {name: self._cost_of_graph(content) for name, content in contents.items()}
         graphs = {name: GraphSpec(_NO_DIGEST, cost.flops) for name, cost in costs.items()}
         program = self._program(method, batch, graphs, lambda members: _NO_DIGEST)
         return PricedProgram(program, msgspec.to_builtins(method), costs)
 
     def batch_of(self, method: Method) -> Batch:
-        """How a device turns images into a method's inputs."""
-        return chosen_batch(method, self.vit, self.config.images)
+        """Return how a device turns images into a method's inputs."""
+        return choose_batch(method, self.vit, self.config.images)
 
     def _program(
         self, method: Method, batch: Batch, graphs: dict[str, GraphSpec], keep: Callable[[Tensors], str]
     ) -> Program:
         """`keep` stores a group's first values and gives their digest."""
-        groups: dict[str, Group] = {}
+        groups: dict[str, TensorGroup] = {}
         tensors: dict[str, TensorSpec] = {}
         for group, (role, names) in method.groups(self.vit).items():
             if not names:
                 continue
             members = as_sent(method, self.vit, {name: self.values[name] for name in names})
-            groups[group] = self._coded_group(group, role, members, keep)
+            groups[group] = self._code_group(group, role, members, keep)
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
         privacy = self.config.privacy
         private = privacy.noise_multiplier or privacy.feature_noise
@@ -250,16 +250,16 @@ class Plan:
             clip_delta=privacy.clip if privacy.noise_multiplier else None,
         )
 
-    def _coded_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> Group:
+    def _code_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> TensorGroup:
         """The group with its codecs: packed tensors (`frozen_precision`, `compute`) are not coded again."""
         updates = self.config.updates
         if not role.from_server_each_round:
-            return Group(role, keep(members))
+            return TensorGroup(role, keep(members))
         made_here = role is Role.GENERATED  # new in every round: there is no earlier value for a delta
         floats = all(value.dtype == np.float32 for value in members.values())
-        return Group(
+        return TensorGroup(
             role,
-            up=updates.up_of(group) if role.sent_back else NONE,
+            up=updates.up_of(group) if role.is_sent_back else NONE,
             down=updates.down if floats and not made_here else NONE,
             whole=updates.down_whole if floats else NONE,
         )
@@ -273,7 +273,7 @@ class Plan:
     def sent(self, variant: Variant, group: str, digest: str) -> str:
         """The blob that a device of this variant is sent for the blob `digest` of a common group."""
         method = variant.method
-        if method.sent_precision == "fp32" or variant.program.groups[group].role.trained_on_device:
+        if method.sent_precision == "fp32" or variant.program.groups[group].role.is_trained_on_device:
             return digest
         with self.lock:
             key = (digest, method.sent_precision, method.compute)
@@ -289,7 +289,7 @@ class Plan:
         evaluate = method.evaluate(self.vit)
         if self.config.evaluation == "newest":
             return evaluate
-        sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.sent_back and names]
+        sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.is_sent_back and names]
         return msgspec.structs.replace(evaluate, kept=tuple(sent_back), kept_of_this_round=True)
 
 
@@ -339,7 +339,7 @@ def make_plan(
             if groups.setdefault(group, names) != names:
                 raise ConfigError(f"variants of method {config.method!r} disagree on what is in group {group!r}")
     if start is not None:
-        values = _started(values, start)
+        values = _start(values, start)
     rule = server_rule_of(base, vit)
     common = {name for names in groups.values() for name in names}
     tensors = {name: value for name, value in values.items() if name in common}
@@ -398,7 +398,7 @@ def check_start_fits(shapes: Mapping[str, tuple[int, ...]], start: ServerState) 
             raise ConfigError(f"start_from: tensor {name!r} has shape {there} there, this run's has {shapes[name]}")
 
 
-def _started(values: Tensors, start: ServerState) -> Tensors:
+def _start(values: Tensors, start: ServerState) -> Tensors:
     """The values with those of an earlier run's end. Raises ConfigError where they do not fit."""
     check_start_fits({name: value.shape for name, value in values.items()}, start)
     return values | {name: value for name, value in start.tensors.items() if name in values}

@@ -30,7 +30,7 @@ from profiles.catalogue import Board, in_mode
 from profiles.crosscheck import fvcore_check
 from profiles.predict import predict
 from profiles.prediction import FlopShare, ProgramCost
-from profiles.published import published_figures
+from profiles.published import find_published
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant
 
 SPLIT_OPTION = "local_blocks"
@@ -83,10 +83,10 @@ def make_document(
     plan = _plan(request, progress)
     variants = []
     for options in request.variants():
-        cost = _priced(request, plan, options, progress)
+        cost = _price(request, plan, options, progress)
         variants.append(ProfiledVariant(label=_label(cost), cost=cost))
-    devices = [_predicted(target, variants, request.budget) for target in request.targets]
-    published = {figure.figure: figure for variant in variants for figure in published_figures(variant.cost)}
+    devices = [_predict(target, variants, request.budget) for target in request.targets]
+    published = {figure.figure: figure for variant in variants for figure in find_published(variant.cost)}
     return ProfileDocument(
         title=f"{request.config.method} on {request.config.model}",
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -109,7 +109,7 @@ def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = 
     return make_plan(config, classes, BlobStore(Path(os.devnull)), budgets=budgets, progress=progress)
 
 
-def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
+def _price(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
     """The cost of one variant's Program."""
     method = make_method(request.config.method, options).in_round(1, request.config.rounds)
     method.check_fits(plan.vit)
@@ -118,17 +118,17 @@ def _priced(request: Request, plan: Plan, options: dict[str, Any], progress: Cal
     progress(f"pricing {named or request.config.method}")
     priced = plan.priced(method)
     cost = priced.cost(images=request.images, test_images=request.test_images)
-    return msgspec.structs.replace(cost, flops=[_marked(entry, priced.program) for entry in cost.flops])
+    return msgspec.structs.replace(cost, flops=[_mark(entry, priced.program) for entry in cost.flops])
 
 
-def _marked(share: FlopShare, program: Program) -> FlopShare:
-    """Whether the device trains any tensor of the block; None if the block's name does not identify tensors."""
+def _mark(share: FlopShare, program: Program) -> FlopShare:
+    """Return whether the device trains any tensor of the block; None if the block's name does not identify tensors."""
     if share.trained is not None:
         return share
     of_block = _BLOCK_TENSORS.get(share.block, re.escape(share.block.replace("block ", "blocks.")) + r"(\.|$)")
     members = [spec.group for name, spec in program.tensors.items() if re.match(of_block, name)]
     roles = [program.groups[group].role for group in members]
-    trained = any(role.trained_on_device for role in roles) if roles else None
+    trained = any(role.is_trained_on_device for role in roles) if roles else None
     return msgspec.structs.replace(share, trained=trained)
 
 
@@ -149,7 +149,7 @@ def _label(cost: ProgramCost) -> str:
     return ", ".join(parts) or cost.method
 
 
-def _predicted(target: BoardMode, variants: list[ProfiledVariant], wanted: Budget) -> ProfiledDevice:
+def _predict(target: BoardMode, variants: list[ProfiledVariant], wanted: Budget) -> ProfiledDevice:
     board, mode = target
     budget = board.budget().tightest(wanted)
     speed, power_w = board.speed(mode), board.power_w(mode)
@@ -205,7 +205,7 @@ def choose_configurations(
 
 
 def forecast_of(request: Request, chosen: Sequence[Choice | NothingFits]) -> Forecast:
-    """What `choose_configurations` found for the boards of a request."""
+    """Return what `choose_configurations` found for the boards of a request."""
     names = [f"{board.id}@{mode}" if mode else board.id for board, mode in request.targets]
     return Forecast(
         at=datetime.now(UTC).isoformat(timespec="seconds"),

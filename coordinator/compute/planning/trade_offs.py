@@ -1,4 +1,4 @@
-"""What a method may give up for a device with too little memory or time, and at which price in accuracy.
+"""Trade-offs of methods for devices with too little memory or time, and their price in accuracy.
 
 The table `TRADE_OFFS` lists options with smaller values, and the estimated share of the accuracy that each of them
 leaves (its quality). `micro_batch` is chosen separately: it changes no result. Qualities are an order of preference,
@@ -26,7 +26,7 @@ class TradeOff(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How an option can be reduced, of one kind of method and those derived from it."""
+    """Steps in which an option of one kind of method, and of those derived from it, can be reduced."""
 
     of: type[Any]  # Method, or one derived from it
     option: str
@@ -50,14 +50,14 @@ def _recompute(method: Method, vit: PatchViT) -> Values:
 
 def _frozen_precision(method: Method, vit: PatchViT) -> Values:
     """Assumed to be a little less: what was measured (docs/measurements.md) cannot be told from chance."""
-    if method.compute != "fp32" or not method.untrained(vit):
+    if method.compute != "fp32" or not method.list_untrained(vit):
         return ()
     fewer_bits: dict[str, Values] = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
     return fewer_bits[method.sent_precision]
 
 
 def _batch_size(method: Method, vit: PatchViT) -> Values:
-    """Where the whole batch is in memory at once. Not measured: 5 % for each halving."""
+    """Halve batches that are in memory at once. Not measured: 5 % for each halving."""
     return () if method.one_gradient else halves(method.batch_size, 0.95)
 
 

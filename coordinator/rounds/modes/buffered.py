@@ -1,42 +1,39 @@
 """Rounds without a cohort: FedBuff (Nguyen et al. 2022). Free devices train; `buffer` results make a server step."""
 
 from coordinator.record.tables import RoundRecord
-from coordinator.rounds.open_round import OpenRound
-from coordinator.rounds.round_runner import RoundRunner
+from coordinator.rounds.modes.base import Mode
+from coordinator.rounds.open_round import OpenRound, RoundPlan
 
 
-class Buffered:
+class Buffered(Mode):
     """Devices are asked as they become free, until there are `buffer` results.
 
     A device is asked and counts only once per round: its random draws follow from the round, so that it would return
     the same result again.
     """
 
-    def __init__(self, runner: RoundRunner) -> None:
-        self._runner = runner
-
-    def train(self, record: RoundRecord | None) -> OpenRound:
-        runner, state, wanted = self._runner, self._runner.state, self._runner.state.config.buffer
-        asked = list(record.cohort) if record else []
-        state.store.open_round(state.run, state.number, asked, wanted)
-        opened = OpenRound(state.run, state.number, "train", (task.device for task in state.tasks), wanted)
-        runner.open(opened)
-        opened.extend(state.counted)
-        for device in state.counted:
+    def train(self, number: int, before: RoundRecord | None) -> OpenRound:
+        trainer, journal, wanted = self._trainer, self._journal, self._config.buffer
+        asked = list(before.cohort) if before else []
+        journal.open(number, asked, wanted)
+        opened = OpenRound(RoundPlan(self._run, number, "train", trainer.at_work(), wanted))
+        trainer.open(opened)
+        counted = journal.find_counted()
+        opened.extend(counted)
+        for device in counted:
             opened.accept(device)
         while True:
-            runner.wait(lambda: self._is_full(opened) or self._vacancies(opened) > 0 or self._is_stuck(opened))
+            trainer.wait(lambda: self._is_full(opened) or self._vacancies(opened) > 0 or self._is_stuck(opened))
             if self._is_full(opened) or not (vacancies := self._vacancies(opened)):
                 break
-            work = runner.plan(runner.selector.select(self._candidates(opened), vacancies))
+            work = trainer.plan(self.draw(number, self._candidates(opened), vacancies))
             asked += work
-            state.store.open_round(state.run, state.number, asked, wanted)
+            journal.open(number, asked, wanted)
             opened.work |= work
-            runner.record_tasks(work)
+            journal.add_tasks(number, work)
             opened.extend(work)
-            for device, part in work.items():
-                runner.assign(device, state.number, "train", part)
-        runner.close(opened)
+            trainer.offer(opened, work)
+        trainer.close(opened)
         return opened
 
     def continues_task(self, assigned_in: int, open_round: int) -> bool:
@@ -47,24 +44,24 @@ class Buffered:
         return []
 
     def _is_full(self, opened: OpenRound) -> bool:
-        return len(opened.accepted) >= self._runner.state.config.buffer
+        return len(opened.accepted) >= self._config.buffer
 
     def _candidates(self, opened: OpenRound) -> list[str]:
-        return [device for device in self._runner.selector.free() if device not in opened.failed]
+        return [device for device in self.free() if device not in opened.failed]
 
     def _vacancies(self, opened: OpenRound) -> int:
-        """How many devices can be asked now; a device that is at work but offline does not count."""
-        state, candidates = self._runner.state, len(self._candidates(opened))
-        if state.config.concurrency is None:
+        """Number of devices that can be asked now; a device that is at work but offline does not count."""
+        candidates = len(self._candidates(opened))
+        if self._config.concurrency is None:
             return candidates
-        at_work = sum(state.presence.is_online(task.device) for task in state.tasks)
-        return min(candidates, max(0, state.config.concurrency - at_work))
+        at_work = sum(map(self._trainer.is_online, self._trainer.at_work()))
+        return min(candidates, max(0, self._config.concurrency - at_work))
 
     def _is_stuck(self, opened: OpenRound) -> bool:
-        """Whether no device can return another result; offline devices have the grace period to return."""
+        """Return whether no device can return another result; offline devices have the grace period to return."""
         if not (opened.accepted or opened.failed):
             return False
-        state, at_work = self._runner.state, list(self._runner.state.tasks)
-        none_online = not any(state.presence.is_online(task.device) for task in at_work)
-        grace_s = state.config.rejoin_grace_s if at_work or state.presence.backing_off() else 0.0
-        return opened.abandoned(none_online and not self._candidates(opened), grace_s)
+        trainer, at_work = self._trainer, self._trainer.at_work()
+        none_online = not any(map(trainer.is_online, at_work))
+        grace_s = self._config.rejoin_grace_s if at_work or trainer.may_answer_later() else 0.0
+        return opened.is_abandoned(none_online and not self._candidates(opened), grace_s)

@@ -4,50 +4,54 @@ import math
 
 from coordinator.record.tables import RoundRecord, TaskRecord
 from coordinator.rounds.cohort import cohort_size
-from coordinator.rounds.open_round import OpenRound
-from coordinator.rounds.round_runner import RoundRunner
+from coordinator.rounds.modes.base import Mode, quorum
+from coordinator.rounds.open_round import OpenRound, RoundPlan
 
 
-class Synchronous:
+class Synchronous(Mode):
     """One cohort after the other. A late device may still answer if the run uses late results."""
 
-    def __init__(self, runner: RoundRunner) -> None:
-        self._runner = runner
-
-    def train(self, record: RoundRecord | None) -> OpenRound:
-        runner, state, selector = self._runner, self._runner.state, self._runner.selector
+    def train(self, number: int, before: RoundRecord | None) -> OpenRound:
+        config, trainer, journal = self._config, self._trainer, self._journal
         drawn: tuple[int, int] | None = None
         asked: dict[str, TaskRecord] = {}
-        if record is None:
-            state.count_in(state.number)
-            runner.wait(lambda: selector.all_are_back() and bool(selector.free() or state.counted))
-            online = selector.admitted(state.presence.online())
-            free, wanted = selector.free(), cohort_size(state.config.cohort, len(online))
-            cohort = selector.select(free, math.ceil((1 + state.config.over_select) * wanted - 1e-9))
+        if before is None:
+            journal.begin(number)
+            trainer.wait(self._can_draw)
+            free, wanted = self.free(), cohort_size(config.cohort, len(trainer.online()))
+            cohort = self.draw(number, free, math.ceil((1 + config.over_select) * wanted - 1e-9))
             drawn = (len(free), len(cohort))
-            needed = selector.quorum(min(wanted, len(cohort)))
-            state.store.open_round(state.run, state.number, cohort, needed)
+            needed = quorum(config.quorum, min(wanted, len(cohort)))
+            journal.open(number, cohort, needed)
         else:  # devices that were put into quarantine meanwhile are not awaited
-            cohort = selector.admitted(record.cohort) or record.cohort
-            needed = record.needed or selector.quorum(len(record.cohort))
-            asked = {task.device: task for task in state.store.unanswered(state.run, state.number)}
+            cohort = trainer.admit(before.cohort) or before.cohort
+            needed = before.needed or quorum(config.quorum, len(before.cohort))
+            asked = {task.device: task for task in journal.find_unanswered(number)}
         # a device that is not online yet gets the recorded task, since its profile is unknown
-        absent = set(cohort) - state.presence.names() if asked else set()
-        known = runner.recorded(asked[device] for device in sorted(absent & asked.keys()))
-        planned = runner.plan([device for device in cohort if device not in known])
-        work = known | {
+        absent = [device for device in sorted(asked.keys() & set(cohort)) if not trainer.has_seen(device)]
+        recalled = trainer.recall(asked[device] for device in absent)
+        planned = trainer.plan([device for device in cohort if device not in recalled])
+        work = recalled | {
             device: part._replace(attempt=asked[device].attempt) if device in asked else part
             for device, part in planned.items()
         }
         if len(work) < len(cohort):
-            cohort, needed = [device for device in cohort if device in work], min(needed, selector.quorum(len(work)))
-            state.store.open_round(state.run, state.number, cohort, needed)
-        runner.record_tasks(work)
-        return runner.ask(OpenRound(state.run, state.number, "train", cohort, needed, work, drawn))
+            cohort = [device for device in cohort if device in work]
+            needed = min(needed, quorum(config.quorum, len(work)))
+            journal.open(number, cohort, needed)
+        journal.add_tasks(number, work)
+        return self.ask(RoundPlan(self._run, number, "train", cohort, needed, work, drawn))
 
     def continues_task(self, assigned_in: int, open_round: int) -> bool:
         """Tasks of the open round are assigned again with it."""
         return assigned_in < open_round
 
     def busy(self) -> list[str]:
-        return [task.device for task in self._runner.state.tasks]
+        return self._trainer.at_work()
+
+    def _can_draw(self) -> bool:
+        """Return whether a round can be opened: devices that are offline for a moment get the grace period."""
+        trainer = self._trainer
+        if not (trainer.has_online() and trainer.is_complete(self._config.rejoin_grace_s)):
+            return False
+        return bool(self.free() or self._journal.find_counted())

@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
+from coordinator.record.record import Record
 from coordinator.record.retention import is_served
-from coordinator.record.store import Store
 from fedvit.errors import ConfigError
 
 EVERY_S = 1.0
@@ -13,7 +13,7 @@ EVERY_S = 1.0
 class Cancellation:
     """Reads the record about once a second, however often it is called."""
 
-    def __init__(self, store: Store, run: str) -> None:
+    def __init__(self, store: Record, run: str) -> None:
         self._store = store
         self._run = run
         self._looked_at = time.monotonic()
@@ -23,16 +23,16 @@ class Cancellation:
         if now - self._looked_at < EVERY_S:
             return False
         self._looked_at = now
-        return self._store.is_cancelled(self._run)
+        return self._store.runs.is_cancelled(self._run)
 
 
-def cancel(store: Store, folder: Path, run: str) -> str:
+def cancel(store: Record, folder: Path, run: str) -> str:
     """Cancel a run: at once if it is queued or was killed, within seconds if it is being served. `folder` is that of
     all runs. Returns what happens. Raises ConfigError if there is no such run, or if it has ended."""
-    record = store.run(run)
+    record = store.runs.read(run)
     if record.status in ("finished", "failed", "cancelled"):
         raise ConfigError(f"run {run!r} is {record.status} already")
-    store.cancel_run(run)
-    if not is_served(folder / run) and store.run(run).status != "cancelled":  # its process was killed
-        store.update_run(run, status="cancelled")
-    return "cancelled" if store.run(run).status == "cancelled" else "its coordinator ends it now"
+    store.runs.cancel(run)
+    if not is_served(folder / run) and store.runs.read(run).status != "cancelled":  # its process was killed
+        store.runs.update(run, status="cancelled")
+    return "cancelled" if store.runs.read(run).status == "cancelled" else "its coordinator ends it now"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from coordinator.record.record import Record
 from coordinator.record.retention import collect
-from coordinator.record.store import Store
 from fedvit.errors import FedvitError
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class Cleaner:
     It does not compact the record, which would keep runs from writing: the database uses the freed pages again.
     """
 
-    def __init__(self, store: Store, out: Path, every_h: float, operator_log: Callable[[str], None]) -> None:
+    def __init__(self, store: Record, out: Path, every_h: float, operator_log: Callable[[str], None]) -> None:
         self._store = store
         self._out = out
         self._every_s = 3600.0 * every_h
@@ -47,7 +47,7 @@ class Cleaner:
     def _clean(self) -> None:
         freed, count = 0, 0
         try:
-            self._store.check_leads()
+            self._store.database.check_leads()
             for entry in collect(
                 self._store, self._out, keep_runs=None, keep_rounds=None, dry_run=False, report=self._operator_log
             ):

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from fedvit.errors import ConfigError
 from fedvit.labels import parse_label
 from fedvit.wire.messages import MAX_LABELS
 from fedvit.wire.topics import check_name
 
 
-def set_labels(store: Store, device: str, labels: Iterable[str], removed: Iterable[str] = ()) -> None:
+def set_labels(store: Record, device: str, labels: Iterable[str], removed: Iterable[str] = ()) -> None:
     """Set labels, written NAME=VALUE, and remove others by name. Raises ConfigError before anything is changed."""
     check_name(device, "device id")
-    before, changed = store.labels(device).get(device, {}), dict(map(parse_label, labels))
+    before, changed = store.devices.read_labels(device).get(device, {}), dict(map(parse_label, labels))
     gone = set(removed)
     if unknown := sorted(gone - before.keys()):
         raise ConfigError(f"label {unknown[0]!r} of {device} was not set here, so that it cannot be removed")
@@ -20,8 +20,8 @@ def set_labels(store: Store, device: str, labels: Iterable[str], removed: Iterab
         raise ConfigError(f"label {both[0]!r} is both set and removed")
     if (count := len((before.keys() - gone) | changed.keys())) > MAX_LABELS:
         raise ConfigError(f"{device} would have {count} labels, a device can have {MAX_LABELS}")
-    with store.together():
+    with store.database.together():
         for name in gone:
-            store.set_label(device, name, None)
+            store.devices.set_label(device, name, None)
         for name, value in changed.items():
-            store.set_label(device, name, value)
+            store.devices.set_label(device, name, value)

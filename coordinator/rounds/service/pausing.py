@@ -1,25 +1,25 @@
 """Requests to pause a run, in the record: a paused run opens no new round."""
 
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import ENDED
 from fedvit.errors import ConfigError
 
 
-def pause(store: Store, run: str) -> str:
+def pause(store: Record, run: str) -> str:
     """Pause a run before its next round. Returns what happens. Raises ConfigError if there is no such run, or if it has
     ended or is paused already."""
-    record = store.run(run)
+    record = store.runs.read(run)
     if record.status in ENDED:
         raise ConfigError(f"run {run!r} is {record.status}: it cannot be paused")
     if record.paused_at is not None:
         raise ConfigError(f"run {run!r} is paused already, since {record.paused_at}")
-    store.pause_run(run, paused=True)
+    store.runs.pause(run, paused=True)
     return "opens no new round; its open round is finished first"
 
 
-def unpause(store: Store, run: str) -> str:
+def unpause(store: Record, run: str) -> str:
     """Let a paused run open rounds again. Returns what happens. Raises ConfigError if it is not paused."""
-    if store.run(run).paused_at is None:
+    if store.runs.read(run).paused_at is None:
         raise ConfigError(f"run {run!r} is not paused")
-    store.pause_run(run, paused=False)
+    store.runs.pause(run, paused=False)
     return "opens rounds again"

@@ -384,7 +384,7 @@ class Router:
                 return
             reasons.append(f"run {transport.run}: {why}")
         why = "; ".join(reasons)[:1000] or NO_WORK
-        self._send(device, Welcome(entry.hello.instance, self.epoch, why, limits=self.link.limits.announced()))
+        self._send(device, Welcome(entry.hello.instance, self.epoch, why, limits=self.link.limits.non_default()))
 
     def _why_not(self, transport: RunTransport, entry: _DeviceEntry) -> str | None:
         if transport not in self._runs:

@@ -8,20 +8,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from coordinator.compute.messages import Check, Compute
 from coordinator.config import RunConfig, ServiceConfig, make_config
 from coordinator.record.leadership import Leadership
+from coordinator.record.record import Record
 from coordinator.record.retention import lock_run
-from coordinator.record.store import Store
 from coordinator.record.tables import RunRecord
 from coordinator.rounds.coordinator import Cancelled, Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import TICK_S as RUN_TICK_S
 from coordinator.rounds.inbox import Interrupted
+from coordinator.rounds.leading import Owner
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
 from coordinator.rounds.service.cleaning import Cleaner
 from coordinator.rounds.service.router import Router, RunTransport
@@ -39,8 +40,18 @@ LOOK_EVERY_S = 1.0
 
 ComputeOf = Callable[[str, RunConfig, Path], Compute]
 """Starts the compute side of a run, given its name, configuration and folder."""
-Follow = Callable[[str, RunConfig, Store, Path, Callable[[str], None]], AbstractContextManager[None]]
+Follow = Callable[[str, RunConfig, Record, Path, Callable[[str], None]], AbstractContextManager[None]]
 """Lets the configured trackers follow a run while the block lasts."""
+
+
+class RunHost(NamedTuple):
+    """The parts of a service that every run needs."""
+
+    out: Path  # folder of all runs
+    store: Record
+    display: Display
+    compute_of: ComputeOf
+    follow: Follow
 
 
 class ServedRun:
@@ -52,9 +63,7 @@ class ServedRun:
         record: RunRecord,
         config: RunConfig,
         transport: RunTransport,
-        store: Store,
-        out: Path,
-        display: Display,
+        host: RunHost,
         term: int,
     ) -> None:
         self.name = record.id
@@ -63,17 +72,18 @@ class ServedRun:
         self._compute: Compute | None = None  # once it has begun
         self._config = config
         self._transport = transport
-        self._store = store
-        self._folder = out / record.id
-        self._display = display
+        self._host = host
+        self._store = host.store
+        self._folder = host.out / record.id
+        self._display = host.display
         self._expelled: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._stack = ExitStack()
         self._stack.callback(os.close, lock_run(self._folder, record.id, term))
         self._thread = threading.Thread(target=self._serve, name=f"run-{record.id}", daemon=True)
 
-    def begin(self, compute_of: ComputeOf, follow: Follow) -> None:
+    def begin(self) -> None:
         try:
-            compute = self._compute = compute_of(self.name, self._config, self._folder)
+            compute = self._compute = self._host.compute_of(self.name, self._config, self._folder)
             self._stack.callback(compute.close)
             self.coordinator = Coordinator(
                 run=self.name,
@@ -83,10 +93,12 @@ class ServedRun:
                 folder=self._folder,
                 display=RunDisplay(self.name, self._display),
                 compute=compute,
-                watch=self._watch,
+                owner=Owner(self._watch),
             )
             operator_log = RunDisplay(self.name, self._display).line
-            self._stack.enter_context(follow(self.name, self._config, self._store, self._folder, operator_log))
+            self._stack.enter_context(
+                self._host.follow(self.name, self._config, self._store, self._folder, operator_log)
+            )
         except BaseException:
             self._stack.close()
             raise
@@ -112,7 +124,7 @@ class ServedRun:
         self._expelled.put((device, reason))
 
     def _watch(self) -> None:
-        self.loop.turned()
+        self.loop.turn()
         with suppress(Empty):
             while self.coordinator:
                 self.coordinator.expel(*self._expelled.get_nowait())
@@ -122,7 +134,7 @@ class ServedRun:
         line = self._display.line
         try:
             with thread_log(self._folder / "coordinator.log", {"run": self.name}):
-                if not self._store.last_round(self.name):
+                if not self._store.rounds.find_last(self.name):
                     self._check()
                 self.coordinator.serve()
             line(f"run {self.name} is finished")
@@ -137,7 +149,7 @@ class ServedRun:
         except Exception as error:
             log.exception("run failed", extra={"run": self.name})
             with suppress(StorageFailed):
-                self._store.update_run(self.name, status="failed", reason=f"{type(error).__name__}: {error}"[:1000])
+                self._store.runs.update(self.name, status="failed", reason=f"{type(error).__name__}: {error}"[:1000])
             line(f"run {self.name} failed unexpectedly: {error}; service.log has the traceback")
         finally:
             self._stack.close()
@@ -152,7 +164,7 @@ class ServedRun:
             where = f"run {self.name}"
             checked = self._compute.ask(Check(config=self._config, where=where, runs=str(self._folder.parent)))
         except FedvitError as error:
-            self._store.update_run(self.name, status="failed", reason=str(error))
+            self._store.runs.update(self.name, status="failed", reason=str(error))
             raise
         for note in checked.notes:
             self._display.line(f"run {self.name}: warning: {note}")
@@ -171,36 +183,30 @@ class RunDisplay(Display):
 
 
 class RunService:
-    """Serves the runs that were submitted to the record in `out`. `serve` returns when `stop` is set."""
+    """Serves the runs that were submitted to the record. `serve` returns when `stop` is set."""
 
     def __init__(
         self,
-        *,
-        out: Path,
+        host: RunHost,
         config: ServiceConfig,
-        store: Store,
+        *,
         link: Transport,
         endpoint: BrokerEndpoint,
-        display: Display,
-        compute_of: ComputeOf,
-        follow: Follow,
+        stop: threading.Event,
         on_turn: Callable[[], None] = lambda: None,
         leadership: Leadership | None = None,
-        stop: threading.Event,
     ) -> None:
         self.loop = LoopWatch(TICK_S, on_turn)
-        self._out = out
+        self._host = host
         self._config = config
-        self._store = store
+        self._store = store = host.store
         self._endpoint = endpoint
-        self._display = display
-        self._compute_of = compute_of
-        self._follow = follow
+        self._display = display = host.display
         self._term = leadership.term if leadership else 0
         self._router = Router(
-            link, config.federation, has_ended=store.has_ended, operator_log=display.line, leadership=leadership
+            link, config.federation, has_ended=store.runs.has_ended, operator_log=display.line, leadership=leadership
         )
-        self._cleaner = Cleaner(store, out, config.gc_every_h, display.line)
+        self._cleaner = Cleaner(store, host.out, config.gc_every_h, display.line)
         self._running: dict[str, ServedRun] = {}
         self._stop = stop
         self._looked_at = -LOOK_EVERY_S
@@ -221,7 +227,7 @@ class RunService:
         try:
             while not self._stop.is_set():
                 self._router.pump(TICK_S)
-                self.loop.turned()
+                self.loop.turn()
                 self._watch()
                 if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
                     self._looked_at = time.monotonic()
@@ -231,7 +237,7 @@ class RunService:
                 run.interrupt()
             while not all(run.is_over() for run in self._running.values()):
                 self._router.pump(TICK_S)
-                self.loop.turned()
+                self.loop.turn()
             self._endpoint.note_seen(self._router.seen_since, at_once=True)
             self._cleaner.close()
             self._router.close()
@@ -260,13 +266,13 @@ class RunService:
     def _look(self) -> None:
         """Handle submitted, cancelled and ended runs. On a full disk, or with too many open files, try again later."""
         try:
-            self._router.set_labels(self._store.labels())
+            self._router.set_labels(self._store.devices.read_labels())
             for name, run in list(self._running.items()):
                 if run.is_over():
                     del self._running[name]
-                elif self._store.is_cancelled(name):
+                elif self._store.runs.is_cancelled(name):
                     run.cancel()
-            for record in self._store.submitted():
+            for record in self._store.runs.read_submitted():
                 if len(self._running) >= self._config.side_by_side:
                     break
                 if record.id not in self._running:
@@ -279,7 +285,7 @@ class RunService:
                 self._display.line(f"paused: {error}")
         members = [MemberStatus(**member._asdict()) for member in self._router.members()]
         write_service_status(
-            self._out, federation=self._config.federation, broker=str(self._endpoint.address),
+            self._host.out, federation=self._config.federation, broker=str(self._endpoint.address),
             running=sorted(self._running), members=members,
         )  # fmt: skip
 
@@ -292,7 +298,7 @@ class RunService:
             return
         transport = RunTransport(self._router, record.id, config.devices_where)
         try:
-            run = ServedRun(record, config, transport, self._store, self._out, self._display, self._term)
+            run = ServedRun(record, config, transport, self._host, self._term)
         except ConfigError:  # by `coordinator start --resume`
             return
         if not self._recorded(record, config):
@@ -303,7 +309,7 @@ class RunService:
         for device in self._endpoint.all_revoked():
             run.expel(device, REVOKED)
         try:
-            run.begin(self._compute_of, self._follow)
+            run.begin()
         except NoRoom:
             raise
         except (FedvitError, OSError) as error:
@@ -324,10 +330,10 @@ class RunService:
         """Record the broker; False if the run is no longer queued."""
         broker = self._endpoint.as_record()
         if record.status == "queued":
-            return self._store.take_from_queue(record.id, msgspec.to_builtins(config), broker)
-        self._store.update_run(record.id, broker=broker)
+            return self._store.runs.take_from_queue(record.id, msgspec.to_builtins(config), broker)
+        self._store.runs.update(record.id, broker=broker)
         return True
 
     def _failed(self, record: RunRecord, error: Exception) -> None:
-        self._store.update_run(record.id, status="failed", reason=str(error))
+        self._store.runs.update(record.id, status="failed", reason=str(error))
         self._display.line(f"run {record.id} failed: {error}")

@@ -65,7 +65,7 @@ def memory_limit_bytes() -> int:
     return max(LEAST_MEMORY_BYTES, int(psutil.virtual_memory().total) // 2)
 
 
-def watched_bytes() -> int:
+def choose_watched_bytes() -> int:
     """Resident memory at which our broker is restarted."""
     return int(WATCHED_SHARE * memory_limit_bytes())
 
@@ -93,7 +93,9 @@ def run_mosquitto(
     """Raises ConfigError when it does not come up; `operator_log` is called if it is slow."""
     kind = f"mosquitto {_version(program)} ({program})"
     command = [str(program), "-c", str(config)]
-    return Broker(kind, address, command, os.environ, log_file, most_bytes=watched_bytes(), operator_log=operator_log)
+    return Broker(
+        kind, address, command, os.environ, log_file, most_bytes=choose_watched_bytes(), operator_log=operator_log
+    )
 
 
 def configuration(listen: str, address: Address, password_file: Path) -> str:
@@ -106,7 +108,7 @@ def configuration(listen: str, address: Address, password_file: Path) -> str:
     return _text(lines)
 
 
-def secured_configuration(folder: Path, listen: str, port: int, enrolment_port: int) -> str:
+def format_secured_configuration(folder: Path, listen: str, port: int, enrolment_port: int) -> str:
     """The text of a deployment's mosquitto.conf: one listener for certificates, one for tokens, and no other.
 
     All files that it names are in `folder`. The packet limit holds for the whole broker, not per listener.

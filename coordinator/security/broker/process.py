@@ -73,7 +73,7 @@ class Broker:
         self.log_position = 0
         """Position in the log at which the lines of the current process begin."""
         self.up = False
-        """Whether the current process has accepted a connection."""
+        """True if the current process has accepted a connection."""
         self._most_bytes = most_bytes
         self._started_at = 0.0  # time.monotonic()
         self._retry_at = 0.0
@@ -190,7 +190,7 @@ class Broker:
         return True
 
     def _listens(self) -> bool:
-        """Whether it is our process that listens at the port, and not one that took it since it was claimed."""
+        """Return whether our process listens at the port, and not one that took it since it was claimed."""
         try:
             sockets = psutil.Process(self.pid).net_connections("tcp")
         except psutil.NoSuchProcess:

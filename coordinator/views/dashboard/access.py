@@ -14,7 +14,10 @@ import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qs, parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
+
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
 from coordinator.views.dashboard.frame import templates
 
@@ -51,79 +54,81 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on if it has a session."""
         if scope["type"] != "http":
-            if scope["type"] == "lifespan" or self._is_allowed(scope):
+            if scope["type"] == "lifespan" or self._is_allowed(HTTPConnection(scope)):
                 await self.app(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008})
             return
-        send = _with_headers(send)
-        if not self._is_expected(scope):
-            await _answer(send, 403, "This address is not served.", "text/plain")
-        elif self.by_address and TOKEN in _query(scope):
-            await self._open_by_address(scope, send)
-        elif self._is_allowed(scope):
+        request, send = Request(scope, receive), _add_headers(send)
+        if not self._is_expected(request):
+            answer: Response = PlainTextResponse("This address is not served.", 403)
+        elif self.by_address and TOKEN in request.query_params:
+            answer = await self._open_by_address(request)
+        elif self._is_allowed(request):
             await self.app(scope, receive, send)
+            return
         elif scope["path"] == "/login" and scope["method"] == "POST":
-            await self._log_in(scope, receive, send)
-        elif scope["path"] == "/":
-            await _answer(send, 200, self._login_page())
+            answer = await self._log_in(request)
         else:
-            await _redirect(send, "/")
+            answer = self._login_page() if scope["path"] == "/" else RedirectResponse("/", 303)
+        name, policy = policy_header(bytes(answer.body))
+        answer.headers.update({"cache-control": "no-store", name.decode(): policy.decode()})
+        await answer(scope, receive, send)
 
-    def _is_expected(self, scope: Scope) -> bool:
+    def _is_expected(self, request: HTTPConnection) -> bool:
         """Refuse requests that a page of another origin made and, without a password, names of other machines."""
-        host, origin = _header(scope, b"host"), _header(scope, b"origin")
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if origin and urlsplit(origin).netloc != host:
             return False
         return not self.by_address or is_loopback(urlsplit(f"//{host}").hostname or "")
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        return self._is_expected(scope) and self._sessions.get(_cookie(scope), 0.0) > time.monotonic()
+    def _is_allowed(self, request: HTTPConnection) -> bool:
+        token = request.cookies.get(_cookie_name(request), "")
+        return self._is_expected(request) and self._sessions.get(token, 0.0) > time.monotonic()
 
-    async def _open_by_address(self, scope: Scope, send: Any) -> None:
+    async def _open_by_address(self, request: Request) -> Response:
         """Turn the token of an address into a session, and lead to the same address without it."""
-        given = _query(scope)[TOKEN]
-        rest = [(name, value) for name, value in parse_qsl(scope["query_string"].decode()) if name != TOKEN]
-        if await self._may_enter(scope, send, given):
-            target = f"/{quote(scope['path'].lstrip('/'))}{f'?{urlencode(rest)}' if rest else ''}"
-            await _redirect(send, target, self._session(scope))
+        rest = [(name, value) for name, value in request.query_params.multi_items() if name != TOKEN]
+        target = f"/{quote(request.scope['path'].lstrip('/'))}{f'?{urlencode(rest)}' if rest else ''}"
+        return await self._enter(request, request.query_params[TOKEN], target)
 
-    async def _log_in(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def _log_in(self, request: Request) -> Response:
         try:
-            form = await asyncio.wait_for(_form(receive), BODY_S)
-        except TimeoutError:
-            await _answer(send, 408, "The form did not arrive.", "text/plain")
-            return
-        if await self._may_enter(scope, send, parse_qs(form).get("password", [""])[0]):
-            await _redirect(send, "/", self._session(scope))
+            form = await asyncio.wait_for(_read_form(request), BODY_S)
+        except (TimeoutError, ClientDisconnect):
+            return PlainTextResponse("The form did not arrive.", 408)
+        return await self._enter(request, parse_qs(form).get("password", [""])[0], "/")
 
-    async def _may_enter(self, scope: Scope, send: Any, given: str) -> bool:
-        """Compare a secret; answer if it is wrong. Only attempts from the same address wait for each other."""
-        address = _network(scope)
+    async def _enter(self, request: Request, secret: str, target: str) -> Response:
+        """Begin a session if the secret is right. Only attempts from the same address wait for each other."""
+        address = _network(request)
         if address in self._busy:
-            await _answer(send, 429, "Another attempt is under way: try again in a second.", "text/plain")
-        elif hmac.compare_digest(given.encode(), self.secret.encode()):
-            return True
-        else:
-            self._busy.add(address)
-            try:
-                await asyncio.sleep(WRONG_S)
-            finally:
-                self._busy.discard(address)
-            await _answer(send, 403, self._login_page(wrong=True))
-        return False
+            return PlainTextResponse("Another attempt is under way: try again in a second.", 429)
+        if hmac.compare_digest(secret.encode(), self.secret.encode()):
+            answer = RedirectResponse(target, 303)
+            secure = request.scope["scheme"] == "https"
+            answer.set_cookie(
+                _cookie_name(request), self._begin_session(), max_age=int(SESSION_S), httponly=True, samesite="strict",
+                secure=secure,
+            )  # fmt: skip
+            return answer
+        self._busy.add(address)
+        try:
+            await asyncio.sleep(WRONG_S)
+        finally:
+            self._busy.discard(address)
+        return self._login_page(wrong=True)
 
-    def _login_page(self, *, wrong: bool = False) -> str:
-        return templates().get_template("login.html").render(wrong=wrong, name=TOKEN if self.by_address else "password")
+    def _login_page(self, *, wrong: bool = False) -> Response:
+        page = templates().get_template("login.html").render(wrong=wrong, name=TOKEN if self.by_address else "password")
+        return HTMLResponse(page, 403 if wrong else 200)
 
-    def _session(self, scope: Scope) -> str:
-        """Begin a session; return its cookie."""
+    def _begin_session(self) -> str:
+        """Begin a session; return its token."""
         now, token = time.monotonic(), secrets.token_urlsafe(32)
         valid = [(name, end) for name, end in self._sessions.items() if end > now]
         self._sessions = dict([*valid[1 - MOST_SESSIONS :], (token, now + SESSION_S)])
-        secure = "; Secure" if scope["scheme"] == "https" else ""
-        name = _cookie_name(scope)
-        return f"{name}={token}; HttpOnly; SameSite=Strict; Path=/; Max-Age={SESSION_S:.0f}{secure}"
+        return token
 
 
 @dataclass
@@ -176,43 +181,31 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _network(scope: Scope) -> str:
+def _network(request: HTTPConnection) -> str:
     """Return the client's address; of IPv6 its network, of which one client has all addresses."""
     try:
-        client = ipaddress.ip_address(scope["client"][0] if scope.get("client") else "")
+        client = ipaddress.ip_address(request.client.host if request.client else "")
     except ValueError:
         return ""
     return str(client if client.version == 4 else ipaddress.ip_network((client, 64), strict=False))
 
 
-def _header(scope: Scope, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
-
-
-def _query(scope: Scope) -> dict[str, str]:
-    return dict(parse_qsl(scope["query_string"].decode("ascii", "replace"), keep_blank_values=True))
-
-
-def _cookie_name(scope: Scope) -> str:
+def _cookie_name(request: HTTPConnection) -> str:
     """Return the name of the cookie: browsers send it to all ports, so that each dashboard needs its own."""
-    return f"{COOKIE}_{scope['server'][1]}"
+    return f"{COOKIE}_{request.scope['server'][1]}"
 
 
-def _cookie(scope: Scope) -> str:
-    pairs = (pair.strip().partition("=") for pair in _header(scope, b"cookie").split(";"))
-    return next((value for name, _, value in pairs if name == _cookie_name(scope)), "")
-
-
-async def _form(receive: Any) -> str:
+async def _read_form(request: Request) -> str:
     """Return the body of a request; "" if it is longer than any form of the dashboard."""
-    content, more = b"", True
-    while more and len(content) <= LONGEST_FORM:
-        message = await receive()
-        content, more = content + message.get("body", b""), message.get("more_body", False)
-    return content.decode("utf-8", "replace") if len(content) <= LONGEST_FORM else ""
+    content = b""
+    async for part in request.stream():
+        content += part
+        if len(content) > LONGEST_FORM:
+            return ""
+    return content.decode("utf-8", "replace")
 
 
-def _with_headers(send: Any) -> Any:
+def _add_headers(send: Any) -> Any:
     """Add the headers that every answer has."""
 
     async def send_on(message: dict[str, Any]) -> None:
@@ -221,19 +214,3 @@ def _with_headers(send: Any) -> Any:
         await send(message)
 
     return send_on
-
-
-async def _answer(send: Any, status: int, text: str, kind: str = "text/html") -> None:
-    body = text.encode()
-    headers = [
-        (b"content-type", f"{kind}; charset=utf-8".encode()), (b"cache-control", b"no-store"), policy_header(body)
-    ]  # fmt: skip
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _redirect(send: Any, target: str, cookie: str = "") -> None:
-    headers = [(b"location", target.encode()), (b"cache-control", b"no-store")]
-    headers += [(b"set-cookie", cookie.encode())] if cookie else []
-    await send({"type": "http.response.start", "status": 303, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})

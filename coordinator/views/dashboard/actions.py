@@ -1,4 +1,4 @@
-"""What an operator can change, after a question: the same code as the commands use."""
+"""Changes that an operator can make, after a question, by the code of the commands."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,45 +6,50 @@ from collections.abc import Callable
 import click
 from nicegui import ui
 
-from coordinator.record import standings
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.pausing import pause, unpause
+from coordinator.rounds.service.releasing import release
 from coordinator.security.revoking import revoke_device
 from coordinator.views.dashboard.frame import Site
 from fedvit.errors import FedvitError
 
 
-def cancel_button(site: Site, run: str) -> None:
-    def act(store: Store) -> str:
-        return f"run {run}: {cancel(store, site.folder, run)}"
-
-    _button(site, "Cancel this run", f"Cancel run {run}? It cannot be resumed.", act)
-
-
-def pause_buttons(site: Site, run: str) -> None:
-    def pause_it(store: Store) -> str:
-        return f"run {run}: {pause(store, run)}"
-
-    def unpause_it(store: Store) -> str:
-        return f"run {run}: {unpause(store, run)}"
-
-    _button(site, "Pause", f"Pause run {run}? It finishes its open round, and opens no new one.", pause_it)
-    _button(site, "End the pause", f"Let run {run} open rounds again?", unpause_it)
+def run_buttons(site: Site, run: str) -> None:
+    """Show the buttons that pause and cancel a run."""
+    with ui.element("div").classes("buttons"):
+        _button(
+            site,
+            "Pause",
+            f"Pause run {run}? It finishes its open round, and opens no new one.",
+            lambda store: f"run {run}: {pause(store, run)}",
+        )
+        _button(
+            site,
+            "End the pause",
+            f"Let run {run} open rounds again?",
+            lambda store: f"run {run}: {unpause(store, run)}",
+        )
+        _button(
+            site,
+            "Cancel this run",
+            f"Cancel run {run}? It cannot be resumed.",
+            lambda store: f"run {run}: {cancel(store, site.folder, run)}",
+        )
 
 
 def device_buttons(site: Site, run: str, device: str) -> None:
-    def release(store: Store) -> str:
-        standings.release(store, run, device)
+    def end(store: Record) -> str:
+        release(store, run, device)
         return f"{device}: released, its strikes are reset"
 
-    def revoke(_: Store) -> str:
+    def revoke(_: Record) -> str:
         assert site.deployment is not None
         return "; ".join(revoke_device(site.deployment, device))
 
     with ui.element("div").classes("buttons"):
-        _button(site, "Release from quarantine", f"End the quarantine of {device} and reset its strikes?", release)
+        _button(site, "Release from quarantine", f"End the quarantine of {device} and reset its strikes?", end)
         if site.deployment is not None:
             _button(
                 site, "Revoke", f"Revoke {device}? Its connection ends, and its certificate becomes invalid.", revoke
@@ -54,7 +59,7 @@ def device_buttons(site: Site, run: str, device: str) -> None:
 def label_field(site: Site, device: str) -> None:
     """A field for labels, and a button that sets them."""
 
-    def set_them(store: Store) -> str:
+    def set_them(store: Record) -> str:
         set_labels(store, device, str(field.value or "").split())
         return f"{device}: labels {field.value}"
 
@@ -63,7 +68,7 @@ def label_field(site: Site, device: str) -> None:
         _button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)
 
 
-def _button(site: Site, name: str, question: str, act: Callable[[Store], str]) -> None:
+def _button(site: Site, name: str, question: str, act: Callable[[Record], str]) -> None:
     """A button that asks first; the outcome is shown in the page and printed."""
     with ui.dialog() as dialog, ui.card():
         ui.label(question)
@@ -83,8 +88,8 @@ def _button(site: Site, name: str, question: str, act: Callable[[Store], str]) -
     ui.button(name, on_click=dialog.open).props("outline")
 
 
-def _with_store(site: Site, act: Callable[[Store], str]) -> str:
-    store = Store.in_folder(site.folder, check=False)
+def _with_store(site: Site, act: Callable[[Record], str]) -> str:
+    store = open_record(site.folder, check=False)
     try:
         return act(store)
     finally:

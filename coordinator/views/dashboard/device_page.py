@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from coordinator.record.standings import Standing, standings
-from coordinator.record.store import Store, TaskHistory
-from coordinator.record.tables import DeviceRecord, RefusalRecord
+from coordinator.record.record import Record
+from coordinator.record.tables import RefusalRecord
+from coordinator.record.tasks import TaskHistory
 from coordinator.rounds.status import read_members
+from coordinator.run_view import DeviceView, Standing, read_standings, view_device
 from coordinator.views.dashboard import actions, charts
 from coordinator.views.dashboard.fleet_page import is_served
-from coordinator.views.dashboard.frame import Figures, Part, Site, follow, page
-from coordinator.views.dashboard.run_page import status_of
+from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, follow, page, refusal_sheet, status_of
+from coordinator.views.tables import Column, Sheet
 from fedvit.resources import ResourceUse
 
 ROUNDS = 50
@@ -33,11 +34,12 @@ class Entry(NamedTuple):
         return self.task.use or ResourceUse()
 
 
-class DeviceView(Struct, frozen=True):
-    """What the page needs of the record."""
+class DeviceDetails(Struct, frozen=True):
+    """A device's figures, and its rounds up to one."""
 
     status: str  # of the run
-    record: DeviceRecord
+    device: DeviceView
+    times_asked: int
     first: int  # round of the history
     last: int
     newest: int  # round of the run
@@ -46,43 +48,46 @@ class DeviceView(Struct, frozen=True):
     standing: Standing | None
 
 
-def view(store: Store, run: str, device: str, until: int | None) -> DeviceView:
-    """The history ends with round `until`, by default the newest. Raises ConfigError if there is no such run."""
-    status = store.run(run).status
-    newest = store.last_round(run)
+def read_details(store: Record, run: str, device: str, until: int | None) -> DeviceDetails:
+    """Read what the page shows; the history ends with round `until`, by default the newest.
+
+    Raises ConfigError if there is no such run."""
+    status = store.runs.read(run).status
+    newest = store.rounds.find_last(run)
     last = min(until or newest, newest)
     numbers = list(range(max(1, last - ROUNDS + 1), last + 1))
     accuracy = {
         entry.round: entry.metrics["correct"] / entry.samples
-        for entry in store.evaluations(run, numbers, device)
+        for entry in store.tasks.read_evaluations(run, numbers, device)
         if entry.samples
     }
-    tasks = store.task_histories(run, numbers, device)
-    return DeviceView(
+    tasks, record = store.tasks.read_histories(run, numbers, device), store.devices.read(run, device)
+    return DeviceDetails(
         status,
-        store.device(run, device),
+        view_device(device, record.totals),
+        record.times_asked,
         numbers[0] if numbers else 0,
         last,
         newest,
         [Entry(task, accuracy.get(task.round)) for task in reversed(tasks)],
-        store.refusals(run, REFUSALS, device=device),
-        next((standing for standing in standings(store, run) if standing.device == device), None),
+        store.devices.read_refusals(run, REFUSALS, device=device),
+        next((standing for standing in read_standings(store, run) if standing.device == device), None),
     )
 
 
-def _by_round(name: str, unit: str, of: Callable[[Entry], float | None]) -> Callable[[DeviceView], charts.Options]:
+def _by_round(name: str, unit: str, of: Callable[[Entry], float | None]) -> Callable[[DeviceDetails], charts.Options]:
     """A line of the rounds in which the device measured something."""
 
-    def draw(seen: DeviceView) -> charts.Options:
-        measured = _measured(seen)
+    def draw(seen: DeviceDetails) -> charts.Options:
+        measured = _list_measured(seen)
         values = [of(entry) for entry in measured]
         return charts.lines(_numbers(measured), {name: values}, x_name="round", y_name=unit)
 
     return draw
 
 
-def _memory(seen: DeviceView) -> charts.Options:
-    measured = _measured(seen)
+def _memory(seen: DeviceDetails) -> charts.Options:
+    measured = _list_measured(seen)
     budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry in measured]
     lines = {"peak": [charts.scaled(entry.use.peak_rss_bytes, 1e6) for entry in measured]}
     if any(budgets):
@@ -90,7 +95,7 @@ def _memory(seen: DeviceView) -> charts.Options:
     return charts.lines(_numbers(measured), lines, x_name="round", y_name="MB")
 
 
-def _measured(seen: DeviceView) -> list[Entry]:
+def _list_measured(seen: DeviceDetails) -> list[Entry]:
     """The oldest round first."""
     return [entry for entry in reversed(seen.history) if entry.task.use is not None]
 
@@ -111,22 +116,55 @@ FIGURES = {
 }
 
 
+def _history_sheet(history: list[Entry], run: str) -> Sheet:
+    def read_use(name: str, heading: str) -> Column:
+        return Column(name, heading, lambda entry: getattr(entry.use, name))
+
+    def outcome(entry: Entry) -> str:
+        attempt = f", attempt {entry.task.attempt}" if entry.task.attempt > 1 else ""
+        return f"{entry.task.outcome or 'under way'}{attempt}"
+
+    def budget_bytes(entry: Entry) -> int | None:
+        return entry.task.expected.budget.memory_bytes if entry.task.expected else None
+
+    return Sheet(
+        history,
+        [
+            Column("round", "round", lambda e: anchor("/round", f"round {e.task.round}", run=run, number=e.task.round)),
+            Column("outcome", "outcome", outcome),
+            Column("asked_at", "asked, UTC", lambda entry: entry.task.asked_at),
+            Column("received_at", "result, UTC", lambda entry: entry.task.received_at),
+            read_use("train_s", "training"),
+            read_use("step_s", "step"),
+            read_use("peak_rss_bytes", "peak memory"),
+            Column("budget_bytes", "budget", budget_bytes),
+            read_use("temperature_c", "temperature"),
+            read_use("throttled", "throttled"),
+            read_use("energy_j", "energy"),
+            read_use("upload_bytes", "upload"),
+            Column("accuracy", "accuracy"),
+        ],
+    )
+
+
 async def show(site: Site, run: str, device: str, until: int | None) -> None:
+    """Show the page."""
     with page(device, "/fleet"):
-        head = Part("device_head.html")
+        head = Part("device.html", "head")
         if site.acts:
             actions.device_buttons(site, run, device)
             actions.label_field(site, device)
         figures = Figures(FIGURES)
-        body = Part("device_body.html")
+        body = Part("device.html", "body")
 
         async def refresh() -> None:
-            seen = await site.reader(view, run, device, until)
+            seen = await site.reader(read_details, run, device, until)
             member = next((member for member in read_members(site.folder / run) if member.device == device), None)
             revoked = device in await asyncio.to_thread(site.revoked)
             served = is_served(seen.status, status_of(site, run))
             head.show(run=run, device=device, seen=seen, member=member, served=served, revoked=revoked)
             figures.show(seen)
-            body.show(run=run, device=device, seen=seen)
+            history = _history_sheet(seen.history, run)
+            body.show(run=run, device=device, seen=seen, history=history, refusals=refusal_sheet(seen.refusals))
 
         await follow(refresh)

@@ -1,39 +1,12 @@
-"""The outcomes of experiments, as `fleet experiment` writes them: of each file what a comparison shows."""
+"""The outcomes of experiments, as `fleet experiment` writes them."""
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from msgspec import Struct
 
-from profiles.report.curves import RoundFigures
+from profiles.report.experiment import RESULTS_FILE, ExperimentOutcome
 
 MOST_FILES = 200
-RESULTS = "results.json"
-
-
-class CellResult(Struct, frozen=True):
-    rounds: list[RoundFigures]
-    accuracy_by_device: dict[str, float]
-    peak_rss_bytes: int | None = None
-
-
-class Cell(Struct, frozen=True):
-    """One run of the grid."""
-
-    method: str
-    partition: str
-    result: CellResult | None = None  # None: not finished
-
-
-class Outcome(Struct, frozen=True):
-    """An experiment."""
-
-    experiment: str
-    settings: dict[str, Any]  # the file, with defaults
-    methods: dict[str, dict[str, Any]]  # name -> method, its options, and tables of a run's configuration
-    seeds: list[int]
-    cells: list[Cell]
 
 
 class Experiments:
@@ -41,27 +14,26 @@ class Experiments:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read: dict[Path, tuple[int, Outcome | None]] = {}
+        self._outcomes: dict[Path, tuple[int, ExperimentOutcome | None]] = {}
 
-    def outcomes(self) -> dict[str, Outcome]:
-        """By the name of their folder; files that cannot be read are left out."""
-        files = sorted([self._folder / RESULTS, *self._folder.glob(f"*/{RESULTS}")])[:MOST_FILES]
-        found = {file.parent.name: outcome for file in files if (outcome := self._outcome(file))}
-        return dict(sorted(found.items()))
+    def read_outcomes(self) -> dict[str, ExperimentOutcome]:
+        """Read the outcomes by the name of their folder; files that cannot be read are left out."""
+        files = sorted([self._folder / RESULTS_FILE, *self._folder.glob(f"*/{RESULTS_FILE}")])[:MOST_FILES]
+        outcomes = {file.parent.name: outcome for file in files if (outcome := self._read(file))}
+        return dict(sorted(outcomes.items()))
 
-    def _outcome(self, file: Path) -> Outcome | None:
+    def _read(self, file: Path) -> ExperimentOutcome | None:
         try:
             written = file.stat().st_mtime_ns
-            known = self._read.get(file)
-            if known is None or known[0] != written:
-                self._read[file] = known = (written, _decoded(file.read_bytes()))
+            if file not in self._outcomes or self._outcomes[file][0] != written:
+                self._outcomes[file] = written, _decode(file.read_bytes())
         except OSError:
             return None
-        return known[1]
+        return self._outcomes[file][1]
 
 
-def _decoded(content: bytes) -> Outcome | None:
+def _decode(content: bytes) -> ExperimentOutcome | None:
     try:
-        return msgspec.json.decode(content, type=Outcome)
+        return msgspec.json.decode(content, type=ExperimentOutcome)
     except msgspec.MsgspecError:
         return None

@@ -7,14 +7,12 @@ from typing import Any
 from msgspec import Struct
 from nicegui import ui
 
-from coordinator.record.standings import Standing, standings
-from coordinator.record.store import Store
-from coordinator.record.summary import DeviceSummary, summarise
+from coordinator.record.record import Record
 from coordinator.record.tables import Asked
 from coordinator.rounds.status import Member, Status, read_members
+from coordinator.run_view import DeviceView, Standing, read_run, read_standings
 from coordinator.views.dashboard import charts
-from coordinator.views.dashboard.frame import Part, Site, follow, link, page
-from coordinator.views.dashboard.run_page import status_of
+from coordinator.views.dashboard.frame import Part, Site, follow, link, page, status_of
 from fedvit.errors import ConfigError
 
 _LINK = """params => {
@@ -29,11 +27,11 @@ _BY_NUMBERS = "new Intl.Collator('en', {numeric: true}).compare"
 _NUMBER = "params => params.value == null ? '–' : params.value.toLocaleString('en', {maximumFractionDigits: %d})"
 
 
-def _words(field: str, name: str, **more: Any) -> dict[str, Any]:
+def _describe_words(field: str, name: str, **more: Any) -> dict[str, Any]:
     return {"field": field, "headerName": name, "filter": "agTextColumnFilter", **more}
 
 
-def _number(field: str, name: str, digits: int = 0, **more: Any) -> dict[str, Any]:
+def _describe_number(field: str, name: str, digits: int = 0, **more: Any) -> dict[str, Any]:
     return {
         "field": field, "headerName": name, "filter": "agNumberColumnFilter", "type": "rightAligned", "minWidth": 105,
         ":valueFormatter": _NUMBER % digits, **more,
@@ -41,63 +39,64 @@ def _number(field: str, name: str, digits: int = 0, **more: Any) -> dict[str, An
 
 
 COLUMNS = [
-    _words(
+    _describe_words(
         "device", "device", pinned="left", width=150, sort="asc", **{":cellRenderer": _LINK, ":comparator": _BY_NUMBERS}
     ),
-    _words("state", "state", minWidth=150),
-    _words("board", "board", minWidth=150),
-    _words("labels", "labels"),
-    _words("seen", "last seen, UTC", minWidth=170),
-    _number("round", "last round"),
-    _number("rounds", "rounds trained"),
-    _number("accuracy", "accuracy", 3),
-    _number("memory_mb", "memory, MB"),
-    _number("budget_mb", "memory budget, MB"),
-    _number("temperature_c", "temperature, °C", 1),
-    _words("throttled", "throttled"),
-    _number("battery", "battery, %"),
-    _words("charging", "charging"),
-    _number("step_ms", "step, ms", 1),
-    _number("energy_j", "energy, J"),
-    _number("strikes", "strikes"),
-    _words("quarantine", "quarantine", minWidth=170),
+    _describe_words("state", "state", minWidth=150),
+    _describe_words("board", "board", minWidth=150),
+    _describe_words("labels", "labels"),
+    _describe_words("seen", "last seen, UTC", minWidth=170),
+    _describe_number("round", "last round"),
+    _describe_number("rounds", "rounds trained"),
+    _describe_number("accuracy", "accuracy", 3),
+    _describe_number("memory_mb", "memory, MB"),
+    _describe_number("budget_mb", "memory budget, MB"),
+    _describe_number("temperature_c", "temperature, °C", 1),
+    _describe_words("throttled", "throttled"),
+    _describe_number("battery", "battery, %"),
+    _describe_words("charging", "charging"),
+    _describe_number("step_ms", "step, ms", 1),
+    _describe_number("energy_j", "energy, J"),
+    _describe_number("strikes", "strikes"),
+    _describe_words("quarantine", "quarantine", minWidth=170),
 ]
 
 
 YES_NO = {True: "yes", False: "no", None: ""}
 
 
-class FleetView(Struct, frozen=True):
-    """What the page needs of the record."""
+class FleetDetails(Struct, frozen=True):
+    """All devices of a run, with their standings and budgets."""
 
     status: str  # of the run
-    devices: list[DeviceSummary]
+    devices: list[DeviceView]
     asked: dict[str, Asked]
     budgets: dict[str, int]  # by device: bytes of memory, in the newest round
     standings: dict[str, Standing]
 
 
-def view(store: Store, run: str) -> FleetView:
-    summary = summarise(store, run, accuracy_of=0, refusals_of=0)
-    newest = summary.rounds[-1].round if summary.rounds else 0
-    tasks = store.task_histories(run, [newest])
-    asked = store.asked(run) | {task.device: Asked(newest, 0) for task in tasks}
+def read_details(store: Record, run: str) -> FleetDetails:
+    """Read what the page shows. Raises ConfigError if there is no such run."""
+    view = read_run(store, run, accuracy_of=0, refusals_of=0)
+    newest = view.rounds[-1].round if view.rounds else 0
+    tasks = store.tasks.read_histories(run, [newest])
+    asked = store.devices.read_asked(run) | {task.device: Asked(newest, 0) for task in tasks}
     budgets = {task.device: task.expected.budget.memory_bytes for task in tasks if task.expected}
-    return FleetView(
-        summary.status,
-        summary.devices,
+    return FleetDetails(
+        view.status,
+        view.devices,
         asked,
         {device: limit for device, limit in budgets.items() if limit is not None},
-        {standing.device: standing for standing in standings(store, run)},
+        {standing.device: standing for standing in read_standings(store, run)},
     )
 
 
 def rows(
-    run: str, seen: FleetView, members: list[Member], status: Status | None, revoked: set[str]
+    run: str, seen: FleetDetails, members: list[Member], status: Status | None, revoked: set[str]
 ) -> list[dict[str, Any]]:
-    """The rows of the table, by name: every device that the record, the status or the coordinator knows."""
+    """Make the rows of the table, by name: every device that the record, the status or the coordinator knows."""
     known, present = {device.device: device for device in seen.devices}, {member.device: member for member in members}
-    states, live = _states(seen, present, status, revoked), is_served(seen.status, status)
+    states, live = _find_states(seen, present, status, revoked), is_served(seen.status, status)
     return [
         _row(run, name, seen, known.get(name), present.get(name), states.get(name, "unknown"), live=live)
         for name in sorted(known.keys() | present.keys() | seen.asked.keys() | seen.standings.keys())
@@ -109,7 +108,9 @@ def is_served(run_status: str, status: Status | None) -> bool:
     return run_status in ("running", "waiting") and status is not None and not status.is_stale()
 
 
-def _states(seen: FleetView, present: Mapping[str, Member], status: Status | None, revoked: set[str]) -> dict[str, str]:
+def _find_states(
+    seen: FleetDetails, present: Mapping[str, Member], status: Status | None, revoked: set[str]
+) -> dict[str, str]:
     live = is_served(seen.status, status)
     states = {
         name: ("online" if member.online else "offline") if live else "not served" for name, member in present.items()
@@ -122,7 +123,7 @@ def _states(seen: FleetView, present: Mapping[str, Member], status: Status | Non
 
 
 def _row(
-    run: str, name: str, seen: FleetView, device: DeviceSummary | None, member: Member | None, state: str, *, live: bool
+    run: str, name: str, seen: FleetDetails, device: DeviceView | None, member: Member | None, state: str, *, live: bool
 ) -> dict[str, Any]:
     standing = seen.standings.get(name)
     budget = seen.budgets.get(name) or (member.memory_budget_bytes if member else None)
@@ -150,7 +151,7 @@ def _row(
 
 
 def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """What turns one list of rows into another, as the table takes it."""
+    """Find the changes that turn one list of rows into another, as the table takes them."""
     old, new = {row["device"]: row for row in before}, {row["device"]: row for row in after}
     return {
         "add": [row for name, row in new.items() if name not in old],
@@ -159,29 +160,30 @@ def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[s
     }
 
 
-def newest_run(store: Store) -> str:
-    """Raises ConfigError if there is none."""
-    record = next(iter(store.runs()), None)
+def newest_run(store: Record) -> str:
+    """Find the newest run. Raises ConfigError if there is none."""
+    record = next(iter(store.runs.read_all()), None)
     if record is None:
         raise ConfigError("there is no run yet")
     return record.id
 
 
 async def show(site: Site, run: str | None) -> None:
+    """Show the page."""
     with page("Fleet", "/fleet"):
-        head = Part("fleet_head.html")
+        head = Part("fleet.html", "head")
         search = ui.input("Filter all columns").props("outlined dense clearable").classes("search")
         shown: list[dict[str, Any]] = []
         name = run if run is not None else await site.reader(newest_run)
 
-        async def found() -> list[dict[str, Any]]:
-            seen = await site.reader(view, name)
+        async def read_rows() -> list[dict[str, Any]]:
+            seen = await site.reader(read_details, name)
             members, revoked = read_members(site.folder / name), await asyncio.to_thread(site.revoked)
-            made = rows(name, seen, members, status_of(site, name), revoked)
-            head.show(run=name, devices=len(made), states=_counted(made))
-            return made
+            fresh = rows(name, seen, members, status_of(site, name), revoked)
+            head.show(run=name, devices=len(fresh), states=_count_states(fresh))
+            return fresh
 
-        shown = await found()
+        shown = await read_rows()
         grid = ui.aggrid(
             {
                 "columnDefs": COLUMNS,
@@ -200,7 +202,7 @@ async def show(site: Site, run: str | None) -> None:
 
         async def refresh() -> None:
             nonlocal shown
-            fresh = await found()
+            fresh = await read_rows()
             change = changes(shown, fresh)
             if any(change.values()):
                 grid.run_grid_method("applyTransaction", change)
@@ -209,9 +211,9 @@ async def show(site: Site, run: str | None) -> None:
         await follow(refresh)
 
 
-def _counted(made: list[dict[str, Any]]) -> dict[str, int]:
+def _count_states(rows: list[dict[str, Any]]) -> dict[str, int]:
     states: dict[str, int] = {}
-    for row in made:
+    for row in rows:
         state = row["state"].partition(":")[0]
         states[state] = states.get(state, 0) + 1
     return dict(sorted(states.items()))

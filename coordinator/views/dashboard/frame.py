@@ -1,22 +1,25 @@
 """The frame of all pages: navigation, parts that follow the record, and errors as one line."""
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlencode
 
+from markupsafe import Markup
 from nicegui import ui
 
+from coordinator.record.devices import RefusalCount
+from coordinator.record.tables import RefusalRecord
+from coordinator.rounds.status import Status, read_status
 from coordinator.security.folder import Deployment
 from coordinator.views.dashboard.charts import Options
 from coordinator.views.dashboard.experiments import Experiments
 from coordinator.views.dashboard.reader import Reader
-from fedvit.errors import FedvitError
-from profiles.report.confusion import taken_for
+from coordinator.views.tables import Column, Sheet, clock, text_of
+from fedvit.errors import ConfigError, FedvitError
 from profiles.report.page import environment
 
 if TYPE_CHECKING:
@@ -26,8 +29,6 @@ T = TypeVar("T")
 
 EVERY_S = 1.0
 """Interval at which a page looks for news."""
-NOTHING = "–"
-"""Stands for a figure that was not measured."""
 PAGES = (("/", "Runs"), ("/fleet", "Fleet"), ("/compare", "Compare"))
 
 
@@ -46,19 +47,20 @@ class Site:
         if self.deployment is None:
             return set()
         with self.deployment.registry.read() as rows:
-            return set(rows.revoked_devices())
+            return set(rows.list_revoked_devices())
 
 
 @cache
 def templates() -> "Environment":
-    made = environment("coordinator.views.dashboard")
-    made.filters |= {"link": link, "clock": clock, "ago": ago, "taken_for": taken_for}
-    made.globals |= {"nothing": NOTHING}
-    return made
+    """Return the templates of the pages, with what all of them use."""
+    pages = environment("coordinator.views.dashboard", "coordinator.views")
+    pages.filters |= {"clock": clock}
+    pages.globals |= {"text": text_of, "anchor": anchor}
+    return pages
 
 
 def link(path: str, **values: object) -> str:
-    """An address within the dashboard.
+    """Return an address within the dashboard.
 
     >>> link("/device", run="r", device="a&b <i>")
     '/device?run=r&device=a%26b+%3Ci%3E'
@@ -66,48 +68,30 @@ def link(path: str, **values: object) -> str:
     return f"{path}?{urlencode(values)}" if values else path
 
 
-def clock(at: str | None) -> str:
-    """A time of the record to the second, UTC.
-
-    >>> clock("2026-11-21T03:45:00.123+00:00"), clock(None)
-    ('2026-11-21 03:45:00', '–')
-    """
-    return NOTHING if at is None else at.replace("T", " ")[:19]
-
-
-def ago(at: str | None) -> str:
-    """How long ago a time of the record was, roughly.
-
-    >>> ago(None)
-    '–'
-    """
-    if at is None:
-        return NOTHING
-    seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds())
-    for unit, length_s in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= length_s:
-            return f"{seconds // length_s:.0f} {unit} ago"
-    return "just now"
+def anchor(path: str, text: str, **values: object) -> Markup:
+    """Return a link within the dashboard as markup; text and address are escaped."""
+    return Markup('<a href="{}">{}</a>').format(link(path, **values), text)
 
 
 @contextmanager
 def page(title: str, here: str) -> Iterator[None]:
     """The frame of a page; `here` is the address of its entry in the navigation."""
     ui.page_title(f"{title} · fedvit")
-    ui.html(templates().get_template("frame.html").render(pages=PAGES, here=here), sanitize=False).classes("frame")
+    Part("frame.html", "navigation", "frame").show(pages=PAGES, here=here)
     with ui.element("div").props('id="content" tabindex="-1"'):
         yield
 
 
 class Part:
-    """A part of a page that is made from a template, whose values are escaped. It is sent when its text changes."""
+    """A block of a page's template, whose values are escaped. It is sent when its text changes."""
 
-    def __init__(self, template: str) -> None:
-        self._template = templates().get_template(template)
-        self._html = ui.html("", sanitize=False).classes("part")
+    def __init__(self, template: str, block: str, style: str = "part") -> None:
+        self._template, self._block = templates().get_template(template), block
+        self._html = ui.html("", sanitize=False).classes(style)
 
     def show(self, **values: Any) -> None:
-        text = self._template.render(**values)
+        """Render the block with these values."""
+        text = "".join(self._template.blocks[self._block](self._template.new_context(values)))
         if text != self._html.content:
             self._html.content = text
 
@@ -120,6 +104,7 @@ class Chart:
         self._chart = ui.echart({}, renderer="svg").classes("figure").props(f'role="img" aria-label="{name}"')
 
     def show(self, options: Options) -> None:
+        """Draw the chart with these options."""
         if options != self._shown:
             self._shown = options
             self._chart.options.clear()
@@ -135,13 +120,14 @@ class Figures(Generic[T]):
             self._charts = [(Chart(name), draw) for name, draw in drawings.items()]
 
     def show(self, data: T) -> None:
+        """Draw all charts from the same data."""
         for chart, draw in self._charts:
             chart.show(draw(data))
 
 
 async def follow(refresh: Callable[[], Awaitable[None]]) -> None:
     """Fill a page, and fill it again about once a second. An error is shown as one line, and the page tries again."""
-    trouble = Part("trouble.html")
+    trouble = Part("frame.html", "trouble")
 
     async def attempt() -> None:
         try:
@@ -153,3 +139,28 @@ async def follow(refresh: Callable[[], Awaitable[None]]) -> None:
 
     await attempt()
     ui.timer(EVERY_S, attempt, immediate=False)
+
+
+def status_of(site: Site, run: str) -> Status | None:
+    """Return what the run's coordinator does; None if none has served it, or its file cannot be read."""
+    try:
+        return read_status(site.folder / run)
+    except ConfigError:
+        return None
+
+
+def refusal_sheet(refusals: Sequence[RefusalRecord], run: str | None = None) -> Sheet:
+    """Make the table of single refusals, the newest first: of all devices of a run, or of one device."""
+    device = Column("device", "device", lambda entry: anchor("/device", entry.device, run=run, device=entry.device))
+    shown = [
+        Column("at", "at, UTC"),
+        device if run else Column("round", "round"),
+        Column("kind", "of", describe_kind),
+        Column("reason", "reason"),
+    ]
+    return Sheet(reversed(refusals), shown)
+
+
+def describe_kind(entry: RefusalRecord | RefusalCount) -> str:
+    """Name what was refused, or did not arrive."""
+    return f"{entry.kind}, nothing arrived" if entry.lost else entry.kind

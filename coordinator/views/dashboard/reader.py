@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from coordinator.record.liveness import STALE_S
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,14 +33,14 @@ class Reader:
     An answer is kept until the record's files change, and longer where the question took long.
     """
 
-    store: Store
+    store: Record
     folder: Path
 
     def __post_init__(self) -> None:
         self._kept: OrderedDict[tuple[Any, ...], _Answer] = OrderedDict()
         self._one = asyncio.Lock()
 
-    async def __call__(self, question: Callable[Concatenate[Store, P], T], *arguments: P.args, **no: P.kwargs) -> T:
+    async def __call__(self, question: Callable[Concatenate[Record, P], T], *arguments: P.args, **no: P.kwargs) -> T:
         """The answer to `question(store, *arguments)`. Raises what the question raises."""
         key = (question, arguments)
         async with self._one:
@@ -60,7 +60,7 @@ class Reader:
     def _stamp(self) -> tuple[tuple[int, int], ...]:
         """A value that changes with every commit: SQLite appends to its journal, or writes the database. With another
         database it changes every second. It also changes every STALE_S, since a killed coordinator writes nothing."""
-        if not self.store.is_file:
+        if not self.store.database.file:
             return ((int(time.monotonic()), 0),)
         return (int(time.monotonic() / STALE_S), 0), *(
             _stat(self.folder / name) for name in ("fedvit.db", "fedvit.db-wal")

@@ -3,12 +3,14 @@
 from datetime import datetime
 from typing import NamedTuple
 
+from markupsafe import Markup
 from msgspec import Struct
 
-from coordinator.record.store import Store, TaskHistory
+from coordinator.record.record import Record
 from coordinator.record.tables import RefusalRecord, RoundRecord
-from coordinator.views.dashboard.frame import Part, Site, follow, page
-from coordinator.views.dashboard.run_page import status_of
+from coordinator.record.tasks import TaskHistory
+from coordinator.views.dashboard.frame import Part, Site, anchor, follow, page, refusal_sheet, status_of
+from coordinator.views.tables import Column, Sheet, columns
 from fedvit.errors import ConfigError
 
 MOST_TASKS = 1000
@@ -16,8 +18,8 @@ MOST_TASKS = 1000
 MOST_REFUSALS = 200
 
 
-class RoundView(Struct, frozen=True):
-    """What the page needs of the record."""
+class RoundDetails(Struct, frozen=True):
+    """Tasks and refusals of a round."""
 
     record: RoundRecord
     tasks: list[TaskHistory]
@@ -48,29 +50,29 @@ COLOURS = {"waiting": "c7", "fetching": "c4", "training": "c0", "upload": "c1", 
 """Colours of the pieces of a bar: the first four in their order, and the device's absence in place of them."""
 
 
-def view(store: Store, run: str, number: int) -> RoundView:
+def read_details(store: Record, run: str, number: int) -> RoundDetails:
     """Raises ConfigError if there is no such run or round."""
-    store.run(run)
-    record = store.round(run, number)
+    store.runs.read(run)
+    record = store.rounds.read(run, number)
     if record is None:
         raise ConfigError(f"run {run!r} has no round {number}")
-    return RoundView(
+    return RoundDetails(
         record,
-        store.task_histories(run, [number]),
-        store.refusals(run, MOST_REFUSALS, round_number=number),
-        store.last_round(run),
+        store.tasks.read_histories(run, [number]),
+        store.devices.read_refusals(run, MOST_REFUSALS, round_number=number),
+        store.rounds.find_last(run),
     )
 
 
 def bars(record: RoundRecord, tasks: list[TaskHistory], states: dict[str, str]) -> tuple[float, list[Bar]]:
-    """The length of the scale in seconds, and the tasks on it: those under way first, then the slowest."""
+    """Return the length of the scale in seconds, and the tasks on it: those under way first, then the slowest."""
     begin = min(_seconds(record.opened_at), *(_seconds(task.asked_at) for task in tasks)) if tasks else 0.0
-    known = [at for task in tasks for at in (task.asked_at, task.received_at, task.times.ended_at) if at]
-    ends = [_seconds(at) for at in (*known, *([record.closed_at] if record.closed_at else []))]
+    times = [at for task in tasks for at in (task.asked_at, task.received_at, task.times.ended_at) if at]
+    ends = [_seconds(at) for at in (*times, *([record.closed_at] if record.closed_at else []))]
     scale = max([end - begin for end in ends], default=0.0) or 1.0
-    made = [_bar(task, states, begin, scale) for task in tasks]
-    made.sort(key=lambda bar: (bar.took_s is not None, -(bar.took_s or 0.0), bar.task.device))
-    return scale, made
+    drawn = [_bar(task, states, begin, scale) for task in tasks]
+    drawn.sort(key=lambda bar: (bar.took_s is not None, -(bar.took_s or 0.0), bar.task.device))
+    return scale, drawn
 
 
 def _bar(task: TaskHistory, states: dict[str, str], begin: float, scale: float) -> Bar:
@@ -112,17 +114,47 @@ def _seconds(at: str) -> float:
     return datetime.fromisoformat(at).timestamp()
 
 
+def _draw_pieces(bar: Bar) -> Markup:
+    piece = Markup('<i class="{}{}" style="left: {:.2f}%; width: {:.2f}%"></i>')
+    hatched = " hatched" if bar.took_s is None else ""
+    pieces = Markup("").join(piece.format(colour, hatched, left, width) for colour, left, width in bar.pieces)
+    return Markup('<div class="timeline" aria-hidden="true">{}</div>').format(pieces)
+
+
+def _bar_sheet(bars: list[Bar], run: str) -> Sheet:
+    return Sheet(
+        bars,
+        [
+            Column("device", "device", lambda bar: anchor("/device", bar.task.device, run=run, device=bar.task.device)),
+            Column("state", "state"),
+            Column("asked_at", "asked, UTC", lambda bar: bar.task.asked_at),
+            Column("fetching_s", "fetching after"),
+            Column("train_s", "trained", lambda bar: bar.task.use.train_s if bar.task.use else None),
+            *columns({"arrived_s": "result after", "took_s": "ended after"}),
+            Column("pieces", "from the round's begin", _draw_pieces),
+        ],
+    )
+
+
 async def show(site: Site, run: str, number: int) -> None:
+    """Show the page."""
     with page(f"{run}, round {number}", "/"):
-        part = Part("round.html")
+        part = Part("round.html", "body")
 
         async def refresh() -> None:
-            seen, status = await site.reader(view, run, number), status_of(site, run)
+            seen, status = await site.reader(read_details, run, number), status_of(site, run)
             awaited = status.waiting_for if status and not status.is_stale() else []
             states = {one.device: one.state for one in awaited if one.round == number}
-            scale, made = bars(seen.record, seen.tasks, states)
+            scale, drawn = bars(seen.record, seen.tasks, states)
             part.show(
-                run=run, number=number, seen=seen, scale=scale, bars=made[:MOST_TASKS], all=len(made), colours=COLOURS
+                run=run,
+                number=number,
+                seen=seen,
+                scale=scale,
+                bars=_bar_sheet(drawn[:MOST_TASKS], run),
+                all=len(drawn),
+                colours=COLOURS,
+                refusals=refusal_sheet(seen.refusals, run),
             )
 
         await follow(refresh)

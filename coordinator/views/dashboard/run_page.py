@@ -6,19 +6,18 @@ from statistics import median
 from typing import NamedTuple
 
 from msgspec import Struct
-from nicegui import ui
 
-from coordinator.compute.planning.forecast import read_forecast
-from coordinator.record.reporting import class_accuracies
-from coordinator.record.store import RefusalCount, Store, TaskHistory
-from coordinator.record.summary import RunSummary, summarise
-from coordinator.rounds.status import Status, read_status
+from coordinator.compute.planning.forecast import BoardForecast, read_forecast
+from coordinator.record.devices import RefusalCount
+from coordinator.record.record import Record
+from coordinator.record.tasks import TaskHistory
+from coordinator.run_view import RunView, read_run
 from coordinator.views.dashboard import actions, charts
-from coordinator.views.dashboard.frame import Figures, Part, Site, follow, page
-from fedvit.errors import ConfigError
+from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, describe_kind, follow, page, status_of
+from coordinator.views.report.classes import class_sheet, make_confusion
+from coordinator.views.report.document import ClassAccuracy, read_classes
+from coordinator.views.tables import Column, Sheet, columns
 from fedvit.resources import Budget
-from profiles.report.confusion import confusion
-from profiles.report.document import ClassAccuracy
 
 NEWEST_ROUNDS = 20
 """Rounds that the table has; the charts have all."""
@@ -39,69 +38,65 @@ class Plan(NamedTuple):
     bytes_up: tuple[float | None, float | None]
 
 
-class RunView(Struct, frozen=True):
-    """What the page needs of the record."""
+class RunDetails(Struct, frozen=True):
+    """A run with its refusals, plans and classes."""
 
-    summary: RunSummary
+    run: RunView
     refusals: list[RefusalCount]
     plans: list[Plan]
     classes: list[ClassAccuracy]  # of the newest evaluation
-    paused: bool  # by the operator
+    is_paused: bool  # by the operator
 
 
-def view(store: Store, run: str) -> RunView:
-    summary = summarise(store, run, accuracy_of=0, refusals_of=0)
-    newest = summary.rounds[-1].round if summary.rounds else 0
-    return RunView(
-        summary,
-        store.refusal_counts(run, MOST_REASONS),
-        plans(store.task_histories(run, [newest])),
-        class_accuracies(store, summary),
-        store.is_paused(run),
+def read_details(store: Record, run: str) -> RunDetails:
+    """Read what the page shows. Raises ConfigError if there is no such run."""
+    view = read_run(store, run, accuracy_of=0, refusals_of=0)
+    newest = view.rounds[-1].round if view.rounds else 0
+    return RunDetails(
+        view,
+        store.devices.count_refusals(run, MOST_REASONS),
+        group_plans(store.tasks.read_histories(run, [newest])),
+        read_classes(store, view),
+        store.runs.is_paused(run),
     )
 
 
-def plans(tasks: Iterable[TaskHistory]) -> list[Plan]:
-    """The plans of a round's tasks, the most frequent first."""
+def group_plans(tasks: Iterable[TaskHistory]) -> list[Plan]:
+    """Group a round's tasks by their plans, the most frequent first."""
     alike: dict[tuple[str, Budget], list[TaskHistory]] = {}
     for task in tasks:
         if task.expected is not None:
             changes = ", ".join(f"{name} = {value}" for name, value in task.expected.changes.items())
             alike.setdefault((changes, task.expected.budget), []).append(task)
-    found = []
+    plans = []
     for (changes, budget), of in sorted(alike.items(), key=lambda entry: -len(entry[1])):
         predicted = [task.expected for task in of if task.expected is not None]
         measured = [task.use for task in of if task.use is not None]
-        found.append(
+        plans.append(
             Plan(
                 changes or "as configured",
                 budget,
                 len(of),
-                (_median(e.prediction.peak_rss_bytes for e in predicted), _median(m.peak_rss_bytes for m in measured)),
-                (_median(e.prediction.train_s for e in predicted), _median(m.train_s for m in measured)),
-                (_median(e.bytes_up for e in predicted), _median(m.upload_bytes for m in measured)),
+                (
+                    _find_median(e.prediction.peak_rss_bytes for e in predicted),
+                    _find_median(m.peak_rss_bytes for m in measured),
+                ),
+                (_find_median(e.prediction.train_s for e in predicted), _find_median(m.train_s for m in measured)),
+                (_find_median(e.bytes_up for e in predicted), _find_median(m.upload_bytes for m in measured)),
             )
         )
-    return found
+    return plans
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
-def status_of(site: Site, run: str) -> Status | None:
-    """What the run's coordinator is doing; None if none has served it, or its file cannot be read."""
-    try:
-        return read_status(site.folder / run)
-    except ConfigError:
-        return None
+def _find_median(values: Iterable[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return median(present) if present else None
 
 
 # --- charts ---------------------------------------------------------------------------------------------
 
 
-def _accuracy(run: RunSummary) -> charts.Options:
+def _accuracy(run: RunView) -> charts.Options:
     return charts.band(
         _numbers(run),
         [entry.accuracy_mean for entry in run.rounds],
@@ -112,12 +107,12 @@ def _accuracy(run: RunSummary) -> charts.Options:
     )
 
 
-def _spread(run: RunSummary) -> charts.Options:
+def _spread(run: RunView) -> charts.Options:
     known = [device.accuracy for device in run.devices if device.accuracy is not None]
     return charts.histogram(known, x_name="accuracy of the last evaluation", y_name="devices")
 
 
-def _times(run: RunSummary) -> charts.Options:
+def _times(run: RunView) -> charts.Options:
     waiting = [
         max(0.0, entry.devices_s - (entry.train_s or 0.0)) if entry.devices_s is not None else None
         for entry in run.rounds
@@ -130,7 +125,7 @@ def _times(run: RunSummary) -> charts.Options:
     return charts.stacked(_numbers(run), parts, x_name="round", y_name="s")
 
 
-def _volume(run: RunSummary) -> charts.Options:
+def _volume(run: RunView) -> charts.Options:
     parts = {
         "down": [entry.bytes_down / 1e6 for entry in run.rounds],
         "up": [entry.bytes_up / 1e6 for entry in run.rounds],
@@ -138,11 +133,11 @@ def _volume(run: RunSummary) -> charts.Options:
     return charts.stacked(_numbers(run), parts, x_name="round", y_name="MB")
 
 
-def _energy(run: RunSummary) -> charts.Options:
+def _energy(run: RunView) -> charts.Options:
     return charts.lines(_numbers(run), {"energy": [entry.energy_j for entry in run.rounds]}, x_name="round", y_name="J")
 
 
-def _numbers(run: RunSummary) -> list[float]:
+def _numbers(run: RunView) -> list[float]:
     return [float(entry.round) for entry in run.rounds]
 
 
@@ -155,48 +150,128 @@ FIGURES = {
 }
 
 
+# --- tables ---------------------------------------------------------------------------------------------
+
+_PLAN_COLUMNS = [
+    *columns({"changes": "options", "devices": "devices"}),
+    Column("memory_bytes", "memory budget", lambda plan: plan.budget.memory_bytes or "none"),
+    Column("peak_rss_bytes", "memory predicted", lambda plan: plan.peak_rss_bytes[0]),
+    Column("peak_rss_bytes", "measured", lambda plan: plan.peak_rss_bytes[1]),
+    Column("train_s", "training predicted", lambda plan: plan.train_s[0]),
+    Column("train_s", "measured", lambda plan: plan.train_s[1]),
+    Column("bytes_up", "upload predicted", lambda plan: plan.bytes_up[0]),
+    Column("bytes_up", "measured", lambda plan: plan.bytes_up[1]),
+]
+_AWAITED_COLUMNS = [
+    Column("device", "device"),
+    Column("state", "state", lambda one: f"{one.kind}, {one.state}"),
+    Column("step", "step", lambda one: f"{one.done_steps} of {one.total_steps}"),
+    Column("at", "since", lambda one: one.since),
+    Column("at", "until", lambda one: one.until),
+]
+_REFUSAL_COLUMNS = [
+    *columns({"times": "times", "devices": "devices"}),
+    Column("kind", "of", describe_kind),
+    *columns({"reason": "reason"}),
+    Column("at", "newest", lambda entry: entry.newest),
+]
+
+
+def _round_sheet(run: RunView) -> Sheet:
+    figures = {
+        "accuracy_mean": "accuracy",
+        "accuracy_std": "spread",
+        "accuracy_lowest": "lowest",
+        "accuracy_highest": "highest",
+        "train_loss": "loss",
+        "bytes_down": "down",
+        "bytes_up": "up",
+        "energy_j": "energy",
+        "devices_s": "devices",
+        "server_s": "server",
+    }
+    return Sheet(
+        run.rounds[: -NEWEST_ROUNDS - 1 : -1],
+        [
+            Column("round", "round", lambda e: anchor("/round", f"round {e.round}", run=run.run, number=e.round)),
+            Column("results", "results", lambda entry: f"{entry.accepted} of {entry.cohort}"),
+            *columns(figures),
+        ],
+    )
+
+
+def _lowest_sheet(run: RunView) -> Sheet:
+    tested = [device for device in run.devices if device.accuracy is not None]
+    name = Column("device", "device", lambda one: anchor("/device", one.device, run=run.run, device=one.device))
+    figures = {"accuracy": "accuracy", "train_samples": "training images", "rounds": "rounds"}
+    return Sheet(sorted(tested, key=lambda device: device.accuracy or 0.0)[:LOWEST], [name, *columns(figures)])
+
+
+def _board_sheet(boards: Iterable[BoardForecast]) -> Sheet:
+    """Make the table of boards; one that is refused has its reason in place of options."""
+
+    def option(board: BoardForecast) -> str:
+        if board.expected is None:
+            return f"Refused. {board.refused}"
+        return ", ".join(f"{name} = {value}" for name, value in board.expected.changes.items()) or "as configured"
+
+    def read_plan(name: str, heading: str) -> Column:
+        return Column(name, heading, lambda board: board.expected and getattr(board.expected, name))
+
+    def read_prediction(name: str, heading: str) -> Column:
+        return Column(name, heading, lambda board: board.expected and getattr(board.expected.prediction, name))
+
+    return Sheet(
+        boards,
+        [
+            Column("board", "board"),
+            Column("what", "options", option),
+            read_prediction("peak_rss_bytes", "memory"),
+            Column("memory_bytes", "budget", lambda board: board.budget.memory_bytes or "none"),
+            read_prediction("step_s", "step"),
+            read_prediction("train_s", "training of a round"),
+            read_plan("flops", "work of a round"),
+            read_plan("bytes_down", "down"),
+            read_plan("bytes_up", "up"),
+            read_prediction("energy_j", "energy"),
+            Column("quality", "quality", lambda board: board.expected and f"{100 * board.expected.quality:.0f} %"),
+        ],
+    )
+
+
 async def show(site: Site, run: str) -> None:
+    """Show the page."""
     with page(run, "/"):
-        head = Part("run_head.html")
+        head = Part("run.html", "head")
         if site.acts:
-            with ui.element("div").classes("buttons"):
-                actions.pause_buttons(site, run)
-                actions.cancel_button(site, run)
+            actions.run_buttons(site, run)
         figures = Figures(FIGURES)
-        body = Part("run_body.html")
+        body = Part("run.html", "body")
 
         async def refresh() -> None:
-            seen = await site.reader(view, run)
-            summary, status = seen.summary, status_of(site, run)
-            live = summary.status in ("running", "waiting")
+            seen = await site.reader(read_details, run)
+            view, status = seen.run, status_of(site, run)
+            live = view.status in ("running", "waiting")
             awaited = status.waiting_for if status and live and not status.is_stale() else []
+            forecast = None if view.rounds else read_forecast(site.folder / run)
             head.show(
-                run=summary,
-                paused=seen.paused,
+                run=view,
+                paused=seen.is_paused,
                 status=status if live else None,
                 states=Counter(task.state for task in awaited),
-                awaited=awaited[:MOST_AWAITED],
-                energy_j=_sum(entry.energy_j for entry in summary.rounds),
-                forecast=None if summary.rounds else read_forecast(site.folder / run),
+                awaited=Sheet(awaited[:MOST_AWAITED], _AWAITED_COLUMNS),
+                forecast=forecast,
+                boards=_board_sheet(forecast.boards if forecast else ()),
             )
-            figures.show(summary)
-            lowest = sorted(
-                (device for device in summary.devices if device.accuracy is not None),
-                key=lambda device: device.accuracy or 0.0,
-            )
+            figures.show(view)
             body.show(
-                run=summary,
-                rounds=summary.rounds[: -NEWEST_ROUNDS - 1 : -1],
-                lowest=lowest[:LOWEST],
-                classes=sorted(seen.classes, key=lambda entry: entry.accuracy),
-                confusion=confusion(seen.classes),
-                refusals=seen.refusals,
-                plans=seen.plans,
+                run=view,
+                rounds=_round_sheet(view),
+                lowest=_lowest_sheet(view),
+                classes=class_sheet(sorted(seen.classes, key=lambda entry: entry.accuracy)),
+                confusion=make_confusion(seen.classes),
+                refusals=Sheet(seen.refusals, _REFUSAL_COLUMNS),
+                plans=Sheet(seen.plans, _PLAN_COLUMNS),
             )
 
         await follow(refresh)
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

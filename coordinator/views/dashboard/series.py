@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from coordinator.record.summary import RoundSummary, RunSummary
-from coordinator.views.dashboard.experiments import CellResult, Outcome
+from coordinator.run_view import RoundView, RunView
 from coordinator.views.dashboard.frame import link
 from profiles.report.curves import Point, added_up, mean_over_seeds
+from profiles.report.experiment import CellResult, ExperimentOutcome
 
 GRID = ("methods", "partitions", "common", "tuning")
 """Keys of an experiment that are not settings of one of its runs."""
@@ -23,8 +23,7 @@ class Series(NamedTuple):
     points: list[Point]
 
 
-def of_run(run: RunSummary) -> Series:
-    energies = [entry.energy_j for entry in run.rounds if entry.energy_j is not None]
+def series_of_run(run: RunView) -> Series:
     return Series(
         run.run,
         link("/run", run=run.run),
@@ -36,37 +35,37 @@ def of_run(run: RunSummary) -> Series:
             "bytes_down": run.bytes_down,
             "bytes_up": run.bytes_up,
             "peak_rss_bytes": run.max_edge_rss_bytes,
-            "energy_j": sum(energies) if energies else None,
+            "energy_j": run.energy_j,
         },
         {"method": run.method, "model": run.model, "seed": run.seed, **run.settings},
         added_up(map(_round_of_run, run.rounds)),
     )
 
 
-class Tried(NamedTuple):
+class CellGroup(NamedTuple):
     """A method on a partition of an experiment, of which a seed is finished."""
 
     name: str  # folder of the experiment/method/partition
-    outcome: Outcome
+    outcome: ExperimentOutcome
     method: str
     partition: str
     results: list[CellResult]  # by seed
 
 
-def tried(outcomes: Mapping[str, Outcome]) -> dict[str, Tried]:
-    """By name."""
-    found: dict[str, Tried] = {}
+def group_cells(outcomes: Mapping[str, ExperimentOutcome]) -> dict[str, CellGroup]:
+    """Group the finished cells by name."""
+    found: dict[str, CellGroup] = {}
     for folder, outcome in outcomes.items():
         for cell in outcome.cells:
             name = f"{folder}/{cell.method}/{cell.partition}"
             if cell.result:
-                one = found.setdefault(name, Tried(name, outcome, cell.method, cell.partition, []))
+                one = found.setdefault(name, CellGroup(name, outcome, cell.method, cell.partition, []))
                 one.results.append(cell.result)
     return found
 
 
-def of_tried(one: Tried) -> Series:
-    """Means over the seeds that are finished."""
+def series_of_group(one: CellGroup) -> Series:
+    """Make a series of the means over the finished seeds."""
     outcome, results = one.outcome, one.results
     points = mean_over_seeds([added_up(entry.point for entry in result.rounds) for result in results])
     peaks = [result.peak_rss_bytes for result in results if result.peak_rss_bytes is not None]
@@ -93,8 +92,8 @@ def of_tried(one: Tried) -> Series:
     )
 
 
-def _settings(outcome: Outcome, method: str, partition: str) -> dict[str, Any]:
-    """As a run's settings: tables are taken apart, options of the method come under `options`."""
+def _settings(outcome: ExperimentOutcome, method: str, partition: str) -> dict[str, Any]:
+    """Return settings like those of a run: tables are flat, options of the method come under `options`."""
     own = outcome.methods.get(method, {})
     table = {key: value for key, value in outcome.settings.items() if key not in GRID}
     options = {key: value for key, value in own.items() if key != "method" and not isinstance(value, dict)}
@@ -111,15 +110,15 @@ def _flat(table: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]
             yield f"{above}{key}", value
 
 
-def _round_of_run(entry: RoundSummary) -> Point:
+def _round_of_run(entry: RoundView) -> Point:
     seconds = (entry.devices_s or 0.0) + (entry.server_s or 0.0)
     return Point(
         entry.round, entry.accuracy_mean, (entry.bytes_down + entry.bytes_up) / 1e6, entry.flops / 1e12, seconds
     )
 
 
-def differing(chosen: list[Series]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all, with a value for each; None: the default, or no such setting."""
+def find_differences(chosen: list[Series]) -> dict[str, list[Any]]:
+    """Find the settings that differ, with a value for each series; None: the default, or no such setting."""
     names = sorted({name for series in chosen for name in series.settings})
     found = {name: [series.settings.get(name) for series in chosen] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}

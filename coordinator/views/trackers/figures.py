@@ -7,60 +7,61 @@ from datetime import datetime
 import msgspec
 
 from coordinator.config import TABLES, RunConfig
-from coordinator.record.store import Store
-from coordinator.record.summary import RoundSummary, read_round
+from coordinator.record.record import Record
 from coordinator.record.tables import ENDED
-from coordinator.views.trackers.writer import RoundFigures, Setting
+from coordinator.run_view import RoundView, read_round
+from coordinator.views.trackers.writer import Setting, TaggedRound
 
 LAST_OF_ROUND = "devices/accepted"
 """The tag that every round has; it is written last."""
 _IN_PARTS = ("options", "model_options", *TABLES)
-_ELSEWHERE = ("metrics", "alerts")
+_ELSEWHERE = ("trackers", "alerts")
 """Tables that have no influence on training."""
 
 
-def figures_of(summary: RoundSummary) -> dict[str, float]:
-    """The known, finite figures of a round, by tag."""
-    found = {
-        "accuracy/mean": summary.accuracy_mean,
-        "accuracy/lowest": summary.accuracy_lowest,
-        "accuracy/highest": summary.accuracy_highest,
-        "loss/train": summary.train_loss,
-        "bytes/down": summary.bytes_down,
-        "bytes/up": summary.bytes_up,
-        "flops/devices": summary.flops or None,  # 0: no device counted them
-        "seconds/devices": summary.devices_s,
-        "seconds/server": summary.server_s,
-        "epsilon/updates": summary.epsilon,
-        "epsilon/row": summary.row_epsilon,
-        "epsilon/upload": summary.upload_epsilon,
-        "epsilon/device": summary.device_epsilon,
-        "generator/difference": summary.generator.difference if summary.generator else None,
-        "generator/attention_entropy": summary.figures.get("attention_entropy"),
-        "devices/asked": summary.cohort,
-        LAST_OF_ROUND: summary.accepted,
+def tag_figures(view: RoundView) -> dict[str, float]:
+    """Return the known, finite figures of a round, by tag."""
+    generator = view.generator
+    figures = {
+        "accuracy/mean": view.accuracy_mean,
+        "accuracy/lowest": view.accuracy_lowest,
+        "accuracy/highest": view.accuracy_highest,
+        "loss/train": view.train_loss,
+        "bytes/down": view.bytes_down,
+        "bytes/up": view.bytes_up,
+        "flops/devices": view.flops or None,  # 0: no device counted them
+        "seconds/devices": view.devices_s,
+        "seconds/server": view.server_s,
+        "epsilon/updates": view.epsilon,
+        "epsilon/row": view.row_epsilon,
+        "epsilon/upload": view.upload_epsilon,
+        "epsilon/device": view.device_epsilon,
+        "generator/difference": generator.difference if generator else None,
+        "generator/attention_entropy": view.figures.get("attention_entropy"),
+        "devices/asked": view.cohort,
+        LAST_OF_ROUND: view.accepted,
     }
-    return {tag: float(value) for tag, value in found.items() if value is not None and math.isfinite(value)}
+    return {tag: float(value) for tag, value in figures.items() if value is not None and math.isfinite(value)}
 
 
-def read_rounds(store: Store, run: str, config: RunConfig, after: int, most: int) -> list[RoundFigures]:
-    """The next complete rounds after `after`, in order: closed, and evaluated if an evaluation is due."""
-    over = store.run(run).status in ENDED
-    found: list[RoundFigures] = []
+def read_rounds(store: Record, run: str, config: RunConfig, after: int, most: int) -> list[TaggedRound]:
+    """Read the next complete rounds after `after`, in order: closed, and evaluated if an evaluation is due."""
+    over = store.runs.read(run).status in ENDED
+    rounds: list[TaggedRound] = []
     for number in range(after + 1, after + 1 + most):
-        record = store.round(run, number)
+        record = store.rounds.read(run, number)
         if record is None or record.closed_at is None:
             break
         due = number % config.evaluate_every == 0 or number == config.rounds
         if due and not record.evaluated and not over:
             break
         closed_at = datetime.fromisoformat(record.closed_at)
-        found.append(RoundFigures(number, closed_at, figures_of(read_round(store, run, number))))
-    return found
+        rounds.append(TaggedRound(number, closed_at, tag_figures(read_round(store, run, number))))
+    return rounds
 
 
 def settings_of(config: RunConfig) -> dict[str, Setting]:
-    """The configuration as a flat mapping: keys of tables as "privacy.clip", lists and tables as JSON."""
+    """Return the configuration as a flat mapping: keys of tables as "privacy.clip", lists and tables as JSON."""
     settings: dict[str, Setting] = {}
     for key, value in msgspec.to_builtins(config).items():
         if key in _ELSEWHERE:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.views.trackers.figures import read_rounds
 from coordinator.views.trackers.writer import Writer
 from coordinator.views.trackers.writers import make_writers
@@ -30,7 +30,7 @@ MOST_ROUNDS = 50
 def following(
     run: str,
     config: RunConfig,
-    store: Store,
+    store: Record,
     folder: Path,
     operator_log: Callable[[str], None],
     *,
@@ -52,13 +52,13 @@ def following(
             follower.wait()
 
 
-def write_all(writer: Writer, run: str, config: RunConfig, store: Store) -> int:
+def write_all(writer: Writer, run: str, config: RunConfig, store: Record) -> int:
     """Write the rounds that a writer lacks; returns their number. Raises the errors of the writer's library."""
     newest = first = writer.begin()
     while rounds := read_rounds(store, run, config, newest, MOST_ROUNDS):
         writer.write(rounds)
         newest = rounds[-1].round
-    writer.end(store.run(run).status)
+    writer.end(store.runs.read(run).status)
     return newest - first
 
 
@@ -66,7 +66,7 @@ class Follower:
     """One writer that follows one run."""
 
     def __init__(
-        self, writer: Writer, run: str, config: RunConfig, store: Store, operator_log: Callable[[str], None]
+        self, writer: Writer, run: str, config: RunConfig, store: Record, operator_log: Callable[[str], None]
     ) -> None:
         self._writer = writer
         self._run, self._config, self._store = run, config, store
@@ -103,7 +103,7 @@ class Follower:
         """Write all new rounds; returns whether that worked."""
         try:
             if self._newest is None:
-                if self._store.run(self._run).status != "running" and not self._store.last_round(self._run):
+                if self._store.runs.read(self._run).status != "running" and not self._store.rounds.find_last(self._run):
                     return True  # the run may never begin, and must leave nothing behind then
                 self._newest = self._writer.begin()
             while not self._abandoned and (
@@ -115,7 +115,7 @@ class Follower:
             if self._abandoned:
                 return False
             if last:
-                self._writer.end(self._store.run(self._run).status)
+                self._writer.end(self._store.runs.read(self._run).status)
         except Exception as error:  # noqa: BLE001 - an error of a library must not end the run
             self._newest = None  # it may have written more than is known
             self._failed(error)
@@ -137,7 +137,7 @@ class Follower:
     def _log_missing(self) -> None:
         self._operator_log(
             f"the last metrics are not written to {self._writer.where}; to write them later: "
-            f"{command('coordinator', 'metrics', self._run, runs=self._store.folder)}"
+            f"{command('coordinator', 'show', self._run, '--track', runs=self._store.database.folder)}"
         )
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from coordinator.record.tables import RunStatus
 from coordinator.views.trackers.figures import LAST_OF_ROUND
-from coordinator.views.trackers.writer import RoundFigures, Writer
+from coordinator.views.trackers.writer import TaggedRound, Writer
 from fedvit.files import atomic_write
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class MlflowWriter(Writer):
         atomic_write(self._run.folder / FILE, msgspec.json.encode(Known(client.tracking_uri, self._id)))
         return 0
 
-    def write(self, rounds: Sequence[RoundFigures]) -> None:
+    def write(self, rounds: Sequence[TaggedRound]) -> None:
         from mlflow.entities import Metric
 
         assert self._client is not None

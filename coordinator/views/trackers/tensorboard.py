@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.record.tables import RunStatus
-from coordinator.views.trackers.writer import RoundFigures, Writer
+from coordinator.views.trackers.writer import TaggedRound, Writer
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -47,11 +47,11 @@ class TensorBoardWriter(Writer):
         self._add(events)
         return newest or 0
 
-    def write(self, rounds: Sequence[RoundFigures]) -> None:
+    def write(self, rounds: Sequence[TaggedRound]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        def event(entry: RoundFigures) -> "Event":
+        def event(entry: TaggedRound) -> "Event":
             # one event per round, so that a round is written completely or not at all
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in entry.figures.items()]
             return Event(step=entry.round, wall_time=entry.closed_at.timestamp(), summary=Summary(value=values))

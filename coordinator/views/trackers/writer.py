@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from coordinator.config import MetricsConfig
+from coordinator.config import TrackersConfig
 from coordinator.record.tables import RunStatus
 
 Setting = str | int | float | bool
@@ -20,8 +20,8 @@ class RunInfo(NamedTuple):
     settings: dict[str, Setting]  # the run's configuration; keys of tables as "privacy.clip"
 
 
-class RoundFigures(NamedTuple):
-    """The figures of one round."""
+class TaggedRound(NamedTuple):
+    """The figures of one round as a tracker receives them."""
 
     round: int
     closed_at: datetime
@@ -37,7 +37,7 @@ class Writer(ABC):
     remedy: ClassVar[str]
     """What the operator can do if it cannot write: a sentence."""
 
-    def __init__(self, run: RunInfo, config: MetricsConfig) -> None:
+    def __init__(self, run: RunInfo, config: TrackersConfig) -> None:
         self._run = run
         self._config = config
 
@@ -51,7 +51,7 @@ class Writer(ABC):
         """Create the target unless it exists; returns the newest round that it has, 0 for none."""
 
     @abstractmethod
-    def write(self, rounds: Sequence[RoundFigures]) -> None:
+    def write(self, rounds: Sequence[TaggedRound]) -> None:
         """Write rounds, in order; they must survive the end of this process."""
 
     @abstractmethod

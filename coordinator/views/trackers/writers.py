@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from coordinator.config import MetricsConfig, RunConfig
-from coordinator.config.metrics import WriterName
+from coordinator.config import RunConfig, TrackersConfig
+from coordinator.config.trackers import WriterName
 from coordinator.views.trackers.figures import settings_of
 from coordinator.views.trackers.mlflow import MlflowWriter
 from coordinator.views.trackers.tensorboard import TensorBoardWriter
@@ -14,7 +14,7 @@ from fedvit.errors import ConfigError
 WRITERS: dict[WriterName, type[Writer]] = {"tensorboard": TensorBoardWriter, "mlflow": MlflowWriter}
 
 
-def check_writers(config: MetricsConfig, where: str) -> None:
+def check_writers(config: TrackersConfig, where: str) -> None:
     """Raises ConfigError, which begins with `where`, if the library of a writer is not installed."""
     for name in config.writers:
         library = WRITERS[name].library
@@ -28,4 +28,4 @@ def check_writers(config: MetricsConfig, where: str) -> None:
 def make_writers(run: str, config: RunConfig, folder: Path) -> list[Writer]:
     """The configured writers; `run` is the run's name for them, `folder` its folder."""
     info = RunInfo(run, folder, settings_of(config))
-    return [WRITERS[name](info, config.metrics) for name in config.metrics.writers]
+    return [WRITERS[name](info, config.trackers) for name in config.trackers.writers]

@@ -1,4 +1,4 @@
-"""What a generator is: parameters that all devices share, an embedding for each, and a function of both."""
+"""Generators: parameters that all devices share, an embedding for each device, and a function of both."""
 
 import hashlib
 from abc import ABC, abstractmethod

@@ -66,7 +66,7 @@ class Hypernetwork(Generator):
         return {name: linear(f"head.{name}", hidden).reshape(shape) for name, shape in self.targets.items()}
 
 
-def generated_shapes(method: Method, vit: PatchViT) -> dict[str, tuple[int, ...]]:
+def list_generated_shapes(method: Method, vit: PatchViT) -> dict[str, tuple[int, ...]]:
     """The targets of a method whose generated tensors a hypernetwork makes."""
     tensors = method.tensors(vit)
     return {name: tuple(tensors[name].shape) for name in method.names_with(vit, Role.GENERATED)}

@@ -16,7 +16,7 @@ from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.methods.optimizers import Optimizer
 from fedvit.methods.products import products_in
 from fedvit.methods.rules.memory import with_tensors
-from fedvit.methods.rules.optimizer_state import restore, saved
+from fedvit.methods.rules.optimizer_state import restore, save_state
 from fedvit.models.vit import PatchViT
 from fedvit.program import LABELS
 from fedvit.tensors import TensorReader, reader_of
@@ -70,7 +70,7 @@ class FeatureTraining(ServerRule):
             raise EmptyCohort(f"round {context.round}: no device uploaded features")
         older = {device: digest for device, digest in state.uploads.items() if device not in fresh} if self.keep else {}
         shelves = {device: reader_of(context.load(digest)) for device, digest in (older | fresh).items()}
-        dropped = self._dropped(list(older), {device: shelf.stored_bytes for device, shelf in shelves.items()})
+        dropped = self._choose_dropped(list(older), {device: shelf.stored_bytes for device, shelf in shelves.items()})
         kept = {device: digest for device, digest in (older | fresh).items() if device not in dropped}
         buckets = _by_shape([shelves[device] for device in sorted(kept)])
         items = sum(len(bucket.labels) for bucket in buckets)
@@ -91,7 +91,7 @@ class FeatureTraining(ServerRule):
         losses: list[float] = []
         for epoch in range(self.epochs):
             losses = []
-            picks = _shuffled(buckets, self.batch_size, draw, (context.rank, context.world_size))
+            picks = _shuffle(buckets, self.batch_size, draw, (context.rank, context.world_size))
             for number, batch in enumerate(_read_ahead(picks), start=1):
                 optimizer.zero_grad()  # to None: blocks below this one stay as they are, weight decay included
                 with products_in(context.precision, device):
@@ -116,10 +116,10 @@ class FeatureTraining(ServerRule):
             "dropped_devices": float(len(dropped)),
         }
         return replace(
-            state, tensors=tensors, memory=with_tensors({}, saved(optimizer, by_name)), uploads=kept
+            state, tensors=tensors, memory=with_tensors({}, save_state(optimizer, by_name)), uploads=kept
         ), figures
 
-    def _dropped(self, older: list[str], stored_bytes: dict[str, int]) -> set[str]:
+    def _choose_dropped(self, older: list[str], stored_bytes: dict[str, int]) -> set[str]:
         """Devices whose uploads of earlier rounds are dropped; `older` begins with the oldest round."""
         dropped: set[str] = set()
         if self.store_bytes is not None:
@@ -213,10 +213,10 @@ def _by_shape(shelves: list[TensorReader]) -> list[_Bucket]:
     return buckets
 
 
-def _shuffled(
+def _shuffle(
     buckets: list[_Bucket], size: int, draw: np.random.Generator, process: tuple[int, int]
 ) -> list[Callable[[], _Batch]]:
-    """What reads each batch of an epoch, over all buckets in shuffled order; each batch comes from one bucket.
+    """Return readers of an epoch's batches, over all buckets in shuffled order; each batch comes from one bucket.
 
     `process` is the rank and the number of those that share a batch.
     """

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fedvit.errors import EmptyCohort
-from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload, clipped
+from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload, clip_grads
 from fedvit.methods.generators.base import Generator, drawing
 from fedvit.methods.optimizers import Optimizer
 from fedvit.methods.products import products_in
 from fedvit.methods.rules.memory import tensor_of, with_tensors
-from fedvit.methods.rules.optimizer_state import restore, saved
+from fedvit.methods.rules.optimizer_state import restore, save_state
 from fedvit.methods.rules.weighted_mean import cohort_weights
 from fedvit.roles import Novel
 from fedvit.tensors import Tensors
@@ -78,7 +78,7 @@ class GeneratorUpdate(ServerRule):
         own = [self._personal(state, device, seed) for device in devices]
         stacked = {name: torch.stack([values[name].to(place) for values in own]) for name in own[0]}
         with torch.no_grad():
-            return self._made(shared, stacked, len(devices))
+            return self._generate(shared, stacked, len(devices))
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
@@ -126,12 +126,12 @@ class GeneratorUpdate(ServerRule):
         grads = {name: value.grad for name, value in parameters.items() if value.grad is not None}
         norm = float(torch.sqrt(sum((grad.square().sum() for grad in grads.values()), torch.zeros((), device=place))))
         if self.clip_norm is not None:
-            for name, grad in clipped(grads, self.clip_norm).items():
+            for name, grad in clip_grads(grads, self.clip_norm).items():
                 parameters[name].grad = grad
         optimizer = self._optimizer(parameters)
         restore(optimizer, parameters, state.memory)
         optimizer.step()
-        memory = with_tensors(state.memory, {**parameters, **saved(optimizer, parameters)})
+        memory = with_tensors(state.memory, {**parameters, **save_state(optimizer, parameters)})
         return replace(state, memory=memory), {"generator_gradient_norm": norm, **figures}
 
     def _optimizer(self, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
@@ -167,7 +167,7 @@ class GeneratorUpdate(ServerRule):
         stacked = {name: torch.stack([values[name] for values in own]) for name in own[0]}
         place = torch.device(context.accelerator)
         with products_in(context.precision, place):
-            made = self._made(shared, stacked, len(uploads))
+            made = self._generate(shared, stacked, len(uploads))
         downhill: dict[str, list[Tensor]] = {name: [] for name in made}
         for upload in uploads:
             delta = upload.load()
@@ -186,7 +186,7 @@ class GeneratorUpdate(ServerRule):
         torch.distributed.all_reduce(flat)
         torch.nn.utils.vector_to_parameters(flat, grads)
 
-    def _made(self, shared: dict[str, Tensor], personal: dict[str, Tensor], devices: int) -> dict[str, Tensor]:
+    def _generate(self, shared: dict[str, Tensor], personal: dict[str, Tensor], devices: int) -> dict[str, Tensor]:
         """(D, ...) of what the generator makes of `personal` (D, ...)."""
         if personal:
             made: dict[str, Tensor] = torch.vmap(self.generator.generate, in_dims=(None, 0))(shared, personal)

@@ -11,7 +11,7 @@ from fedvit.tensors import Array
 PREFIX = "optimizer/"
 
 
-def saved(optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def save_state(optimizer: torch.optim.Optimizer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer's state for each value: `optimizer/SLOT/NAME`."""
     return {
         f"{PREFIX}{slot}/{name}": content.detach()

@@ -43,7 +43,7 @@ class WeightedMean(ServerRule):
         """Sums are float64. Discounts are not normalised: a late cohort changes the server less.
 
         Raises EmptyCohort when no upload holds a sample, or too few came for the aggregator."""
-        deltas = weighted_deltas(uploads, context.round)
+        deltas = weight_deltas(uploads, context.round)
         mean = context.aggregator.combine(deltas, state.tensors.keys(), self.mixing)
         updated = {
             name: np.add(state.tensors[name], step).astype(state.tensors[name].dtype) for name, step in mean.items()
@@ -52,7 +52,7 @@ class WeightedMean(ServerRule):
         return replace(state, tensors={**state.tensors, **updated}), {"update_norm": norm}
 
 
-def weighted_deltas(uploads: Sequence[Upload], round_number: int) -> list[Delta]:
+def weight_deltas(uploads: Sequence[Upload], round_number: int) -> list[Delta]:
     """The deltas of all devices with samples, with their weights. Raises EmptyCohort when no upload holds a sample."""
     weights = cohort_weights(uploads, round_number)
     return [

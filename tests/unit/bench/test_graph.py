@@ -12,8 +12,8 @@ import pytest
 from bench import graph
 from bench.cases import Case
 from bench.child import run_child
-from bench.graph import by_operator, run_graph_bench
-from bench.graph_side import node_events, product_flops, random_feeds, whole_number_limits
+from bench.graph import run_graph_bench, sum_by_operator
+from bench.graph_side import count_product_flops, list_integer_limits, list_node_events, make_random_feeds
 from bench.onnx_side import START, start_values
 from bench.prepare import prepare
 from fedvit.blobs import BlobStore
@@ -49,7 +49,7 @@ def test_every_input_is_fed_within_its_range(prepared: Path) -> None:
     blobs = BlobStore(prepared)
     program = read_program(prepared)
     session = onnxruntime.InferenceSession(str(blobs.path(program.graphs["train"].digest)))
-    feeds = random_feeds(session, program, start_values(program, start["groups"], blobs))
+    feeds = make_random_feeds(session, program, start_values(program, start["groups"], blobs))
     assert feeds.keys() == {node.name for node in session.get_inputs()}
     assert feeds["batch/kept"].shape == (2, 8)
     assert set(feeds["batch/kept"].ravel()) <= set(range(16))
@@ -65,7 +65,7 @@ def test_numbers_that_are_drawn_stay_in_their_range(prepared: Path) -> None:
     depth = Draw(name="depth", low=1, high=5, count=3)
     (phase,) = program.train
     drawing = msgspec.structs.replace(program, train=(msgspec.structs.replace(phase, draws=(depth,)),))
-    assert whole_number_limits(drawing) == {**whole_number_limits(program), "draw/depth": (1, 5)}
+    assert list_integer_limits(drawing) == {**list_integer_limits(program), "draw/depth": (1, 5)}
 
 
 def test_the_report_of_a_tiny_case(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +97,11 @@ def test_products_are_counted_whichever_way_they_are_transposed() -> None:
     """(4 heads of) 6 x 3 times 3 x 5: 2 * 6 * 5 * 3 = 180 operations a head."""
     for left in ([6, 3], [3, 6]):
         args = {"op_name": "Gemm", "input_type_shape": [{"float": left}], "output_type_shape": [{"float": [6, 5]}]}
-        assert product_flops(args) == 180
+        assert count_product_flops(args) == 180
     heads = {"input_type_shape": [{"float": [4, 3, 6]}], "output_type_shape": [{"float": [4, 6, 5]}]}
-    assert product_flops({"op_name": "FusedMatMul", **heads}) == 4 * 180
+    assert count_product_flops({"op_name": "FusedMatMul", **heads}) == 4 * 180
     vector = {"input_type_shape": [{"float": [3]}], "output_type_shape": [{"float": [5]}]}
-    assert product_flops({"op_name": "MatMul", **vector}) == 2 * 3 * 5
+    assert count_product_flops({"op_name": "MatMul", **vector}) == 2 * 3 * 5
 
 
 def test_the_first_run_and_what_is_no_node_are_not_counted() -> None:
@@ -112,5 +112,5 @@ def test_the_first_run_and_what_is_no_node_are_not_counted() -> None:
         event(30, "Add", 4), event(10, "Add", 900), event(11, "Mul", 900), event(31, "Mul", 8), event(20, "Add", 2),
         event(21, "Mul", 6), event(5, "", 1, cat="Session"), event(6, "Add", 1, name="n_fence_before"),
     ]  # fmt: skip
-    costs = by_operator(node_events(profile, runs=3), runs=2)
-    assert [(cost.op, cost.nodes, cost.ms) for cost in costs] == [("Mul", 1, 0.007), ("Add", 1, 0.003)]
+    costs = sum_by_operator(list_node_events(profile, runs=3), runs=2)
+    assert [(cost["op"], cost["nodes"], cost["ms"]) for cost in costs] == [("Mul", 1, 0.007), ("Add", 1, 0.003)]

@@ -8,8 +8,10 @@ import pytest
 
 from coordinator.compute.planning.checks import checked_config
 from coordinator.config import RunConfig
+from coordinator.record.database import use_database
 from fedvit.methods import METHODS
 from fedvit.tensors import Tensors
+from tests.support.postgresql import Postgresql
 from tests.support.runs import Configure, Generated, Stage
 
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
@@ -55,3 +57,12 @@ def first(tmp_path_factory: pytest.TempPathFactory, configure: Configure, graph_
     stage.start()
     assert stage.finish() == "finished"
     return stage.model()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def runs(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder of runs without any, whose record is kept here or there."""
+    if request.param == "postgresql":
+        server: Postgresql = request.getfixturevalue("postgresql")
+        use_database(tmp_path / "runs", server.schema())
+    return tmp_path / "runs"

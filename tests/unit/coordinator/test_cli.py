@@ -23,7 +23,7 @@ from coordinator.cli import cli
 from coordinator.commands.config_flags import merge_flags
 from coordinator.compute.accelerator import choose_accelerator
 from coordinator.config import RunConfig, make_config
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.models import build_vit
@@ -42,18 +42,18 @@ PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 def out(tmp_path: Path) -> Iterator[Path]:
     """A folder with a finished run `done`, one evaluated round of two devices, and an interrupted run `half`."""
     folder = tmp_path / "runs"
-    store = Store.in_folder(folder)
+    store = open_record(folder)
     for name, status in (("done", "finished"), ("half", "interrupted")):
-        store.create_run(name, msgspec.to_builtins(RunConfig(method="fedavg", rounds=3, seed=5)))
-        store.update_run(name, status=status, classes=["ant", "bee"], protocol="each device's own test images")
-    store.open_round("done", 1, ["pi-1", "pi-2"])
+        store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg", rounds=3, seed=5)))
+        store.runs.update(name, status=status, classes=["ant", "bee"], protocol="each device's own test images")
+    store.rounds.open("done", 1, ["pi-1", "pi-2"])
     for device, right in (("pi-1", 4.0), ("pi-2", 3.0)):
         use = ResourceUse(step_s=0.01, flops=10**9, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
         add_result(store, device, messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
         add_result(store, device, messages.Result("done", 1, "evaluate", 5, {"correct": right}, ResourceUse()))
-    store.close_round("done", 1, SavedState({}, None, {}), {})
-    store.round_evaluated("done", 1)
-    store.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
+    store.rounds.close("done", 1, SavedState({}, None, {}), {})
+    store.rounds.close_evaluation("done", 1)
+    store.devices.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
     yield folder
     store.close()
 
@@ -230,7 +230,7 @@ def test_start_whose_port_is_busy_leaves_nothing_behind(out: Path, tmp_path: Pat
             assert complaint.startswith(f"port {listen.partition(':')[2]} on 127.0.0.1 is in use")
     assert not (tmp_path / "fresh").exists()
     assert not (out / "new").exists()
-    assert "new" not in [record.id for record in Store.in_folder(out).runs()]
+    assert "new" not in [record.id for record in open_record(out).runs.read_all()]
 
 
 def test_start_resume_or_new_wants_a_name(out: Path) -> None:
@@ -245,65 +245,6 @@ def test_start_resume_or_new_has_nothing_to_do_for_a_finished_run(out: Path) -> 
     assert done.exit_code == 0
     assert done.exception is None
     assert "run done is finished: there is nothing to do" in done.stderr
-
-
-def test_run_recorded_with_the_old_name_of_a_table_is_resumed_and_shown(out: Path) -> None:
-    """That was the name of the table [robust] in an earlier version. A file has to have the new one."""
-    store = Store.in_folder(out)
-    old = {**store.run("half").config, "protection": {"strikes": 7}}
-    del old["robust"]
-    store.update_run("half", config=old)
-    store.close()
-    assert "would resume run half" in said("start", "--check", "--resume", "half", "--runs", out).stdout
-    assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["robust.strikes"] == 7
-    complaint = "robust.strikes = 7, and now robust.strikes = 3 is asked for"
-    assert complaint in refused("start", "--resume", "half", "--robust.strikes", 3, "--runs", out)
-
-
-def test_run_recorded_with_key_rehearsal_is_resumed_and_shown(out: Path) -> None:
-    """That was the name of deterministic_noise in an earlier version."""
-    store = Store.in_folder(out)
-    privacy = {**store.run("half").config["privacy"], "rehearsal": True}
-    del privacy["deterministic_noise"]
-    store.update_run("half", config={**store.run("half").config, "privacy": privacy})
-    store.close()
-    said("start", "--check", "--resume", "half", "--runs", out)
-    assert json.loads(said("show", "half", "--runs", out, "--json").output)["settings"]["privacy.deterministic_noise"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[protection]\nstrikes = 7\n", "the table 'protection' is 'robust' now; rename it"),
-        (
-            "[privacy]\nrehearsal = true\n",
-            "the key 'privacy.rehearsal' is 'privacy.deterministic_noise' now; rename it",
-        ),
-    ],
-)
-def test_file_with_old_name_is_refused_with_new_name(tmp_path: Path, content: str, message: str) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(content)
-    assert refused("start", "--config", file, "--runs", tmp_path / "runs") == f"{file}: {message}"
-
-
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [
-        (("runs",), "--out", "--runs"),
-        (("start",), "--out", "--runs"),
-        (("start",), "--clip", "--privacy.clip"),
-        (("start",), "--clip-norm", "--robust.clip-norm"),
-        (("submit",), "--up-group", "--updates.up-group"),
-        (("start",), "--no-flip", "--images.no-flip"),
-        (("serve",), "--deployment", "--broker.deployment"),
-        (("metrics", "done"), "--writer", "--metrics.writer"),
-    ],
-)
-def test_a_flag_of_an_earlier_version_is_answered_with_the_new_one(
-    command: tuple[str, ...], old: str, new: str
-) -> None:
-    assert refused(*command, f"{old}=x") == f"{old} was renamed to {new}"
 
 
 @pytest.mark.parametrize("how", [("--resume",), ("--resume", "half")])
@@ -343,7 +284,7 @@ def test_an_accelerator_that_is_not_there_is_named_and_no_run_is_made(out: Path)
     said = refused("start", "--accelerator", "warp", "--run", "new", "--runs", out, "--quiet")
     assert said.startswith("accelerator = 'warp' cannot be used: ")
     assert "\n" not in said
-    assert "new" not in [record.id for record in Store.in_folder(out).runs()]
+    assert "new" not in [record.id for record in open_record(out).runs.read_all()]
     assert choose_accelerator("cpu") == "cpu"
     assert choose_accelerator("auto") in ("cpu", "cuda")
 
@@ -436,17 +377,17 @@ def test_methods_that_cannot_be_shown(arguments: tuple[str, ...], complaint: str
         (
             ["start", "--method", "fedav"],
             "flags: unknown method 'fedav'; did you mean 'fedavg'",
-            "torch numpy sqlalchemy",
+            "torch timm",
         ),
-        (["start", "--resume", "nosuch"], "no run 'nosuch'", "torch numpy"),
+        (["start", "--resume", "nosuch"], "no run 'nosuch'", "torch timm"),
         (
             ["start", "-o", "maks=0.5"],
             "flags: method 'eftvit' has no option 'maks'; did you mean 'mask'?",
-            "torch numpy",
+            "torch timm",
         ),
-        (["start", "--model", "vit_tiny_patch16_22"], "did you mean 'vit_tiny_patch16_224'", "torch timm numpy"),
+        (["start", "--model", "vit_tiny_patch16_22"], "did you mean 'vit_tiny_patch16_224'", "torch timm"),
         (["start", "--model-option", "dept=2"], "model 'vit_small_images' has no option 'dept'; did you mean", "torch"),
-        (["start", "--variant", "pi-*:lrr=1"], "variants: 'pi-*': method 'eftvit' has no option 'lrr'", "torch numpy"),
+        (["start", "--variant", "pi-*:lrr=1"], "variants: 'pi-*': method 'eftvit' has no option 'lrr'", "torch timm"),
         (["submit", "--method", "fedav"], "unknown method 'fedav'; did you mean 'fedavg'", "torch"),
         (["show", "dome"], "no run 'dome'; did you mean 'done'? The newest runs are: half, done", "torch numpy"),
         (["runs"], None, "torch numpy"),
@@ -517,8 +458,8 @@ def test_help_shows_flags_by_what_they_are_about() -> None:
     own = text.split("\nOptions:")[1].split("\n\n")[0]
     flags = [line.split()[0].rstrip(",") for line in own.splitlines() if line.startswith("  -")]
     assert flags == [
-        "--config", "--runs", "--record", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--metrics",
-        "--metrics-password-file", "--log-format", "--help",
+        "--config", "--runs", "--record", "--resume", "--run", "--resume-or-new", "--check", "--quiet", "--prometheus",
+        "--prometheus-password-file", "--log-format", "--help",
     ]  # fmt: skip
     robust = text.split("Table [robust]:")[1].split("\n\n")[0]
     assert "--robust.aggregator" in robust
@@ -584,7 +525,7 @@ def test_what_cannot_begin_is_refused_before_any_device_is_waited_for(
     result = said("start", "--runs", out, "--broker", "mqtt://127.0.0.1:1", *flags, *check)
     assert isinstance(result.exception, ConfigError), result.output
     assert complaint in str(result.exception)
-    assert [record.id for record in Store.in_folder(out).runs()] == ["half", "done"]
+    assert [record.id for record in open_record(out).runs.read_all()] == ["half", "done"]
 
 
 @pytest.mark.usefixtures("forked_worker")
@@ -732,7 +673,7 @@ def test_other_commands_refuse_a_wrong_value_without_torch(command: list[str], t
 def test_a_writer_whose_library_is_missing_is_refused(command: list[str], tmp_path: Path) -> None:
     """Before anything is opened, in one line that says what to install."""
     blocked = "import sys; sys.modules['mlflow'] = None; from coordinator.cli import main; main()"
-    arguments = [*command, "--runs", str(tmp_path / "runs"), "--metrics.writer", "mlflow"]
+    arguments = [*command, "--runs", str(tmp_path / "runs"), "--trackers.writer", "mlflow"]
     done = subprocess.run(
         [sys.executable, "-c", blocked, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False
     )
@@ -743,23 +684,23 @@ def test_a_writer_whose_library_is_missing_is_refused(command: list[str], tmp_pa
 
 def test_metrics_of_an_earlier_run(out: Path) -> None:
     """It had no writers; what a second call finds written stays as it is."""
-    assert "run 'done' has no writers of its own" in refused("metrics", "done", "--runs", out)
+    assert "run 'done' has no writers of its own" in refused("show", "done", "--track", "--runs", out)
     for rounds in ("1 round", "0 rounds"):
         assert (
             f"{rounds} written to TensorBoard"
-            in said("metrics", "done", "--runs", out, "--metrics.writer", "tensorboard").output
+            in said("show", "done", "--runs", out, "--trackers.writer", "tensorboard").output
         )
     assert scalars(out / "done")["accuracy/mean"] == [(1, pytest.approx(0.7))]
 
 
 def test_a_password_in_the_address_of_a_server_is_refused(tmp_path: Path) -> None:
     told = refused(
-        "start", "--runs", tmp_path, "--metrics.writer", "mlflow", "--metrics.mlflow-uri", "https://me:secret@mlflow"
+        "start", "--runs", tmp_path, "--trackers.writer", "mlflow", "--trackers.mlflow-uri", "https://me:secret@mlflow"
     )
     assert "MLFLOW_TRACKING_PASSWORD in the environment" in told
     assert "secret" not in told
 
 
 def test_a_writer_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    told = refused("start", "--runs", tmp_path, "--metrics.writer", "tensorbord")
+    told = refused("start", "--runs", tmp_path, "--trackers.writer", "tensorbord")
     assert "allowed are mlflow | tensorboard" in told

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client import resending
+from edge_client.link import resending
 from fedvit.data.folder import DeviceData
 from tests.support.agents import Log, World
 from tests.support.once import made_once

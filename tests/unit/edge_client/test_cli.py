@@ -16,8 +16,8 @@ import pytest
 import fedvit.data
 import profiles.probes.host
 from coordinator.security.broker import Broker
-from edge_client.speed import find_speed
-from edge_client.state import device_id
+from edge_client.owner.speed import find_speed
+from edge_client.storage.state import device_id
 from fedvit.errors import ConfigError, DataError
 from fedvit.resources import Budget
 from fedvit.transport.base import Received
@@ -199,7 +199,7 @@ def test_a_devices_name_is_kept_from_start_to_start(serve: Callable[..., Serving
 
 
 def test_a_bit_of_the_devices_name_makes_no_other_device(tmp_path: Path) -> None:
-    """Its draws and its messages are under that name. A file of an earlier version has no digest."""
+    """Its draws and its messages are under that name."""
     file = tmp_path / "device-id"
     assert device_id(tmp_path, "pi-1", tmp_path) == "pi-1"
     raw = file.read_bytes()
@@ -210,8 +210,6 @@ def test_a_bit_of_the_devices_name_makes_no_other_device(tmp_path: Path) -> None
         with pytest.raises(ConfigError, match="device-id"):
             device_id(tmp_path, None, tmp_path)
     assert device_id(tmp_path, "pi-1", tmp_path) == device_id(tmp_path, None, tmp_path) == "pi-1"
-    file.write_text("pi-2")
-    assert device_id(tmp_path, None, tmp_path) == "pi-2"
 
 
 def test_a_data_folder_may_have_any_name(serve: Callable[..., Serving], digits: Path, tmp_path: Path) -> None:
@@ -415,9 +413,19 @@ def test_a_device_needs_no_framework() -> None:
     probes = [f"profiles.probes.{path.stem}" for path in here.glob("*.py") if path.stem != "__init__"]
     assert len(probes) >= 7
     modules = [
-        *("edge_client.cli", "edge_client.agent", "edge_client.runtime", "edge_client.vault", "edge_client.sampler"),
-        *("edge_client.trained", "export.bundle.write", "export.bundle.read"),
-        *("edge_client.doctor", "edge_client.guard", "edge_client.profile", "edge_client.speed"),
+        *(
+            "edge_client.cli",
+            "edge_client.agent",
+            "edge_client.work.runtime",
+            "edge_client.storage.vault",
+            "edge_client.work.sampler",
+        ),
+        *("edge_client.owner.trained", "export.bundle.write", "export.bundle.read"),
+        *(
+            "edge_client.health.guard",
+            "edge_client.owner.profile",
+            "edge_client.owner.speed",
+        ),
         *probes,
         *("fedvit.data", "fedvit.transport.mqtt", "fedvit.transport.memory"),
         *data,

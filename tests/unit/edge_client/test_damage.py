@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 import fedvit.blobs
-from edge_client import integrity as integrity_module
-from edge_client import resending
+from edge_client.link import resending
+from edge_client.storage import integrity as integrity_module
 from fedvit.blobs import is_whole
 from fedvit.program import Program
 from fedvit.tensors import pack
@@ -132,7 +132,7 @@ def test_what_is_damaged_while_the_device_runs_is_found_in_idle_time(
     world.server.acknowledge(first)
     graph = device.blobs.path(fedavg.program.graphs["train"].digest)
     flip(graph)
-    device.agent._integrity._due = 0.0
+    device.agent.storage.integrity._due = 0.0
     monkeypatch.setattr(integrity_module, "SCRUB_EVERY_S", 0.0)
     monkeypatch.setattr(integrity_module, "SCRUB_AGAIN_S", 0.0)
     world.server.wait(lambda: not graph.exists())
@@ -174,7 +174,7 @@ def test_a_damaged_base_is_not_patched(worlds: Callable[[], World], fedavg: Sett
     assert len(result.damaged) == 1
     assert delta_step.base.removeprefix("blake3:") in result.damaged[0]
     assert is_whole(again.blobs.path(delta_step.target), delta_step.target)
-    assert again.agent._executor.accepts_delta_chains
+    assert again.agent.worker.accepts_delta_chains
 
 
 def test_a_base_that_is_damaged_after_it_was_read_is_found_by_what_comes_out(
@@ -188,7 +188,7 @@ def test_a_base_that_is_damaged_after_it_was_read_is_found_by_what_comes_out(
     result = world.result(fedavg, round=2, kind="evaluate", group_values={"model": new}, recipes=(delta_step,))
     assert [delta_step.base.removeprefix("blake3:") in what for what in result.damaged] == [True]
     assert is_whole(device.blobs.path(delta_step.target), delta_step.target)
-    assert device.agent._executor.accepts_delta_chains
+    assert device.agent.worker.accepts_delta_chains
 
 
 def test_a_disk_that_keeps_nothing_is_named_and_the_task_ends(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from coordinator.compute.planning.batch import UNCHANGED, chosen_batch, method_batch
+from coordinator.compute.planning.batch import UNCHANGED, choose_batch, method_batch
 from export.graphs import export_graphs
 from export.trace import to_onnx, trace
 from fedvit.methods import build_model, make_method
@@ -29,7 +29,7 @@ def test_answer_costs_what_he_et_al_say() -> None:
     method = make_method("fedavg", {"batch_size": 64})
     with torch.device("meta"):
         vit = build_model(method, "resnet50", 1000, seed=0)
-    batch = chosen_batch(method, vit, UNCHANGED)
+    batch = choose_batch(method, vit, UNCHANGED)
     assert batch.run_size == 2
     vit = build_model(method, "resnet50", 1000, seed=0)
     graph = to_onnx(trace(predict_step(method, vit), example_inputs(method, vit, batch, None)))

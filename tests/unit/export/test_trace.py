@@ -12,7 +12,7 @@ from onnx import numpy_helper
 from torch import Tensor
 
 from export.trace import IR_VERSION, OPSET, to_onnx, trace
-from fedvit.methods.base import trained_names
+from fedvit.methods.base import list_trained
 from fedvit.methods.calculus import TorchCalculus
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.methods.step import (
@@ -214,7 +214,7 @@ def test_the_first_step_of_a_whole_graph_is_torchs(tiny: Any) -> None:
     the 8 rows are padding. All is finite, and equals eager torch with torch.optim."""
     method, vit, batch, graphs = tiny("eftvit")
     (phase,) = method.phases(vit)
-    names = trained_names(method, vit, phase)
+    names = list_trained(method, vit, phase)
     inputs = first_step_inputs(example_inputs(method, vit, batch, whole(phase), seed=4))
     inputs["batch/kept"] = torch.tensor([1, 2, 3, 4]).expand(8, -1).contiguous()
     inputs["batch/weight"] = (torch.arange(8) < 4).float()

@@ -9,31 +9,31 @@ from tests.support.children import in_child
 USED_UP = """
 import pathlib, resource, sys
 import numpy as np
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.blobs import BlobStore, is_whole
 from fedvit.errors import TooManyOpenFiles
-from fedvit.tensors import mapped, pack
+from fedvit.tensors import map_tensors, pack
 
 folder = pathlib.Path(sys.argv[1])
 blobs, file = BlobStore(folder / "blobs"), folder / "tensors"
 digest = blobs.put(b"content").digest
-Store.in_folder(folder).close()
+open_record(folder).close()
 file.write_bytes(pack({"a": np.zeros(3, np.float32)}))
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
 path = blobs.path(digest)
-for attempt in (lambda: blobs.put(b"more"), lambda: is_whole(path, digest), lambda: Store.in_folder(folder)):
+for attempt in (lambda: blobs.put(b"more"), lambda: is_whole(path, digest), lambda: open_record(folder)):
     try:
         attempt()
         print("nothing")
     except TooManyOpenFiles as error:
         print(error)
 try:
-    mapped(file)
+    map_tensors(file)
 except OSError as error:
     print(error)
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-blobs.put(b"more"), Store.in_folder(folder), mapped(file)
+blobs.put(b"more"), open_record(folder), map_tensors(file)
 print("there are some again")
 """
 

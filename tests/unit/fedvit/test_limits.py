@@ -113,7 +113,7 @@ def test_limits_can_be_learnt_while_connected(broker: Broker) -> None:
         for number in range(100):
             client.publish("a", bytes([number]))
         assert [payload[0] for _, payload in client.messages(100)] == list(range(100))
-        with pytest.raises(BadPayload, match="65537 bytes on a exceeds max_payload_bytes = 65536 of the broker"):
+        with pytest.raises(BadPayload):
             client.transport.publish("a", bytes(65_537))
         client.transport.close()
         assert proxy.broken == []

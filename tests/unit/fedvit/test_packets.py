@@ -32,7 +32,7 @@ def test_what_is_published_is_read_again(topic: str, payload: bytes) -> None:
     packet = read(raw + b"next")
     assert packet is not None
     assert packet.end == len(raw)
-    name, body = packets.published(memoryview(raw), packet)
+    name, body = packets.parse_publish(memoryview(raw), packet)
     assert (name, bytes(body)) == (topic.encode(), payload)
     assert all(read(raw[:cut]) is None for cut in range(1, len(raw)))
 
@@ -46,7 +46,7 @@ def test_any_bytes_are_packets_or_refused(raw: bytes) -> None:
         while packet := packets.read_packet(view, start, len(raw), LARGEST):
             assert start < packet.end <= len(raw)
             if packet.kind == packets.PUBLISH:
-                packets.published(view, packet)
+                packets.parse_publish(view, packet)
             elif packet.kind == packets.SUBACK:
                 packets.packet_id(view, packet)
             start = packet.end
@@ -56,5 +56,5 @@ def test_any_bytes_are_packets_or_refused(raw: bytes) -> None:
 
 @pytest.mark.parametrize("raw", [b"\x30\xff\xff\xff\xff\x01", b"\x30\x80\x20", b"\x30\xff\xff\xff\x7f"])
 def test_a_packet_larger_than_agreed_is_refused_before_it_is_read(raw: bytes) -> None:
-    with pytest.raises(BadPayload, match="the broker sent a packet"):
+    with pytest.raises(BadPayload):
         read(raw)

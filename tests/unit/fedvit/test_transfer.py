@@ -302,7 +302,7 @@ def test_a_chunk_that_does_not_fit_changes_nothing(wrong: Chunk) -> None:
 @pytest.mark.parametrize("missing", [(0, 3), (2, 1), (-1, 1), (0, 0), (0, -1)])
 def test_a_want_for_chunks_that_do_not_exist_is_refused(missing: tuple[int, int]) -> None:
     outgoing = Outgoing(manifest_of(2))
-    with pytest.raises(BadPayload, match="of a blob of 2 chunks"):
+    with pytest.raises(BadPayload):
         outgoing.update("r", BlobNack(DIGEST, (missing,)))
     assert outgoing.receiver_count == 0
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.display import Display
 from fedvit.errors import ConfigError, FedvitError
 from fleet import api
@@ -153,10 +153,10 @@ def test_a_run_that_was_interrupted_is_resumed(page: Executed, tmp_path: Path, m
         patch.setattr(api, "choose_display", lambda quiet: Stopped())
         with pytest.raises(KeyboardInterrupt):
             run(parts, **settings)
-    store = Store.in_folder(tmp_path)
+    store = open_record(tmp_path)
     try:
-        assert store.run("broken-off").status == "interrupted"
-        assert [entry.round for entry in store.rounds("broken-off") if entry.closed_at] == [1]
+        assert store.runs.read("broken-off").status == "interrupted"
+        assert [entry.round for entry in store.rounds.read_all("broken-off") if entry.closed_at] == [1]
     finally:
         store.close()
     resumed = run(parts, resume=True, progress=False, **settings)

@@ -9,7 +9,8 @@ from safetensors.numpy import load_file
 
 from fedvit.models import LSTM, RESNET
 from fleet.devices import device_folders
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.displays import Lines
 from tests.support.plays import LSTM_MODEL, write_play
@@ -30,7 +31,7 @@ def test_engines_train_the_same_model(
 ) -> None:
     """On torch all devices of the cohort in one batch."""
     source = "digits" if model == RESNET else str(write_play(tmp_path / "play.txt"))
-    deal(source, "iid" if model == RESNET else "natural", 2, tmp_path / "parts", size=8)
+    deal(source, "iid" if model == RESNET else "natural", 2, tmp_path / "parts", DealSettings(size=8))
     values = {
         "method": method, "options": {"batch_size": 32, "lr": 0.05}, "rounds": 2, "model": model,
         "model_options": options, "accelerator": "cpu",
@@ -38,9 +39,17 @@ def test_engines_train_the_same_model(
     made, lines = {}, Lines()
     for engine in ("onnx", "torch"):
         outcome = simulate(
-            device_folders(tmp_path / "parts", 2), values, out=tmp_path / engine, run="run", graph_cache=graph_cache,
-            engine=engine, at_once=1, display=lines,
-        )  # fmt: skip
+            RunRequest(
+                device_folders(tmp_path / "parts", 2),
+                values,
+                out=tmp_path / engine,
+                run="run",
+                graph_cache=graph_cache,
+                engine=engine,
+                at_once=1,
+            ),
+            lines,
+        )
         made[engine] = load_file(outcome.folder / "model.safetensors")
     assert not [line for line in lines.lines if "one after the other" in line]
     assert made["onnx"].keys() == made["torch"].keys()

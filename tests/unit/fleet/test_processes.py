@@ -66,7 +66,7 @@ def test_stop_asks_every_child_to_end(tmp_path: Path) -> None:
     children = [fleet.start(str(number), python(POLITE), tmp_path / "logs" / str(number)) for number in range(3)]
     for number in range(3):
         ready(tmp_path / "logs" / str(number))
-    assert fleet.ended() == {}
+    assert fleet.exit_codes() == {}
     fleet.stop()
     assert [child.returncode for child in children] == [7, 7, 7]
     assert (tmp_path / "logs" / "0").read_text().split() == ["ready", "leaving"]
@@ -118,11 +118,11 @@ def test_who_ended_and_how(tmp_path: Path) -> None:
         fleet.start("bad", python("raise SystemExit(3)"), tmp_path / "bad")
         fleet.start("going", python(SLEEPER), tmp_path / "going")
         assert fleet.wait(["good", "bad"], WAIT_S)
-        assert fleet.ended() == {"good": 0, "bad": 3}
+        assert fleet.exit_codes() == {"good": 0, "bad": 3}
         assert not fleet.wait(["good", "going"], 0.2)
         os.kill(fleet._running["going"].pid, signal.SIGKILL)
         assert fleet.wait(["going"], WAIT_S)
-        assert fleet.ended()["going"] == -signal.SIGKILL
+        assert fleet.exit_codes()["going"] == -signal.SIGKILL
 
 
 def test_ctrl_c_at_the_terminal_reaches_us_alone(tmp_path: Path) -> None:
@@ -144,5 +144,5 @@ def test_our_programs_can_be_started_without_scripts_on_the_path(tmp_path: Path)
     with Fleet() as fleet:
         fleet.start("edge", [*program("edge_client.cli"), "--version"], tmp_path / "edge")
         assert fleet.wait(["edge"], WAIT_S)
-        assert fleet.ended() == {"edge": 0}
+        assert fleet.exit_codes() == {"edge": 0}
     assert "0.1.0" in (tmp_path / "edge").read_text()

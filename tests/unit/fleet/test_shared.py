@@ -137,7 +137,7 @@ class TestFetches:
         stage.serve()
         assert sorted(stage.finished) == [("a", None), ("b", None)]
         assert stage.shared.view().get(manifest.digest) == CONTENT
-        assert stage.exchanges["server"]._transport.sent_bytes < len(CONTENT) + 5 * CHUNK_BYTES // 100
+        assert stage.exchanges["server"]._receiver._transport.sent_bytes < len(CONTENT) + 5 * CHUNK_BYTES // 100
 
     def test_another_takes_over_from_one_that_gives_up(self, stage: Stage) -> None:
         manifest = stage.server_blobs.put(CONTENT)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.store import Store
-from edge_client.runtime import Runtime
+from coordinator.record.record import open_record
+from edge_client.work.runtime import Runtime
 from fedvit.errors import ConfigError, PeerRefused
 from fleet.devices import device_folders
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
+from fleet.request import Engine, RunRequest
 from fleet.shared import WorkQueue
-from fleet.simulate import Engine, simulate
+from fleet.simulate import simulate
 from tests.support.event_files import steps
 from tests.support.tiny import TINY_MODEL
 
@@ -30,7 +31,7 @@ DEVICES = 3
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three devices with 1797 digits between them, of which each tests with nine tenths: training takes a moment."""
     out = tmp_path_factory.mktemp("dealt") / "parts"
-    deal("digits", "iid", DEVICES, out, test_share=0.9)
+    deal("digits", "iid", DEVICES, out, DealSettings(test_share=0.9))
     return device_folders(out, None)
 
 
@@ -69,7 +70,7 @@ def test_graphs_are_loaded_once(
         return load(self, digest, path)
 
     monkeypatch.setattr(Runtime, "_load", counted)
-    summary = simulate(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache).summary
+    summary = simulate(RunRequest(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache)).summary
     assert summary.status == "finished"
     assert [entry.accepted for entry in summary.rounds] == [DEVICES] * 2
     assert len(loaded) == len(set(loaded)) == 3  # gradients, update, answers
@@ -77,7 +78,9 @@ def test_graphs_are_loaded_once(
 
 def test_how_many_compute_at_a_time_changes_no_bit(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     for at_once in (1, 3):
-        simulate(folders, VALUES, out=tmp_path, run=f"by-{at_once}", at_once=at_once, graph_cache=graph_cache)
+        simulate(
+            RunRequest(folders, VALUES, out=tmp_path, run=f"by-{at_once}", at_once=at_once, graph_cache=graph_cache)
+        )
     models = [(tmp_path / f"by-{at_once}" / "model.safetensors").read_bytes() for at_once in (1, 3)]
     assert models[0] == models[1]
 
@@ -86,35 +89,39 @@ def test_run_that_exists(folders: list[Path], tmp_path: Path, graph_cache: Path)
     """Again with `resume` it is finished at once, its rounds untouched; with another configuration it is refused."""
 
     def rounds() -> list[tuple[int, str | None]]:
-        store = Store.in_folder(tmp_path)
+        store = open_record(tmp_path)
         try:
-            return [(entry.round, entry.closed_at) for entry in store.rounds("run")]
+            return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run")]
         finally:
             store.close()
 
-    simulate(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache)
+    simulate(RunRequest(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache))
     before = rounds()
-    simulate(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache, resume=True)
+    simulate(RunRequest(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache, resume=True))
     assert rounds() == before
     with pytest.raises(ConfigError, match="began with another configuration"):
-        simulate(folders, {**VALUES, "seed": 1}, out=tmp_path, run="run", graph_cache=graph_cache, resume=True)
+        simulate(
+            RunRequest(folders, {**VALUES, "seed": 1}, out=tmp_path, run="run", graph_cache=graph_cache, resume=True)
+        )
 
 
 @pytest.mark.parametrize("engine", ["onnx", "torch"])
 def test_metrics_of_a_simulation(engine: Engine, folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     """The torch engine records several rounds at once; resumed, a finished run has its rounds written elsewhere."""
-    values = {**VALUES, "rounds": 3, "metrics": {"writers": ["tensorboard"]}}
+    values = {**VALUES, "rounds": 3, "trackers": {"writers": ["tensorboard"]}}
     for resume in (False, True):
         simulate(
-            folders,
-            values,
-            out=tmp_path,
-            run="run",
-            graph_cache=graph_cache,
-            engine=engine,
-            resume=resume,
-            label="one",
-            at_once=1,
+            RunRequest(
+                folders,
+                values,
+                out=tmp_path,
+                run="run",
+                graph_cache=graph_cache,
+                engine=engine,
+                resume=resume,
+                label="one",
+                at_once=1,
+            )
         )
         assert steps(tmp_path / "run", "loss/train") == [1, 2, 3]
         assert steps(tmp_path / "run", "accuracy/mean") == [2, 3]
@@ -124,4 +131,6 @@ def test_metrics_of_a_simulation(engine: Engine, folders: list[Path], tmp_path: 
 def test_a_device_that_is_refused_ends_the_run(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     """The devices hold ten classes, the run knows two: without them it would wait for ever."""
     with pytest.raises(PeerRefused, match="device-"):
-        simulate(folders, {**VALUES, "classes": ["0", "1"]}, out=tmp_path, run="run", graph_cache=graph_cache)
+        simulate(
+            RunRequest(folders, {**VALUES, "classes": ["0", "1"]}, out=tmp_path, run="run", graph_cache=graph_cache)
+        )

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from edge_client.trained import trained_here
+from edge_client.owner.trained import load_own_model
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.models import TEXT
 from fleet.devices import device_folders
 from fleet.experiments.grid import read_grid
-from fleet.partition import deal
-from fleet.run import FleetOutcome
+from fleet.partition import DealSettings, deal
+from fleet.request import RunOutcome, RunRequest
 from fleet.simulate import simulate
 from tests.support.plays import TEXT_MODEL, write_play
 
@@ -21,19 +21,21 @@ from tests.support.plays import TEXT_MODEL, write_play
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    deal(str(write_play(folder / "play.txt")), "natural", 2, folder / "parts", size=8)
+    deal(str(write_play(folder / "play.txt")), "natural", 2, folder / "parts", DealSettings(size=8))
     return folder / "parts"
 
 
-def run(parts: Path, out: Path, cache: Path, **values: Any) -> FleetOutcome:
+def run(parts: Path, out: Path, cache: Path, **values: Any) -> RunOutcome:
     engine = values.pop("engine", "onnx")
     options = {"batch_size": 8, "epochs": 4, "optimizer": "adamw", "lr": 0.01, **values.pop("options", {})}
     model = {**TEXT_MODEL, **values.pop("model_options", {})}
     config = {"rounds": 2, "model": TEXT, "model_options": model, "options": options, **values}
-    return simulate(device_folders(parts, 2), config, out=out, run="run", graph_cache=cache, engine=engine, at_once=1)
+    return simulate(
+        RunRequest(device_folders(parts, 2), config, out=out, run="run", graph_cache=cache, engine=engine, at_once=1)
+    )
 
 
-def last_accuracy(outcome: FleetOutcome) -> float:
+def last_accuracy(outcome: RunOutcome) -> float:
     accuracy = outcome.summary.rounds[-1].accuracy_mean
     assert accuracy is not None
     return accuracy
@@ -87,7 +89,7 @@ def test_model_of_text_makes_no_bundle(parts: Path, tmp_path: Path, graph_cache:
     outcome = run(parts, tmp_path, graph_cache, method="local", rounds=1)
     state = outcome.folder / "state" / "device-0"
     with pytest.raises(ConfigError, match="run 'run' has a model of text: bundles are of models that read images"):
-        trained_here("run", device="device-0", state=state, data=None, threads=1, made_by="a test")
+        load_own_model("run", device="device-0", state=state, data=None, threads=1, made_by="a test")
 
 
 EXPERIMENT = """

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-import coordinator.rounds.coordinator
 from coordinator.rounds.coordinator import Coordinator
 from fedvit.errors import ConfigError
 from fleet import simulate as simulation
 from fleet.devices import virtual_devices
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
+from fleet.request import RunRequest
 from fleet.virtual import Host, share
 from tests.support.tiny import TINY_MODEL
 
@@ -24,7 +24,7 @@ CONTAINERS = (dict, list, set, deque)
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("dealt") / "parts"
-    deal("digits", "iid", 2, out, test_share=0.98)
+    deal("digits", "iid", 2, out, DealSettings(test_share=0.98))
     return out
 
 
@@ -50,38 +50,44 @@ def test_nothing_accumulates(
     hosts: list[Host] = []
 
     class Counted(Coordinator):
-        def _report(self, number: int) -> None:
-            super()._report(number)
-            seen.append(sizes(self, "coordinator"))
+        def __init__(self, **parts: Any) -> None:
+            super().__init__(**parts)
+            finish = self.journal.finish
+
+            def count(number: int) -> None:
+                finish(number)
+                seen.append(sizes(self, "coordinator"))
+
+            monkeypatch.setattr(self.journal, "finish", count)
 
     class Remembered(Host):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             hosts.append(self)
 
-    monkeypatch.setattr(coordinator.rounds.coordinator, "Coordinator", Counted)
+    monkeypatch.setattr(simulation, "Coordinator", Counted)
     monkeypatch.setattr(simulation, "Host", Remembered)
     values = {"method": method, "rounds": ROUNDS, "options": {"batch_size": 8}, "model_options": TINY_MODEL}
     devices = virtual_devices(parts, DEVICES)
-    outcome = simulation.simulate(devices, values, out=tmp_path, run="run", graph_cache=graph_cache)
+    outcome = simulation.simulate(RunRequest(devices, values, out=tmp_path, run="run", graph_cache=graph_cache))
     assert outcome.summary.status == "finished"
     assert [entry.accepted for entry in outcome.summary.rounds] == [DEVICES] * ROUNDS
     assert seen[1] == seen[-1]
     assert seen[1]["coordinator.state.presence._devices"] == DEVICES
     [host] = hosts
     for name, agent in host.agents.items():
-        held = sizes(agent, name)
+        held = sizes(agent, name, depth=3)
         empty = (
-            "_answers._waiting",
-            "exchange._receiving",
-            "exchange._chunks._sending",
-            "exchange._leads",
-            "exchange._fetches.waiting",
+            "link.answers._waiting",
+            "link.exchange._receiver.transfers",
+            "link.exchange._chunks._sending",
+            "link.exchange._leads",
+            "link.exchange._fetches.waiting",
         )
         assert [held[f"{name}.{key}"] for key in empty] == [0] * len(empty)
-        assert held[f"{name}._programs"] == 1
+        assert held[f"{name}.storage._programs"] == 1
     blobs = [path for path in (tmp_path / "run" / "state" / "blobs").glob("*/*") if path.is_file()]
-    kept = set().union(*(agent.blobs.held for agent in host.agents.values()))
+    kept = set().union(*(agent.storage.blobs.held for agent in host.agents.values()))
     assert len(blobs) <= len(kept)  # those of earlier rounds are gone
     for name in devices:
         assert (tmp_path / "run" / "state" / name / "blobs").resolve() == (tmp_path / "run" / "state" / "blobs")

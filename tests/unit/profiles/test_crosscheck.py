@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from coordinator.compute.planning.batch import method_batch
-from export.graphs import unverified_graphs
+from export.graphs import export_unverified
 from fedvit.methods import build_model, make_method
 from profiles.cost import graph_cost
 from profiles.crosscheck import fvcore_check
@@ -39,6 +39,6 @@ def test_models_of_other_kinds_are_counted(model: str, options: dict[str, int]) 
     method = make_method("fedavg")
     vit = build_model(method, model, 5, seed=0, options=options)
     batch = method_batch(method, vit)
-    flops = graph_cost(unverified_graphs(method, vit, batch)["predict"]).flops // batch.answer_size
+    flops = graph_cost(export_unverified(method, vit, batch)["predict"]).flops // batch.answer_size
     check = fvcore_check(vit, msgspec.structs.replace(cost(0.75, 2), flops_evaluate=flops))
     assert check.product_macs == check.ours_macs == flops // 2

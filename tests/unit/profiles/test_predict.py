@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
 from profiles import predict as predict_module
 from profiles.predict import BASE_RSS_BYTES, ENGINE_BYTES, LOADED_BYTES, ProductModel, predict, seconds
-from profiles.prediction import MemoryPhase, Prediction, ProductWork, ProgramCost, Work
+from profiles.prediction import GraphWork, MemoryPhase, Prediction, ProductWork, ProgramCost
 
 KINDS: tuple[ProductKind, ...] = ("weights", "gradient", "attention", "integers", "halves")
 SIZES = ((1, 200, 768, 3072), (1, 800, 192, 768), (8, 50, 64, 50), (1, 2000, 128, 256), (1, 64, 768, 768))
@@ -105,9 +105,9 @@ SPEED = Speed(
 )
 
 
-def some_work(scale: float = 1.0) -> Work:
+def some_work(scale: float = 1.0) -> GraphWork:
     """A quarter of a second of products, half a second of bytes, 100 operators: 1 ms."""
-    return Work(
+    return GraphWork(
         products=[work("weights", 1, 500, 500, 500, count=scale)],
         moved_bytes={"Add": 1e9 * scale},
         nodes=100 * scale,
@@ -154,13 +154,17 @@ def test_the_fit_to_a_speed_is_made_once(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_an_operator_that_was_not_measured_is_as_fast_as_one_like_it(op: str, bytes_per_s: float) -> None:
-    assert seconds(Work(products=[], moved_bytes={op: 1e9}, nodes=0), SPEED)["memory"] == pytest.approx(
+    assert seconds(GraphWork(products=[], moved_bytes={op: 1e9}, nodes=0), SPEED)["memory"] == pytest.approx(
         1e9 / bytes_per_s
     )
 
 
 def test_no_work_takes_no_time() -> None:
-    assert seconds(Work(products=[], moved_bytes={}, nodes=0), SPEED) == {"products": 0, "memory": 0, "overhead": 0}
+    assert seconds(GraphWork(products=[], moved_bytes={}, nodes=0), SPEED) == {
+        "products": 0,
+        "memory": 0,
+        "overhead": 0,
+    }
 
 
 # --- a round ------------------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ from fedvit.program import (
     Collect,
     Evaluate,
     GraphSpec,
-    Group,
     Program,
     Role,
+    TensorGroup,
     TensorSpec,
     Train,
     encode_program,
 )
 from fedvit.tensors import pack
-from profiles.cost import GraphCost, Node, Product
+from profiles.cost import GraphCost, NodeCost, Product
 from profiles.prediction import MemoryPhase, ProductWork, ProgramCost
 from profiles.program_cost import ARENA_SLACK, LOADED_PER_NODE_BYTES, PricedProgram
 
@@ -34,18 +34,18 @@ ANSWER = Product("weights", 1, 64, 32, 96)
 GRAPHS: dict[str, GraphCost] = {
     "train": GraphCost(
         (
-            Node("Gemm", FORWARD, 999, "block 0", "attention", True),
-            Node("Gemm", BACKWARD, 999, "block 0", "attention", False),
-            Node("Add", None, 100, "block 0", "attention", True),
-            Node("Softmax", None, 40, "block 0", "attention", True),
-            Node("Reshape", None, 0, "block 0", "attention", True),
+            NodeCost("Gemm", FORWARD, 999, "block 0", "attention", True),
+            NodeCost("Gemm", BACKWARD, 999, "block 0", "attention", False),
+            NodeCost("Add", None, 100, "block 0", "attention", True),
+            NodeCost("Softmax", None, 40, "block 0", "attention", True),
+            NodeCost("Reshape", None, 0, "block 0", "attention", True),
         ),
         activation_bytes=10_000,
         graph_bytes=700,
     ),
-    "update": GraphCost((Node("Mul", None, 8, "value", "value", False),) * 3, activation_bytes=0, graph_bytes=50),
+    "update": GraphCost((NodeCost("Mul", None, 8, "value", "value", False),) * 3, activation_bytes=0, graph_bytes=50),
     "predict": GraphCost(
-        (Node("Gemm", ANSWER, 999, "block 0", "attention", True),), activation_bytes=4_000, graph_bytes=300
+        (NodeCost("Gemm", ANSWER, 999, "block 0", "attention", True),), activation_bytes=4_000, graph_bytes=300
     ),
 }
 
@@ -57,10 +57,10 @@ TENSORS = {
     "head.weight": TensorSpec((10, 32), "float32", "head"),
 }
 GROUPS = {
-    "frozen": Group(Role.FROZEN, DIGEST),
-    "model": Group(Role.SHARED),
-    "norm": Group(Role.GLOBAL),
-    "head": Group(Role.LOCAL, DIGEST),
+    "frozen": TensorGroup(Role.FROZEN, DIGEST),
+    "model": TensorGroup(Role.SHARED),
+    "norm": TensorGroup(Role.GLOBAL),
+    "head": TensorGroup(Role.LOCAL, DIGEST),
 }
 FROZEN, SHARED, GLOBAL, LOCAL = 192 * 32, 32 * 96 + 96, 32, 10 * 32  # numbers
 
@@ -276,7 +276,7 @@ def test_features_are_part_of_the_upload(threshold: float, count: int) -> None:
 
 
 def test_who_sends_nothing_uploads_nothing() -> None:
-    groups = {name: Group(Role.LOCAL, DIGEST) for name in GROUPS}
+    groups = {name: TensorGroup(Role.LOCAL, DIGEST) for name in GROUPS}
     cost = cost_of(program(groups=groups))
     assert (cost.bytes_up, cost.bytes_down) == (0, 0)
 
@@ -365,7 +365,7 @@ def test_features_are_held_and_then_packed() -> None:
 
 
 def test_who_sends_no_tensors_reads_no_files_of_them_again() -> None:
-    groups = GROUPS | {"model": Group(Role.LOCAL, DIGEST)}
+    groups = GROUPS | {"model": TensorGroup(Role.LOCAL, DIGEST)}
     parts = memory(cost_of(program(groups=groups)))["upload"]
     assert parts["weights"] == 4 * (FROZEN + GLOBAL)
     assert parts["trained"] == 4 * (SHARED + LOCAL)

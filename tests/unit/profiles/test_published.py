@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from profiles.prediction import ProgramCost
-from profiles.published import published_figures
+from profiles.published import find_published
 from tests.support.reports import cost
 
 
@@ -18,7 +18,7 @@ def of(method: str, mask: float = 0.0, **options: int) -> ProgramCost:
 )
 def test_eftvits_forward_pass(mask: float, published: float, true: float) -> None:
     """Its own count is within .001 of the print. True are 12 (12 n D^2 + 2 n^2 D) and the head; n = 197, 99, 50."""
-    figure = published_figures(cost(mask, 2))[0]
+    figure = find_published(cost(mask, 2))[0]
     assert figure.figure == f"forward pass, mask {mask:g}, Table 4"
     assert figure.published == published
     assert figure.reproduced == pytest.approx(published, abs=8e-4)
@@ -27,15 +27,15 @@ def test_eftvits_forward_pass(mask: float, published: float, true: float) -> Non
 
 def test_eftvits_parameters() -> None:
     """14,926,090 with a head of 10 classes, which its table gives in units of 2^20."""
-    figure = published_figures(cost(0.75, 2))[1]
+    figure = find_published(cost(0.75, 2))[1]
     assert (figure.published, round(figure.reproduced or 0, 2)) == (14.23, 14.23)
     assert figure.ours == pytest.approx(14.926, abs=2e-3)
 
 
 def test_what_no_paper_counted_has_no_figure() -> None:
-    assert len(published_figures(cost(0.6, 3))) == 0
-    assert published_figures(msgspec.structs.replace(cost(0.75, 2), model="vit_small_images")) == []
-    assert published_figures(of("fedper")) == []
+    assert len(find_published(cost(0.6, 3))) == 0
+    assert find_published(msgspec.structs.replace(cost(0.75, 2), model="vit_small_images")) == []
+    assert find_published(of("fedper")) == []
 
 
 def test_baselines_in_eftvits_table_3() -> None:
@@ -45,16 +45,16 @@ def test_baselines_in_eftvits_table_3() -> None:
         ("fed_prompt", {"tokens": 10}, 12.646),
         ("fed_lora", {"rank": 16}, 16.982),
     ):
-        [figure] = published_figures(of(name, **options))
+        [figure] = find_published(of(name, **options))
         assert figure.published == published
         assert figure.reproduced == pytest.approx(published, abs=1e-3)
-    assert published_figures(of("fed_lora", rank=4)) == []
+    assert find_published(of("fed_lora", rank=4)) == []
 
 
 def test_fedperfix() -> None:
     """Parameters come out by its units and head; its FLOPs do not, and it is said so."""
     perfix = msgspec.structs.replace(of("fedperfix"), model="vit_small_patch16_224")
-    held, sent, forward = published_figures(perfix)
+    held, sent, forward = find_published(perfix)
     assert round(held.reproduced or 0, 2) == held.published == 24.42
     assert round(sent.reproduced or 0, 2) == sent.published == 20.66
     assert forward.reproduced is None
@@ -62,6 +62,6 @@ def test_fedperfix() -> None:
 
 def test_pfedpg_sends_its_prompts() -> None:
     """10 x 768."""
-    [figure] = published_figures(of("pfedpg", tokens=10))
+    [figure] = find_published(of("pfedpg", tokens=10))
     assert (figure.published, figure.reproduced) == (7680, 7680)
-    assert published_figures(of("pfedpg", tokens=5)) == []
+    assert find_published(of("pfedpg", tokens=5)) == []

@@ -10,7 +10,7 @@ from fedvit.models import SMALL, build_vit
 from fedvit.models.lora import Lora
 from fedvit.models.prompts import Prompts
 from fedvit.models.vit import PatchViT
-from fedvit.program import kept_patches
+from fedvit.program import count_kept_patches
 from profiles.vit_cost import VitShape, forward_macs, parameters
 
 VIT_B = VitShape(classes=100)
@@ -39,7 +39,7 @@ def test_what_it_is_with_the_projections(mask_ratio: float, computed: float) -> 
     """4 n D^2 more in every block."""
     count = forward_macs(VIT_B, mask_ratio=mask_ratio, **TRUE)
     assert round(count / 1e9, 3) == computed
-    tokens = 1 + kept_patches(196, mask_ratio)
+    tokens = 1 + count_kept_patches(196, mask_ratio)
     assert count - forward_macs(VIT_B, mask_ratio=mask_ratio, **EFTVIT) == 12 * 4 * tokens * 768**2
 
 

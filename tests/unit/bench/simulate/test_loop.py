@@ -31,7 +31,7 @@ from fedvit.methods.rules.generator_update import GeneratorUpdate
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fleet.devices import device_folders
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
 from tests.support.uploads import upload
 
 MODEL = {"image_size": 16, "patch_size": 8, "width": 32, "depth": 1, "heads": 2}
@@ -61,7 +61,7 @@ def context() -> RoundContext:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     out = tmp_path_factory.mktemp("dealt") / "parts"
-    deal("digits", "iid", 4, out, test_share=0.3, size=16)
+    deal("digits", "iid", 4, out, DealSettings(test_share=0.3, size=16))
     return device_folders(out, None)
 
 

@@ -7,11 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.commands.devices import devices
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
-from coordinator.views.dashboard.fleet_page import rows, view
+from coordinator.views.dashboard.fleet_page import read_details, rows
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
 from tests.support.records import add_result
@@ -27,13 +27,13 @@ def folder(tmp_path: Path) -> Path:
     with deployment.change() as registry:
         for number, name in enumerate("ab"):
             registry.put_device(name, Certificate(f"{number}f", 0.0, 4e9), 0.0)
-    store = Store.in_folder(tmp_path / "runs")
-    store.create_run("r", {})
-    store.open_round("r", 1, ["a", "b"])
+    store = open_record(tmp_path / "runs")
+    store.runs.create("r", {})
+    store.rounds.open("r", 1, ["a", "b"])
     for name, use in (("a", ResourceUse(battery_percent=81, charging=True)), ("b", ResourceUse())):
         add_result(store, name, Result("r", 1, "train", 5, {"loss": 1.0}, use))
-    store.close_round("r", 1, SavedState({}, None, {}), {})
-    store.note_software("r", {"a": "0.9.1"})
+    store.rounds.close("r", 1, SavedState({}, None, {}), {})
+    store.devices.set_software("r", {"a": "0.9.1"})
     store.close()
     return tmp_path
 
@@ -50,7 +50,7 @@ def test_devices_have_version_and_battery(folder: Path) -> None:
 
 
 def test_fleet_page_has_the_battery(folder: Path) -> None:
-    store = Store.in_folder(folder / "runs")
-    first, second = rows("r", view(store, "r"), [], None, set())
+    store = open_record(folder / "runs")
+    first, second = rows("r", read_details(store, "r"), [], None, set())
     store.close()
     assert (first["battery"], first["charging"], second["battery"], second["charging"]) == (81, "yes", None, "")

@@ -7,14 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.commands.label import label
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.service.labelling import set_labels
 from fedvit.errors import ConfigError
 from tests.support.runs import Stage
 
 
 def test_labels_are_set_listed_and_removed(tmp_path: Path) -> None:
-    Store.in_folder(tmp_path).close()
+    open_record(tmp_path).close()
 
     def labels(*words: str) -> object:
         done = CliRunner().invoke(label, ["pi-3", *words, "--runs", str(tmp_path), "--json"], catch_exceptions=False)
@@ -36,17 +36,17 @@ def test_labels_are_set_listed_and_removed(tmp_path: Path) -> None:
     ],
 )
 def test_labels_that_cannot_be_set_are_named(tmp_path: Path, labels: list[str], removed: list[str], named: str) -> None:
-    store = Store.in_folder(tmp_path)
+    store = open_record(tmp_path)
     with pytest.raises(ConfigError, match=named):
         set_labels(store, "pi-3", labels, removed)
-    assert store.labels() == {}
+    assert store.devices.read_labels() == {}
     store.close()
 
 
 def test_run_selects_devices_by_labels_that_the_operator_set(stage: Stage) -> None:
     device = stage.fake("a", labels={"site": "berlin"})
     other = stage.fake("b", labels={"site": "munich"})
-    store = Store.in_folder(stage.out)
+    store = open_record(stage.out)
     set_labels(store, "a", ["site=munich"])
     set_labels(store, "b", ["site=berlin"])
     store.close()

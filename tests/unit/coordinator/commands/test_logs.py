@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli
-from coordinator.record.store import LOGS_KEPT, Store
+from coordinator.record.devices import LOGS_KEPT
+from coordinator.record.record import Record
 from coordinator.record.tables import DeviceLog
 from fedvit.errors import ConfigError
 from fedvit.wire.messages import Failed
@@ -25,7 +26,7 @@ def test_log_of_a_device_that_failed_is_recorded_and_shown(stage: Stage) -> None
     stage.fake("b")
     stage.start(devices=2)
     assert stage.finish() == "finished"
-    [log] = stage.store.logs("a")
+    [log] = stage.store.devices.read_logs("a")
     assert (log.run, log.round, log.kind, log.reason) == ("r", 1, "train", "disk full")
     shown = CliRunner().invoke(cli, ["logs", "a", "--runs", str(stage.out)], catch_exceptions=False).output
     assert shown.splitlines() == [f"{log.at} run r, round 1, train: disk full", "  one", r"  \u001b[31mtwo"]
@@ -37,11 +38,11 @@ def test_log_of_a_device_that_failed_is_recorded_and_shown(stage: Stage) -> None
 
 
 def test_only_the_newest_logs_of_a_device_stay(tmp_path: Path) -> None:
-    store: Store = begun_run(tmp_path)
+    store: Record = begun_run(tmp_path)
     for number in range(LOGS_KEPT + 5):
         for device in ("a", "b"):
-            store.add_log(DeviceLog(RUN, number, device, "train", "why", "2026-11-22T12:00:00+00:00", "line"))
-    assert [log.round for log in store.logs("a", RUN)] == list(range(5, LOGS_KEPT + 5))
-    store.remove_run(RUN)
-    assert store.logs("a") == []
+            store.devices.add_log(DeviceLog(RUN, number, device, "train", "why", "2026-11-22T12:00:00+00:00", "line"))
+    assert [log.round for log in store.devices.read_logs("a", RUN)] == list(range(5, LOGS_KEPT + 5))
+    store.runs.remove(RUN)
+    assert store.devices.read_logs("a") == []
     store.close()

@@ -17,9 +17,9 @@ from coordinator.commands.show import show
 from coordinator.commands.status import status
 from coordinator.config import make_config
 from coordinator.record.liveness import STALE_S, STATUS_FILE
-from coordinator.record.store import Store
-from coordinator.record.summary import RunHead, progress
+from coordinator.record.record import open_record
 from coordinator.rounds.status import Status
+from coordinator.run_view import RunHead, list_progress
 from coordinator.views.dashboard.reader import Reader
 from tests.support.records import RUN, begun_run
 from tests.support.waiting import wait_until
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     """The run of `begun_run`, which is served, and one that waits, with other settings."""
     store = begun_run(tmp_path)
     config = make_config({"method": "fedavg", "devices": 4, "options": {"lr": 0.1}}, "test").run
-    store.create_run("other", msgspec.to_builtins(config))
+    store.runs.create("other", msgspec.to_builtins(config))
     store.close()
     for run in (RUN, "other"):
         (tmp_path / run).mkdir()
@@ -83,20 +83,20 @@ def test_run_whose_coordinator_was_killed_is_interrupted_everywhere(folder: Path
         "status": json.loads(said(status, RUN, "--runs", folder, "--json"))["status"],
         "runs": {entry["run"]: entry["status"] for entry in json.loads(said(runs, "--runs", folder, "--json"))}[RUN],
     }
-    store = Store.to_read(folder)
-    told["dashboard"] = {entry.run: entry.status for entry in progress(store)}[RUN]
-    assert store.run(RUN).status == "running"
+    store = open_record(folder, check=False, reads_only=True)
+    told["dashboard"] = {entry.run: entry.status for entry in list_progress(store)}[RUN]
+    assert store.runs.read(RUN).status == "running"
     store.close()
     assert told == dict.fromkeys(told, "interrupted")
     assert f"run {RUN}: interrupted" in said(status, RUN, "--runs", folder)
 
 
 def test_pages_notice_a_killed_coordinator_although_the_record_does_not_change(folder: Path) -> None:
-    store = Store.to_read(folder)
+    store = open_record(folder, check=False, reads_only=True)
     reader = Reader(store, folder)
 
     def listed() -> str:
-        return {entry.run: entry.status for entry in asyncio.run(reader(progress))}[RUN]
+        return {entry.run: entry.status for entry in asyncio.run(reader(list_progress))}[RUN]
 
     assert listed() == "running"
     wait_until(lambda: listed() == "interrupted", "the run to be interrupted", wait_s=60.0)
@@ -105,8 +105,8 @@ def test_pages_notice_a_killed_coordinator_although_the_record_does_not_change(f
 
 @pytest.mark.parametrize("command", [show, report])
 def test_newest_run_is_shown_if_none_is_named(folder: Path, command: click.Command) -> None:
-    store = Store.in_folder(folder)
-    newest = next(record.id for record in store.runs())
-    store.submit_run("later", {})
+    store = open_record(folder)
+    newest = next(record.id for record in store.runs.read_all())
+    store.runs.submit("later", {})
     store.close()
     assert json.loads(said(command, "--runs", folder, "--json"))["run"] == newest

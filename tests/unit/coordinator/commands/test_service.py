@@ -15,7 +15,7 @@ from coordinator.commands import submit as submit_module
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
 from coordinator.record.database import use_database
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.service.status import MemberStatus, write_service_status
 from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone
@@ -29,13 +29,13 @@ CONFIG = msgspec.to_builtins(RunConfig(method="fedavg"))
 def out(tmp_path: Path) -> Path:
     """A folder with two queued runs, one that was interrupted, and a finished one."""
     folder = tmp_path / "runs"
-    store = Store.in_folder(folder)
-    store.create_run("done", CONFIG)
-    store.update_run("done", status="finished")
+    store = open_record(folder)
+    store.runs.create("done", CONFIG)
+    store.runs.update("done", status="finished")
     for name in ("begun", "first", "second"):
-        store.submit_run(name, CONFIG)
-    assert store.take_from_queue("begun", CONFIG, {"port": 7})
-    store.update_run("begun", status="interrupted")
+        store.runs.submit(name, CONFIG)
+    assert store.runs.take_from_queue("begun", CONFIG, {"port": 7})
+    store.runs.update("begun", status="interrupted")
     store.close()
     return folder
 
@@ -60,9 +60,9 @@ def refused(*arguments: object) -> str:
 
 
 def statuses(out: Path) -> dict[str, str]:
-    store = Store.in_folder(out)
+    store = open_record(out)
     try:
-        return {record.id: record.status for record in store.runs()}
+        return {record.id: record.status for record in store.runs.read_all()}
     finally:
         store.close()
 
@@ -78,12 +78,12 @@ def test_submit_prints_the_name_of_the_run(tmp_path: Path, forked_worker: None) 
     file.write_text('method = "fedavg"\n[model_options]\ndepth = 2\n')
     assert said("submit", file, "--run", "one", "--rounds", 3, "--runs", out) == "one\n"
     name = json.loads(said("submit", file, "--federation", "home", "--runs", out, "--json"))["run"]
-    store = Store.in_folder(out)
-    assert [record.id for record in store.submitted()] == ["one", name]
-    config = store.run("one").config
+    store = open_record(out)
+    assert [record.id for record in store.runs.read_submitted()] == ["one", name]
+    config = store.runs.read("one").config
     assert (config["rounds"], config["model_options"]) == (3, {"depth": 2})
     assert "federation" not in config
-    assert store.run(name).config["federation"] == "home"
+    assert store.runs.read(name).config["federation"] == "home"
     assert "run 'one' exists already" in refused("submit", file, "--run", "one", "--runs", out)
     store.close()
 
@@ -134,10 +134,10 @@ def test_cancel_ends_unserved_run_at_once(out: Path, run: str) -> None:
     assert said("cancel", run, "--runs", out) == f"run {run}: cancelled\n"
     assert statuses(out)[run] == "cancelled"
     assert refused("cancel", run, "--runs", out) == f"run {run!r} is cancelled already"
-    store = Store.in_folder(out)
-    assert run not in [record.id for record in store.submitted()]
-    assert store.has_ended(run), "results of it are refused"
-    assert not store.take_from_queue(run, CONFIG, {})
+    store = open_record(out)
+    assert run not in [record.id for record in store.runs.read_submitted()]
+    assert store.runs.has_ended(run), "results of it are refused"
+    assert not store.runs.take_from_queue(run, CONFIG, {})
     store.close()
     assert f"run {run!r} is cancelled" in refused("start", "--resume", run, "--runs", out)
 
@@ -147,9 +147,9 @@ def test_cancel_leaves_a_run_that_is_served_to_its_coordinator(out: Path) -> Non
     with open(out / "begun" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert json.loads(said("cancel", "begun", "--runs", out, "--json")) == {"run": "begun", "status": "interrupted"}
-    store = Store.in_folder(out)
-    assert store.is_cancelled("begun")
-    assert not store.is_cancelled("first")
+    store = open_record(out)
+    assert store.runs.is_cancelled("begun")
+    assert not store.runs.is_cancelled("first")
     store.close()
 
 

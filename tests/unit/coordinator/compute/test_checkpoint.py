@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.compute.checkpoint import load_state, needed_blobs, save_state, write_models
+from coordinator.compute.checkpoint import find_needed_blobs, load_state, save_state, write_models
 from coordinator.compute.planning.planner import Plan, make_plan
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods import build_model, make_method
@@ -73,7 +73,7 @@ def test_what_must_not_be_deleted(planned: tuple[Plan, BlobStore]) -> None:
     plan, blobs = planned
     program = plan.first.program
     saved = save_state(updated(plan), plan.groups, blobs)
-    needed = needed_blobs(plan, saved)
+    needed = find_needed_blobs(plan, saved)
     assert len(needed) == 12
     assert {plan.first.digest, saved.memory, *saved.groups.values(), *saved.uploads.values()} <= needed
     assert {graph.digest for graph in program.graphs.values()} <= needed
@@ -106,9 +106,9 @@ def test_programs_of_every_variant_must_not_be_deleted(configure: Configure, gra
     plan = make_plan(config, ("0", "1", "2"), blobs, cache=graph_cache)
     assert plan.first
     saved = save_state(plan.state, plan.groups, blobs)
-    assert len(needed_blobs(plan, saved)) == 1 + 3 + 1 + 4
+    assert len(find_needed_blobs(plan, saved)) == 1 + 3 + 1 + 4
     other = plan.variant("jetson-1", 1)
-    needed = needed_blobs(plan, saved)
+    needed = find_needed_blobs(plan, saved)
     assert len(needed) == 12
     assert {plan.first.digest, other.digest} < needed
     for program in (plan.first.program, other.program):

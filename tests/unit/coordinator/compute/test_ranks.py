@@ -14,9 +14,9 @@ import pytest
 from coordinator.compute import ranks
 from coordinator.compute.checkpoint import load_state, save_state
 from coordinator.compute.closing import Closing, Placement, StoredUploads
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.ranks import Ranks
 from coordinator.config import UpdatesConfig
-from coordinator.record.integrity import VerifiedBlobs
 from coordinator.record.tables import SavedState
 from fedvit.errors import DeviceTrouble, EmptyCohort, FedvitError
 from fedvit.methods import build_model, make_method

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from coordinator.compute import process
+from coordinator.compute.integrity import DamagedBlob
 from coordinator.compute.messages import Check, Finish
-from coordinator.compute.process import Raised, Worker, exception_of, raised_of
+from coordinator.compute.process import Raised, Worker, encode_error, exception_of
 from coordinator.config import make_config
-from coordinator.record.integrity import DamagedBlob
-from coordinator.record.store import SavedState
+from coordinator.record.tables import SavedState
 from fedvit import errors
 from fedvit.errors import ConfigError, DeviceTrouble, FedvitError
 from tests.support.forked import ForkedWorker
@@ -106,5 +106,5 @@ def test_errors_of_a_kind_that_only_the_worker_knows_are_of_the_next_general_one
 
 
 def travelled(error: Exception) -> Exception:
-    raw = msgspec.msgpack.encode(raised_of(error, []))
+    raw = msgspec.msgpack.encode(encode_error(error, []))
     return exception_of(msgspec.msgpack.decode(raw, type=Raised), None)

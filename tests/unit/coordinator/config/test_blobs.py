@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from coordinator.config import BlobsConfig, check_blobs, make_config, resumed_config
+from coordinator.config import BlobsConfig, check_blobs, make_config, resume_config
 from fedvit.errors import ConfigError
 
 
@@ -66,5 +66,5 @@ def test_folder_as_a_mirror() -> None:
 
 def test_resumed_run_may_use_another_store() -> None:
     began = {"method": "fedavg", "blobs": {"url": "s3://old/x", "min_bytes": 5000}}
-    config = resumed_config("r", began, {"blobs": {"url": "s3://new/x"}}, "flags")
+    config = resume_config("r", began, {"blobs": {"url": "s3://new/x"}}, "flags")
     assert config.blobs == BlobsConfig(url="s3://new/x", min_bytes=5000)

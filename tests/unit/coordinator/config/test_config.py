@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from coordinator.cli import cli
 from coordinator.commands.config_flags import config_flags, merge_flags
+from coordinator.commands.start import start
 from coordinator.compute.planning.checks import checked_config
 from coordinator.config import (
     TABLES,
@@ -20,11 +20,11 @@ from coordinator.config import (
     BrokerConfig,
     BudgetConfig,
     ImageConfig,
-    MetricsConfig,
     PrivacyConfig,
     RobustConfig,
     RunConfig,
     StartConfig,
+    TrackersConfig,
     UpdatesConfig,
     read_toml,
 )
@@ -114,7 +114,7 @@ deterministic_noise = true
 [alerts]
 webhook = "http://127.0.0.1:9000/hook"
 
-[metrics]
+[trackers]
 writers = ["tensorboard", "mlflow"]
 mlflow_uri = "http://m:5000"
 mlflow_experiment = "ants"
@@ -245,7 +245,7 @@ def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
             robust=ROBUST,
             privacy=PRIVACY,
             alerts=AlertsConfig(webhook="http://127.0.0.1:9000/hook"),
-            metrics=MetricsConfig(
+            trackers=TrackersConfig(
                 writers=("tensorboard", "mlflow"), mlflow_uri="http://m:5000", mlflow_experiment="ants"
             ),
             blobs=BLOBS,
@@ -267,7 +267,7 @@ def test_every_key_can_be_set_in_a_file(tmp_path: Path) -> None:
     said = read_toml(file)
     assert {*RunConfig.__struct_fields__, "broker"} == said.keys()
     assert set(ImageConfig.__struct_fields__) == said["images"].keys()
-    assert set(MetricsConfig.__struct_fields__) == said["metrics"].keys()
+    assert set(TrackersConfig.__struct_fields__) == said["trackers"].keys()
     assert set(BlobsConfig.__struct_fields__) == said["blobs"].keys()
     assert set(BrokerConfig.__struct_fields__) == said["broker"].keys()
     assert set(RobustConfig.__struct_fields__) == said["robust"].keys()
@@ -493,7 +493,7 @@ def test_a_large_model_is_checked_without_taking_memory() -> None:
 
 
 def test_every_key_has_a_flag_and_a_description() -> None:
-    flags = {option.name: option for option in cli.commands["start"].params if isinstance(option, click.Option)}
+    flags = {option.name: option for option in start.params if isinstance(option, click.Option)}
     for table, kind in (
         ("", RunConfig),
         ("broker.", BrokerConfig),
@@ -502,7 +502,7 @@ def test_every_key_has_a_flag_and_a_description() -> None:
         for key in kind.__struct_fields__:
             if key not in TABLES:  # tables: their keys are flags
                 assert len(flags[table + key].help or "") > 15, key
-    shown = CliRunner().invoke(cli, ["start", "--help"], terminal_width=200).output
+    shown = CliRunner().invoke(start, ["--help"], terminal_width=200).output
     for flag in (
         "--method",
         "-o, --option KEY=VALUE",
@@ -513,7 +513,7 @@ def test_every_key_has_a_flag_and_a_description() -> None:
         "--pretrained true|FILE",
         "--budget.memory-budget AMOUNT",
         "--updates.up-group GROUP=CODEC",
-        "--metrics.writer mlflow|tensorboard",
+        "--trackers.writer mlflow|tensorboard",
         "--broker TEXT",
         "--broker.port NUMBER",
     ):
@@ -541,8 +541,8 @@ def test_every_flag_arrives() -> None:
         *("--robust.max-weight", "2.5", "--robust.strikes", "1", "--robust.quarantine-rounds", "4"),
         *("--privacy.noise-multiplier", "0", "--privacy.clip", "0.5", "--privacy.delta", "1e-4"),
         *("--privacy.accounting", "sampled", "--privacy.feature-noise", "0", "--privacy.feature-clip", "3.0"),
-        *("--privacy.deterministic-noise", "--metrics.writer", "mlflow", "--metrics.writer", "tensorboard"),
-        *("--metrics.mlflow-uri", "http://m", "--metrics.mlflow-experiment", "ants"),
+        *("--privacy.deterministic-noise", "--trackers.writer", "mlflow", "--trackers.writer", "tensorboard"),
+        *("--trackers.mlflow-uri", "http://m", "--trackers.mlflow-experiment", "ants"),
         *("--blobs.url", "s3://models", "--blobs.endpoint", "http://nas:9000", "--blobs.region", "here"),
         *("--blobs.mirror", "--blobs.min-bytes", "1000", "--blobs.fallback-bytes", "2000", "--blobs.url-valid-s", "60"),
         *("--broker", "embedded", "--broker.listen", "::1", "--broker.port", "0", "--broker.password", "p"),
@@ -582,7 +582,7 @@ def test_every_flag_arrives() -> None:
             updates=UpdatesConfig(up="int8", up_groups={"model": "fp16"}, down="fp16", down_whole="int8"),
             robust=ROBUST,
             privacy=PRIVACY,
-            metrics=MetricsConfig(writers=("mlflow", "tensorboard"), mlflow_uri="http://m", mlflow_experiment="ants"),
+            trackers=TrackersConfig(writers=("mlflow", "tensorboard"), mlflow_uri="http://m", mlflow_experiment="ants"),
             blobs=msgspec.structs.replace(BLOBS, url="s3://models"),
         ),
         BrokerConfig(

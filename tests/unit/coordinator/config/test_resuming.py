@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.config import MetricsConfig, make_config, resumed_config
+from coordinator.config import TrackersConfig, make_config, resume_config
 from fedvit.errors import ConfigError
 
 BEGAN: dict[str, Any] = {
@@ -19,7 +19,7 @@ def recorded() -> dict[str, Any]:
 
 
 def resumed(given: dict[str, Any]) -> Any:
-    return resumed_config("r", recorded(), given, "flags")
+    return resume_config("r", recorded(), given, "flags")
 
 
 @pytest.mark.parametrize("given", [{}, BEGAN, {"images": {"flip": True}}, {"options": {"lr": 0.1}}, {"seed": 0}])
@@ -33,9 +33,9 @@ def test_resumed_config_takes_more_rounds_and_fewer_devices() -> None:
 
 def test_resumed_config_takes_metrics_elsewhere() -> None:
     """What is not given stays as it began."""
-    began = {**recorded(), "metrics": {"writers": ["mlflow"], "mlflow_uri": "http://old", "mlflow_experiment": "ants"}}
-    config = resumed_config("r", began, {"metrics": {"mlflow_uri": "http://new"}}, "flags")
-    assert config.metrics == MetricsConfig(writers=("mlflow",), mlflow_uri="http://new", mlflow_experiment="ants")
+    began = {**recorded(), "trackers": {"writers": ["mlflow"], "mlflow_uri": "http://old", "mlflow_experiment": "ants"}}
+    config = resume_config("r", began, {"trackers": {"mlflow_uri": "http://new"}}, "flags")
+    assert config.trackers == TrackersConfig(writers=("mlflow",), mlflow_uri="http://new", mlflow_experiment="ants")
 
 
 @pytest.mark.parametrize(

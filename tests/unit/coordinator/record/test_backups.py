@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bench.store import RUN, one_round
+from bench.store import RUN, write_round
 from coordinator.config import RobustConfig
 from coordinator.record import backups as module
 from coordinator.record.backups import NOTED_SHARE, Backups, Struck
 from coordinator.record.copies import is_whole, notes_in, number_in, read_runs
+from coordinator.record.record import Record, open_record
 from coordinator.record.retention import collect, remove_runs
-from coordinator.record.store import Store
 from coordinator.record.tables import DeviceRecord, ResultRecord
 from coordinator.rounds.quarantine import Quarantine
 from fedvit.errors import ConfigError, Damaged
@@ -28,14 +28,14 @@ def large_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SMALL_BYTES", 0)
 
 
-class Record:
+class BackedUp:
     """A run's record with its backups."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.lines: list[str] = []
-        self.store = Store.in_folder(out)
-        self.store.create_run(RUN, {})
+        self.store = open_record(out)
+        self.store.runs.create(RUN, {})
         self._connect()
 
     def _connect(self) -> None:
@@ -44,7 +44,7 @@ class Record:
 
     def play(self, *numbers: int) -> None:
         for number in numbers:
-            one_round(self.store, number, NAMES, backups=self.backups)
+            write_round(self.store, number, NAMES, backups=self.backups)
             self.backups.after_round(number)
 
     def lose(self, copy: int) -> None:
@@ -53,7 +53,7 @@ class Record:
         for file in self.out.glob("fedvit.db*"):
             file.unlink()
         shutil.copy(self.copy_after(copy), self.out / "fedvit.db")
-        self.store = Store.in_folder(self.out)
+        self.store = open_record(self.out)
         self._connect()
 
     def resume(self) -> None:
@@ -73,36 +73,38 @@ class Record:
         """What it says of rounds, but for the dates, of devices and of results."""
         rounds = [
             (entry.round, entry.state, entry.figures, entry.totals, entry.accuracy, entry.evaluated, entry.cohort)
-            for entry in self.store.rounds(RUN)
+            for entry in self.store.rounds.read_all(RUN)
         ]
-        return rounds, self.store.devices(RUN), self.store.results(RUN)
+        return rounds, self.store.devices.read_all(RUN), self.store.tasks.read_results(RUN)
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Iterator[Record]:
-    made = Record(tmp_path / "runs")
+def record(tmp_path: Path) -> Iterator[BackedUp]:
+    made = BackedUp(tmp_path / "runs")
     yield made
     made.store.close()
 
 
-def test_an_old_copy_and_its_notes_are_the_record(record: Record) -> None:
+def test_an_old_copy_and_its_notes_are_the_record(record: BackedUp) -> None:
     """Also with notes in several files; and a copy of what was put back is made at once."""
     record.play(1, 2, 3, 4, 5)
     assert record.copied() == [1], "five rounds are little beside the first copy"
     held = record.held()
     record.lose(1)
-    assert record.store.closed_rounds(RUN) == [1]
+    assert record.store.rounds.list_closed(RUN) == [1]
     record.resume()
     assert record.lines == []
-    assert not record.store.rounds(RUN)[-1].evaluated, "its results are there: the run goes on with its evaluation"
-    record.store.round_evaluated(RUN, 5)
+    assert not record.store.rounds.read_all(RUN)[-1].evaluated, (
+        "its results are there: the run goes on with its evaluation"
+    )
+    record.store.rounds.close_evaluation(RUN, 5)
     assert record.held() == held
     assert record.copied() == [1, 5]
     assert is_whole(record.copy_after(5))
 
 
 def test_notes_of_many_rounds_are_in_files_of_which_only_the_newest_are_read(
-    record: Record, monkeypatch: pytest.MonkeyPatch
+    record: BackedUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FILE_BYTES", 1)
     record.play(1, 2, 3, 4)
@@ -116,7 +118,7 @@ def test_notes_of_many_rounds_are_in_files_of_which_only_the_newest_are_read(
     assert record.copied() == [1], "nothing was put back"
 
 
-def test_a_copy_is_made_when_the_notes_are_no_longer_small_beside_the_last(record: Record) -> None:
+def test_a_copy_is_made_when_the_notes_are_no_longer_small_beside_the_last(record: BackedUp) -> None:
     made: list[int] = []
     for number in range(1, 120):
         record.play(number)
@@ -128,12 +130,12 @@ def test_a_copy_is_made_when_the_notes_are_no_longer_small_beside_the_last(recor
         assert all(number_in(file) >= copies[0] for file in record.notes()), "older notes are in every copy"
     assert made[0] == 1, "the first round of a run is copied"
     assert 3 <= len(made) <= 20, made
-    one_round(record.store, 120, NAMES, backups=record.backups)
+    write_round(record.store, 120, NAMES, backups=record.backups)
     record.backups.after_round(120, last=True)
     assert record.copied()[-1] == 120
 
 
-def test_a_damaged_note_of_a_closed_round_leaves_the_later_ones(record: Record) -> None:
+def test_a_damaged_note_of_a_closed_round_leaves_the_later_ones(record: BackedUp) -> None:
     """Its state is not known any more; the run goes on from the newest one, and the note is told."""
     record.play(1, 2, 3)
     held = record.held()
@@ -146,14 +148,14 @@ def test_a_damaged_note_of_a_closed_round_leaves_the_later_ones(record: Record) 
     record.resume()
     assert len(record.lines) == 1
     assert str(file) in record.lines[0]
-    assert record.store.closed_rounds(RUN) == [1, 2, 3]
-    second, third = record.store.rounds(RUN)[1:]
+    assert record.store.rounds.list_closed(RUN) == [1, 2, 3]
+    second, third = record.store.rounds.read_all(RUN)[1:]
     assert second.state is None
     assert (third.state, third.figures) == held[0][2][1:3]
-    assert record.store.results(RUN) == held[2]
+    assert record.store.tasks.read_results(RUN) == held[2]
 
 
-def test_half_a_note_is_none(record: Record) -> None:
+def test_half_a_note_is_none(record: BackedUp) -> None:
     """The process ended while it wrote: nobody was told of it. The next note is whole."""
     record.play(1, 2)
     file = record.notes()[-1]
@@ -165,29 +167,29 @@ def test_half_a_note_is_none(record: Record) -> None:
     held = record.held()
     record.lose(1)
     record.resume()
-    assert record.store.results(RUN) == held[2]
-    assert record.store.closed_rounds(RUN) == [1, 2, 3]
+    assert record.store.tasks.read_results(RUN) == held[2]
+    assert record.store.rounds.list_closed(RUN) == [1, 2, 3]
 
 
-def test_strikes_and_what_followed_are_put_back(record: Record) -> None:
+def test_strikes_and_what_followed_are_put_back(record: BackedUp) -> None:
     record.play(1)
     for number in (2, 3):
         record.backups.note(Struck("b", number, "nonsense"))
         record.quarantine.strike("b", number, "nonsense")
         record.play(number)
-    assert record.store.quarantined(RUN, 4)
+    assert record.store.devices.read_current_quarantines(RUN, 4)
     record.lose(1)
-    assert not record.store.strikes(RUN)
+    assert not record.store.devices.read_strikes(RUN)
     record.resume()
-    assert [(entry.round, entry.spent) for entry in record.store.strikes(RUN)] == [(2, True), (3, True)]
-    assert record.store.quarantined(RUN, 4)["b"].until_round == 53
+    assert [(entry.round, entry.spent) for entry in record.store.devices.read_strikes(RUN)] == [(2, True), (3, True)]
+    assert record.store.devices.read_current_quarantines(RUN, 4)["b"].until_round == 53
 
 
 def test_without_copies_there_are_no_notes(tmp_path: Path) -> None:
-    store = Store.in_folder(tmp_path)
-    store.create_run(RUN, {})
+    store = open_record(tmp_path)
+    store.runs.create(RUN, {})
     backups = Backups(store, RUN, tmp_path / RUN, 0)
-    one_round(store, 1, NAMES, backups=backups)
+    write_round(store, 1, NAMES, backups=backups)
     backups.after_round(1, last=True)
     store.close()
     assert not (tmp_path / RUN).exists()
@@ -196,14 +198,14 @@ def test_without_copies_there_are_no_notes(tmp_path: Path) -> None:
 # --- many runs in one folder ------------------------------------------------------------------------------
 
 
-def play_run(store: Store, out: Path, run: str, rounds: int = 2) -> None:
+def play_run(store: Record, out: Path, run: str, rounds: int = 2) -> None:
     """A whole run: its rounds, its copies, its end."""
     backups = Backups(store, run, out / run, 1)
-    store.create_run(run, {})
+    store.runs.create(run, {})
     for number in range(1, rounds + 1):
-        one_round(store, number, NAMES, backups=backups, run=run)
+        write_round(store, number, NAMES, backups=backups, run=run)
         backups.after_round(number, last=number == rounds)
-    store.update_run(run, status="finished")
+    store.runs.update(run, status="finished")
 
 
 def beside_the_record(out: Path) -> int:
@@ -215,7 +217,7 @@ def test_copies_of_many_runs_grow_with_the_record_and_not_with_its_square(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # copies of real size
-    store, sizes = Store.in_folder(tmp_path), {}
+    store, sizes = open_record(tmp_path), {}
     for number in range(1, 101):
         play_run(store, tmp_path, f"run-{number}")
         if number in (50, 100):
@@ -227,29 +229,29 @@ def test_copies_of_many_runs_grow_with_the_record_and_not_with_its_square(
     assert [file.name for file in sorted(tmp_path.glob("*/*.db"))] == ["copy-199.db", "copy-200.db"]
 
 
-def test_one_copy_restores_every_run_with_its_own_notes(record: Record) -> None:
+def test_one_copy_restores_every_run_with_its_own_notes(record: BackedUp) -> None:
     """Two runs side by side: the copy that one makes in the middle of the other's notes loses nothing of either."""
-    record.store.create_run("other", {})
+    record.store.runs.create("other", {})
     other = Backups(record.store, "other", record.out / "other", 1)
     for number in (1, 2, 3):
         record.play(number)
-        one_round(record.store, number, NAMES, backups=other, run="other")
+        write_round(record.store, number, NAMES, backups=other, run="other")
         other.after_round(number, last=number == 2)
-    held, others = record.held(), record.store.results("other")
+    held, others = record.held(), record.store.tasks.read_results("other")
     newest = record.backups.copies()[-1]
     assert {run: copied.closed for run, copied in read_runs(newest).items()} == {RUN: 2, "other": 2}
     record.store.close()
     shutil.copy(newest, record.out / "fedvit.db")
-    record.store = Store.in_folder(record.out)
+    record.store = open_record(record.out)
     record._connect()
     record.resume()
     Backups(record.store, "other", record.out / "other", 1).replay_notes(record.lines.append, record.quarantine.strike)
-    record.store.round_evaluated(RUN, 3)
-    assert (record.held(), record.store.results("other"), record.lines) == (held, others, [])
+    record.store.rounds.close_evaluation(RUN, 3)
+    assert (record.held(), record.store.tasks.read_results("other"), record.lines) == (held, others, [])
 
 
 def test_gc_removes_what_the_copies_replace_and_nothing_else(tmp_path: Path) -> None:
-    store = Store.in_folder(tmp_path)
+    store = open_record(tmp_path)
     for run in ("first", "second", "third"):
         play_run(store, tmp_path, run)
     copies = tmp_path / "record.copies"
@@ -273,17 +275,17 @@ def test_gc_removes_what_the_copies_replace_and_nothing_else(tmp_path: Path) -> 
 
 def test_a_run_that_was_removed_is_not_lost(tmp_path: Path) -> None:
     """Copies still have it: only a run whose folder is there, and that the record does not know, means damage."""
-    store = Store.in_folder(tmp_path)
+    store = open_record(tmp_path)
     play_run(store, tmp_path, "first")
     remove_runs(store, tmp_path, ["first"])
     store.close()
-    store = Store.in_folder(tmp_path)
+    store = open_record(tmp_path)
     with pytest.raises(ConfigError):
-        store.run("first")
+        store.runs.read("first")
     play_run(store, tmp_path, "second")
-    store.remove_run("second")  # its rows only, as a lost journal does
+    store.runs.remove("second")  # its rows only, as a lost journal does
     with pytest.raises(Damaged):
-        store.run("second")
+        store.runs.read("second")
     store.close()
     with pytest.raises(Damaged):
-        Store.in_folder(tmp_path)
+        open_record(tmp_path)

@@ -8,9 +8,10 @@ from typing import Any
 import psycopg
 import pytest
 
+from coordinator.record.database import Database as RecordDatabase
 from coordinator.record.database import use_database
 from coordinator.record.leadership import Leadership, ServiceHost
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone, LeadershipLost
 from fedvit.resources import ResourceUse
@@ -28,10 +29,10 @@ class Database:
         self.url = server.schema()
         self.made: list[Leadership] = []
         self.store = self.opened()
-        self.store.create_run("r", RUN)
+        self.store.runs.create("r", RUN)
 
-    def opened(self) -> Store:
-        return Store(self.url)
+    def opened(self) -> Record:
+        return Record(RecordDatabase(self.url))
 
     def leadership(self) -> Leadership:
         self.made.append(made := Leadership(self.url))
@@ -91,12 +92,12 @@ def test_leadership_is_held_by_one_until_it_is_closed(database: Database) -> Non
     assert first.try_to_lead()
     assert not second.try_to_lead()
     host = first._host
-    assert database.store.services() == [ServiceHost(host, True), ServiceHost(host, False)]
+    assert database.store.database.services() == [ServiceHost(host, True), ServiceHost(host, False)]
     first.close()
     wait_until(second.try_to_lead)
     assert second.term > first.term > 2**17
     assert second.is_current()
-    assert database.store.services() == [ServiceHost(host, True)]
+    assert database.store.database.services() == [ServiceHost(host, True)]
 
 
 def test_records_in_one_database_have_a_leader_each(database: Database, postgresql: Postgresql) -> None:
@@ -111,24 +112,24 @@ def test_record_refuses_to_be_written_by_a_former_leader(
 ) -> None:
     first, second = succeeded()
     late, now = database.opened(), database.opened()
-    late.lead_in(first.term)
-    now.lead_in(second.term)
+    late.database.lead_in(first.term)
+    now.database.lead_in(second.term)
     with pytest.raises(LeadershipLost, match=rf"led in term {first.term}, and .* leads since term {second.term}"):
-        late.update_run("r", status="failed")
-    assert late.run("r").status == "waiting", "it may read"
+        late.runs.update("r", status="failed")
+    assert late.runs.read("r").status == "waiting", "it may read"
     with pytest.raises(LeadershipLost):
-        late.open_round("r", 1, ["a"])
+        late.rounds.open("r", 1, ["a"])
     with pytest.raises(LeadershipLost):
-        late.check_leads()
-    assert database.store.last_round("r") == 0
-    now.open_round("r", 1, ["a"])
+        late.database.check_leads()
+    assert database.store.rounds.find_last("r") == 0
+    now.rounds.open("r", 1, ["a"])
     evaluated = ("a", Result("r", 1, "evaluate", 10, {"correct": 9.0}, ResourceUse()), None)
-    now.add_results([evaluated])
+    now.tasks.add_results([evaluated])
     with pytest.raises(LeadershipLost):
-        late.add_results([evaluated])  # although nothing is left to write: it would be acknowledged twice
-    now.check_leads()
-    now.update_run("r", status="running")
-    assert database.store.run("r").status == "running"
+        late.tasks.add_results([evaluated])  # although nothing is left to write: it would be acknowledged twice
+    now.database.check_leads()
+    now.runs.update("r", status="running")
+    assert database.store.runs.read("r").status == "running"
     late.close()
     now.close()
 
@@ -138,19 +139,19 @@ def test_new_leader_ends_a_transaction_of_the_former(database: Database) -> None
     first, second = database.leadership(), database.leadership()
     assert first.try_to_lead()
     store = database.opened()
-    store.lead_in(first.term)
+    store.database.lead_in(first.term)
 
     def be_stopped() -> None:
-        with store.together():
-            store.update_run("r", status="running")
+        with store.database.together():
+            store.runs.update("r", status="running")
             first.close()
             wait_until(second.try_to_lead)
-            store.update_run("r", status="failed")
+            store.runs.update("r", status="failed")
 
     with pytest.raises(DatabaseGone):
         be_stopped()
     assert second.term > first.term
-    assert store.run("r").status == "waiting"
+    assert store.runs.read("r").status == "waiting"
     store.close()
 
 
@@ -231,14 +232,14 @@ def test_transaction_that_the_server_ended_makes_a_run_pause(database: Database)
     store = database.store
 
     def be_stopped() -> None:
-        with store.together():
-            store.update_run("r", status="running")
-            connection = store._joined.connection
+        with store.database.together():
+            store.runs.update("r", status="running")
+            connection = store.database._joined.connection
             pid = connection.exec_driver_sql("select pg_backend_pid()").scalar()
             connection.exec_driver_sql("set idle_in_transaction_session_timeout = 1")
             wait_until(lambda: not database.query(f"select 1 from pg_stat_activity where pid = {pid}"))
-            store.update_run("r", status="failed")
+            store.runs.update("r", status="failed")
 
     with pytest.raises(DatabaseGone, match=r"^database postgresql.*(idle-in-transaction|closed the connection)"):
         be_stopped()
-    assert store.run("r").status == "waiting"
+    assert store.runs.read("r").status == "waiting"

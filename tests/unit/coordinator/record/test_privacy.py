@@ -17,7 +17,7 @@ from coordinator.record.privacy import (
     spent,
     spent_on_rows,
 )
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError
 from fedvit.methods.aggregators import Delta, Mean
@@ -127,17 +127,17 @@ def test_a_restart_forgets_nothing(runs: Path) -> None:
     private = config(noise_multiplier=2.0, clip=1.0)
     told: list[float] = []
     for number in (1, 2, 3):
-        store = Store.in_folder(runs)
+        store = open_record(runs)
         if number == 1:
-            store.create_run("r", {})
-        store.open_round("r", number, ["a"])
+            store.runs.create("r", {})
+        store.rounds.open("r", number, ["a"])
         figures = round_figures(store, "r", private, population=4, cohort=2, feature_rows=[])
-        store.close_round("r", number, SavedState({}, None, {}), figures)
+        store.rounds.close("r", number, SavedState({}, None, {}), figures)
         told.append(figures["dp_epsilon"])
         store.close()
     assert told == sorted(told)
-    store = Store.in_folder(runs)
-    store.create_run("later", {"start_from": "r"})
+    store = open_record(runs)
+    store.runs.create("later", {"start_from": "r"})
     last = round_figures(store, "later", private, population=4, cohort=2, feature_rows=[])
     store.close()
     assert last["dp_epsilon"] == pytest.approx(spent([Step(1.0, 4, 4)], private.privacy))
@@ -146,11 +146,11 @@ def test_a_restart_forgets_nothing(runs: Path) -> None:
 def test_features_add_up_over_rounds(runs: Path) -> None:
     """Uploads of at most 6 and 3 rows: 9 rows of one device."""
     private = config("eftvit", feature_noise=20.0, feature_clip=1.0)
-    store = Store.in_folder(runs)
-    store.create_run("r", {})
-    store.open_round("r", 1, ["a"])
+    store = open_record(runs)
+    store.runs.create("r", {})
+    store.rounds.open("r", 1, ["a"])
     first = round_figures(store, "r", private, population=1, cohort=1, feature_rows=[2, 6])
-    store.close_round("r", 1, SavedState({}, None, {}), first)
+    store.rounds.close("r", 1, SavedState({}, None, {}), first)
     second = round_figures(store, "r", private, population=1, cohort=1, feature_rows=[3])
     store.close()
     assert second["dp_row_epsilon"] == first["dp_row_epsilon"] == spent_on_rows(1, 20.0, 1e-5)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.cli import cli
+from coordinator.record.record import Record, open_record
 from coordinator.record.retention import LOCK, is_served, lock_run, oldest_kept
-from coordinator.record.store import Store
-from coordinator.record.summary import summarise
 from coordinator.record.tables import SavedState, TaskRecord
+from coordinator.run_view import read_run
 from fedvit.errors import ConfigError
 from fedvit.files import WRITING
 from fedvit.resources import ResourceUse
@@ -29,47 +29,52 @@ pytestmark = pytest.mark.usefixtures("known")
 DIGEST = "blake3:" + "5" * 64
 
 
-def played(store: Store, run: str, rounds: int, results: dict[tuple[int, str], int], **config: Any) -> None:
+def played(store: Record, run: str, rounds: int, results: dict[tuple[int, str], int], **config: Any) -> None:
     """A run of closed and evaluated rounds and an open one; `results` says how many rounds late each counted."""
-    store.create_run(run, {"method": "fedavg", "rounds": rounds + 1, **config})
+    store.runs.create(run, {"method": "fedavg", "rounds": rounds + 1, **config})
     for number in range(1, rounds + 2):
-        store.open_round(run, number, ["a", "b"])
-        store.add_tasks(run, [TaskRecord(number, name, DIGEST, {"g": DIGEST}) for name in ("a", "b")])
+        store.rounds.open(run, number, ["a", "b"])
+        store.tasks.add(run, [TaskRecord(number, name, DIGEST, {"g": DIGEST}) for name in ("a", "b")])
         for name in ("a", "b"):
             late = results.get((number, name))
             if late is None:
-                store.add_refusal(run, number, name, "train", "no result: deadline", "time" if name == "a" else None)
+                store.devices.add_refusal(
+                    run, number, name, "train", "no result: deadline", "time" if name == "a" else None
+                )
                 continue
             use = ResourceUse(step_s=0.5 * number, flops=number, received_bytes=7, sent_bytes=number)
             made = Result(run, number, "train", 10, {"loss": 1 / number}, use, Manifest(DIGEST, 5, 65536))
             add_result(store, name, made, number + late)
-            store.end_tasks(run, [(number, name)], "accepted")
+            store.tasks.end(run, [(number, name)], "accepted")
         if number > rounds:
             return
         figures = {"dp_noise_multiplier": 1.0 + number % 2, "dp_population": 4.0}
-        store.close_round(run, number, SavedState({"g": f"blake3:{number:064x}"}, None, {}), figures)
+        store.rounds.close(run, number, SavedState({"g": f"blake3:{number:064x}"}, None, {}), figures)
         add_result(store, "a", Result(run, number, "evaluate", 4, {"correct": float(number % 5)}, ResourceUse()))
-        store.round_evaluated(run, number)
-        store.add_strike(run, number, "b", "NaN")
+        store.rounds.close_evaluation(run, number)
+        store.devices.add_strike(run, number, "b", "NaN")
 
 
-def lasting(store: Store, run: str, before: int) -> dict[str, Any]:
+def lasting(store: Record, run: str, before: int) -> dict[str, Any]:
     """All that thinning the rounds before one leaves as it is."""
-    summary = summarise(store, run)
+    summary = read_run(store, run)
     return {
-        "totals": store.totals(run),
-        "devices": (store.devices(run), summary.devices),
-        "asked": store.asked(run),
-        "accuracy": (store.mean_accuracy(run), summary.mean_accuracy, store.accuracy(run, before)),
-        "privacy": store.figure_counts(run, ["dp_noise_multiplier", "dp_population"]),
-        "faults": (store.strikes(run), store.quarantines(run)),
-        "going on": (
-            store.newest_closed(run), store.open_rounds(run), store.unanswered(run), store.last_round(run),
-            store.uploads_since(run, before), store.closed_rounds(run),
+        "totals": store.rounds.read_totals(run),
+        "devices": (store.devices.read_all(run), summary.devices),
+        "asked": store.devices.read_asked(run),
+        "accuracy": (
+            store.rounds.read_mean_accuracy(run), summary.mean_accuracy, store.rounds.read_accuracy(run, before),
         ),
-        "results": [entry for entry in store.results(run) if entry.used_in >= before],
-        "rounds": [store.round(run, number) for number in store.closed_rounds(run) if number >= before],
-        "refusals": [entry for entry in store.refusals(run) if (entry.round or 0) >= before],
+        "privacy": store.rounds.count_figures(run, ["dp_noise_multiplier", "dp_population"]),
+        "faults": (store.devices.read_strikes(run), store.devices.read_quarantines(run)),
+        "going on": (
+            store.rounds.read_newest_closed(run), store.rounds.read_open(run),
+            store.tasks.read_unanswered(run), store.rounds.find_last(run), store.tasks.find_uploads_since(run, before),
+            store.rounds.list_closed(run),
+        ),
+        "results": [entry for entry in store.tasks.read_results(run) if entry.used_in >= before],
+        "rounds": [store.rounds.read(run, number) for number in store.rounds.list_closed(run) if number >= before],
+        "refusals": [entry for entry in store.devices.read_refusals(run) if (entry.round or 0) >= before],
     }  # fmt: skip
 
 
@@ -84,15 +89,15 @@ def test_thinning_changes_nothing_that_is_to_stay(
 ) -> None:
     """Whatever round it is asked for, once or twice: totals, privacy, faults, and all that it takes to go on stay; of
     older rounds nothing else does, and never is anything of the newest closed round or of the open one taken."""
-    store = Store.in_folder(tmp_path_factory.mktemp("thin"))
+    store = open_record(tmp_path_factory.mktemp("thin"))
     played(store, "r", rounds, results)
     oldest = min(max(before), rounds)
     wanted = lasting(store, "r", oldest)
     for number in before:
-        store.thin("r", number)
+        store.runs.thin("r", number)
     assert lasting(store, "r", oldest) == wanted
-    assert [entry for entry in store.results("r") if entry.used_in < oldest] == []
-    gone = [record for record in store.rounds("r") if record.round < oldest]
+    assert [entry for entry in store.tasks.read_results("r") if entry.used_in < oldest] == []
+    gone = [record for record in store.rounds.read_all("r") if record.round < oldest]
     assert all((record.cohort, record.state, record.accuracy) == ([], None, None) for record in gone)
     store.close()
 
@@ -107,14 +112,14 @@ def test_run_that_keeps_few_rounds_continues_after_a_restart(stage: Stage, first
     """Five rounds of 1 each; at the end details are there of the newest two."""
     stage.fake("a")
     stage.start(rounds=5, keep_rounds=2, evaluate_every=1)
-    stage.drive(lambda: 4 in stage.store.closed_rounds("r"))
+    stage.drive(lambda: 4 in stage.store.rounds.list_closed("r"))
     stage.stop()
     stage.start(rounds=5, keep_rounds=2, resume=True)
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 5.0)
-    assert stage.store.run("r").thinned == 4
-    assert {entry.round for entry in stage.store.results("r")} == {4, 5}
-    summary = summarise(stage.store, "r")
+    assert stage.store.runs.read("r").thinned == 4
+    assert {entry.round for entry in stage.store.tasks.read_results("r")} == {4, 5}
+    summary = read_run(stage.store, "r")
     assert [(entry.accepted, entry.accuracy_mean) for entry in summary.rounds] == [(1, 1.0)] * 5
     assert summary.devices[0].rounds == 5
 
@@ -126,10 +131,10 @@ def test_run_that_keeps_few_rounds_continues_after_a_restart(stage: Stage, first
 def out(runs: Path) -> Iterator[Path]:
     """Finished runs `first`, `second` (which started from first) and `third`, and `open`, which is not finished."""
     folder = runs
-    store = Store.in_folder(folder)
+    store = open_record(folder)
     for name, start in (("first", None), ("second", "first"), ("third", None), ("open", None)):
         played(store, name, 4, {(number, "a"): 0 for number in range(1, 6)}, start_from=start)
-        store.update_run(name, status="running" if name == "open" else "finished")
+        store.runs.update(name, status="running" if name == "open" else "finished")
         (folder / name / "blobs" / "ab").mkdir(parents=True)
         (folder / name / "blobs" / "ab" / "cd").write_bytes(bytes(1000))
     store.close()
@@ -153,9 +158,13 @@ def test_rm_removes_a_run_from_the_record_and_the_disk(out: Path) -> None:
     assert (gone["run"], gone["bytes"]) == ("third", 1000)
     assert listed(out) == {"open": 1000, "second": 1000, "first": 1000}
     assert not (out / "third").exists()
-    store = Store.in_folder(out)
-    assert (store.results("third"), store.refusals("third"), store.devices("third")) == ([], [], [])
-    assert len(store.results("first")) == 9, "others are as they were"
+    store = open_record(out)
+    assert (
+        store.tasks.read_results("third"),
+        store.devices.read_refusals("third"),
+        store.devices.read_all("third"),
+    ) == ([], [], [])
+    assert len(store.tasks.read_results("first")) == 9, "others are as they were"
     store.close()
 
 
@@ -215,14 +224,14 @@ def test_gc_keeps_a_run_that_a_kept_one_started_from(out: Path) -> None:
 
 
 def test_gc_thins_rounds_by_flag_and_by_each_runs_configuration(out: Path) -> None:
-    store = Store.in_folder(out)
+    store = open_record(out)
     played(store, "tidy", 4, {(number, "a"): 0 for number in range(1, 6)}, keep_rounds=3)
     store.close()
     assert [entry["run"] for entry in said("gc", "--runs", out)] == ["tidy"]
     said("gc", "--keep-rounds", 1, "--runs", out)
-    store = Store.in_folder(out)
-    assert [store.run(name).thinned for name in ("tidy", "open", "first")] == [4, 4, 4]
-    assert {entry.used_in for entry in store.results("open")} == {4, 5}
+    store = open_record(out)
+    assert [store.runs.read(name).thinned for name in ("tidy", "open", "first")] == [4, 4, 4]
+    assert {entry.used_in for entry in store.tasks.read_results("open")} == {4, 5}
     store.close()
     assert said("gc", "--keep-rounds", 1, "--runs", out) == []
 

@@ -27,3 +27,12 @@ def make_parts(tmp_path: Path) -> Iterator[MakeParts]:
 @pytest.fixture
 def parts(make_parts: MakeParts) -> Parts:
     return make_parts()
+
+
+@pytest.fixture
+def asked(parts: Parts) -> Parts:
+    """Two devices at work in round 1, which needs both."""
+    parts.arrive("pi", "nano")
+    parts.open("pi", "nano")
+    parts.sent.clear()
+    return parts

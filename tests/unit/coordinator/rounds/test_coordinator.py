@@ -17,11 +17,12 @@ import torch
 from coordinator.compute.planning.planner import PROTOCOLS
 from coordinator.config import make_config, read_toml
 from coordinator.record.copies import COPIES
-from coordinator.record.store import Store
-from coordinator.rounds import collector as results_module
+from coordinator.record.record import open_record
+from coordinator.rounds import uploads as results_module
 from coordinator.rounds import validation as admission_module
-from coordinator.rounds.coordinator import ATTEMPTS, Cancelled
+from coordinator.rounds.coordinator import Cancelled
 from coordinator.rounds.display import DeviceLine
+from coordinator.rounds.engine import ATTEMPTS
 from coordinator.rounds.membership import MAX_CLASS_LISTS
 from coordinator.rounds.reporter import view
 from coordinator.rounds.status import read_status
@@ -30,8 +31,7 @@ from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.methods.generators.base import drawing
 from fedvit.program import Program
 from fedvit.tensors import Tensors, pack, unpack
-from fedvit.transport import chunk_sender
-from fedvit.transport import exchange as exchange_module
+from fedvit.transport import blob_receiver, chunk_sender
 from fedvit.transport.base import Received
 from fedvit.transport.memory import MemoryTransport
 from fedvit.wire.messages import (
@@ -75,14 +75,14 @@ def test_updates_are_weighed_by_samples(stage: Stage, first: Tensors) -> None:
         assert all(ack.accepted for ack in device.got(ResultAck))
         assert device.got(RunEnded) == [RunEnded("r", "finished")]
         assert not device.got(CoordinatorState)[-1].alive
-    record = stage.store.run("r")
+    record = stage.store.runs.read("r")
     assert (record.status, record.classes, record.reason) == ("finished", CLASSES, None)
-    assert [(entry.round, entry.cohort, entry.evaluated) for entry in stage.store.rounds("r")] == [
+    assert [(entry.round, entry.cohort, entry.evaluated) for entry in stage.store.rounds.read_all("r")] == [
         (1, ["a", "b"], True),
         (2, ["a", "b"], True),
     ]
     assert stage.accepted(1) == stage.accepted(2) == stage.accepted(1, "evaluate") == ["a", "b"]
-    assert stage.store.refusals("r") == []
+    assert stage.store.devices.read_refusals("r") == []
     [task, *_] = a.got(Task)
     assert (task.run, task.seed, task.lr_scale, set(task.groups)) == ("r", 0, 1.0, {"model"})
     assert {manifest.digest for manifest in task.blobs} >= {task.program, *task.groups.values()}
@@ -186,10 +186,10 @@ def test_a_round_more_is_kept_than_its_copy_of_the_record_needs(stage: Stage) ->
     stage.start(rounds=3)
     stage.finish()
     kept = {path.name for path in (stage.out / "r" / "blobs").glob("*/*")}
-    _, second, third = stage.store.rounds("r")
+    _, second, third = stage.store.rounds.read_all("r")
     assert second.state
     assert third.state
-    [upload] = [result.upload for result in stage.store.results("r", 3, "train")]
+    [upload] = [result.upload for result in stage.store.tasks.read_results("r", 3, "train")]
     needed = {second.state.groups["model"], third.state.groups["model"], upload}
     assert kept >= {str(digest).partition(":")[2] for digest in needed}
     assert len(kept) == 5 + 2
@@ -207,7 +207,7 @@ def test_only_the_cohort_is_asked_and_everybody_is_evaluated(stage: Stage, first
     outsider.bring(outsider.answer(task))
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 4.0)
-    cohorts = [entry.cohort for entry in stage.store.rounds("r")]
+    cohorts = [entry.cohort for entry in stage.store.rounds.read_all("r")]
     assert cohorts[0] == [asked_first]
     assert all(len(cohort) == 1 for cohort in cohorts)
     for device in fakes:
@@ -232,7 +232,7 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     stage.fake("b", silent, classes=("2",))
     stage.start(devices=2, classes=())
     stage.drive(lambda: bool(stage.fakes[0].tasks()))
-    assert stage.store.run("r").classes == CLASSES
+    assert stage.store.runs.read("r").classes == CLASSES
     late = stage.fake("late", classes=("0", "7"))
     stage.drive(lambda: bool(late.got(Refused)))
     [refused] = late.got(Refused)
@@ -253,7 +253,7 @@ def test_class_folders_that_are_empty_everywhere_are_named_and_left_out(stage: S
         fake.hello = msgspec.structs.replace(fake.hello, empty_folders=empty)
     stage.start(devices=2, classes=())
     stage.drive(lambda: bool(stage.fakes[0].tasks()))
-    assert stage.store.run("r").classes == CLASSES
+    assert stage.store.runs.read("r").classes == CLASSES
     assert "class folders without an image on any device, not of this run: 'cow', 'horse'" in stage.lines
 
 
@@ -278,7 +278,7 @@ def test_first_device_cannot_announce_thousands_of_classes(stage: Stage, first: 
     )
     stage.fake("a")
     assert stage.finish() == "finished"
-    assert stage.store.run("r").classes == CLASSES
+    assert stage.store.runs.read("r").classes == CLASSES
     assert stage.refusals("flood") == [f"hello: {refused.reason}"]
     assert_moved_by(stage, first, 1.0)
 
@@ -294,7 +294,7 @@ def test_classes_that_do_not_fit_into_a_hello_are_fetched(stage: Stage, first: T
     with_class_list(device, encode_class_list(CLASSES))
     stage.start(classes=())
     assert stage.finish() == "finished"
-    assert stage.store.run("r").classes == CLASSES
+    assert stage.store.runs.read("r").classes == CLASSES
     assert_moved_by(stage, first, 1.0)
 
 
@@ -350,7 +350,7 @@ def test_classes_of_all_devices_together_are_bounded(stage: Stage) -> None:
     )
     third = stage.fake("c", silent, classes=("1", "2"))
     stage.drive(lambda: bool(third.tasks()))
-    assert stage.store.run("r").classes == CLASSES
+    assert stage.store.runs.read("r").classes == CLASSES
 
 
 def test_classes_of_the_operator_are_the_runs_whichever_device_comes_first(stage: Stage, first: Tensors) -> None:
@@ -361,7 +361,7 @@ def test_classes_of_the_operator_are_the_runs_whichever_device_comes_first(stage
     assert odd.got(Refused)[0].reason == "its class folders 'x', 'y' are not among this run's 3 classes: 0, 1, 2"
     stage.fake("a")
     assert stage.finish() == "finished"
-    assert stage.store.run("r").classes == CLASSES
+    assert stage.store.runs.read("r").classes == CLASSES
     assert not [line for line in stage.lines if line.startswith("the run has")], "nobody else decided anything"
     assert_moved_by(stage, first, 1.0)
 
@@ -372,7 +372,7 @@ def test_coordinator_resumes_finished_run_with_more_rounds(stage: Stage) -> None
     assert stage.finish() == "finished"
     stage.start(rounds=3, resume=True)
     assert stage.finish() == "finished"
-    assert stage.store.closed_rounds("r") == [1, 2, 3]
+    assert stage.store.rounds.list_closed("r") == [1, 2, 3]
     assert device.tasks() == [1, 2, 3]
     assert device.tasks("evaluate") == [1, 2, 3]
 
@@ -394,7 +394,7 @@ def test_time_of_a_resumed_round_is_that_of_its_coordinators(stage: Stage) -> No
     device.on_task = honest
     stage.start(resume=True)
     assert stage.finish() == "finished"
-    record = stage.store.round("r", 1)
+    record = stage.store.rounds.read("r", 1)
     assert record is not None
     assert 500 <= record.figures["devices_s"] < 5000
     assert record.figures["server_s"] < 500
@@ -422,9 +422,9 @@ def test_coordinator_that_is_cancelled_ends_its_run_for_good(stage: Stage) -> No
     stage.coordinator.cancel("cancelled by the operator")
     assert isinstance(stage.finish(), Cancelled)
     stage.drive(lambda: device.got(RunEnded) == [RunEnded("r", "cancelled")])
-    record = stage.store.run("r")
+    record = stage.store.runs.read("r")
     assert (record.status, record.reason) == ("cancelled", "cancelled by the operator")
-    assert stage.store.has_ended("r")
+    assert stage.store.runs.has_ended("r")
 
 
 def test_membership_asks_devices_with_the_runs_labels_alone(stage: Stage) -> None:
@@ -438,7 +438,7 @@ def test_membership_asks_devices_with_the_runs_labels_alone(stage: Stage) -> Non
     assert {welcome.waiting_for for welcome in outside.got(Welcome)} == {
         "run r: it is for devices with site=berlin, and this one has site=munich"
     }
-    assert [result.device for result in stage.store.used_in("r", 1)] == ["a"]
+    assert [result.device for result in stage.store.tasks.read_used_in("r", 1)] == ["a"]
 
 
 def test_a_hello_that_cannot_be_read_is_answered(stage: Stage) -> None:
@@ -459,7 +459,7 @@ def test_a_run_needs_two_classes(stage: Stage) -> None:
     ended = stage.finish()
     assert isinstance(ended, ConfigError)
     assert "at least two classes" in str(ended)
-    record = stage.store.run("r")
+    record = stage.store.runs.read("r")
     assert (record.status, record.reason) == ("failed", str(ended))
     assert device.got(RunEnded)[0].status.startswith("failed: a run needs at least two classes")
 
@@ -573,7 +573,7 @@ MISBEHAVIOUR: dict[str, tuple[Answer, str]] = {
 def misbehaved(tmp_path_factory: pytest.TempPathFactory, configure: Configure, graph_cache: Path) -> Iterator[Stage]:
     """One round with one honest device and every other kind."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(exchange_module, "STALL_S", 0.05)  # content that is wrong is fetched again three times
+    patch.setattr(blob_receiver, "STALL_S", 0.05)  # content that is wrong is fetched again three times
     patch.setattr(chunk_sender, "FRESH_S", 0.01)
     stage = Stage(tmp_path_factory.mktemp("misbehaved"), configure, graph_cache)
     stage.fake("honest")
@@ -590,7 +590,7 @@ def test_the_round_closes_with_the_honest_device_alone(misbehaved: Stage, first:
     assert misbehaved.outcome == "finished"
     assert misbehaved.accepted(1) == ["honest"]
     assert_moved_by(misbehaved, first, 1.0)
-    [entry] = misbehaved.store.rounds("r")
+    [entry] = misbehaved.store.rounds.read_all("r")
     assert entry.figures["cohort"] == 1 + len(MISBEHAVIOUR)
     assert entry.figures["accepted"] == 1
 
@@ -707,7 +707,7 @@ def test_duplicates_count_once(stage: Stage, first: Tensors) -> None:
     assert_moved_by(stage, first, 2.0)
     assert all(accepted for _, accepted in a.answers())
     assert stage.accepted(1) == ["a", "b"]
-    assert stage.store.refusals("r") == []
+    assert stage.store.devices.read_refusals("r") == []
 
 
 def test_a_quorum_closes_the_round_and_what_comes_later_is_refused(stage: Stage, first: Tensors) -> None:
@@ -733,7 +733,7 @@ def test_uploads_that_wait_for_their_turn_when_the_round_closes_are_late(
 
     The model moves by the update of the one that was fetched, and by the mean of those of round 2.
     """
-    monkeypatch.setattr("coordinator.rounds.collector.CHUNKS_AT_ONCE", 4)  # each upload is one
+    monkeypatch.setattr("coordinator.rounds.uploads.CHUNKS_AT_ONCE", 4)  # each upload is one
     fakes = [stage.fake(f"d{number}", value=float(number)) for number in range(7)]
     for device in fakes:
         device.serves = False
@@ -811,7 +811,7 @@ def test_device_that_leaves_during_its_upload_sends_it_again(stage: Stage, first
         back.blobs.put(gone.blobs.get(result.upload.digest))
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 1.0)
-    assert stage.store.refusals("r") == []
+    assert stage.store.devices.read_refusals("r") == []
 
 
 def test_round_continues_after_the_link_broke(stage: Stage, first: Tensors) -> None:
@@ -866,7 +866,7 @@ def test_a_device_cannot_have_what_another_uploaded(stage: Stage) -> None:
     a, b = stage.fake("a"), stage.fake("b", silent)
     stage.start(devices=2)
     stage.drive(lambda: (1, True) in a.answers() and b.tasks() == [1])
-    [upload] = [result.upload for result in stage.store.results("r", 1, "train")]
+    [upload] = [result.upload for result in stage.store.tasks.read_results("r", 1, "train")]
     assert upload is not None
     assert BlobStore(stage.out / "r" / "blobs").has(upload)
     [task] = b.got(Task)
@@ -1001,8 +1001,8 @@ def test_devices_of_two_splits_train_one_model(stage: Stage) -> None:
     assert set(small.groups) == {"head", "norm", "block.1", "block.2"}
     assert large.groups == {group: small.groups[group] for group in ("head", "norm", "block.2")}
     assert stage.accepted(1) == ["jetson-1", "pi"]
-    assert stage.store.refusals("r") == []
-    [record] = stage.store.rounds("r")
+    assert stage.store.devices.read_refusals("r") == []
+    [record] = stage.store.rounds.read_all("r")
     assert (record.figures["server_features"], record.figures["stored_devices"]) == (12, 2)
     assert {name.split(".")[1] for name in stage.model() if name.startswith("blocks.")} == {"1", "2"}
 
@@ -1047,11 +1047,11 @@ def test_the_store_of_features_drops_the_oldest_round_and_its_file(stage: Stage)
     came = [stage.accepted(number)[0] for number in (1, 2, 3, 4)]
     assert sorted(came) == ["a", "b", "c", "d"]
     assert came != sorted(came), "devices' names say nothing of their age"
-    records = stage.store.rounds("r")
+    records = stage.store.rounds.read_all("r")
     kept = [list(record.state.uploads) for record in records if record.state]
     assert kept == [came[:1], came[:2], came[1:3], came[2:4]]
     assert [record.figures["dropped_devices"] for record in records] == [0, 0, 1, 1]
-    uploads = {result.device: result.upload for result in stage.store.results("r") if result.kind == "train"}
+    uploads = {result.device: result.upload for result in stage.store.tasks.read_results("r") if result.kind == "train"}
     blobs = BlobStore(stage.out / "r" / "blobs")
     assert [blobs.has(uploads[name] or "") for name in came] == [False, False, True, True]
     assert records[-1].figures["stored_bytes"] == sum(blobs.manifest(uploads[name] or "").size for name in came[2:])
@@ -1097,8 +1097,8 @@ def test_a_run_to_begin_from_must_be_there_and_have_got_somewhere(stage: Stage) 
     ended = stage.finish()
     assert isinstance(ended, ConfigError)
     assert "no run 'monday'" in str(ended)
-    assert stage.store.run("r").reason == str(ended)
-    stage.store.create_run("monday", {})
+    assert stage.store.runs.read("r").reason == str(ended)
+    stage.store.runs.create("monday", {})
     stage.stop()
     stage.start(start_from="monday", resume=True)
     assert str(stage.finish()) == "start_from = 'monday': that run closed no round"
@@ -1108,7 +1108,7 @@ def test_how_accuracy_is_measured_is_in_the_record(stage: Stage) -> None:
     stage.fake("a")
     stage.start(evaluation="pre_aggregation")
     assert stage.finish() == "finished"
-    assert stage.store.run("r").protocol == PROTOCOLS["pre_aggregation"]
+    assert stage.store.runs.read("r").protocol == PROTOCOLS["pre_aggregation"]
 
 
 # --- when it cannot go on -----------------------------------------------------------------------------
@@ -1125,9 +1125,9 @@ def test_round_without_results_is_repeated_and_then_the_run_fails(stage: Stage) 
         assert device.tasks() == [1, 1, 1]
         assert stage.refusals(device.name) == ["train: no memory left"] * 3
         assert device.got(RunEnded) == [RunEnded("r", f"failed: {ended}")]
-    record = stage.store.run("r")
+    record = stage.store.runs.read("r")
     assert (record.status, record.reason) == ("failed", str(ended))
-    assert [entry.closed_at for entry in stage.store.rounds("r")] == [None]
+    assert [entry.closed_at for entry in stage.store.rounds.read_all("r")] == [None]
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(stage: Stage) -> None:
@@ -1143,7 +1143,7 @@ def test_a_record_that_cannot_be_written_ends_the_run(stage: Stage) -> None:
     assert isinstance(ended, StorageFailed)
     assert "metrics" in str(ended)
     assert device.answers() == []
-    assert stage.store.run("r").status == "failed"
+    assert stage.store.runs.read("r").status == "failed"
 
 
 def test_round_with_results_in_its_second_attempt_counts(stage: Stage, first: Tensors) -> None:
@@ -1168,7 +1168,7 @@ def test_a_failed_run_can_go_on_when_the_reason_is_gone(stage: Stage, first: Ten
     device.on_task = honest
     stage.start(resume=True)
     assert stage.finish() == "finished"
-    assert stage.store.run("r").status == "finished"
+    assert stage.store.runs.read("r").status == "finished"
     assert_moved_by(stage, first, 1.0)
 
 
@@ -1177,7 +1177,7 @@ def test_a_run_does_not_go_on_with_another_program(stage: Stage) -> None:
     stage.start()
     stage.drive(lambda: bool(stage.fakes[0].tasks()))
     stage.stop()
-    assert stage.store.run("r").status == "interrupted"
+    assert stage.store.runs.read("r").status == "interrupted"
     stage.start(resume=True, options={"lr": 0.07})
     ended = stage.finish()
     assert isinstance(ended, ConfigError)
@@ -1224,9 +1224,9 @@ def test_restarted_coordinator_continues_where_it_was(
     assert broken.finish() == "finished"
     assert a.tasks() == [1, 2, 3], "its result of round 2 was kept"
     assert b.tasks() == [1, 2, 2, 3]
-    assert [entry.cohort for entry in broken.store.rounds("r")] == [["a", "b"]] * 3
+    assert [entry.cohort for entry in broken.store.rounds.read_all("r")] == [["a", "b"]] * 3
     assert broken.accepted(2) == ["a", "b"]
-    assert broken.store.refusals("r") == []
+    assert broken.store.devices.read_refusals("r") == []
     assert [task.groups for task in b.got(Task) if (task.round, task.kind) == (2, "train")] == [
         next(task.groups for task in whole.fakes[1].got(Task) if task.round == 2)
     ] * 2
@@ -1249,9 +1249,9 @@ def test_a_result_of_another_run_is_kept_by_its_device_unless_that_run_has_ended
 ) -> None:
     """Another run may be resumed, here or by another coordinator: its result is neither taken nor refused."""
     if status:
-        store = Store.in_folder(stage.out)
-        store.create_run("yesterday", {})
-        store.update_run("yesterday", status=status)
+        store = open_record(stage.out)
+        store.runs.create("yesterday", {})
+        store.runs.update("yesterday", status=status)
         store.close()
     device = stage.fake("a", then_give_up(claimed(run="yesterday")))
     stage.fake("b")
@@ -1328,7 +1328,7 @@ def test_failures_are_no_strikes(stage: Stage) -> None:
     stage.start(devices=2, rounds=3, robust={"strikes": 1})
     assert stage.finish() == "finished"
     assert unable.tasks() == [1, 2, 3]
-    assert stage.store.strikes("r") == []
+    assert stage.store.devices.read_strikes("r") == []
 
 
 def test_no_noise_is_no_privacy_and_no_other_bit(stage: Stage, first: Tensors) -> None:
@@ -1338,7 +1338,7 @@ def test_no_noise_is_no_privacy_and_no_other_bit(stage: Stage, first: Tensors) -
     stage.start(devices=2, rounds=2, privacy={"noise_multiplier": 0.0, "clip": 1e-3})
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 6.0)
-    assert all("dp_epsilon" not in entry.figures for entry in stage.store.rounds("r"))
+    assert all("dp_epsilon" not in entry.figures for entry in stage.store.rounds.read_all("r"))
 
 
 def test_a_private_mean(stage: Stage, first: Tensors) -> None:
@@ -1349,5 +1349,5 @@ def test_a_private_mean(stage: Stage, first: Tensors) -> None:
     assert stage.finish() == "finished"
     updated = np.sqrt(sum(float(np.square(stage.model()[name] - value).sum()) for name, value in first.items()))
     assert updated == pytest.approx(2.0, rel=0.05)
-    told = [entry.figures["dp_epsilon"] for entry in stage.store.rounds("r")]
+    told = [entry.figures["dp_epsilon"] for entry in stage.store.rounds.read_all("r")]
     assert told[1] > told[0] > 0

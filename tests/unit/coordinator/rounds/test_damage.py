@@ -16,9 +16,10 @@ from click.testing import CliRunner
 
 import fedvit.blobs
 from coordinator.cli import cli
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.record.copies import is_whole
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
-from coordinator.record.store import Store
+from coordinator.record.database import Database
+from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.errors import Damaged
@@ -130,7 +131,7 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str | None], str]] = {
     ),
     "upload": (
         "fedavg",
-        lambda scene: scene.stage.store.results("r", 2, "train")[0].upload,
+        lambda scene: scene.stage.store.tasks.read_results("r", 2, "train")[0].upload,
         "the upload of a for round 2",
     ),
 }
@@ -138,7 +139,7 @@ KINDS: dict[str, tuple[str, Callable[[Scene], str | None], str]] = {
 
 
 def saved(scene: Scene) -> SavedState:
-    state = scene.stage.store.rounds("r")[0].state
+    state = scene.stage.store.rounds.read_all("r")[0].state
     assert state is not None
     return state
 
@@ -163,13 +164,13 @@ def test_a_damaged_blob_changes_no_tensor(
         flip(file, keep_date=False)
     assert_equal(scene.end(), calm(method))
     assert any(str(file) in line and held in line and "damaged" in line for line in stage.lines), stage.lines
-    assert stage.store.strikes("r") == []
+    assert stage.store.devices.read_strikes("r") == []
     assert stage.refusals("b") == []
     assert scene.a.tasks() == ([1, 2, 2, 3] if kind == "upload" else [1, 2, 3])
     about_a = stage.refusals("a")
     assert len(about_a) == (kind == "upload")
     assert all("damaged on the coordinator's disk" in reason for reason in about_a)
-    assert [entry.cohort for entry in stage.store.rounds("r")] == [["a", "b"]] * ROUNDS
+    assert [entry.cohort for entry in stage.store.rounds.read_all("r")] == [["a", "b"]] * ROUNDS
 
 
 def test_without_a_damaged_patch_devices_get_the_whole_value(stage: Stage, calm: Callable[[str], Tensors]) -> None:
@@ -191,14 +192,14 @@ def test_damage_that_only_a_receiver_sees_is_not_charged_to_it(
 ) -> None:
     """The file has the size and dates of before. The device finds a wrong digest until it gives up; it is asked again,
     and its report has the file looked at."""
-    monkeypatch.setattr("fedvit.transport.exchange.MAX_RESTARTS", 0)
+    monkeypatch.setattr("fedvit.transport.blob_receiver.MAX_RESTARTS", 0)
     scene = Scene(stage).begin()
     file = scene.blob(next(iter(stage.program(scene.a.got(Task)[0]).graphs.values())).digest)
     flip(file)
     assert_equal(scene.end(), calm("fedavg"))
     assert any(str(file) in line and "damaged" in line for line in stage.lines)
     assert stage.refusals("b") == stage.refusals("a") == []
-    assert stage.store.strikes("r") == []
+    assert stage.store.devices.read_strikes("r") == []
 
 
 def test_a_device_whose_own_disk_fails_is_not_excused(stage: Stage) -> None:
@@ -223,7 +224,7 @@ def test_features_of_an_earlier_round_that_are_damaged_are_left_out_and_named(st
     a.on_task = until_round_two
     scene.start(method="eftvit", devices=2, rounds=2, evaluate_every=9)
     scene.drive(lambda: a.tasks() == [1, 2] and scene.accepted(2) == ["b"])
-    state = scene.store.rounds("r")[0].state
+    state = scene.store.rounds.read_all("r")[0].state
     assert state is not None
     scene.stop()
     flip(BlobStore(scene.out / "r" / "blobs").path(state.uploads["b"]), keep_date=False)
@@ -239,8 +240,8 @@ def test_features_of_an_earlier_round_that_are_damaged_are_left_out_and_named(st
     assert b.tasks() == [1, 2]
     [refusal] = scene.refusals("b")
     assert "its upload of an earlier round is damaged on the coordinator's disk" in refusal
-    assert scene.store.rounds("r")[1].figures["stored_devices"] == 1.0
-    assert scene.store.strikes("r") == []
+    assert scene.store.rounds.read_all("r")[1].figures["stored_devices"] == 1.0
+    assert scene.store.devices.read_strikes("r") == []
 
 
 def test_a_state_that_cannot_be_made_anew_stops_the_run(stage: Stage, calm: Callable[[str], Tensors]) -> None:
@@ -249,7 +250,7 @@ def test_a_state_that_cannot_be_made_anew_stops_the_run(stage: Stage, calm: Call
     scene.b.on_task = lambda device, task: None if task.round == 3 else by_round(device, task)
     stage.start(**scene.settings)  # type: ignore[arg-type]
     stage.drive(lambda: scene.b.tasks() == [1, 2, 3] and stage.accepted(3) == ["a"])
-    state = stage.store.rounds("r")[1].state
+    state = stage.store.rounds.read_all("r")[1].state
     assert state is not None
     file = scene.blob(state.groups["model"])
     whole = file.read_bytes()
@@ -273,13 +274,13 @@ def test_a_run_does_not_begin_from_a_damaged_one(stage: Stage, configure: Config
     stage.fake("a", by_round)
     stage.start()
     assert stage.finish() == "finished"
-    state = stage.store.rounds("r")[0].state
+    state = stage.store.rounds.read_all("r")[0].state
     assert state is not None
     file = BlobStore(stage.out / "r" / "blobs").path(state.groups["model"])
     stage.stop()
     flip(file, keep_date=False)
-    store = Store.in_folder(stage.out)
-    store.create_run("next", {})
+    store = open_record(stage.out)
+    store.runs.create("next", {})
     store.close()
     stage.start(run="next", start_from="r")
     ended = stage.finish()
@@ -308,7 +309,7 @@ def test_sound_blobs_give_no_damaged_one(tmp_path: Path) -> None:
     blobs.put(content)
     assert blobs.get(digest) == content
     flip(blobs.path(digest), keep_date=False)
-    with blobs.batched_commit() as batched_commit:
+    with blobs.commit_together() as batched_commit:
         batched_commit.put(content)
     assert blobs.manifest(digest).size == 200
     blobs.path(digest).unlink()
@@ -356,7 +357,7 @@ def test_a_damaged_record_is_named_with_its_newest_good_copy(
         opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     if damage == "journal":  # all that was in it is gone, and what is left is a database as it was before
         database.unlink()
-        Store(f"sqlite:///{stage.folder / 'before'}").close()
+        Database(f"sqlite:///{stage.folder / 'before'}").close()
         (stage.folder / "before").rename(database)
     elif damage == "flipped":
         content = database.read_bytes()
@@ -419,7 +420,7 @@ def test_older_copy_of_the_record_continues_with_the_same_numbers(stage: Stage, 
     with closing(sqlite3.connect(copies / "copy-2.db")) as copy, copy:
         copy.execute("UPDATE rounds SET figures = replace(figures, '1', '2')")
     with pytest.raises(Damaged, match=r"newest good copy is .*copy-1\.db"):
-        Store.in_folder(stage.out)
+        open_record(stage.out)
     put_back(stage.out, copies / "copy-1.db")
     scene.b.on_task = by_round
     scene.resume()
@@ -522,9 +523,15 @@ def test_no_flipped_byte_of_a_record_goes_unnoticed(stage: Stage) -> None:
     content = database.read_bytes()
 
     def read(folder: Path) -> object:
-        store = Store.in_folder(folder)
+        store = open_record(folder)
         try:
-            return store.runs(), store.rounds("r"), store.results("r"), store.strikes("r"), store.quarantines("r")
+            return (
+                store.runs.read_all(),
+                store.rounds.read_all("r"),
+                store.tasks.read_results("r"),
+                store.devices.read_strikes("r"),
+                store.devices.read_quarantines("r"),
+            )
         finally:
             store.close()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.rounds import collector as results
 from coordinator.rounds import deadlines
+from coordinator.rounds import uploads as results
 from coordinator.rounds.status import read_status
 from fedvit.blobs import digest_of
 from fedvit.errors import EmptyCohort
@@ -55,7 +55,7 @@ def test_more_are_asked_than_needed_and_the_first_answers_count(stage: Stage, fi
     stage.start(devices=5, cohort=0.6, over_select=0.5)
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 2.0)
-    [record] = stage.store.rounds("r")
+    [record] = stage.store.rounds.read_all("r")
     assert (record.cohort, record.needed) == (["a", "b", "c", "d", "e"], 3)
     assert stage.accepted(1) == ["a", "b", "c"]
     for device in slow:
@@ -63,7 +63,7 @@ def test_more_are_asked_than_needed_and_the_first_answers_count(stage: Stage, fi
         assert stage.refusals(device.name) == []
         assert device.tasks("evaluate") == [1], "they take part in everything else"
     assert all(cancelled(device) == [] for device in quick)
-    assert stage.store.unanswered("r") == []
+    assert stage.store.tasks.read_unanswered("r") == []
 
 
 def test_where_fewer_can_be_asked_the_round_needs_those(stage: Stage, first: Tensors) -> None:
@@ -72,7 +72,7 @@ def test_where_fewer_can_be_asked_the_round_needs_those(stage: Stage, first: Ten
     stage.start(devices=2, cohort=8, over_select=4.0)
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 1.0)
-    assert [record.needed for record in stage.store.rounds("r")] == [2]
+    assert [record.needed for record in stage.store.rounds.read_all("r")] == [2]
 
 
 # --- deadlines ----------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_device_that_was_killed_has_its_grace_to_return(
     assert killed.tasks() == [1, 1]
     assert_moved_by(stage, first, 2.0)
     assert stage.refusals("killed") == []
-    [_, task] = stage.store.task_histories("r", [1])
+    [_, task] = stage.store.tasks.read_histories("r", [1])
     assert (task.device, task.outcome, task.attempt) == ("killed", "accepted", 2)
     assert task.asked_at <= (task.times.left_at or "") < (task.times.returned_at or "")
 
@@ -156,7 +156,7 @@ def test_missing_result_of_a_device_that_left_is_not_for_the_deadline(
     answers(busy)
     assert stage.finish() == "finished"
     assert stage.refusals("gone") == ["train: no result: offline"]
-    [_, task] = stage.store.task_histories("r", [1])
+    [_, task] = stage.store.tasks.read_histories("r", [1])
     assert (task.device, task.outcome, task.times.returned_at) == ("gone", "offline", None)
     assert any("train closed without gone (offline)" in line for line in stage.lines)
 
@@ -382,15 +382,15 @@ def test_a_late_result_counts_once_in_the_round_that_is_open_then(
     slow.on_task = a.on_task = honest
     answers(a)
     assert stage.finish() == "finished"
-    used = {(entry.device, entry.round): entry.used_in for entry in stage.store.results("r", kind="train")}
+    used = {(entry.device, entry.round): entry.used_in for entry in stage.store.tasks.read_results("r", kind="train")}
     assert used["slow", 1] == number
     # in the last round either of the two may come too late for the other
-    assert [entry for entry in stage.store.refusals("r") if entry.round != 3] == []
+    assert [entry for entry in stage.store.devices.read_refusals("r") if entry.round != 3] == []
     staleness = number - 1
     step = (1 + (1.0 if late == "use" else (1 + staleness) ** -0.5) * 8.0) / 2
     assert weight == (1.0 if late == "use" else (1 + staleness) ** -0.5)
     assert_moved_by(stage, first, 1.0 + step + 1.0)
-    figures = [record.figures["late"] for record in stage.store.rounds("r")]
+    figures = [record.figures["late"] for record in stage.store.rounds.read_all("r")]
     assert sum(figures) == 1
     assert figures[number - 1] == 1
 
@@ -447,11 +447,11 @@ def test_a_buffer_of_results_makes_a_round_and_stale_ones_weigh_less(stage: Stag
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 3.0 + (2.0 + 8.0 * 2**-0.5) / 2)
     assert cancelled(b) == [(2, "train")]
-    records = stage.store.rounds("r")
+    records = stage.store.rounds.read_all("r")
     assert [record.figures["accepted"] for record in records] == [2, 2]
     assert [record.figures["late"] for record in records] == [0, 1]
     assert [device.tasks("evaluate") for device in (a, b, c)] == [[2]] * 3
-    assert stage.store.refusals("r") == []
+    assert stage.store.devices.read_refusals("r") == []
 
 
 def test_no_more_work_at_a_time_than_they_may_and_fairly_in_turn(stage: Stage) -> None:
@@ -497,7 +497,10 @@ def test_evaluation_waits_for_working_devices_and_none_trains_meanwhile(stage: S
     b.on_task = honest
     assert stage.finish() == "finished"
     assert stage.accepted(1, "evaluate") == ["a", "b"]
-    assert {(entry.device, entry.used_in) for entry in stage.store.results("r", kind="train")} >= {("a", 1), ("b", 2)}
+    assert {(entry.device, entry.used_in) for entry in stage.store.tasks.read_results("r", kind="train")} >= {
+        ("a", 1),
+        ("b", 2),
+    }
 
 
 def test_buffered_run_continues_after_a_kill(
@@ -548,7 +551,7 @@ def test_a_device_that_declines_is_left_out_without_blame(stage: Stage, first: T
     assert hot.answers() == [(1, False)], "it repeats what is not answered"
     assert stage.refusals("hot") == ["declined: hot: 81 C; asked again in 3600 s"]
     assert stage.finish() == "finished"
-    assert [record.figures["declined"] for record in stage.store.rounds("r")] == [1, 0]
+    assert [record.figures["declined"] for record in stage.store.rounds.read_all("r")] == [1, 0]
     assert stage.accepted(1) == ["a"]
     assert_moved_by(stage, first, 2.0)
 
@@ -579,7 +582,7 @@ def test_decline_of_an_unknown_task_changes_nothing(stage: Stage, first: Tensors
     device = stage.fake("a", astray)
     stage.start(rounds=2)
     assert stage.finish() == "finished"
-    assert stage.store.refusals("r") == []
+    assert stage.store.devices.read_refusals("r") == []
     assert [(ack.run, ack.round) for ack in device.got(ResultAck) if not ack.accepted] == [
         ("yesterday", 1),
         ("r", 7),

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.record.store import Store
-from coordinator.rounds import collector, scheduler, sender_limits
+from coordinator.record.record import open_record
+from coordinator.rounds import scheduler, sender_limits, uploads
 from coordinator.rounds.collector import ResultCollector
 from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.inbox import Inbox
@@ -76,7 +76,7 @@ def test_a_device_that_ends_at_every_task_holds_no_round(
     assert stage.finish() == "finished"
     assert [(task.round, task.attempt) for task in loops.got(Task)] == [(1, 1), (1, 2), (1, 3)]
     assert stage.refusals("loops") == ["train: no result: its process ended 3 times at this task"]
-    assert [refusal.lost for refusal in stage.store.refusals("r")] == [True]
+    assert [refusal.lost for refusal in stage.store.devices.read_refusals("r")] == [True]
     assert any("loops: no result: its process ended 3 times" in line and "60 s" in line for line in stage.lines)
     assert (stage.accepted(1), stage.accepted(2)) == (["good"], ["good"])
     assert_moved_by(stage, first, 2.0)
@@ -87,7 +87,7 @@ def test_a_device_that_ends_once_is_given_its_task_again_at_once(stage: Stage, f
     stage.start(deadline_s="auto")
     assert stage.finish() == "finished"
     assert [task.attempt for task in unlucky.got(Task) if task.kind == "train"] == [1, 2]
-    assert stage.store.refusals("r") == []
+    assert stage.store.devices.read_refusals("r") == []
 
 
 def test_attempts_are_counted_over_a_restart_of_the_coordinator(
@@ -126,7 +126,7 @@ def test_result_of_another_task_is_no_strike_and_the_task_is_sent_again(stage: S
     assert stage.refusals("a") == [
         f"train: it is of task another, expected is {again.task}: the task is sent again",
     ]
-    assert stage.store.strikes("r") == []
+    assert stage.store.devices.read_strikes("r") == []
     assert_moved_by(stage, first, 1.0)
 
 
@@ -248,14 +248,14 @@ def test_an_error_in_handling_a_message_of_one_device_ends_its_task_alone(
 def test_an_error_in_looking_at_the_upload_of_one_device_ends_its_task_alone(
     stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = collector.check_upload
+    check = uploads.check_upload
 
     def broken(upload: Any, program: Any, what: str) -> Any:
         if "of bad for" in what:
             raise KeyError("a fault of ours")
         return check(upload, program, what)
 
-    monkeypatch.setattr(collector, "check_upload", broken)
+    monkeypatch.setattr(uploads, "check_upload", broken)
     stage.fake("good")
     stage.fake("bad", value=1000.0, samples=1000)
     stage.start(devices=2, rounds=2)
@@ -322,8 +322,8 @@ def beside(stage: Stage, folder: Path, run: str) -> Stage:
     second = Stage(folder, stage._configure, stage._graph_cache)
     second.broker, second.fakes = stage.broker, stage.fakes
     if run != "r":
-        store = Store.in_folder(second.out)
-        store.create_run(run, {})
+        store = open_record(second.out)
+        store.runs.create(run, {})
         store.close()
     second.start(run=run)
     return second
@@ -344,7 +344,7 @@ def test_a_second_coordinator_of_a_federation_ends_and_names_the_first(
     honest(device, device.got(Task)[0])
     assert stage.finish() == "finished"
     assert any("another coordinator (run 's' on " in line for line in stage.lines)
-    assert stage.store.refusals("r") == [], "no result was dropped for the other's"
+    assert stage.store.devices.read_refusals("r") == [], "no result was dropped for the other's"
     assert_moved_by(stage, first, 2.0)
 
 

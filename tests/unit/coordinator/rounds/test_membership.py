@@ -95,7 +95,7 @@ def test_membership_sends_a_device_away_that_only_the_operator_can_release(make_
         told = [message.waiting_for for message in parts.got("pi", Welcome)]
         told += [message.reason for message in parts.got("pi", Refused)]
         assert all("not finite" in text for text in told)
-        parts.state.store.remove_run("r")
+        parts.state.store.runs.remove("r")
 
 
 def test_membership_believes_the_last_will_of_the_process_that_is_here(parts: Parts) -> None:
@@ -127,19 +127,19 @@ def test_revoked_device_is_not_waited_for(parts: Parts) -> None:
     assert [task.device for task in parts.state.tasks] == ["nano"]
     assert parts.refusals("pi") == ["revoked: its certificate was revoked"]
     assert parts.refusals("stranger") == [], "it never took part"
-    ends = {task.device: task.outcome for task in parts.state.store.task_histories("r", [1])}
+    ends = {task.device: task.outcome for task in parts.state.store.tasks.read_histories("r", [1])}
     assert ends == {"pi": "revoked", "nano": None}
-    assert parts.runner.selector.admitted(["nano", "pi"]) == ["nano"]
+    assert parts.trainer.admit(["nano", "pi"]) == ["nano"]
     parts.arrive("pi")  # with a new certificate
-    assert parts.runner.selector.admitted(["nano", "pi"]) == ["nano", "pi"]
+    assert parts.trainer.admit(["nano", "pi"]) == ["nano", "pi"]
 
 
 def test_device_revoked_while_no_coordinator_ran_is_not_waited_for(parts: Parts) -> None:
     """An earlier process asked it: its task is in the record alone."""
-    parts.runner.record_tasks({"pi": parts.work})
+    parts.journal.add_tasks(1, {"pi": parts.work})
     parts.expel("pi", "its certificate was revoked")
     assert parts.refusals("pi") == ["revoked: its certificate was revoked"]
-    assert parts.state.store.unanswered("r") == []
+    assert parts.state.store.tasks.read_unanswered("r") == []
 
 
 def test_membership_fetches_a_bounded_number_of_class_lists(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

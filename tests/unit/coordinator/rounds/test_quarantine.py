@@ -6,23 +6,23 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import RobustConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.quarantine import Quarantine
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    made = Store.in_folder(tmp_path)
-    made.create_run("r", {})
+def store(tmp_path: Path) -> Iterator[Record]:
+    made = open_record(tmp_path)
+    made.runs.create("r", {})
     yield made
     made.close()
 
 
-def of(store: Store, *, limit: int = 2, rounds: int | None = None) -> Quarantine:
+def of(store: Record, *, limit: int = 2, rounds: int | None = None) -> Quarantine:
     return Quarantine("r", store, RobustConfig(strikes=limit, quarantine_rounds=rounds))
 
 
-def test_the_last_of_the_strikes_puts_a_device_away(store: Store) -> None:
+def test_the_last_of_the_strikes_puts_a_device_away(store: Record) -> None:
     quarantine = of(store)
     assert not quarantine.strike("pi", 1, "too long")
     assert quarantine.admitted(["nano", "pi"], 2) == ["nano", "pi"]
@@ -35,59 +35,64 @@ def test_the_last_of_the_strikes_puts_a_device_away(store: Store) -> None:
     assert quarantine.why_not("nano", 3) is None
 
 
-def test_a_restart_forgives_nothing(store: Store, tmp_path: Path) -> None:
+def test_a_restart_forgives_nothing(store: Record, tmp_path: Path) -> None:
     of(store).strike("pi", 1, "too long")
-    again = Store.in_folder(tmp_path)
+    again = open_record(tmp_path)
     quarantine = of(again)
     assert quarantine.strike("pi", 2, "too long")
     assert of(again).admitted(["pi"], 3) == []
     again.close()
 
 
-def test_work_that_is_done_again_counts_once(store: Store) -> None:
+def test_work_that_is_done_again_counts_once(store: Record) -> None:
     """After kill -9 the same round is closed once more, and finds the same outliers."""
     quarantine = of(store)
     assert [quarantine.strike("pi", 1, "too long") for _ in range(3)] == [False, False, False]
-    assert len(store.strikes("r")) == 1
+    assert len(store.devices.read_strikes("r")) == 1
 
 
-def test_quarantine_of_some_rounds_ends_automatically(store: Store) -> None:
+def test_quarantine_of_some_rounds_ends_automatically(store: Record) -> None:
     quarantine = of(store, limit=1, rounds=2)
     quarantine.strike("pi", 3, "too long")
     assert [quarantine.admitted(["pi"], number) for number in (3, 4, 5, 6)] == [[], [], [], ["pi"]]
     assert "until round 5 is over" in str(quarantine.why_not("pi", 4))
 
 
-def test_after_a_quarantine_strikes_are_counted_anew(store: Store) -> None:
+def test_after_a_quarantine_strikes_are_counted_anew(store: Record) -> None:
     quarantine = of(store, rounds=1)
     began = [quarantine.strike("pi", number, "too long") for number in (1, 2, 4, 5)]
     assert began == [False, True, False, True]
 
 
-def test_a_release_is_heard_at_once(store: Store) -> None:
+def test_a_release_is_heard_at_once(store: Record) -> None:
     quarantine = of(store, limit=1)
     quarantine.strike("pi", 1, "too long")
-    assert store.release("r", "pi")
+    assert store.devices.release("r", "pi")
     assert quarantine.admitted(["pi"], 1) == ["pi"]
-    assert not store.release("r", "pi"), "there is nothing more to release"
+    assert not store.devices.release("r", "pi"), "there is nothing more to release"
 
 
-def test_a_release_forgets_strikes(store: Store) -> None:
+def test_a_release_forgets_strikes(store: Record) -> None:
     quarantine = of(store)
     quarantine.strike("pi", 1, "too long")
-    assert store.release("r", "pi")
+    assert store.devices.release("r", "pi")
     assert not quarantine.strike("pi", 2, "too long")
 
 
-def test_a_limit_of_0_counts_none(store: Store) -> None:
+def test_a_limit_of_0_counts_none(store: Record) -> None:
     quarantine = of(store, limit=0)
     assert not quarantine.strike("pi", 1, "too long")
-    assert store.strikes("r") == []
+    assert store.devices.read_strikes("r") == []
 
 
-def test_quarantines_that_hold_in_a_round_are_in_the_record(store: Store) -> None:
+def test_quarantines_that_hold_in_a_round_are_in_the_record(store: Record) -> None:
     """So the compute side leaves out what such a device had uploaded earlier."""
     quarantine = of(store, limit=1, rounds=2)
-    assert store.quarantined("r", 2) == {}
+    assert store.devices.read_current_quarantines("r", 2) == {}
     quarantine.strike("pi", 1, "too long")
-    assert [[*store.quarantined("r", number)] for number in (1, 2, 3, 4)] == [["pi"], ["pi"], ["pi"], []]
+    assert [[*store.devices.read_current_quarantines("r", number)] for number in (1, 2, 3, 4)] == [
+        ["pi"],
+        ["pi"],
+        ["pi"],
+        [],
+    ]

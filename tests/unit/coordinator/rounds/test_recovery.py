@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.config import BlobsConfig
-from coordinator.record.integrity import DamagedBlob, VerifiedBlobs
 from coordinator.rounds.object_store import ObjectStore
+from coordinator.rounds.preparation import fetch_mirrored
 from coordinator.rounds.recovery import DAMAGES
 from coordinator.rounds.tasks import TaskState
 from fedvit.errors import Damaged
@@ -73,13 +74,13 @@ def test_recovery_asks_again_for_an_upload_that_was_damaged_here(parts: Parts, w
     assert result.upload is not None
     parts.collector.on_result("pi", result)
     parts.collector.commit(now=True)
-    stored = parts.state.store.results("r")
+    stored = parts.state.store.tasks.read_results("r")
     assert parts.recovery.damaged_of(stored) == []
     damage(parts, result.upload.digest)
     assert parts.recovery.damaged_of(stored) == stored
     parts.recovery.ask_again_for(stored, 1)
-    assert parts.state.store.results("r") == []
-    assert parts.state.store.strikes("r") == []
+    assert parts.state.store.tasks.read_results("r") == []
+    assert parts.state.store.devices.read_strikes("r") == []
     [refusal] = parts.refusals("pi")
     assert refusal.endswith("it is asked again")
     with pytest.raises(Damaged, match=r"the upload of pi for round 1.*their uploads were damaged each time"):
@@ -105,10 +106,10 @@ def test_files_of_the_run_that_it_starts_from_come_from_its_mirror(tmp_path: Pat
     blobs: dict[str, Any] = {"url": f"file://{tmp_path}/mirror", "mirror": True}
     earlier = ObjectStore(BlobsConfig(**blobs), "monday", VerifiedBlobs(tmp_path / "elsewhere"))
     state = earlier.blobs.put(b"a state").digest
-    earlier.mirror([state])
+    earlier.mirror.put([state])
     earlier.close()
     parts = Parts(tmp_path / "runs", start_from="monday")
-    parts.state.store.create_run("monday", {"method": "fedavg", "blobs": blobs})
-    parts._fetch_mirrored()
+    parts.state.store.runs.create("monday", {"method": "fedavg", "blobs": blobs})
+    fetch_mirrored(parts)
     parts.close()
     assert VerifiedBlobs(tmp_path / "runs" / "monday" / "blobs").get(state) == b"a state"

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from coordinator.rounds.coordinator import Cancelled
-from coordinator.rounds.regional import RegionalCoordinator
+from coordinator.rounds.leading import Owner
+from coordinator.rounds.regional import RegionLead
 from fedvit.errors import ConfigError, PeerRefused
 from fedvit.tensors import Tensors
 from fedvit.transport.memory import MemoryTransport
@@ -63,7 +64,7 @@ class World:
             transport=lambda: MemoryTransport(SimpleQueue(), self.centre.broker, f"{name}-{len(self.links)}"),
             state=self._folder / name / "link",
         )
-        self.regions[name].make = partial(RegionalCoordinator, centre=link, least_results=least)
+        self.regions[name].owner = Owner(lead=partial(RegionLead, centre=link, least_results=least))
 
     def stages(self) -> list[Stage]:
         return [self.centre, *self.regions.values()]
@@ -116,10 +117,10 @@ def test_regions_train_as_one_coordinator_with_all_devices(world: World, stage: 
     for region in world.regions.values():
         for name, value in world.centre.model().items():
             np.testing.assert_array_equal(region.model()[name], value, err_msg="the region tested the centre's tensors")
-    trained = {result.device: result for result in world.centre.store.results("r", 1, "train")}
+    trained = {result.device: result for result in world.centre.store.tasks.read_results("r", 1, "train")}
     assert {name: result.samples for name, result in trained.items()} == {"north": 44, "south": 507}
     assert trained["north"].metrics == {"loss": pytest.approx(0.5), "devices": 2}
-    tested = {result.device: result for result in world.centre.store.results("r", 2, "evaluate")}
+    tested = {result.device: result for result in world.centre.store.tasks.read_results("r", 2, "evaluate")}
     assert {name: result.metrics for name, result in tested.items()} == {
         "north": {"correct": 10, "devices": 2}, "south": {"correct": 10, "devices": 2}
     }  # fmt: skip
@@ -134,7 +135,7 @@ def test_region_announces_devices_that_join_later(world: World) -> None:
     world.drive(lambda: bool(world.centre.accepted(1)))
     north.fake("b", drawn, samples=SAMPLES["b"])
     assert world.finish() == ["finished"] * 2
-    assert [result.samples for result in world.centre.store.results("r", 2, "train")] == [44]
+    assert [result.samples for result in world.centre.store.tasks.read_results("r", 2, "train")] == [44]
     assert not world.centre.refusals("north")
 
 
@@ -156,7 +157,10 @@ def test_region_with_too_few_results_fails_its_task_with_the_reason(world: World
         "train: round 1: 1 of the 2 results came that an update of this region needs; without b (failed)"
     ]
     assert [world.centre.accepted(number) for number in (1, 2)] == [["south"], ["north", "south"]]
-    assert [record.closed_at is not None for record in world.regions["north"].store.rounds("r")] == [True, True]
+    assert [record.closed_at is not None for record in world.regions["north"].store.rounds.read_all("r")] == [
+        True,
+        True,
+    ]
 
 
 def test_region_without_devices_fails_its_task_with_the_reason(world: World) -> None:
@@ -214,7 +218,7 @@ def test_region_resumes_the_round_of_its_centre(world: World, stage: Stage) -> N
     north.start(devices=2, resume=True)
     assert world.finish() == ["finished"] * 2
     assert north.fakes[0].tasks() == [1]
-    assert [result.samples for result in world.centre.store.results("r", 1, "train")] == [44]
+    assert [result.samples for result in world.centre.store.tasks.read_results("r", 1, "train")] == [44]
 
 
 def test_region_sends_an_update_that_its_centre_has_not_got_again(world: World) -> None:
@@ -278,7 +282,7 @@ def test_region_ends_cancelled_when_the_run_of_its_centre_is_cancelled(world: Wo
     assert world.centre.coordinator is not None
     world.centre.coordinator.cancel("by the test")
     assert [type(outcome) for outcome in world.finish()] == [Cancelled] * 2
-    assert north.store.run("r").reason == "the centre's run was cancelled"
+    assert north.store.runs.read("r").reason == "the centre's run was cancelled"
     world.drive(lambda: all([cancel.round for cancel in device.got(Cancel)] == [1] for device in north.fakes))
 
 
@@ -290,7 +294,7 @@ def test_region_ends_when_its_centre_begins_another_run(world: World) -> None:
     world.centre.start(rounds=2)
     world.drive(lambda: north.fakes[0].tasks() == [1, 2])
     world.centre.stop()
-    world.centre.store.create_run("other", {})
+    world.centre.store.runs.create("other", {})
     world.centre.start(run="other", rounds=2)
     world.drive(lambda: north.outcome is not None)
     assert isinstance(north.outcome, ConfigError)
@@ -298,7 +302,7 @@ def test_region_ends_when_its_centre_begins_another_run(world: World) -> None:
     assert reason in str(north.outcome)
 
     def told() -> bool:
-        return any(reason in refusal.reason for refusal in world.centre.store.refusals("other"))
+        return any(reason in refusal.reason for refusal in world.centre.store.devices.read_refusals("other"))
 
     world.drive(told)
 
@@ -341,4 +345,4 @@ def test_centre_refuses_regions_where_the_mean_of_updates_is_not_enough(
     world.drive(lambda: north.outcome is not None)
     assert isinstance(north.outcome, PeerRefused)
     assert f"it is a region: {reason}" in str(north.outcome)
-    assert not world.centre.store.rounds("r")
+    assert not world.centre.store.rounds.read_all("r")

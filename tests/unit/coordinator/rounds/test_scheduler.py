@@ -58,7 +58,7 @@ def test_scheduler_counts_attempts_of_a_device_whose_process_ends(
     parts.check_now("pi")
     assert parts.scheduler.overdue([], set()) == []
     assert [task.attempt for task in parts.got("pi", Task)] == [3], "the wait is over"
-    [recorded] = parts.state.store.unanswered("r")
+    [recorded] = parts.state.store.tasks.read_unanswered("r")
     assert recorded.attempt == 3
     parts.state.presence.arrived("pi", hello("restarted-4"))
     overdue = parts.scheduler.on_arrival("pi", was_away=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
-from coordinator.record.integrity import VerifiedBlobs
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.rounds import scheduler
 from coordinator.rounds.deadlines import FLOOR_S, Deadline
 from coordinator.rounds.open_round import Missing
@@ -27,13 +27,13 @@ from fedvit.wire.messages import MAX_MESSAGE_BYTES, DeltaStep, Manifest, encode
 from fedvit.wire.topics import Topics
 from tests.support.messages import hello
 
-PROGRAM: Any = type("NothingFetched", (), {"fetched_once": staticmethod(list)})
+PROGRAM: Any = type("NothingFetched", (), {"list_fetched_once": staticmethod(list)})
 
 
 class Sent:
     """A scheduler, and the tasks that it has sent; `unsent_bytes` wait in this process."""
 
-    def __init__(self, folder: Path, store: Store) -> None:
+    def __init__(self, folder: Path, store: Record) -> None:
         self.tasks: list[tuple[str, messages.Task]] = []
         self.unsent_bytes = 0
         blobs = VerifiedBlobs(folder / "blobs")
@@ -81,8 +81,8 @@ class Sent:
 @pytest.fixture
 def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
     monkeypatch.setattr(scheduler, "CHECK_INTERVAL_S", 0.0)
-    store = Store.in_folder(tmp_path)
-    store.create_run("r", {})
+    store = open_record(tmp_path)
+    store.runs.create("r", {})
     yield Sent(tmp_path, store)
     store.close()
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from bench.fuzz.seeds import PROFILE
 from coordinator.rounds import sender_limits
 from coordinator.rounds.sender_limits import LIMITS, STRIKES, SenderLimits
 from fedvit.wire.messages import (
@@ -13,6 +12,7 @@ from fedvit.wire.messages import (
     encode,
 )
 from fedvit.wire.topics import Topics
+from tests.support.corpus import PROFILE
 
 TOPICS = Topics("home")
 LARGE_HELLO = encode(Hello("i", "0.1", PROFILE, tuple("x" * 250 + str(number) for number in range(230)), 10, 5))

@@ -12,27 +12,27 @@ from tests.support.messages import hello
 FULL_RECORD = """
 # The record may grow by nothing; then it may again.
 import pathlib, resource, sys
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from fedvit.errors import DiskFull
 
 folder = pathlib.Path(sys.argv[1])
-store = Store.in_folder(folder)
-store.create_run("r", {"method": "fedavg"})
+store = open_record(folder)
+store.runs.create("r", {"method": "fedavg"})
 kept = 0
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
 try:
     while True:
-        store.add_refusal("r", 1, "a", "train", "x" * 1000)
+        store.devices.add_refusal("r", 1, "a", "train", "x" * 1000)
         kept += 1
 except DiskFull as error:
     print(error)
-assert len(store.refusals("r")) == kept
-assert store.run("r").status == "waiting"
+assert len(store.devices.read_refusals("r")) == kept
+assert store.runs.read("r").status == "waiting"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-store.add_refusal("r", 1, "a", "train", "the disk has space again")
-assert len(store.refusals("r")) == kept + 1
+store.devices.add_refusal("r", 1, "a", "train", "the disk has space again")
+assert len(store.devices.read_refusals("r")) == kept + 1
 store.close()
-print(len(Store.in_folder(folder).refusals("r")) == kept + 1)
+print(len(open_record(folder).devices.read_refusals("r")) == kept + 1)
 """
 
 FULL_BLOBS = """

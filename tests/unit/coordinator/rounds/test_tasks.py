@@ -89,7 +89,7 @@ def test_a_message_about_another_task_of_the_round_is_not_about_this_one() -> No
 
 def test_receivers_of_a_blob_are_devices_at_work_on_a_task_that_was_sent() -> None:
     """An ended task's blobs can still be requested, but nobody is waited for."""
-    program = SimpleNamespace(fetched_once=list)
+    program = SimpleNamespace(list_fetched_once=list)
     tasks, made = Tasks(), [task("pi", program=program), task("nano", program=program)]
     for one in made:
         tasks.add(one)

@@ -23,7 +23,7 @@ from coordinator.rounds.validation import (
     largest_upload_bytes,
 )
 from fedvit.errors import BadPayload, PeerRefused
-from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Group, Program, Role, TensorSpec, Train
+from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.updates import make_codec
@@ -39,7 +39,11 @@ AVERAGED = Program(
     method="fedper",
     model="made",
     classes=CLASSES,
-    groups={"body": Group(Role.SHARED), "head": Group(Role.LOCAL, DIGEST), "base": Group(Role.FROZEN, DIGEST)},
+    groups={
+        "body": TensorGroup(Role.SHARED),
+        "head": TensorGroup(Role.LOCAL, DIGEST),
+        "base": TensorGroup(Role.FROZEN, DIGEST),
+    },
     tensors={
         "a": TensorSpec((2, 3), "float32", "body"),
         "b": TensorSpec((4,), "float32", "body"),
@@ -54,7 +58,11 @@ AVERAGED = Program(
 """`a` and `b` go up, `h` stays."""
 COLLECTED = msgspec.structs.replace(
     AVERAGED,
-    groups={"body": Group(Role.LOCAL, DIGEST), "head": Group(Role.SEEDED), "base": Group(Role.GLOBAL)},
+    groups={
+        "body": TensorGroup(Role.LOCAL, DIGEST),
+        "head": TensorGroup(Role.SEEDED),
+        "base": TensorGroup(Role.GLOBAL),
+    },
     train=(Train(graph="train", groups=("body",), epochs=5, lr=0.1, collect=Collect("features", (2, 8))),),
 )
 """Only features (n, 2, 8) and labels (n,) go up."""
@@ -217,7 +225,9 @@ def test_counts_by_class_that_a_program_keeps_on_devices_are_refused() -> None:
 
 def test_unexpected_upload_is_refused() -> None:
     """Everything is local: a device that trains for itself alone has nothing to send."""
-    alone = msgspec.structs.replace(AVERAGED, groups=dict.fromkeys(("body", "head", "base"), Group(Role.LOCAL, DIGEST)))
+    alone = msgspec.structs.replace(
+        AVERAGED, groups=dict.fromkeys(("body", "head", "base"), TensorGroup(Role.LOCAL, DIGEST))
+    )
     check_result(result(upload=None), alone, hello())
     with pytest.raises(BadPayload, match="has an upload of 100 bytes, expected is none"):
         check_result(result(), alone, hello())
@@ -378,7 +388,7 @@ SHAPE = (40, 32)
 CODED = {
     codec: msgspec.structs.replace(
         AVERAGED,
-        groups={**AVERAGED.groups, "body": Group(Role.SHARED, up=codec)},
+        groups={**AVERAGED.groups, "body": TensorGroup(Role.SHARED, up=codec)},
         tensors={**AVERAGED.tensors, "a": TensorSpec(SHAPE, "float32", "body")},
     )
     for codec in ("fp16", "int8", "top_k:share=0.1")

@@ -13,4 +13,4 @@ def test_run_refuses_devices_that_are_too_old(stage: Stage) -> None:
         "hello: its fedvit is version '0.1.0', and this run requires 0.2 or newer: update fedvit on the device"
     }
     assert (old.tasks(), new.tasks()) == ([], [1])
-    assert {device.device: device.software for device in stage.store.devices("r")} == {"new": "0.10.1"}
+    assert {device.device: device.software for device in stage.store.devices.read_all("r")} == {"new": "0.10.1"}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.pentest.parties import make_deployment
 from coordinator.cli import cli
 from coordinator.security import clock
 from coordinator.security.authority import DAY_S, Authority
 from coordinator.security.clock import ServerClock, confirm_clock, find_doubt
 from coordinator.security.folder import Deployment
 from fedvit.errors import ConfigError
+from tests.support.deployments import make_deployment
 
 HOUR_S = 3600.0
 MINUTE_S = 60.0

@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+import click
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
@@ -25,11 +26,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from cryptography.x509.oid import NameOID
 
-from bench.pentest.client import Client, context_of, wait_for
-from bench.pentest.parties import device_address, make_deployment, make_request, running, with_beginning
 from coordinator.cli import cli
 from coordinator.config import BrokerConfig, RobustConfig
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.service.broker import broker_endpoint
 from coordinator.security.authority import DAY_S, Authority
@@ -39,16 +38,16 @@ from coordinator.security.broker_log import MOST_CONNECTIONS
 from coordinator.security.folder import COORDINATOR, Deployment, make_token, own_hosts
 from coordinator.security.registry import Certificate, Device, OpenToken
 from coordinator.security.service import Service, served
-from edge_client import identity as identity_module
-from edge_client import join as join_module
 from edge_client.cli import cli as edge_cli
-from edge_client.clocks import explain_refusal
-from edge_client.doctor import check_broker
-from edge_client.doctor_context import DoctorContext, Finding
-from edge_client.endpoint import Endpoint, find_endpoint
-from edge_client.identity import Identity, Membership, Renewal
-from edge_client.join import join
-from edge_client.keys import check_identity
+from edge_client.health.broker_checks import check_broker
+from edge_client.health.clocks import explain_refusal
+from edge_client.health.doctor_context import DoctorContext, Finding
+from edge_client.health.keys import check_identity
+from edge_client.link import identity as identity_module
+from edge_client.link import join as join_module
+from edge_client.link.endpoint import Endpoint, find_endpoint
+from edge_client.link.identity import Identity, Membership, Renewal
+from edge_client.link.join import join
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused
 from fedvit.files import atomic_write
 from fedvit.transport.address import Address, tls_context
@@ -56,6 +55,9 @@ from fedvit.transport.base import Connected, Received
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.enrolment import FROM_DEVICE, JoinRequest, RenewRequest, Token, encode_enrolment, seal
 from fedvit.wire.topics import Topics
+from tests.support.deployments import change_beginning, make_deployment, make_device, make_request, run_broker
+from tests.support.mqtt_client import Client, make_context
+from tests.support.waiting import wait_until
 
 HOME = Topics("home")
 
@@ -298,7 +300,7 @@ def test_a_join_whose_answer_got_lost_is_taken_up(stage: Stage, tmp_path: Path) 
     question = seal(JoinRequest(b"0" * 16, token.device, request), token.secret, FROM_DEVICE)
     with Client(stage.deployment.address, "instead") as client:
         client.publish(HOME.enrolment(token.id), question)
-    wait_for(lambda: known(stage.deployment, "pi-lost"), "the certificate")
+    wait_until(lambda: known(stage.deployment, "pi-lost"), "the certificate")
     assert join(token, tmp_path / "identity").trouble is None
     assert len(joined(stage.deployment, "pi-lost").certificates) == 1
 
@@ -337,13 +339,13 @@ def test_a_new_device_takes_the_place_of_an_old_one(stage: Stage, tmp_path: Path
         token = make_token(stage.deployment, "pi-card", 60.0, replaces=True)
         assert Client(first.address(), "until then").connected
         second = join(token, tmp_path / "second")
-        wait_for(lambda: not old.connected, "the end of the old card's connection")
+        wait_until(lambda: not old.connected, "the end of the old card's connection")
 
     def comes_in() -> bool:
         with Client(second.identity.address(), "new card") as new:
             return new.connected
 
-    wait_for(comes_in, "the new card to come in, as soon as the broker has begun anew")
+    wait_until(comes_in, "the new card to come in, as soon as the broker has begun anew")
     assert not Client(first.address(), "old card").connected
     join(make_token(stage.deployment, "pi-next", 60.0), tmp_path / "next")  # enrolment comes back to the broker, too
 
@@ -375,17 +377,17 @@ def test_strangers_ask_to_be_enrolled(stage: Stage) -> None:
         b"", b"\x01", b"\x02" + sealed[1:], bytes(100), bytes(20_000), seal(message, bytes(16), FROM_DEVICE),
         seal(message, token.secret, b"another direction"), sealed[:-1], sealed[:40] + b"\xff" + sealed[41:],
     ]  # fmt: skip
-    with Client(stage.deployment.address, "stranger", [HOME.enrolled(token.id)]) as client:
+    with Client(stage.deployment.address, "stranger", [HOME.enrolment_reply(token.id)]) as client:
         for payload in junk:
             client.publish(HOME.enrolment(token.id), payload)
             client.publish(HOME.enrolment("0" * 16), payload)
             client.publish(HOME.renewal("nobody"), payload)
         wrong = seal(JoinRequest(b"1" * 16, "pi-1", request), token.secret, FROM_DEVICE)
         client.publish(HOME.enrolment(token.id), wrong)
-        wait_for(lambda: client.seen, "an answer to the one that is sealed, for a name that is not the token's")
+        wait_until(lambda: client.seen, "an answer to the one that is sealed, for a name that is not the token's")
         assert known(stage.deployment, "pi-stranger") is None
         client.publish(HOME.enrolment(token.id), sealed)
-        wait_for(lambda: len(client.seen) == 2, "the certificate")
+        wait_until(lambda: len(client.seen) == 2, "the certificate")
     assert known(stage.deployment, "pi-stranger")
 
 
@@ -397,14 +399,14 @@ def test_a_broker_that_only_pretends(tmp_path: Path) -> None:
     with theirs.change() as rows:  # the broker knows what the device shows it: the login, not the secret
         rows.add_token(open_tokens(ours, "pi-1")[0])
     ports = {"port": theirs.settings.port, "enrolment_port": theirs.settings.enrolment_port}
-    with running(theirs), Client(theirs.address, "impostor", [HOME.enrolment(token.id)]) as impostor:
+    with run_broker(theirs), Client(theirs.address, "impostor", [HOME.enrolment(token.id)]) as impostor:
         ended = threading.Event()
 
         def pretend() -> None:
             while not ended.wait(0.02):
                 for _, payload in impostor.seen[-1:]:
-                    impostor.publish(HOME.enrolled(token.id), payload)  # the device's own words
-                    impostor.publish(HOME.enrolled(token.id), seal(JoinRequest(b"", "", b""), bytes(16), b"x"))
+                    impostor.publish(HOME.enrolment_reply(token.id), payload)  # the device's own words
+                    impostor.publish(HOME.enrolment_reply(token.id), seal(JoinRequest(b"", "", b""), bytes(16), b"x"))
 
         thread = threading.Thread(target=pretend)
         thread.start()
@@ -436,7 +438,7 @@ def test_join_without_broker_fails(tmp_path: Path) -> None:
 
 def identity_of(deployment: Deployment, folder: Path, name: str, *, age_days: float) -> Identity:
     """A device that joined so long ago."""
-    address = device_address(deployment, folder / "keys", name, issued_s=time.time() - age_days * DAY_S)
+    address = make_device(deployment, folder / "keys", name, issued_s=time.time() - age_days * DAY_S)
     identity = folder / "identity"
     assert address.cert_file is not None
     assert address.key_file is not None
@@ -469,7 +471,7 @@ def ask(identity: Identity, *, until: Callable[[], bool]) -> None:
             if isinstance(event, Connected):
                 renewal.note_connected(transport, event.certificate)
             elif isinstance(event, Received):
-                renewal.answered(event.payload)
+                renewal.on_answer(event.payload)
     finally:
         transport.close()
 
@@ -487,9 +489,9 @@ def test_a_certificate_is_renewed_in_its_last_third(stage: Stage, tmp_path: Path
     assert renewed.subject.rfc4514_string() == "CN=pi-old"
     assert Client(identity.address(), "renewed").connected
     assert len(joined(stage.deployment, "pi-old").certificates) == 2
-    wait_for(lambda: joined(stage.deployment, "pi-old").last_seen, "when it was seen")
+    wait_until(lambda: joined(stage.deployment, "pi-old").last_seen, "when it was seen")
     run("revoke", "pi-old", "--deployment", str(stage.deployment.folder))
-    wait_for(lambda: not Client(identity.address(), "later").connected, "the end of all its certificates")
+    wait_until(lambda: not Client(identity.address(), "later").connected, "the end of all its certificates")
 
 
 def test_a_certificate_is_not_renewed_earlier(stage: Stage, tmp_path: Path) -> None:
@@ -497,7 +499,7 @@ def test_a_certificate_is_not_renewed_earlier(stage: Stage, tmp_path: Path) -> N
     young = identity_of(stage.deployment, tmp_path / "young", "pi-young", age_days=59.0)
     old = identity_of(stage.deployment, tmp_path / "old", "pi-older", age_days=80.0)
     before = young.certificate.read_bytes()
-    with Client(young.address(), "asking", [HOME.renewed("pi-young")]) as request:
+    with Client(young.address(), "asking", [HOME.certificate_for("pi-young")]) as request:
         request.publish(HOME.renewal("pi-young"), encode_enrolment(RenewRequest(young.request)))
         ask(old, until=old.next_certificate.is_file)
     assert not request.seen
@@ -520,7 +522,7 @@ def test_a_clock_that_jumped_issues_nothing_until_it_is_confirmed(stage: Stage, 
     token = make_token(stage.deployment, "pi-late", 60.0)
     with stage.deployment.change() as rows:
         rows.set_clock(time.time() - 65 * DAY_S)
-    wait_for(lambda: any("65 days ahead of" in line for line in stage.said), "the warning")
+    wait_until(lambda: any("65 days ahead of" in line for line in stage.said), "the warning")
     with pytest.raises(PeerRefused, match="--confirm-clock"):
         join(token, tmp_path / "identity")
     seen = joined(stage.deployment, "pi-jump").last_seen
@@ -533,7 +535,7 @@ def test_a_clock_that_jumped_issues_nothing_until_it_is_confirmed(stage: Stage, 
     assert all("65 days ahead of" in entry["clock_in_doubt"] for entry in listed)
     confirmed = run("devices", "--deployment", str(stage.deployment.folder), "--confirm-clock", "--json")
     assert {entry["clock_in_doubt"] for entry in json.loads(confirmed.stdout)} == {None}
-    wait_for(lambda: any("plausible again" in line for line in stage.said), "the end of the warning")
+    wait_until(lambda: any("plausible again" in line for line in stage.said), "the end of the warning")
     ask(identity, until=identity.next_certificate.is_file)
     assert join(token, tmp_path / "identity").trouble is None
 
@@ -541,7 +543,7 @@ def test_a_clock_that_jumped_issues_nothing_until_it_is_confirmed(stage: Stage, 
 def test_devices_shows_certificates_that_the_clock_does_not_find_valid(tmp_path: Path) -> None:
     deployment = make_deployment(tmp_path / "deployment")
     for name, days in (("ends", 1.0), ("lasts", 90.0)):
-        device_address(deployment, tmp_path / "keys", name, issued_s=time.time() - 2 * DAY_S, days=days)
+        make_device(deployment, tmp_path / "keys", name, issued_s=time.time() - 2 * DAY_S, days=days)
     later = Authority.create("later", time.time() + 10 * DAY_S)
     listed = ["devices", "--deployment", str(deployment.folder), "--json"]
     states = {entry["device"]: entry["state"] for entry in json.loads(run(*listed).stdout)}
@@ -557,7 +559,7 @@ def next_of(stage: Stage, identity: Identity, *, begin_s: float | None = None) -
     authority = stage.deployment.authority
     made = authority.device(identity.membership.device, identity.request, time.time())
     if begin_s is not None:
-        made = with_beginning(authority, made, begin_s)
+        made = change_beginning(authority, made, begin_s)
     return made.public_bytes(Encoding.DER)
 
 
@@ -589,7 +591,7 @@ def test_a_device_falls_back_to_its_former_certificate_until_the_next_one_is_acc
 _RENEWING = """
 import sys
 from pathlib import Path
-from edge_client.identity import Identity
+from edge_client.link.identity import Identity
 identity, *renewed = Identity(Path(sys.argv[1])), *map(bytes.fromhex, sys.argv[2:])
 while True:
     for der in renewed:
@@ -633,16 +635,16 @@ def test_revoke_ends_all_connections_of_one_device_and_of_no_other(stage: Stage,
             done = run("revoke", "pi-gone", "--deployment", str(stage.deployment.folder))
             assert done.exit_code == 0, done.exception
             assert not Client(lost.address(), "gone again").connected
-            wait_for(lambda: not any(client.connected for client in gone), "the end of its connections")
+            wait_until(lambda: not any(client.connected for client in gone), "the end of its connections")
         with Client(stage.deployment.address, "coordinator") as coordinator:
             coordinator.publish(HOME.to_device("pi-kept"), b"still here")
-        wait_for(lambda: other.seen, "a message for the other device")
+        wait_until(lambda: other.seen, "a message for the other device")
         assert other.outcome == ["Success"]
     assert stage.broker.pid == pid
     told = [stage.service.revoked.get(timeout=5) for _ in range(stage.service.revoked.qsize())]
     assert told.count("pi-gone") == 1
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: stage.broker.pid != pid and stage.broker.up, "the broker")
+    wait_until(lambda: stage.broker.pid != pid and stage.broker.up, "the broker")
     assert not Client(lost.address(), "after a restart").connected
     assert Client(kept.address(), "after a restart").connected
     unknown = run("revoke", "pi-unknown", "--deployment", str(stage.deployment.folder))
@@ -655,19 +657,19 @@ def test_replace_ends_a_connection_that_was_accepted_before_and_is_used_after(st
     pid = stage.broker.pid
     with (
         socket.create_connection((old_card.host, old_card.port), 30) as plain,
-        context_of(old_card).wrap_socket(plain, server_hostname=old_card.host) as held,
+        make_context(old_card).wrap_socket(plain, server_hostname=old_card.host) as held,
     ):
         assert Client(stage.deployment.address, "barrier").connected  # by now the handshake is over
         token = make_token(stage.deployment, "pi-held", 60.0, replaces=True)
         new_card = join(token, tmp_path / "second").identity.address()
-        wait_for(lambda: not Client(old_card, "old card").connected, "the replacement")
+        wait_until(lambda: not Client(old_card, "old card").connected, "the replacement")
         with Client(new_card, "new card", [HOME.to_device("pi-held")]) as new:
             held.sendall(b"\x10\x10\0\x04MQTT\x04\x02\0\x3c\0\x04held")
             while held.recv(100):  # it is let in, which the log tells, and ended
                 pass
             with Client(stage.deployment.address, "coordinator") as coordinator:
                 coordinator.publish(HOME.to_device("pi-held"), b"for the new card")
-            wait_for(lambda: new.seen, "a message for the new card")
+            wait_until(lambda: new.seen, "a message for the new card")
             assert new.outcome == ["Success"]
     assert stage.broker.pid == pid
 
@@ -679,9 +681,9 @@ def test_revoke_restarts_the_broker_where_a_client_id_hides_its_device(stage: St
     with Client(hidden.address(), "x" * 2000) as client:
         assert client.connected
         assert run("revoke", "pi-hidden", "--deployment", str(stage.deployment.folder)).exit_code == 0
-        wait_for(lambda: not client.connected, "the end of its connection")
+        wait_until(lambda: not client.connected, "the end of its connection")
     assert stage.broker.pid != pid
-    wait_for(lambda: "the id of a client hides its device" in "\n".join(stage.said), "what was done")
+    wait_until(lambda: "the id of a client hides its device" in "\n".join(stage.said), "what was done")
 
 
 def test_only_one_process_serves_a_deployment(stage: Stage) -> None:
@@ -695,19 +697,19 @@ def test_only_one_process_serves_a_deployment(stage: Stage) -> None:
 def test_a_broker_that_died_comes_back(stage: Stage, tmp_path: Path) -> None:
     pid = stage.broker.pid
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: stage.broker.pid != pid and stage.broker.alive(), "the broker")
+    wait_until(lambda: stage.broker.pid != pid and stage.broker.alive(), "the broker")
     assert join(make_token(stage.deployment, "pi-after", 60.0), tmp_path / "identity").trouble is None
 
 
 def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
     """By the name in the certificate, whatever the client calls itself; `coordinator devices` tells."""
-    address = device_address(stage.deployment, tmp_path, "pi-hoards")
-    device_address(stage.deployment, tmp_path, "pi-framed")
+    address = make_device(stage.deployment, tmp_path, "pi-hoards")
+    make_device(stage.deployment, tmp_path, "pi-framed")
     forged = "x (p2, c0, k60, u'pi-framed')."
     Client(address, forged, persistent=True).close()
-    wait_for(lambda: joined(stage.deployment, "pi-hoards").misuses == 1, "the count")
+    wait_until(lambda: joined(stage.deployment, "pi-hoards").misuses == 1, "the count")
     assert joined(stage.deployment, "pi-framed").misuses == 0
-    wait_for(lambda: "pi-hoards keeps a session at the broker" in "\n".join(stage.said), "the operator is told")
+    wait_until(lambda: "pi-hoards keeps a session at the broker" in "\n".join(stage.said), "the operator is told")
     listed = json.loads(run("devices", "--json", "--deployment", str(stage.deployment.folder)).output)
     assert {entry["device"]: entry["misuses"] for entry in listed}["pi-hoards"] == 1
     assert Client(address, "again").connected
@@ -715,17 +717,17 @@ def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
 
 def test_device_with_too_many_connections_is_revoked(stage: Stage, tmp_path: Path) -> None:
     """Connections are what one device could use up for all others."""
-    address = device_address(stage.deployment, tmp_path, "pi-crowds")
+    address = make_device(stage.deployment, tmp_path, "pi-crowds")
     crowd = [Client(address, f"crowd-{number}") for number in range(MOST_CONNECTIONS + 1)]
     try:
-        wait_for(lambda: not Client(address, "again").connected, "the revocation")
-        wait_for(lambda: not any(client.connected for client in crowd), "the end of its connections")
+        wait_until(lambda: not Client(address, "again").connected, "the revocation")
+        wait_until(lambda: not any(client.connected for client in crowd), "the end of its connections")
     finally:
         for client in crowd:
             client.close()
     assert joined(stage.deployment, "pi-crowds").revoked_at is not None
     crowd = f"pi-crowds opened {MOST_CONNECTIONS + 1} connections at once"
-    wait_for(lambda: crowd in "\n".join(stage.said), "the operator is told")
+    wait_until(lambda: crowd in "\n".join(stage.said), "the operator is told")
 
 
 def test_external_mosquitto_is_used(tmp_path: Path) -> None:
@@ -733,18 +735,18 @@ def test_external_mosquitto_is_used(tmp_path: Path) -> None:
     deployment = make_deployment(tmp_path / "made")
     folder = str(deployment.folder)
     said: list[str] = []
-    with running(deployment) as broker:
+    with run_broker(deployment) as broker:
         with served(deployment, said.append) as service:
             assert service.broker is None
-            address = device_address(deployment, tmp_path / "keys", "pi-1")
+            address = make_device(deployment, tmp_path / "keys", "pi-1")
             assert Client(address, "before").connected
             done: list[Result] = []
             command = threading.Thread(target=lambda: done.append(run("revoke", "pi-1", "--deployment", folder)))
             command.start()
-            wait_for(lambda: service.watch() or done, "the command")  # type: ignore[func-returns-value]
+            wait_until(lambda: service.watch() or done, "the command")  # type: ignore[func-returns-value]
             command.join()
             assert done[0].exit_code == 0
-            wait_for(lambda: not Client(address, "after").connected, "the revocation")
+            wait_until(lambda: not Client(address, "after").connected, "the revocation")
         assert broker.alive()
     assert any(f"process {broker.pid}, has reloaded" in line for line in said)
 
@@ -766,14 +768,14 @@ def test_the_doctor_of_a_device_that_has_joined(stage: Stage, tmp_path: Path) ->
     [certificate] = check_identity(replace(context, identity=identity))
     assert (certificate.level, certificate.what[:31]) == ("ok", "the certificate of 'pi-ill' is ")
     assert run("revoke", "pi-ill", "--deployment", str(stage.deployment.folder)).exit_code == 0
-    wait_for(stage.broker.alive, "the broker")
+    wait_until(stage.broker.alive, "the broker")
     *_, last = check_broker(context)
     assert (last.check, last.level) == ("login", "error")
     assert "revoked" in str(last.hint)
     *_, elsewhere = check_broker(replace(context, address=identity.address("127.0.0.2")))
     assert elsewhere.level == "error"
     foreign = make_deployment(tmp_path / "foreign")
-    with running(foreign):
+    with run_broker(foreign):
         *_, updated = check_broker(replace(context, address=identity.address(f"127.0.0.1:{foreign.settings.port}")))
     assert (updated.check, updated.level) == ("tls", "error")
     assert "join again with a token of the current deployment" in str(updated.hint)
@@ -855,18 +857,24 @@ def test_enroll_ends_when_its_token_is_withdrawn(stage: Stage) -> None:
     given = ["enroll", "pi-waits", "--deployment", str(stage.deployment.folder)]
     command = threading.Thread(target=lambda: done.append(run(*given)))
     command.start()
-    wait_for(lambda: open_tokens(stage.deployment, "pi-waits"), "the token")
+    wait_until(lambda: open_tokens(stage.deployment, "pi-waits"), "the token")
     run("revoke", "pi-waits", "--deployment", str(stage.deployment.folder))
     command.join(60)
     assert "this token for pi-waits was withdrawn" in str(done[0].exception)
 
 
+def _command(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
+
+
 def test_start_takes_no_deployment_from_the_environment() -> None:
     """A run has the broker that its command line or its file names; the other commands may find the folder there."""
-    [start] = [option for option in cli.commands["start"].params if "--broker.deployment" in option.opts]
+    [start] = [option for option in _command("start").params if "--broker.deployment" in option.opts]
     assert start.envvar is None
     for name in ("enroll", "devices", "revoke"):
-        [other] = [option for option in cli.commands[name].params if "--deployment" in option.opts]
+        [other] = [option for option in _command(name).params if "--deployment" in option.opts]
         assert other.envvar == "FEDVIT_DEPLOYMENT"
 
 
@@ -874,11 +882,11 @@ def test_devices_lists_members_and_quarantines(tmp_path: Path) -> None:
     """Two devices of a deployment; in the newest run one has a strike, in the run before the other was put away."""
     deployment, runs = make_deployment(tmp_path / "deployment"), tmp_path / "runs"
     for name in ("pi-1", "pi-2"):
-        device_address(deployment, tmp_path / "keys", name)
-    store = Store.in_folder(runs)
+        make_device(deployment, tmp_path / "keys", name)
+    store = open_record(runs)
     for record, device, limit in (("older", "pi-2", 1), ("newest", "pi-1", 3)):
-        store.create_run(record, {})
-        store.open_round(record, 1, ["pi-1", "pi-2"])
+        store.runs.create(record, {})
+        store.rounds.open(record, 1, ["pi-1", "pi-2"])
         Quarantine(record, store, RobustConfig(strikes=limit, quarantine_rounds=4)).strike(device, 1, "NaN")
     store.close()
     listed = ["devices", "--deployment", str(deployment.folder)]

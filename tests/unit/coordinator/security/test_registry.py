@@ -1,62 +1,24 @@
 """A deployment's registry: its transactions, what they write beside them, and the file of an older version."""
 
-import fcntl
-import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import event
 
-from bench.pentest.parties import make_deployment
 from coordinator.security.folder import Deployment, make_token
-from coordinator.security.registry import FORGET_TOKENS_S, Certificate, OpenToken
+from coordinator.security.registry import FORGET_TOKENS_S, Certificate
 from fedvit.errors import ConfigError, Damaged, DiskFull
+from tests.support.deployments import make_deployment
 
 NOW = 1_700_000_000.0
-FORMER = {
-    "devices": {
-        "pi-1": {
-            "name": "pi-1", "joined_at": NOW, "last_seen": NOW + 5.0, "misuses": 2,
-            "certificates": [
-                {"serial": "a1", "issued_at": NOW, "expires_at": NOW + 100.0},
-                {"serial": "a2", "issued_at": NOW + 50.0, "expires_at": NOW + 150.0},
-            ],
-        },
-        "pi-2": {
-            "name": "pi-2", "joined_at": NOW, "revoked_at": NOW + 9.0,
-            "certificates": [{"serial": "b1", "issued_at": NOW, "expires_at": NOW + 100.0}],
-        },
-    },
-    "tokens": {
-        "0" * 16: {
-            "id": "0" * 16, "device": "pi-1", "secret": "AAAA", "expires_at": NOW, "request": "r", "certificate": "c",
-        },
-        "1" * 16: {"id": "1" * 16, "device": "pi-3", "secret": "BBBB", "expires_at": NOW * 2, "replaces": True},
-    },
-    "revoked_serials": ["b1", "of nobody that is known"],
-    "generation": 17,
-    "cuts": 3,
-}  # fmt: skip
 
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
     return make_deployment(tmp_path / "made")
-
-
-def of_older_version(deployment: Deployment) -> Path:
-    """The same deployment as an older version left it."""
-    deployment.registry.close()
-    for file in deployment.folder.glob("registry.db*"):
-        file.unlink()
-    former = deployment.folder / "registry.json"
-    former.write_text(json.dumps(FORMER))
-    former.chmod(0o600)
-    return former
 
 
 def logins(deployment: Deployment) -> list[str]:
@@ -66,73 +28,6 @@ def logins(deployment: Deployment) -> list[str]:
 def device_joins(deployment: Deployment, name: str) -> None:
     with deployment.change() as rows:
         rows.put_device(name, Certificate(name.encode().hex(), NOW, NOW + 100.0), NOW)
-
-
-# --- an older version ---------------------------------------------------------------------------------
-
-
-def test_json_of_an_older_version_becomes_a_database_once(deployment: Deployment) -> None:
-    former = of_older_version(deployment)
-    taken_over = Deployment.open(deployment.folder)
-    assert not former.exists()
-    assert json.loads(former.with_name("registry.json.migrated").read_text()) == FORMER
-    assert taken_over.registry.path.stat().st_mode & 0o777 == 0o600
-    with taken_over.registry.read() as rows:
-        pi_1, pi_2 = rows.devices()
-        assert (pi_1.name, pi_1.joined_at, pi_1.last_seen, pi_1.misuses, pi_1.revoked_at) == (
-            "pi-1",
-            NOW,
-            NOW + 5.0,
-            2,
-            None,
-        )
-        assert [entry.serial for entry in pi_1.certificates] == ["a1", "a2"]
-        assert pi_1.expires_at == NOW + 150.0
-        assert (pi_2.name, pi_2.revoked_at, pi_2.misuses) == ("pi-2", NOW + 9.0, 0)
-        assert rows.revoked_devices() == ["pi-2"]
-        assert sorted(rows.revoked_serials()) == ["b1", "of nobody that is known"]
-        assert rows.generation() == 17
-        assert rows.revoked_since(17) == []
-        used = OpenToken("0" * 16, "pi-1", "AAAA", NOW, request="r", certificate="c")
-        unused = OpenToken("1" * 16, "pi-3", "BBBB", NOW * 2, replaces=True)
-        assert (rows.token("0" * 16), rows.token("1" * 16)) == (used, unused)
-        assert rows.open_tokens(time.time()) == [unused]
-    device_joins(taken_over, "pi-4")
-    with Deployment.open(deployment.folder).registry.read() as rows:
-        assert [device.name for device in rows.devices()] == ["pi-1", "pi-2", "pi-4"]
-
-
-def test_json_that_was_taken_over_is_not_taken_over_again(deployment: Deployment) -> None:
-    """The process ended before it could rename the file."""
-    former = of_older_version(deployment)
-    device_joins(Deployment.open(deployment.folder), "pi-4")
-    former.with_name("registry.json.migrated").rename(former)
-    with Deployment.open(deployment.folder).registry.read() as rows:
-        assert rows.device("pi-4")
-    assert not former.exists()
-
-
-def test_json_of_an_older_version_stays_while_that_version_serves(deployment: Deployment) -> None:
-    former = of_older_version(deployment)
-    with open(deployment.run / "served", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("4711")
-        lock.flush()
-        with pytest.raises(ConfigError, match="is being served by process 4711"):
-            Deployment.open(deployment.folder)
-    assert former.exists()
-    Deployment.open(deployment.folder)
-
-
-def test_json_that_is_damaged_is_named_and_kept(deployment: Deployment) -> None:
-    former = of_older_version(deployment)
-    whole = former.read_text()
-    former.write_text(whole[:-20])
-    with pytest.raises(ConfigError, match=r"registry\.json, of an older version, is damaged"):
-        Deployment.open(deployment.folder)
-    former.write_text(whole)
-    with Deployment.open(deployment.folder).registry.read() as rows:
-        assert len(rows.devices()) == 2
 
 
 # --- damage -------------------------------------------------------------------------------------------
@@ -179,7 +74,7 @@ def test_change_that_fails_changes_nothing(deployment: Deployment) -> None:
     with pytest.raises(ConfigError, match="no"):
         fails()
     with deployment.registry.read() as rows:
-        assert (rows.devices(), rows.revoked_serials(), rows.generation()) == ([], [], 0)
+        assert (rows.devices(), rows.list_revoked_serials(), rows.generation()) == ([], [], 0)
     assert "pi-1" not in (deployment.folder / "devices.acl").read_text()
 
 
@@ -248,12 +143,12 @@ def test_revocation_names_the_device_whose_connections_must_end(deployment: Depl
     with deployment.change() as rows:
         rows.discard("pi-2")
     with deployment.registry.read() as rows:
-        assert (rows.revoked_since(0), rows.revoked_since(first)) == (["pi-1", "pi-2"], ["pi-2"])
-        assert rows.revoked_devices() == ["pi-1"]
+        assert (rows.list_revoked_since(0), rows.list_revoked_since(first)) == (["pi-1", "pi-2"], ["pi-2"])
+        assert rows.list_revoked_devices() == ["pi-1"]
     with deployment.change() as rows:
         rows.revoke("pi-1", NOW)  # once more: its connections are ended once more
     with deployment.registry.read() as rows:
-        assert rows.revoked_since(first + 1) == ["pi-1"]
+        assert rows.list_revoked_since(first + 1) == ["pi-1"]
     rules = (deployment.folder / "devices.acl").read_text()
     assert "user pi-1\ntopic deny #" in rules
     assert "pi-2" not in rules

@@ -12,11 +12,12 @@ from PIL import Image
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.record.store import Store
+from coordinator.record.database import Database
+from coordinator.record.record import Record
 from coordinator.views import prometheus as collector_module
 from coordinator.views.prometheus import CoordinatorCollector, Observed, Served
 from edge_client.agent import TICK_S
-from edge_client.monitoring import AgentCollector
+from edge_client.health.monitoring import AgentCollector
 from fedvit.errors import StorageFailed
 from fedvit.timings import LoopWatch
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
@@ -111,7 +112,7 @@ def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> N
     """Without its record a coordinator leaves the broker: that connection is not the cause."""
     server = Postgresql()
     try:
-        store = Store(server.schema())
+        store = Record(Database(server.schema()))
         link = MemoryTransport(SimpleQueue(), MemoryBroker(), "coordinator")
         collector = CoordinatorCollector(Observed(link, lambda: False, store, tmp_path, lambda: (), {}))
         assert collector.why_not_ready() == "no connection to the broker"
@@ -124,7 +125,7 @@ def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> N
         server.close()
 
 
-def observed_record(store: Store, stage: Stage) -> CoordinatorCollector:
+def observed_record(store: Record, stage: Stage) -> CoordinatorCollector:
     """Metrics of a record that was made by hand, as if its run were served by the stage's coordinator."""
     assert stage.coordinator is not None
     stage.coordinator.state.run = RUN
@@ -144,7 +145,7 @@ def test_only_the_first_devices_have_a_series(stage: Stage, tmp_path: Path, monk
     monkeypatch.setattr(collector_module, "MOST_DEVICES", 0)
     found = samples(collector)
     assert not [name for name, _ in found if name == "fedvit_device_peak_rss_bytes"]
-    assert found["fedvit_devices_unlisted", (("run", RUN),)] == len(store.device_totals(RUN)) > 0
+    assert found["fedvit_devices_unlisted", (("run", RUN),)] == len(store.devices.read_totals(RUN)) > 0
     assert found["fedvit_upload_bytes_total", (("run", RUN),)] == 3_100_000
     store.close()
 
@@ -160,7 +161,7 @@ def test_record_that_cannot_be_read_is_reported_and_fails_nothing(
     def broken(*_: object) -> None:
         raise StorageFailed("the disk is gone")
 
-    monkeypatch.setattr(stage.store, "count_runs", broken)
+    monkeypatch.setattr(stage.store.runs, "count", broken)
     found = samples(collector)
     assert found["fedvit_record_up", ()] == 0
     assert found["fedvit_round", (("run", "r"),)] == 1
@@ -188,7 +189,7 @@ def test_board_alerts_and_page_name_metrics_that_exist(stage: Stage, tmp_path: P
     device = World(tmp_path / "images", tmp_path / "world").device(joined=False)
     loop = LoopWatch(TICK_S)
     of_coordinator = names(collector_of(stage))
-    of_device = names(AgentCollector(device.agent, tmp_path, loop, Sensors.find()))
+    of_device = names(AgentCollector(device.agent.link, device.agent.state, tmp_path, loop, Sensors.find()))
     device.stop()
     optional = {"fedvit_device_temperature_celsius"}  # where there is a sensor
     exist = of_coordinator | of_device | optional

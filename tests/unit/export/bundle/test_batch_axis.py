@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from export.bundle.batch_axis import open_batch
-from export.bundle.model import Model, Port, node, read_model, write_model
 from fedvit.errors import BadPayload
+from fedvit.onnx_model import Model, Port, make_node, read_model, write_model
 
 BATCH = 2
 WEIGHTS = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
@@ -53,7 +53,7 @@ def opened(model: Model) -> Callable[[Any], Any]:
     ready = open_batch(model, "x", BATCH, "count")
     ready = replace(
         ready,
-        nodes=(node("Shape", ["x"], ["count"], start=0, end=1), *ready.nodes),
+        nodes=(make_node("Shape", ["x"], ["count"], start=0, end=1), *ready.nodes),
         inputs={"x": Port(1, ("batch", 6, 4))},
         outputs={"y": Port(1, tuple("" for _ in model.shape("y")))},
     )
@@ -159,6 +159,6 @@ def test_images_from_two_places_are_refused() -> None:
 def test_a_graph_without_shapes_is_refused() -> None:
     nodes, shape, _ = CASES["an axis less"]
     model = graph(nodes, shape)
-    bare = replace(model, shapes={name: model.shapes[name] for name in ("x", "y")})
+    bare = replace(model, values={})
     with pytest.raises(BadPayload, match="shape of 'a'"):
         open_batch(bare, "x", BATCH, "count")

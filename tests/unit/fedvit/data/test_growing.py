@@ -121,7 +121,7 @@ class TestLook:
         images("test/cat")
         folder = opened(tmp_path)
         (tmp_path / "data/train/cat/0.png").unlink()
-        with pytest.raises(DataError, match="no images for training"):
+        with pytest.raises(DataError):
             folder.look()
         assert len(folder.data.train) == 1
 

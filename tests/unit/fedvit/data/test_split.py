@@ -45,5 +45,5 @@ class TestSplit:
 
     @pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
     def test_share(self, share: float) -> None:
-        with pytest.raises(ConfigError, match=f"test share is {share}"):
+        with pytest.raises(ConfigError, match=f"{share}"):
             split_train_test(np.arange(3), np.zeros(3, dtype=np.int64), share, np.random.default_rng(0))

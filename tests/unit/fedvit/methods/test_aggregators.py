@@ -79,7 +79,7 @@ class TestByHand:
 
     def test_krum_with_too_few(self) -> None:
         """f = 1 of 4 needs 2 + 3."""
-        with pytest.raises(EmptyCohort, match="against 1 malicious devices needs 5 results, 4 came"):
+        with pytest.raises(EmptyCohort):
             combined(Krum(0.25), [0], [1], [2], [3])
 
     def test_geometric_median_of_a_majority_is_the_majority(self) -> None:

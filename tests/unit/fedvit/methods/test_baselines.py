@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import PREDICT, UPDATE, Images, Method, RoundContext, ServerState, Upload, trained_names
+from fedvit.methods.base import PREDICT, UPDATE, Images, Method, RoundContext, ServerState, Upload, list_trained
 from fedvit.methods.calculus import Named
 from fedvit.methods.step import example_inputs, steps_of, whole_step
 from fedvit.models import SMALL
@@ -213,9 +213,9 @@ def test_no_trained_tensor_is_dead(name: str, options: dict[str, Any]) -> None:
     inputs = inputs_of(method, vit, phase)
     first = run(method, vit, phase, inputs)
     second = run(method, vit, phase, first)
-    trained = method.names_with(vit, *(role for role in Role if role.trained_on_device))
+    trained = method.names_with(vit, *(role for role in Role if role.is_trained_on_device))
     assert updated(first, second) == set(trained)
-    assert trained_names(method, vit, phase) == trained
+    assert list_trained(method, vit, phase) == trained
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedvit.methods.base import clipped
+from fedvit.methods.base import clip_grads
 from fedvit.methods.calculus import Calculus, Named, Objective, TorchCalculus, TracedCalculus
 from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 
@@ -53,7 +53,7 @@ def one_step(
     calculus = kind(rule, inputs)
     grads, (loss, collected) = calculus.gradients(objective(inputs), values)
     if clip is not None:
-        grads = clipped(grads, clip)
+        grads = clip_grads(grads, clip)
     updated = calculus.update(values, grads)
     return {
         "loss": loss.detach(),
@@ -159,18 +159,18 @@ def test_what_is_given_is_not_written_to(kind: type[Calculus], rule: Optimizer) 
 
 def test_a_long_gradient_is_shortened_as_a_whole() -> None:
     """(3, 0) and (4) are 5 long together: to 1 they shrink to (0.6, 0) and (0.8)."""
-    short = clipped({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0)}, 1.0)
+    short = clip_grads({"a": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0)}, 1.0)
     torch.testing.assert_close(short, {"a": torch.tensor([0.6, 0.0]), "b": torch.tensor(0.8)})
 
 
 @pytest.mark.parametrize("norm", [5.0, 7.0, 1e9])
 def test_a_short_gradient_stays(norm: float) -> None:
     grads = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0)}
-    assert all(torch.equal(value, grads[name]) for name, value in clipped(grads, norm).items())
+    assert all(torch.equal(value, grads[name]) for name, value in clip_grads(grads, norm).items())
 
 
 def test_a_gradient_of_zero_stays() -> None:
-    assert clipped({"a": torch.zeros(3)}, 1.0)["a"].tolist() == [0.0, 0.0, 0.0]
+    assert clip_grads({"a": torch.zeros(3)}, 1.0)["a"].tolist() == [0.0, 0.0, 0.0]
 
 
 @given(st.integers(0, 1000), st.floats(1e-3, 1e3))
@@ -182,5 +182,5 @@ def test_clipping_is_torchs(seed: int, norm: float) -> None:
     for leaf, grad in zip(leaves, grads.values(), strict=True):
         leaf.grad = grad.clone()
     torch.nn.utils.clip_grad_norm_(leaves, norm)
-    for leaf, grad in zip(leaves, clipped(grads, norm).values(), strict=True):
+    for leaf, grad in zip(leaves, clip_grads(grads, norm).values(), strict=True):
         torch.testing.assert_close(grad, leaf.grad, rtol=1e-5, atol=0)

@@ -115,7 +115,7 @@ def test_parameters_on_a_device(local_blocks: int, classes: int, parameters: int
     with torch.device("meta"):
         vit = build_vit("vit_base_patch16_224", classes, seed=0)
     groups = EFTViT(local_blocks=local_blocks).groups(vit)
-    trained = [name for role, names in groups.values() if role.trained_on_device for name in names]
+    trained = [name for role, names in groups.values() if role.is_trained_on_device for name in names]
     assert sum(vit.tensors()[name].numel() for name in trained) == parameters
 
 

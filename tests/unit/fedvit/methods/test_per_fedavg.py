@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from edge_client.runtime import Runtime, Seeds, Watch
+from edge_client.work.runtime import Runtime, Seeds, Watch
 from export.trace import to_onnx, trace
 from fedvit.data.folder import DeviceData
 from fedvit.methods import make_method
-from fedvit.methods.base import PREDICT, Images, Method, StepInputs, trained_names
+from fedvit.methods.base import PREDICT, Images, Method, StepInputs, list_trained
 from fedvit.methods.calculus import Named, Objective, TorchCalculus
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.per_fedavg import ADAPT, PerFedAvg
@@ -23,7 +23,7 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, predict_step, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch, GraphSpec, Group, Program, Role, TensorSpec, Train
+from fedvit.program import Batch, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from tests.support.quadratic import BATCH, HALF, Inputs, in_double, small
 
 RATE, INNER = 0.25, 0.125
@@ -66,7 +66,7 @@ def factor(method: Method, vit: PatchViT, phase: Train, **batch: list[int]) -> f
     """What one step multiplies every tensor with."""
     inputs = inputs_of(method, vit, phase, **batch)
     outputs = whole_step(method, vit, phase)(inputs)
-    ratios = [outputs[f"new/tensor/{name}"] / inputs[f"tensor/{name}"] for name in trained_names(method, vit, phase)]
+    ratios = [outputs[f"new/tensor/{name}"] / inputs[f"tensor/{name}"] for name in list_trained(method, vit, phase)]
     every = torch.cat([ratio.flatten() for ratio in ratios])
     torch.testing.assert_close(every, every[0].expand_as(every), rtol=1e-6, atol=0)
     return float(every.mean())
@@ -278,7 +278,7 @@ def test_a_test_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.
         method="per_fedavg",
         model=SMALL,
         classes=("ant", "bee"),
-        groups={"model": Group(Role.SHARED)},
+        groups={"model": TensorGroup(Role.SHARED)},
         tensors={name: TensorSpec(value.shape, "float32", "model") for name, value in values.items()},
         graphs=graphs,
         train=method.phases(vit),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedvit.models import SMALL, build_vit
-from fedvit.models.dropout import Dropout, dropped
+from fedvit.models.dropout import Dropout, drop_values
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.vit import PatchViT
 from fedvit.program import SEEDS
@@ -23,7 +23,7 @@ def seeds(count: int, seed: int = 0) -> Tensor:
 
 def masks(numbers: Tensor, rate: float = 0.25, place: int = 0) -> Tensor:
     """(B, N, D): 1 where a value is kept."""
-    return (dropped(torch.ones(len(numbers), TOKENS, WIDTH), numbers, rate, place) > 0).double()
+    return (drop_values(torch.ones(len(numbers), TOKENS, WIDTH), numbers, rate, place) > 0).double()
 
 
 def made(rate: float = 0.5) -> tuple[PatchViT, Tensor]:
@@ -43,7 +43,7 @@ def logits(vit: PatchViT, patches: Tensor, numbers: Tensor | None) -> Tensor:
 def test_share_of_dropped_values(rate: float) -> None:
     """Within five deviations of as many draws; kept values are divided by what is left, so that their mean stays."""
     x = torch.full((16, TOKENS, WIDTH), 2.0)
-    got = dropped(x, seeds(16), rate, 3)
+    got = drop_values(x, seeds(16), rate, 3)
     kept = got != 0
     share, count = 1 - rate, kept.numel()
     assert abs(float(kept.double().mean()) - share) < 5 * (share * rate / count) ** 0.5
@@ -75,7 +75,7 @@ def test_mask_follows_from_the_number_of_the_sample_alone() -> None:
 
 def test_gradient_is_that_of_kept_values() -> None:
     x = torch.ones(2, 5, 8, requires_grad=True)
-    dropped(x, seeds(2), 0.5, 0).sum().backward()
+    drop_values(x, seeds(2), 0.5, 0).sum().backward()
     assert x.grad is not None
     assert set(x.grad.unique().tolist()) == {0.0, 2.0}
 

@@ -133,12 +133,12 @@ def test_methods_that_need_a_transformer_are_refused(method: str, options: dict[
 def test_variant_that_needs_a_transformer_is_refused() -> None:
     values = {"method": "personal_part", "options": {"part": "head"}, "model": LSTM, "rounds": 1}
     checked_config(values, "run.toml")
-    with pytest.raises(ConfigError, match=r"variants: 'small-\*': PersonalPart with these options needs norms"):
+    with pytest.raises(ConfigError, match=r"'small-\*'"):
         checked_config({**values, "variants": {"small-*": {"part": "norm"}}}, "run.toml")
 
 
 def test_methods_that_remember_images_are_refused() -> None:
-    with pytest.raises(ConfigError, match="KnnPer with these options trains on images, and model 'lstm_small_text'"):
+    with pytest.raises(ConfigError, match="'lstm_small_text'"):
         model("knn_per")
 
 

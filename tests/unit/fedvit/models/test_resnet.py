@@ -16,7 +16,7 @@ from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.model_options import RESNETS
 from fedvit.models import RESNET
-from fedvit.models.resnet import DEPTHS, GroupNorm, Residual, ResNet
+from fedvit.models.resnet import DEPTHS, GroupNorm, ResidualBlock, ResNet
 from fedvit.program import Role
 from tests.support.counterparts import of_timms_resnet
 
@@ -88,7 +88,7 @@ def test_every_name_has_its_depths() -> None:
 def test_block_begins_as_its_shortcut(block: Any) -> None:
     x = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(0)).relu()
     width = 8 if block == "basic" else 2
-    assert torch.equal(Residual(8, width, 1, block, 2)(x), x)
+    assert torch.equal(ResidualBlock(8, width, 1, block, 2)(x), x)
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,6 @@ def test_labels_in_an_array(tmp_path: Path) -> None:
     assert read_cifar(tmp_path).labels[-1] == 3
 
 
-def test_other_sizes(tmp_path: Path, write: Write) -> None:
-    assert read_cifar(write_10(tmp_path, write), 8).images[np.array([0])].shape == (1, 8, 8, 3)
-
-
 def test_it_is_recognised(tmp_path: Path, write: Write) -> None:
     assert not is_cifar(tmp_path)
     assert not is_cifar(tmp_path / "gone")
@@ -127,55 +123,49 @@ def test_class_folders_named_train_and_test_are_no_batches(tmp_path: Path) -> No
     assert not is_cifar(tmp_path)
 
 
-def test_a_file_is_missing(tmp_path: Path, write: Write) -> None:
-    write_10(tmp_path, write)
-    for path in tmp_path.glob("data_batch_4*"):
-        path.unlink()
-    with pytest.raises(DataError, match=r"data_batch_4(\.bin)? is missing, expected data_batch_1"):
-        read_cifar(tmp_path)
-
-
-def test_a_label_out_of_range(tmp_path: Path, write: Write) -> None:
+def test_error_names_the_file(tmp_path: Path, write: Write) -> None:
+    """A label out of range, a missing file, and no file at all."""
     write_10(tmp_path, write)
     write(tmp_path, "data_batch_2", np.stack([image(0)]), [[12]])
-    with pytest.raises(DataError, match=r"data_batch_2(\.bin)?: label 12, expected 0\.\.9"):
+    with pytest.raises(DataError, match=r"data_batch_2(\.bin)?: label 12"):
         read_cifar(tmp_path)
-
-
-def test_no_batches(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no CIFAR batches"):
+    for path in tmp_path.glob("data_batch_4*"):
+        path.unlink()
+    with pytest.raises(DataError, match="data_batch_4"):
         read_cifar(tmp_path)
+    with pytest.raises(DataError, match="gone"):
+        read_cifar(tmp_path / "gone")
 
 
 def test_a_file_cut_short(tmp_path: Path) -> None:
     write_10(tmp_path, write_binary)
     (tmp_path / "test_batch.bin").write_bytes(bytes(3072))
-    with pytest.raises(DataError, match=r"test_batch\.bin: 3072 bytes, expected a multiple of 3073"):
+    with pytest.raises(DataError, match=r"test_batch\.bin"):
         read_cifar(tmp_path)
 
 
+PIXELS = np.zeros((1, 3072), np.uint8)
+
+
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    ("batch", "key"),
     [
-        ({"labels": [0]}, r"no 'data', expected it among 'labels'"),
-        ({"data": np.zeros((1, 3072), np.uint8)}, r"no 'labels'"),
-        ({"data": [0], "labels": [0]}, r"'data' is a list, expected uint8"),
-        ({"data": np.zeros((1, 9), np.uint8), "labels": [0]}, r"'data' is uint8 of shape \(1, 9\)"),
-        ({"data": np.zeros((1, 3072), np.float32), "labels": [0]}, r"'data' is float32"),
-        (
-            {"data": np.zeros((1, 3072), np.uint8), "labels": [0.5]},
-            r"'labels' is a list, expected a list of whole numbers of 0\.\.255",
-        ),
-        ({"data": np.zeros((1, 3072), np.uint8), "labels": [[0], [0, 1]]}, r"'labels' is a list, expected"),
-        ({"data": np.zeros((1, 3072), np.uint8), "labels": np.zeros(1)}, r"'labels' is float64 of shape \(1,\)"),
-        ({"data": np.zeros((1, 3072), np.uint8), "labels": [0, 1]}, r"1 images, but 2 labels"),
-        ({"data": np.zeros((1, 3072), np.uint8), "labels": 3}, r"'labels' is a int, expected a list"),
+        ({"labels": [0]}, "data"),
+        ({"data": PIXELS}, "labels"),
+        ({"data": [0], "labels": [0]}, "data"),
+        ({"data": np.zeros((1, 9), np.uint8), "labels": [0]}, "data"),
+        ({"data": np.zeros((1, 3072), np.float32), "labels": [0]}, "data"),
+        ({"data": PIXELS, "labels": [0.5]}, "labels"),
+        ({"data": PIXELS, "labels": [[0], [0, 1]]}, "labels"),
+        ({"data": PIXELS, "labels": np.zeros(1)}, "labels"),
+        ({"data": PIXELS, "labels": [0, 1]}, "labels"),
+        ({"data": PIXELS, "labels": 3}, "labels"),
     ],
 )
-def test_batches_that_are_not_as_they_should_be(tmp_path: Path, batch: dict[str, object], message: str) -> None:
+def test_error_names_the_key_of_a_batch(tmp_path: Path, batch: dict[str, object], key: str) -> None:
     write_10(tmp_path, write_pickled)
     (tmp_path / "data_batch_1").write_bytes(python2(batch))
-    with pytest.raises(DataError, match=f"data_batch_1: {message}"):
+    with pytest.raises(DataError, match=f"data_batch_1: .*{key}"):
         read_cifar(tmp_path)
 
 

@@ -1,3 +1,5 @@
+"""Gray images in idx files, packed and unpacked, and errors that name the damaged file."""
+
 import gzip
 import struct
 from pathlib import Path
@@ -61,54 +63,45 @@ def test_one_of_several_sets(tmp_path: Path) -> None:
     image = np.zeros((12, 4, 4))
     for name in ("emnist-letters-train", "emnist-letters-test", "emnist-digits-train"):
         write(tmp_path, name, image, list(range(12)))
-    with pytest.raises(DataError, match="holds the sets 'emnist-digits-', 'emnist-letters-'; name an images file"):
+    with pytest.raises(DataError, match=r"emnist-digits-.*emnist-letters-"):
         read_idx(tmp_path)
     samples = read_idx(tmp_path / "emnist-letters-test-images-idx3-ubyte", 4)
     assert len(samples) == 24
     assert samples.classes == tuple(f"{number:02d}" for number in range(12))
 
 
-def test_no_labels(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(DataError, match="t10k-images-idx3-ubyte: there is no t10k-labels-idx1-ubyte beside it"):
-        read_idx(tmp_path)
-
-
-def test_labels_of_other_images(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(2)))
-    with pytest.raises(DataError, match="train-labels-idx1-ubyte: 2 labels, but 3 images in train-images-idx3-ubyte"):
-        read_idx(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b"", "begins with nothing, expected 00 00 08 03"),
-        (b"\x89PNG....", "begins with 89 50 4e 47, expected 00 00 08 03"),
-        (idx(np.zeros(5)), "begins with 00 00 08 01, expected 00 00 08 03"),
-        (idx(np.zeros((3, 6, 6)))[:-1], r"107 bytes for shape \(3, 6, 6\), expected 108"),
-        (idx(np.zeros((3, 6, 6))) + b"x", r"more than 108 bytes for shape \(3, 6, 6\), expected 108"),
-        (gzip.compress(idx(np.zeros((3, 6, 6))))[:-9], "ended before"),
-        (gzip.compress(idx(np.zeros((3, 6, 6))))[:12] + b"\xff\xff\xff", "invalid|ended before"),
+        b"",
+        b"\x89PNG....",
+        idx(np.zeros(5)),
+        idx(np.zeros((3, 6, 6)))[:-1],
+        idx(np.zeros((3, 6, 6))) + b"x",
+        gzip.compress(idx(np.zeros((3, 6, 6))))[:-9],
+        gzip.compress(idx(np.zeros((3, 6, 6))))[:12] + b"\xff\xff\xff",
+        gzip.compress(idx(np.zeros((3, 6, 6))) + bytes(10**7)),
     ],
-    ids=["empty", "png", "labels", "short", "long", "cut archive", "damaged archive"],
+    ids=["empty", "png", "labels", "short", "long", "cut archive", "damaged archive", "archive of many bytes"],
 )
-def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
+def test_error_names_the_damaged_file(tmp_path: Path, content: bytes) -> None:
     write_mnist(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
-    with pytest.raises(DataError, match=f"train-images-idx3-ubyte: .*{message}"):
+    with pytest.raises(DataError, match="train-images-idx3-ubyte"):
         read_idx(tmp_path)
 
 
-def test_images_of_different_sizes(tmp_path: Path) -> None:
+def test_sets_that_do_not_fit(tmp_path: Path) -> None:
+    """No file, labels of other images, images of another size, and no labels."""
+    with pytest.raises(DataError):
+        read_idx(tmp_path)
     write_mnist(tmp_path)
     write(tmp_path, "t10k", np.zeros((1, 4, 4)), [0])
-    with pytest.raises(DataError, match=r"images of different sizes, \(4, 4\) and \(6, 6\)"):
+    with pytest.raises(DataError, match=r"\(4, 4\) and \(6, 6\)"):
         read_idx(tmp_path)
-
-
-def test_no_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file such as train-images-idx3-ubyte"):
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(2)))
+    with pytest.raises(DataError, match="train-labels-idx1-ubyte"):
+        read_idx(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte"):
         read_idx(tmp_path)

@@ -1,3 +1,5 @@
+"""MedMNIST's .npz files, and errors that name the array."""
+
 from pathlib import Path
 
 import numpy as np
@@ -48,36 +50,27 @@ def test_a_split_may_be_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "name"),
     [
-        ({"val_labels": np.zeros((2, 14), np.uint8)}, r"val_labels is uint8 of shape \(2, 14\), expected .* \(2, 1\)"),
-        ({"val_labels": np.zeros((3, 1), np.uint8)}, r"val_labels is uint8 of shape \(3, 1\)"),
-        ({"val_labels": np.zeros((2, 1), np.float32)}, r"val_labels is float32"),
-        ({"val_images": np.zeros((2, 28, 28, 28), np.uint8)}, r"val_images is uint8 of shape \(2, 28, 28, 28\)"),
-        ({"val_images": np.zeros((2, 28, 28), np.float32)}, r"val_images is float32"),
-        ({"val_images": np.zeros((2, 9, 9, 3), np.uint8)}, r"images of different sizes, \(9, 9, 3\) and \(28, 28, 3\)"),
-        ({"val_images": np.array([{}, {}])}, r"no readable \.npz file: Object arrays cannot be loaded"),
+        ({"val_labels": np.zeros((2, 14), np.uint8)}, "val_labels"),
+        ({"val_labels": np.zeros((3, 1), np.uint8)}, "val_labels"),
+        ({"val_labels": np.zeros((2, 1), np.float32)}, "val_labels"),
+        ({"val_images": np.zeros((2, 28, 28, 28), np.uint8)}, "val_images"),
+        ({"val_images": np.zeros((2, 28, 28), np.float32)}, "val_images"),
+        ({"val_images": np.zeros((2, 9, 9, 3), np.uint8)}, "9, 9, 3"),
+        ({"val_images": np.array([{}, {}])}, "Object arrays"),
+        ({"val_labels": None}, "val_labels"),
+        (dict.fromkeys(arrays()) | {"x": np.zeros(3)}, "train_images"),
     ],
 )
-def test_arrays_that_are_not_as_they_should_be(tmp_path: Path, changed: dict[str, np.ndarray], message: str) -> None:
-    with pytest.raises(DataError, match=f"bloodmnist.npz: {message}"):
-        read_medmnist(write(tmp_path, arrays() | changed))
-
-
-def test_no_labels(tmp_path: Path) -> None:
-    content = arrays()
-    del content["test_labels"]
-    with pytest.raises(DataError, match="there is test_images, but no test_labels"):
+def test_error_names_file_and_array(tmp_path: Path, changed: dict[str, np.ndarray | None], name: str) -> None:
+    content = {key: array for key, array in {**arrays(), **changed}.items() if array is not None}
+    with pytest.raises(DataError, match=rf"bloodmnist\.npz: .*{name}"):
         read_medmnist(write(tmp_path, content))
-
-
-def test_other_arrays(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no array train_images, val_images or test_images"):
-        read_medmnist(write(tmp_path, {"x": np.zeros(3)}))
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut"])
 def test_damaged_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.npz: no readable \.npz file"):
+    with pytest.raises(DataError, match=r"x\.npz"):
         read_medmnist(tmp_path / "x.npz")

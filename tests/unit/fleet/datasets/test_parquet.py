@@ -1,3 +1,5 @@
+"""Images in Parquet files, as the hub writes them, and errors that name file and column."""
+
 import io
 import json
 import sys
@@ -107,17 +109,11 @@ def test_rows_without_image_or_label_are_left_out(tmp_path: Path) -> None:
     assert [line for line in samples.unreadable if line.startswith("no label")][1].endswith("x.parquet, row 3")
 
 
-def test_an_image_that_is_kept_elsewhere(tmp_path: Path) -> None:
-    columns = {"image": [{"bytes": None, "path": "a.png"}, hub(1)], "label": [0, 1]}
-    samples = read_parquet(write(tmp_path / "x.parquet", columns), 4)
-    assert samples.labels.tolist() == [0]
-    assert "x.parquet, row 0: not a PNG" in samples.unreadable[0]
-
-
 def test_no_readable_image(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.parquet", {"image": [b"x"], "label": [0]})
-    with pytest.raises(DataError, match=r"x\.parquet: no readable image with a label; .*row 0: not a PNG"):
-        read_parquet(path, 4)
+    """Bytes of no image, and an image that is elsewhere."""
+    columns = {"image": [{"bytes": None, "path": "a.png"}, {"bytes": b"x", "path": "b.png"}], "label": [0, 1]}
+    with pytest.raises(DataError, match=r"x\.parquet"):
+        read_parquet(write(tmp_path / "x.parquet", columns), 4)
 
 
 def test_it_is_recognised(tmp_path: Path) -> None:
@@ -128,45 +124,37 @@ def test_it_is_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "name"),
     [
-        ({"picture": [b"x"], "label": [0]}, "no column image or img; it has picture, label"),
-        ({"image": [b"x"]}, "no column label or fine_label; it has image"),
-        ({"image": ["x"], "label": [0]}, "column image is string, expected bytes"),
-        ({"image": [{"path": "x"}], "label": [0]}, "x.parquet: no readable Parquet file: .*bytes"),
-        ({"image": [png(1)], "label": [0.5]}, "labels of type float, expected whole numbers, or texts"),
-        ({"image": [png(1), png(1)], "label": ["a", None]}, None),
+        ({"picture": [b"x"], "label": [0]}, "picture"),
+        ({"image": [b"x"]}, "label"),
+        ({"image": ["x"], "label": [0]}, "image"),
+        ({"image": [{"path": "x"}], "label": [0]}, "bytes"),
+        ({"image": [png(1)], "label": [0.5]}, "float"),
     ],
 )
-def test_columns_that_are_not_as_they_should_be(tmp_path: Path, columns: dict[str, Any], message: str | None) -> None:
-    path = write(tmp_path / "x.parquet", columns)
-    if message is None:
-        assert len(read_parquet(path, 4)) == 1
-        return
-    with pytest.raises(DataError, match=message):
-        read_parquet(path, 4)
+def test_error_names_file_and_column(tmp_path: Path, columns: dict[str, Any], name: str) -> None:
+    with pytest.raises(DataError, match=rf"x\.parquet: .*{name}"):
+        read_parquet(write(tmp_path / "x.parquet", columns), 4)
 
 
 def test_a_label_without_a_name(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1)], "label": [2]}, {"label": ["cat", "dog"]})
-    with pytest.raises(DataError, match=r"x\.parquet: label 2, expected 0\.\.1"):
+    with pytest.raises(DataError, match=r"x\.parquet: label 2"):
         read_parquet(path, 4)
 
 
 @pytest.mark.parametrize("content", [b"", b"no table", b"PAR1 cut short PAR1"])
-def test_damaged_files(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.parquet").write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.parquet: no readable Parquet file"):
-        read_parquet(tmp_path / "x.parquet")
-
-
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \.parquet file"):
+def test_damaged_and_missing_files(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(DataError, match=tmp_path.name):
         read_parquet(tmp_path)
+    (tmp_path / "x.parquet").write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.parquet"):
+        read_parquet(tmp_path / "x.parquet")
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.parquet", {"image": [png(1)], "label": [0]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"reading Parquet needs pyarrow: pip install"):
+    with pytest.raises(ConfigError, match="pip install"):
         read_parquet(path, 4)

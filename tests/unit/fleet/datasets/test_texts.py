@@ -10,7 +10,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, DataError
 from fleet.datasets import read_dataset
 from fleet.datasets.texts import Texts, read_texts
-from fleet.partition import deal
+from fleet.partition import DealSettings, deal
 
 PLAY = "Title of it\n\nA:\nOne.\nTwo.\n\nB:\nNo: not\n\nA:\nThree.\n"
 
@@ -54,7 +54,7 @@ def test_samples_of_leaf_stay_what_they_are(tmp_path: Path) -> None:
     leaf(tmp_path / "leaf", juliet=[("aaa", "b")])
     texts = read_texts(tmp_path / "leaf")
     assert said(texts) == {"juliet": "aaab", "romeo": "abcdxyzdabcxyyyz"}
-    deal(texts, "natural", 1, tmp_path / "parts", options={"min_samples": 8}, test_share=0.25)
+    deal(texts, "natural", 1, tmp_path / "parts", DealSettings(options={"min_samples": 8}, test_share=0.25))
     data = DeviceData.open(tmp_path / "parts" / "device-0")
     names = data.classes
     ends = ["".join(names[code] for code in row) for row in data.train.labels]
@@ -86,7 +86,7 @@ def test_context_of_leaf_cannot_be_changed(tmp_path: Path) -> None:
 
 def test_natural_partition_gives_a_role_to_each_device(tmp_path: Path) -> None:
     play = write(tmp_path / "play.txt", "A:\n" + "ab " * 20 + "\n\nB:\nshort\n\nC:\n" + "xyz" * 20 + "\n")
-    summary = deal(str(play), "natural", 2, tmp_path / "parts", options={"min_samples": 50}, size=4)
+    summary = deal(str(play), "natural", 2, tmp_path / "parts", DealSettings(options={"min_samples": 50}, size=4))
     assert [device.source for device in summary.devices] == ["A", "C"]
     assert summary.size == 4
     stored = msgspec.json.decode((tmp_path / "parts" / "partition.json").read_bytes())
@@ -101,12 +101,12 @@ def test_natural_partition_gives_a_role_to_each_device(tmp_path: Path) -> None:
 def test_natural_partition_says_how_many_sources_suffice(tmp_path: Path) -> None:
     play = str(write(tmp_path / "play.txt", PLAY))
     with pytest.raises(ConfigError, match="2 devices, but only 1 of 2 sources have 10 samples or more, the largest 17"):
-        deal(play, "natural", 2, tmp_path / "parts", options={"min_samples": 10})
+        deal(play, "natural", 2, tmp_path / "parts", DealSettings(options={"min_samples": 10}))
     with pytest.raises(
         ConfigError,
         match=r"device-0 has too little text: of the 17 characters of 'A' 5 are for testing, .* a sample takes 6",
     ):
-        deal(play, "natural", 2, tmp_path / "parts", size=5)
+        deal(play, "natural", 2, tmp_path / "parts", DealSettings(size=5))
     assert not (tmp_path / "parts").exists()
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from coordinator.commands.flags import existing_store
-from coordinator.record.reporting import run_document
-from fedvit.tensors import mapped
+from coordinator.run_view import GeneratorRound
+from coordinator.views.report.document import read_report
+from coordinator.views.report.page import run_page
+from fedvit.tensors import map_tensors
 from fleet.api import FinishedRun, run
-from profiles.report.document import GeneratorRound
-from profiles.report.run_page import run_page
 
 DEVICES, ROUNDS = 5, 10
 MODEL = {"image_size": 8, "patch_size": 4, "width": 32, "depth": 2, "heads": 2}
@@ -41,7 +41,7 @@ def states(trained: FinishedRun) -> list[GeneratorRound]:
 
 
 def generated(folder: Path) -> list[np.ndarray]:
-    return [np.asarray(mapped(file)["prompts.tokens"]) for file in sorted((folder / "generated").iterdir())]
+    return [np.asarray(map_tensors(file)["prompts.tokens"]) for file in sorted((folder / "generated").iterdir())]
 
 
 def test_prompts_of_devices_differ_after_training(trained: FinishedRun) -> None:
@@ -63,7 +63,7 @@ def test_attention_is_neither_uniform_nor_on_one_prompt(trained: FinishedRun) ->
 def test_report_shows_the_generator(trained: FinishedRun) -> None:
     store = existing_store(trained.folder.parent)
     try:
-        page = run_page(run_document(store, trained.name))
+        page = run_page(read_report(store, trained.name))
     finally:
         store.close()
     section = page[page.index("<h2>Generator</h2>") :]

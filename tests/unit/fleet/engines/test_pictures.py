@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from edge_client.batches import training_feeds
+from edge_client.work.batches import training_feeds
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import augment, draw_variation
 from fedvit.errors import DataError
@@ -79,7 +79,7 @@ def test_batches_are_those_of_a_device(data: DeviceData) -> None:
 
 def test_images_of_a_folder_are_decoded_once_for_all_its_devices(data: DeviceData) -> None:
     pictures = Pictures(batch(), torch.device("cpu"))
-    first, second = pictures.add(data.train), pictures.add(data.relabelled(data.classes).train)
+    first, second = pictures.add(data.train), pictures.add(data.relabel(data.classes).train)
     pictures.finish()
     assert np.array_equal(first.rows, second.rows)
     assert len(pictures.pixels) == 11

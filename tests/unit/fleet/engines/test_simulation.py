@@ -12,14 +12,15 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from coordinator.record.store import Store
+from coordinator.record.record import open_record
+from coordinator.rounds.display import Display
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
-from fleet.engines import simulation
+from fleet.engines import journal, simulation
 from fleet.engines.cohort import Cohort
 from fleet.partition import write_device_folders
-from fleet.run import FleetOutcome
+from fleet.request import RunOutcome, RunRequest
 from fleet.simulate import simulate
 from tests.support.displays import Lines
 from tests.support.tiny import TINY_MODEL
@@ -40,10 +41,11 @@ import sys
 import msgspec
 from pathlib import Path
 from coordinator.rounds.display import Display
-from fleet.engines import simulation
+from fleet.engines import journal
+from fleet.request import RunRequest
 from fleet.simulate import simulate
 
-simulation.CHECKPOINT_EVERY_S, simulation.CHECKPOINT_SHARE = 0.0, float("inf")  # after every round
+journal.CHECKPOINT_EVERY_S, journal.CHECKPOINT_SHARE = 0.0, float("inf")  # after every round
 
 class Lines(Display):
     def line(self, text):
@@ -51,8 +53,8 @@ class Lines(Display):
         sys.stdin.readline()  # continues at a line of input
 
 out, values, *folders = sys.argv[1:]
-simulate([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
-         at_once=1, display=Lines())
+simulate(RunRequest([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
+         at_once=1), Lines())
 """
 
 
@@ -65,11 +67,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return device_folders(out, DEVICES)
 
 
-def run(folders: list[Path], values: dict[str, Any], out: Path, **more: Any) -> FleetOutcome:
-    return simulate(folders, values, out=out, run="run", engine="torch", at_once=1, **more)
+def run(
+    folders: list[Path], values: dict[str, Any], out: Path, display: Display | None = None, **more: Any
+) -> RunOutcome:
+    return simulate(RunRequest(folders, values, out=out, run="run", engine="torch", at_once=1, **more), display)
 
 
-def everything(outcome: FleetOutcome) -> dict[str, Any]:
+def everything(outcome: RunOutcome) -> dict[str, Any]:
     """All that a run leaves: the server's tensors, devices' own, and the record without times."""
     tensors = load_file(outcome.folder / "model.safetensors")
     tensors |= load_file(outcome.folder / "state" / f"devices-{ROUNDS}.safetensors")
@@ -118,13 +122,13 @@ def test_run_that_was_killed_ends_with_the_same_bits(folders: list[Path], tmp_pa
 def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation, "CHECKPOINT_EVERY_S", 0.0)
-    monkeypatch.setattr(simulation, "CHECKPOINT_SHARE", float("inf"))  # after every round
+    monkeypatch.setattr(journal, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(journal, "CHECKPOINT_SHARE", float("inf"))  # after every round
     calm = everything(run(folders, COLLECTING, tmp_path / "calm"))
     with pytest.raises(KeyboardInterrupt):
         run(folders, COLLECTING, tmp_path / "broken", display=Lines(until="round   2"))
-    store = Store.in_folder(tmp_path / "broken")
-    assert store.run("run").status == "interrupted"
+    store = open_record(tmp_path / "broken")
+    assert store.runs.read("run").status == "interrupted"
     store.close()
     assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
 
@@ -134,9 +138,16 @@ def test_run_of_the_other_engine_is_not_resumed(folders: list[Path], tmp_path: P
         run(folders, {**VALUES, "rounds": 1}, tmp_path, display=Lines(until="round   1"))
     with pytest.raises(ConfigError, match="torch"):
         simulate(
-            folders, {**VALUES, "rounds": 1}, out=tmp_path, run="run", resume=True, engine="onnx",
-            graph_cache=graph_cache,
-        )  # fmt: skip
+            RunRequest(
+                folders,
+                {**VALUES, "rounds": 1},
+                out=tmp_path,
+                run="run",
+                resume=True,
+                engine="onnx",
+                graph_cache=graph_cache,
+            )
+        )
 
 
 def test_process_has_its_own_number_of_torch_threads_again(
@@ -184,8 +195,8 @@ def test_diverged_devices_are_refused_and_a_round_without_any_other_ends_the_run
     values = {**VALUES, "options": {"batch_size": 16, "lr": rate}, "updates": updates}
     with pytest.raises(EmptyCohort, match=f"round [12]: no device returned a result; device-0: .*{why}"):
         run(folders, values, tmp_path)
-    store = Store.in_folder(tmp_path)
-    assert (store.run("run").status, why in str(store.run("run").reason)) == ("failed", True)
+    store = open_record(tmp_path)
+    assert (store.runs.read("run").status, why in str(store.runs.read("run").reason)) == ("failed", True)
     store.close()
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from fedvit.program import Batch
 from fleet.engines.steps import (
     BatchedStep,
+    BatchWork,
     CapturedRunner,
     Named,
     Runner,
-    Work,
     batched_step,
     compiled,
     skip_finished,
@@ -39,14 +39,14 @@ def stubborn(inputs: Named) -> Named:
     return step(inputs) if float(inputs["tensor/w"].sum()) < 1e9 else {}
 
 
-def work() -> Work:
+def work() -> BatchWork:
     draw = np.random.default_rng(0)
     arrays = {
         "rows": torch.from_numpy(draw.integers(0, 6, (5, 3, 2))),
         "labels": torch.from_numpy(draw.integers(0, 3, (5, 3, 2))),
         "weight": torch.ones(5, 3, 2),
     }
-    return Work(
+    return BatchWork(
         updated={"tensor/w": torch.arange(6.0).reshape(3, 2)},
         own={"anchor/own": torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])},
         common={"tensor/fixed": torch.tensor([0.5, -0.5])},
@@ -97,7 +97,7 @@ def test_device_without_further_batches_is_not_updated(pixels: Tensor) -> None:
     for device, end in enumerate(ENDS):
         part = slice(device, device + 1)
         whole = work()
-        alone = Work(
+        alone = BatchWork(
             {name: value[part] for name, value in whole.updated.items()},
             {name: value[part] for name, value in whole.own.items()},
             whole.common,

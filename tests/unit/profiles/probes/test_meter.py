@@ -14,7 +14,7 @@ WAIT_S = 30
 def test_nothing_is_measured_where_nothing_can_be(tmp_path: Path) -> None:
     with Meter(Sensors.find(tmp_path)) as meter:
         pass
-    assert meter.metered() == Metered(None, None, None, None)
+    assert meter.finish() == Metered(None, None, None, None)
     assert meter.celsius is None
 
 
@@ -23,7 +23,7 @@ def test_energy_of_a_counter_is_its_difference(tmp_path: Path) -> None:
     meter = Meter(Sensors.find(rapl(tmp_path, 262_143_000_000)), every_s=3600)
     with meter:
         rapl(tmp_path, 2_171_150)  # 328 850 uJ up to the wrap, and 2 171 150
-    assert meter.metered()[:2] == (pytest.approx(2.5), "rapl package")
+    assert meter.finish()[:2] == (pytest.approx(2.5), "rapl package")
 
 
 def test_power_is_integrated_over_the_time_that_passed(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_power_is_integrated_over_the_time_that_passed(tmp_path: Path) -> None:
         inside = time.monotonic()
         time.sleep(0.1)
         inside = time.monotonic() - inside
-    energy_j, source, _, _ = meter.metered()
+    energy_j, source, _, _ = meter.finish()
     outside = time.monotonic() - outside
     assert source == "ina3221 VDD_IN"
     assert energy_j is not None
@@ -50,22 +50,22 @@ def test_the_highest_temperature_is_kept_and_the_newest_known(tmp_path: Path) ->
             while meter.celsius != celsius and time.monotonic() < until:
                 time.sleep(0.002)
     assert meter.celsius == 60.0
-    assert meter.metered().temperature_c == 83.0
-    assert meter.metered().energy_j is None
-    assert meter.metered().throttled is False
+    assert meter.finish().temperature_c == 83.0
+    assert meter.finish().energy_j is None
+    assert meter.finish().throttled is False
 
 
 def test_throttling_that_came_and_went_between_two_looks_left_its_mark(tmp_path: Path) -> None:
     root = pi_4(tmp_path)
     with Meter(Sensors.find(root), every_s=3600) as meter:
         vcgencmd(root, "0x40000", None)
-    assert meter.metered().throttled is True
+    assert meter.finish().throttled is True
 
 
 def test_marks_from_before_the_task_do_not_count(tmp_path: Path) -> None:
     with Meter(Sensors.find(pi_4(tmp_path, throttled="0x50000")), every_s=3600) as meter:
         pass
-    assert meter.metered().throttled is False
+    assert meter.finish().throttled is False
 
 
 def test_a_pc_that_throttled_once_more(tmp_path: Path) -> None:
@@ -73,5 +73,5 @@ def test_a_pc_that_throttled_once_more(tmp_path: Path) -> None:
     root = write_tree(x86(tmp_path), {count: "7\n"})
     with Meter(Sensors.find(root), every_s=3600) as meter:
         write_tree(root, {count: "8\n"})
-    assert meter.metered().throttled is True
-    assert meter.metered().temperature_c == 61.0
+    assert meter.finish().throttled is True
+    assert meter.finish().temperature_c == 61.0

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from profiles.report.terminal import profile_report, run_report
-from tests.support.reports import private_document, profile_document, run_document
+from profiles.report.terminal import profile_report
+from tests.support.reports import profile_document
 
 
 def drawn(report: RenderableType, width: int) -> list[str]:
@@ -31,34 +31,3 @@ def test_a_narrow_terminal_shows_fewer_columns_and_no_cut_numbers() -> None:
     assert any("energy" in line for line in wide)
     assert not any("kJ" in line for line in narrow)
     assert all(len(line) <= 80 for line in narrow)
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_run_fits_the_terminal(width: int) -> None:
-    lines = drawn(run_report(run_document(), width), width)
-    assert lines[1] == "Finished: 12 of 12 rounds, accuracy 0.880"
-    assert "  pi-a broke its budget of time in 1 round" in lines
-    assert all(len(line) <= width for line in lines)
-    assert any(line.startswith("pi-b") and "predicted" in line for line in lines)
-    assert any("error" in line and "%" in line for line in lines)
-    assert "settings: devices = 4, options.mask = 0.75, classes = 100 values" in lines
-
-
-def test_without_predictions_only_what_was_measured() -> None:
-    lines = drawn(run_report(run_document(predicted=False), 120), 120)
-    rows = [line for line in lines if line.startswith(("pi-", "orin"))]
-    assert len(rows) == 4
-    assert all("measured" in row for row in rows)
-
-
-def test_names_in_brackets_are_no_markup() -> None:
-    from msgspec.structs import replace
-
-    document = replace(run_document(), warnings=["[red]hot[/red]"])
-    assert drawn(run_report(document, 120), 120)[-1] == "note: [red]hot[/red]"
-
-
-def test_report_shows_spent_privacy() -> None:
-    lines = " ".join(drawn(run_report(private_document(), 80), 80))
-    assert "privacy of devices' updates: epsilon 4 over all rounds so far" in lines
-    assert "privacy of one device's features: epsilon 75 over all rounds so far" in lines

@@ -91,7 +91,7 @@ def test_fedavg_in_groups(plan: Callable[..., Plan]) -> None:
     program = made.first.program
     assert {name: group.role for name, group in program.groups.items()} == {"model": Role.SHARED}
     assert program.common_groups() == list(made.groups) == ["model"]
-    assert program.fetched_once() == [program.graphs[name].digest for name in ("train", "update", "predict")]
+    assert program.list_fetched_once() == [program.graphs[name].digest for name in ("train", "update", "predict")]
     assert set(made.state.tensors) == set(program.tensors) == set(program.names("model"))
 
 
@@ -123,7 +123,7 @@ def test_eftvit_in_groups(plan: Callable[..., Plan], blobs: BlobStore) -> None:
     assert all(made.groups[group] == program.names(group) for group in made.groups)
     local = program.groups["local"].initial
     assert local is not None
-    assert program.fetched_once()[3:] == [local]
+    assert program.list_fetched_once()[3:] == [local]
     assert program.groups["head"].initial is None
     first = unpack(blobs.get(local))
     assert set(first) == set(program.names("local"))
@@ -144,7 +144,7 @@ def test_every_tensor_of_the_model_is_in_the_program(plan: Callable[..., Plan]) 
 def test_everything_that_a_device_fetches_is_in_the_blob_store(plan: Callable[..., Plan], blobs: BlobStore) -> None:
     made = plan(method="eftvit").first
     assert decode_program(blobs.get(made.digest)) == made.program
-    for digest in (made.digest, *made.program.fetched_once()):
+    for digest in (made.digest, *made.program.list_fetched_once()):
         assert digest_of(blobs.get(digest)) == digest
 
 
@@ -161,7 +161,7 @@ def test_the_program_says_what_was_configured(plan: Callable[..., Plan]) -> None
     assert (phase.collect.output, phase.collect.shape, phase.collect.threshold) == ("features.1", (9, 32), 1.5)
     assert (batch.image_size, batch.patch_size, batch.batch_size, batch.mask_ratio) == (32, 8, 8, 0.5)
     assert (batch.crop_padding, batch.flip, batch.brightness) == (2, True, 0.25)
-    assert made.expected_upload() == {"features.1": ((None, 9, 32), "float32"), "labels": ((None,), "int64")}
+    assert made.upload_form() == {"features.1": ((None, 9, 32), "float32"), "labels": ((None,), "int64")}
 
 
 def test_older_devices_refuse_a_program_with_dropout(plan: Callable[..., Plan]) -> None:
@@ -291,8 +291,8 @@ def test_devices_of_two_splits_share_what_both_have(plan: Callable[..., Plan], b
         assert more[name].tobytes() == made.state.tensors[name].tobytes(), "both sides begin with the same block"
     assert one.graphs["predict"].digest == two.graphs["predict"].digest
     assert one.graphs["train"].digest != two.graphs["train"].digest
-    assert set(one.expected_upload()) == {"features.1", "labels"}
-    assert set(two.expected_upload()) == {"features.2", "labels"}
+    assert set(one.upload_form()) == {"features.1", "labels"}
+    assert set(two.upload_form()) == {"features.2", "labels"}
 
 
 def test_variants_are_the_same_in_every_process(plan: Callable[..., Plan], tmp_path: Path) -> None:

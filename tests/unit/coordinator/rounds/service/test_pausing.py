@@ -26,18 +26,18 @@ def is_paused(stage: Stage) -> bool:
 
 def test_paused_run_opens_no_round_until_the_pause_ends(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after its process has ended: the pause is in the record."""
-    monkeypatch.setattr("coordinator.rounds.coordinator.PAUSE_CHECK_S", 0.0)
+    monkeypatch.setattr("coordinator.rounds.pausing.PAUSE_CHECK_S", 0.0)
     stage.fake("a", pausing)
     stage.start(rounds=2)
     stage.drive(lambda: is_paused(stage))
-    assert stage.store.closed_rounds("r") == [1]
+    assert stage.store.rounds.list_closed("r") == [1]
     stage.stop()
     stage.start(rounds=2, resume=True)
     stage.drive(lambda: is_paused(stage))
-    assert stage.store.last_round("r") == 1
+    assert stage.store.rounds.find_last("r") == 1
     unpause(stage.store, "r")
     assert stage.finish() == "finished"
-    assert stage.store.closed_rounds("r") == [1, 2]
+    assert stage.store.rounds.list_closed("r") == [1, 2]
     with pytest.raises(ConfigError, match="run 'r' is finished: it cannot be paused"):
         pause(stage.store, "r")
     with pytest.raises(ConfigError, match="run 'r' is not paused"):

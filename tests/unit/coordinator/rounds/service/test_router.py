@@ -339,7 +339,7 @@ class TestRouterThatLeads:
         assert hall.router.epoch != epoch
 
     def test_it_ends_when_another_leads(self, hall: Hall, leadership: Leadership) -> None:
-        with leadership._connected() as connection:
+        with leadership._connect() as connection:
             connection.exec_driver_sql("update leadership set term = term + 1")
         with pytest.raises(LeadershipLost, match="this service led in term"):
             wait_until(lambda: hall.router.pump(0.0))

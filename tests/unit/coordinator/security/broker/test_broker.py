@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from bench.pentest.client import Client, wait_for
 from coordinator.security.broker import FLEET_USER, Broker, process, start_broker
 from coordinator.security.broker.mosquitto import configuration, find_mosquitto, run_mosquitto
 from coordinator.security.broker.process import MOST_LOG_BYTES, claim_port
@@ -22,6 +21,7 @@ from fedvit.errors import ConfigError, StorageFailed
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Disconnected
 from fedvit.transport.mqtt import MqttTransport
+from tests.support.mqtt_client import Client
 from tests.support.waiting import WAIT_S, wait_until
 
 BOTH = pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
@@ -336,6 +336,6 @@ def test_a_retained_message_is_not_kept_by_any_broker_of_ours(start: Start) -> N
         hoarder.close()
         with Client(broker.address, "later", ["topic"]) as later:
             later.publish("topic", b"last")
-            wait_for(lambda: later.seen, "the last message")
+            wait_until(lambda: later.seen, "the last message")
         assert later.seen == [("topic", b"last")]
         broker.stop()

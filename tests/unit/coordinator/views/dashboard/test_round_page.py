@@ -1,7 +1,7 @@
 """The tasks of a round on one scale of time."""
 
-from coordinator.record.store import TaskHistory
 from coordinator.record.tables import RoundRecord, TaskTimes
+from coordinator.record.tasks import TaskHistory
 from coordinator.views.dashboard.round_page import Bar, bars
 from fedvit.resources import ResourceUse
 

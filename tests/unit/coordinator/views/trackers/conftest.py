@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import RunConfig, make_config
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from tests.support.records import RUN, begun_run, evaluated
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[Record]:
     """Of the run's three rounds the first is closed, the second is open."""
     made = begun_run(tmp_path)
     yield made
@@ -20,26 +20,26 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def configured(store: Store) -> Callable[..., RunConfig]:
+def configured(store: Record) -> Callable[..., RunConfig]:
     """The run's configuration, with a table [metrics]."""
 
     def configured(*writers: str, **metrics: str) -> RunConfig:
-        return make_config({**store.run(RUN).config, "metrics": {"writers": writers, **metrics}}, "test").run
+        return make_config({**store.runs.read(RUN).config, "trackers": {"writers": writers, **metrics}}, "test").run
 
     return configured
 
 
 @pytest.fixture
-def close_round(store: Store) -> Callable[[int], None]:
+def close_round(store: Record) -> Callable[[int], None]:
     """Close a round, in which device a answers half of its test images rightly."""
 
     def close_round(number: int) -> None:
-        if store.round(RUN, number) is None:
-            store.open_round(RUN, number, ["a"])
-        store.close_round(
+        if store.rounds.read(RUN, number) is None:
+            store.rounds.open(RUN, number, ["a"])
+        store.rounds.close(
             RUN, number, SavedState({}, None, {}), {"devices_s": 1.0, "server_s": 0.25, "dp_epsilon": 1.5}
         )
         evaluated(store, number, "a", 1, 2)
-        store.round_evaluated(RUN, number)
+        store.rounds.close_evaluation(RUN, number)
 
     return close_round

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.config import RunConfig, make_config
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from coordinator.views.trackers.figures import LAST_OF_ROUND, read_rounds, settings_of
 from tests.support.records import RUN
@@ -13,7 +13,7 @@ from tests.support.records import RUN
 Configured = Callable[..., RunConfig]
 
 
-def test_figures_have_plain_names(store: Store, configured: Configured, close_round: Callable[[int], None]) -> None:
+def test_figures_have_plain_names(store: Record, configured: Configured, close_round: Callable[[int], None]) -> None:
     close_round(2)
     first, second = read_rounds(store, RUN, configured(), 0, 50)
     assert first.figures == {
@@ -25,22 +25,22 @@ def test_figures_have_plain_names(store: Store, configured: Configured, close_ro
     assert list(first.figures)[-1] == LAST_OF_ROUND
 
 
-def test_rounds_are_read_once_they_are_complete(store: Store, configured: Configured) -> None:
+def test_rounds_are_read_once_they_are_complete(store: Record, configured: Configured) -> None:
     """Closed, and evaluated where they are to be: a run that was interrupted in between is evaluated later."""
     assert [entry.round for entry in read_rounds(store, RUN, configured(), 0, 50)] == [1]
     assert read_rounds(store, RUN, configured(), 1, 50) == []
-    store.close_round(RUN, 2, SavedState({}, None, {}), {})
+    store.rounds.close(RUN, 2, SavedState({}, None, {}), {})
     assert read_rounds(store, RUN, configured(), 1, 50) == []
-    every_third = make_config({**store.run(RUN).config, "evaluate_every": 3}, "test").run
+    every_third = make_config({**store.runs.read(RUN).config, "evaluate_every": 3}, "test").run
     assert [entry.round for entry in read_rounds(store, RUN, every_third, 1, 50)] == [2]
-    store.update_run(RUN, status="cancelled")  # nobody will evaluate it
+    store.runs.update(RUN, status="cancelled")  # nobody will evaluate it
     assert [entry.round for entry in read_rounds(store, RUN, configured(), 1, 50)] == [2]
 
 
 def test_settings_are_one_level_of_plain_values(configured: Configured) -> None:
     values = {
         "options": {"lr": 0.5}, "variants": {"jetson-*": {"lr": 0.25}}, "classes": ["ant", "bee"],
-        "privacy": {"clip": 2.0}, "metrics": {"writers": ["mlflow"]},
+        "privacy": {"clip": 2.0}, "trackers": {"writers": ["mlflow"]},
     }  # fmt: skip
     settings = settings_of(make_config(values, "test").run)
     assert settings["options.lr"] == 0.5
@@ -48,4 +48,4 @@ def test_settings_are_one_level_of_plain_values(configured: Configured) -> None:
     assert settings["classes"] == '["ant", "bee"]'
     assert settings["privacy.clip"] == 2.0
     assert settings["images.flip"] is False
-    assert not any(key.startswith("metrics") for key in settings)
+    assert not any(key.startswith("trackers") for key in settings)

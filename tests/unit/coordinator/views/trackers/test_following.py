@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record, open_record
 from coordinator.views.trackers.following import following
 from coordinator.views.trackers.tensorboard import FOLDER
 from tests.support.displays import Lines
@@ -20,7 +20,7 @@ Close = Callable[[int], None]
 
 
 def test_rounds_are_written_during_the_run(
-    store: Store, configured: Configured, close_round: Close, tmp_path: Path
+    store: Record, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """The second round is closed only after the first one is in the file."""
     said = Lines()
@@ -28,7 +28,7 @@ def test_rounds_are_written_during_the_run(
         wait_until(lambda: scalars(tmp_path / RUN), lambda: str(said.lines), pause_s=0.05)
         close_round(2)
         close_round(3)
-        store.update_run(RUN, status="finished")
+        store.runs.update(RUN, status="finished")
     written = scalars(tmp_path / RUN)
     assert written["accuracy/mean"] == [(1, pytest.approx(1.75 / 3)), (2, 0.5), (3, 0.5)]
     assert written["accuracy/lowest"] == [(1, pytest.approx(0.35)), (2, 0.5), (3, 0.5)]
@@ -38,7 +38,7 @@ def test_rounds_are_written_during_the_run(
 
 
 def test_a_resumed_run_writes_no_round_twice(
-    store: Store, configured: Configured, close_round: Close, tmp_path: Path
+    store: Record, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """Also where the file of the earlier process ends in the middle of a round, as after kill -9."""
     for number in (2, 3):
@@ -54,7 +54,7 @@ def test_a_resumed_run_writes_no_round_twice(
     assert steps(tmp_path / RUN, "devices/accepted") == [1, 2, 3]
 
 
-def test_settings_are_hyperparameters_of_tensorboard(store: Store, configured: Configured, tmp_path: Path) -> None:
+def test_settings_are_hyperparameters_of_tensorboard(store: Record, configured: Configured, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -70,7 +70,7 @@ def test_settings_are_hyperparameters_of_tensorboard(store: Store, configured: C
 
 
 def test_folder_that_cannot_be_written_is_reported_once_and_written_later(
-    store: Store, configured: Configured, close_round: Close, tmp_path: Path
+    store: Record, configured: Configured, close_round: Close, tmp_path: Path
 ) -> None:
     """A file lies where the folder is to be, and is removed later."""
     said = Lines()
@@ -90,19 +90,19 @@ def test_folder_that_cannot_be_written_is_reported_once_and_written_later(
 
 
 def test_a_library_that_is_gone_ends_no_run(
-    store: Store, configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Record, configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     said = Lines()
     with following(RUN, configured("mlflow"), store, tmp_path / RUN, said.line):
         pass
     assert "metrics are not written to MLflow: import of mlflow halted" in said.lines[0]
-    assert said.lines[-1].endswith(f"coordinator metrics {RUN} --runs {store.folder}")
+    assert said.lines[-1].endswith(f"coordinator show {RUN} --track --runs {store.database.folder}")
 
 
 def test_a_run_that_never_begins_leaves_nothing(tmp_path: Path, configured: Configured) -> None:
-    fresh = Store.in_folder(tmp_path / "fresh")
-    fresh.create_run("new", {})
+    fresh = open_record(tmp_path / "fresh")
+    fresh.runs.create("new", {})
     with following("new", configured("tensorboard"), fresh, tmp_path / "fresh" / "new", Lines().line):
         pass
     fresh.close()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from coordinator.config import RunConfig
-from coordinator.record.store import Store
+from coordinator.record.record import Record
 from coordinator.views.trackers.following import following
 from coordinator.views.trackers.mlflow import FILE, MLFLOW_ENVIRONMENT, Known
 from tests.support.records import RUN
@@ -43,7 +43,7 @@ def wait_for_rounds(folder: Path, uri: str, rounds: list[int]) -> None:
 
 
 def test_a_run_and_its_resumption_are_one_run_of_mlflow(
-    store: Store, configured: Configured, close_round: Close, tmp_path: Path, uri: str
+    store: Record, configured: Configured, close_round: Close, tmp_path: Path, uri: str
 ) -> None:
     """The run that is resumed has more rounds; what it began with stays as its parameters."""
     from mlflow import MlflowClient
@@ -52,7 +52,7 @@ def test_a_run_and_its_resumption_are_one_run_of_mlflow(
     config = configured("mlflow", mlflow_uri=uri, mlflow_experiment="ants")
     with following(RUN, config, store, tmp_path / RUN, said.append, label="the first"):
         wait_for_rounds(tmp_path / RUN, uri, [1])
-        store.update_run(RUN, status="interrupted")
+        store.runs.update(RUN, status="interrupted")
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("ants")
     assert experiment is not None
@@ -62,13 +62,13 @@ def test_a_run_and_its_resumption_are_one_run_of_mlflow(
         close_round(2)
         close_round(3)
         wait_for_rounds(tmp_path / RUN, uri, [1, 2, 3])
-        store.update_run(RUN, status="finished")
+        store.runs.update(RUN, status="finished")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert (run.data.params["method"], run.data.params["privacy.noise_multiplier"]) == ("eftvit", "0.0")
     history = client.get_metric_history(run.info.run_id, "accuracy/mean")
     assert [(entry.step, entry.value) for entry in history] == [(1, pytest.approx(1.75 / 3)), (2, 0.5), (3, 0.5)]
-    record = store.round(RUN, 1)
+    record = store.rounds.read(RUN, 1)
     assert record is not None
     assert record.closed_at is not None
     assert [entry.step for entry in client.get_metric_history(run.info.run_id, "devices/accepted")] == [1, 2, 3]
@@ -76,7 +76,7 @@ def test_a_run_and_its_resumption_are_one_run_of_mlflow(
 
 
 def test_a_run_goes_to_another_server_as_a_whole(
-    store: Store, configured: Configured, close_round: Close, tmp_path: Path, uri: str
+    store: Record, configured: Configured, close_round: Close, tmp_path: Path, uri: str
 ) -> None:
     from mlflow import MlflowClient
 
@@ -92,7 +92,9 @@ def test_a_run_goes_to_another_server_as_a_whole(
     assert [entry.step for entry in client.get_metric_history(run.info.run_id, "loss/train")] == [1, 2]
 
 
-def test_a_run_that_mlflow_lost_is_written_anew(store: Store, configured: Configured, tmp_path: Path, uri: str) -> None:
+def test_a_run_that_mlflow_lost_is_written_anew(
+    store: Record, configured: Configured, tmp_path: Path, uri: str
+) -> None:
     """As where its database was replaced by an empty one."""
     from mlflow import MlflowClient
 
@@ -107,7 +109,7 @@ def test_a_run_that_mlflow_lost_is_written_anew(store: Store, configured: Config
 
 
 def test_a_server_that_never_answers_holds_up_nothing(
-    store: Store, configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Record, configured: Configured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes connections and says nothing: the end of the run waits for a second here."""
     monkeypatch.setattr("coordinator.views.trackers.following.PATIENCE_S", 1.0)
@@ -118,11 +120,11 @@ def test_a_server_that_never_answers_holds_up_nothing(
             pass
         assert said == [
             f"the last metrics are not written to MLflow at {uri}; to write them later: "
-            f"coordinator metrics {RUN} --runs {store.folder}"
+            f"coordinator show {RUN} --track --runs {store.database.folder}"
         ]
 
 
-def test_server_without_answer_is_reported(store: Store, configured: Configured, tmp_path: Path) -> None:
+def test_server_without_answer_is_reported(store: Record, configured: Configured, tmp_path: Path) -> None:
     """Nobody listens on that port."""
     said: list[str] = []
     config = configured("mlflow", mlflow_uri="http://127.0.0.1:9")
@@ -131,4 +133,4 @@ def test_server_without_answer_is_reported(store: Store, configured: Configured,
     trouble, missing = said
     assert trouble.startswith("metrics are not written to MLflow at http://127.0.0.1:9: API request to ")
     assert "Check that the server runs, and mlflow_uri" in trouble
-    assert missing.endswith(f"coordinator metrics {RUN} --runs {store.folder}")
+    assert missing.endswith(f"coordinator show {RUN} --track --runs {store.database.folder}")

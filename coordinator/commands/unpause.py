@@ -1,0 +1,21 @@
+"""`coordinator unpause`: a paused run opens rounds again."""
+
+from pathlib import Path
+
+import click
+
+from coordinator.commands.flags import runs_flag
+from coordinator.commands.pause import change_pause
+from coordinator.rounds.service.pausing import unpause as unpause_run
+from fedvit.command_line import Command, json_flag
+from fedvit.files import private_files
+
+
+@click.command(cls=Command, examples=["coordinator unpause RUN"])
+@click.argument("run")
+@runs_flag
+@json_flag
+@private_files()
+def unpause(run: str, folder: Path, as_json: bool) -> None:
+    """Let the paused RUN open rounds again. A run whose process has ended needs `coordinator start --resume`, too."""
+    change_pause(run, folder, as_json, unpause_run)

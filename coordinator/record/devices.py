@@ -1,0 +1,210 @@
+"""Devices of a record's runs: their totals, labels, logs, refusals, strikes and quarantines."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy import case, delete, func, select, update
+from sqlalchemy.engine import Connection
+
+from coordinator.record.closing import add_broken, read_devices
+from coordinator.record.database import Database
+from coordinator.record.rows import insert, now, replace, seal
+from coordinator.record.tables import (
+    DEVICES,
+    LABELS,
+    LOGS,
+    QUARANTINES,
+    REFUSALS,
+    STRIKES,
+    Asked,
+    DeviceLog,
+    DeviceRecord,
+    DeviceTotals,
+    QuarantineRecord,
+    RefusalRecord,
+    StrikeRecord,
+)
+from fedvit.resources import BudgetKind
+
+LOGS_KEPT = 20
+"""Logs of one device in one run that are kept: more would let the device fill the disk."""
+
+
+class StrikeCount(NamedTuple):
+    """The strikes of one device."""
+
+    ever: int
+    unspent: int  # since its last quarantine
+
+
+class RefusalCount(NamedTuple):
+    """Equal refusals."""
+
+    kind: str
+    reason: str
+    lost: bool  # nothing arrived
+    times: int
+    devices: int
+    newest: str  # ISO 8601, UTC
+
+
+class Devices:
+    """Devices of all runs."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def read(self, run: str, device: str) -> DeviceRecord:
+        """Return the totals of one device from closed rounds; those of an unknown device are empty."""
+        with self._database.transaction() as connection:
+            return read_devices(connection, run, [device])[device]
+
+    def read_all(self, run: str) -> list[DeviceRecord]:
+        """Return the totals of all devices from closed rounds, by name."""
+        query = select(DEVICES).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
+        return self._database.read(DeviceRecord, DEVICES, query)
+
+    def read_totals(self, run: str) -> dict[str, DeviceTotals]:
+        """Return totals by name, for display: without a check of their seals."""
+        query = select(DEVICES.c.device, DEVICES.c.totals).where(DEVICES.c.run == run).order_by(DEVICES.c.device)
+        with self._database.transaction() as connection:
+            return {name: msgspec.convert(made or {}, DeviceTotals) for name, made in connection.execute(query)}
+
+    def read_asked(self, run: str) -> dict[str, Asked]:
+        """Return by device how often and when it was asked to train, in closed rounds."""
+        query = select(DEVICES.c.device, DEVICES.c.last_asked, DEVICES.c.times_asked)
+        rows = self._database.fetch(query.where(DEVICES.c.run == run, DEVICES.c.times_asked > 0))
+        return {device: Asked(last, times) for device, last, times in rows}
+
+    def set_software(self, run: str, versions: Mapping[str, str]) -> None:
+        """Store the software versions of devices."""
+        if not versions:
+            return
+        with self._database.transaction() as connection:
+            records = read_devices(connection, run, versions)
+            changed = [msgspec.structs.replace(records[name], software=version) for name, version in versions.items()]
+            replace(connection, DEVICES, [msgspec.to_builtins(record) for record in changed])
+
+    def set_label(self, device: str, name: str, value: str | None) -> None:
+        """Set a label of a device in all runs; None: its own is used again."""
+        with self._database.transaction() as connection:
+            connection.execute(delete(LABELS).where(LABELS.c.device == device, LABELS.c.name == name))
+            if value is not None:
+                connection.execute(LABELS.insert().values(device=device, name=name, value=value))
+
+    def read_labels(self, device: str | None = None) -> dict[str, dict[str, str]]:
+        """Return the labels that the operator set, by device; of one device or of all."""
+        query = select(LABELS).order_by(LABELS.c.device, LABELS.c.name)
+        if device is not None:
+            query = query.where(LABELS.c.device == device)
+        labels: dict[str, dict[str, str]] = {}
+        for owner, name, value in self._database.fetch(query):
+            labels.setdefault(owner, {})[name] = value
+        return labels
+
+    def add_log(self, log: DeviceLog) -> None:
+        """Store the log of a device; of its logs in this run the newest LOGS_KEPT stay."""
+        mine = (LOGS.c.run == log.run, LOGS.c.device == log.device)
+        with self._database.transaction() as connection:
+            insert(connection, LOGS, [log])
+            newest = select(LOGS.c.id).where(*mine).order_by(LOGS.c.id.desc()).limit(LOGS_KEPT)
+            connection.execute(delete(LOGS).where(*mine, LOGS.c.id.not_in(newest)))
+
+    def read_logs(self, device: str, run: str | None = None) -> list[DeviceLog]:
+        """Return logs of a device in one run or in all, the newest last."""
+        query = select(LOGS).where(LOGS.c.device == device).order_by(LOGS.c.at, LOGS.c.id)
+        if run is not None:
+            query = query.where(LOGS.c.run == run)
+        return self._database.read(DeviceLog, LOGS, query)
+
+    def add_refusal(
+        self,
+        run: str,
+        round_number: int | None,
+        device: str,
+        kind: str,
+        reason: str,
+        broke: BudgetKind | None = None,
+        *,
+        lost: bool = False,
+    ) -> None:
+        """Store a refusal, or with `lost` something that never arrived. `broke`: the budget that stopped the device."""
+        refusal = RefusalRecord(round_number, device, kind, reason, now(), broke, lost)
+        with self._database.transaction() as connection:
+            insert(connection, REFUSALS, [refusal], run=run)
+            if broke:
+                add_broken(connection, run, device, broke)
+
+    def read_refusals(
+        self, run: str, newest: int | None = None, *, round_number: int | None = None, device: str | None = None
+    ) -> list[RefusalRecord]:
+        """Return all refusals, or those of a round or a device, in order; `newest`: only so many of the newest."""
+        query = select(REFUSALS).where(REFUSALS.c.run == run)
+        if round_number is not None:
+            query = query.where(REFUSALS.c.round == round_number)
+        if device is not None:
+            query = query.where(REFUSALS.c.device == device)
+        query = query.order_by(REFUSALS.c.id if newest is None else REFUSALS.c.id.desc()).limit(newest)
+        refusals = self._database.read(RefusalRecord, REFUSALS, query)
+        return refusals if newest is None else refusals[::-1]
+
+    def count_refusals(self, run: str, most: int) -> list[RefusalCount]:
+        """Return equal refusals, counted by the database: the most frequent first, at most `most` of them."""
+        alike = (REFUSALS.c.kind, REFUSALS.c.reason, REFUSALS.c.lost)
+        times = func.count().label("times")
+        query = select(*alike, times, func.count(REFUSALS.c.device.distinct()), func.max(REFUSALS.c.at))
+        query = query.where(REFUSALS.c.run == run).group_by(*alike).order_by(times.desc(), REFUSALS.c.reason)
+        return [RefusalCount(*row) for row in self._database.fetch(query.limit(most))]
+
+    def add_strike(self, run: str, round_number: int, device: str, reason: str) -> int:
+        """Store a strike, at most one per round. Returns the device's strikes since its last quarantine."""
+        mine = (STRIKES.c.run == run, STRIKES.c.device == device)
+        with self._database.transaction() as connection:
+            if not connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.round == round_number)).first():
+                insert(connection, STRIKES, [StrikeRecord(round_number, device, reason, now(), False)], run=run)
+                seal(connection, STRIKES, *mine)  # the seal covers the id, too
+            return len(connection.execute(select(STRIKES.c.id).where(*mine, STRIKES.c.spent.is_(False))).all())
+
+    def read_strikes(self, run: str) -> list[StrikeRecord]:
+        """Return all strikes, the oldest first."""
+        query = select(STRIKES).where(STRIKES.c.run == run).order_by(STRIKES.c.id)
+        return self._database.read(StrikeRecord, STRIKES, query)
+
+    def count_strikes(self, run: str) -> dict[str, StrikeCount]:
+        """Return the strikes by device, counted by the database."""
+        unspent = func.sum(case((STRIKES.c.spent.is_(False), 1), else_=0))
+        query = select(STRIKES.c.device, func.count(), unspent).where(STRIKES.c.run == run).group_by(STRIKES.c.device)
+        return {device: StrikeCount(ever, unspent) for device, ever, unspent in self._database.fetch(query)}
+
+    def add_quarantine(self, run: str, device: str, round_number: int, until_round: int | None, reason: str) -> None:
+        """Store a quarantine; the device's strikes are counted from 0 again."""
+        with self._database.transaction() as connection:
+            quarantine = QuarantineRecord(device, round_number, until_round, reason, now(), None)
+            insert(connection, QUARANTINES, [quarantine], run=run)
+            seal(connection, QUARANTINES, QUARANTINES.c.run == run, QUARANTINES.c.device == device)
+            _spend_strikes(connection, run, device)
+
+    def read_quarantines(self, run: str) -> list[QuarantineRecord]:
+        """Return all quarantines, including ended ones."""
+        query = select(QUARANTINES).where(QUARANTINES.c.run == run).order_by(QUARANTINES.c.id)
+        return self._database.read(QuarantineRecord, QUARANTINES, query)
+
+    def read_current_quarantines(self, run: str, round_number: int) -> dict[str, QuarantineRecord]:
+        """Return the quarantines that hold in a round, by device."""
+        return {record.device: record for record in self.read_quarantines(run) if record.holds(round_number)}
+
+    def release(self, run: str, device: str) -> bool:
+        """End a device's quarantines and reset its strikes; False if it had neither."""
+        held = (QUARANTINES.c.run == run, QUARANTINES.c.device == device, QUARANTINES.c.released_at.is_(None))
+        with self._database.transaction() as connection:
+            ended = connection.execute(update(QUARANTINES).where(*held).values(released_at=now()))
+            seal(connection, QUARANTINES, *held[:2])
+            return ended.rowcount + _spend_strikes(connection, run, device) > 0
+
+
+def _spend_strikes(connection: Connection, run: str, device: str) -> int:
+    mine = (STRIKES.c.run == run, STRIKES.c.device == device, STRIKES.c.spent.is_(False))
+    spent = connection.execute(update(STRIKES).where(*mine).values(spent=True)).rowcount
+    seal(connection, STRIKES, *mine[:2])
+    return spent

@@ -1,0 +1,119 @@
+"""The round engine: asks a cohort, makes the next state of its answers, and evaluates it, round by round.
+
+It knows no broker and no database. A `Trainer` computes what a `RoundPlan` asks, a `Journal` keeps what a restart
+needs, a mode says how rounds follow each other. Runs on devices, regions and simulations differ in these only.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from coordinator.config import RunConfig
+from coordinator.record.tables import RoundRecord
+from coordinator.rounds.modes import MODES
+from coordinator.rounds.open_round import OpenRound, RoundPlan
+from coordinator.rounds.ports import Journal, MakeState, RoundResult, Trainer
+from fedvit.errors import EmptyCohort
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""The run fails after this many attempts at a round without a usable result."""
+
+
+class RoundEngine:
+    """The rounds of one run. `report(line)` prints a line for the operator."""
+
+    def __init__(
+        self,
+        run: str,
+        config: RunConfig,
+        trainer: Trainer,
+        journal: Journal,
+        *,
+        step: MakeState,
+        report: Callable[[str], None],
+    ) -> None:
+        self.mode = MODES[config.mode](run, config, trainer, journal)
+        self._run = run
+        self._config = config
+        self._trainer = trainer
+        self._journal = journal
+        self._step = step
+        self._log = report
+
+    def run(self) -> None:
+        """Run all rounds that an earlier process has not finished."""
+        config, journal = self._config, self._journal
+        for number in range(max(1, journal.first_round()), config.rounds + 1):
+            before = journal.find(number)
+            self._trainer.begin(number, is_new=before is None)
+            if before is None or before.closed_at is None:
+                self.train(number, before)
+                before = None
+            due = number % config.evaluate_every == 0 or number == config.rounds
+            if due and not (before and before.evaluated):
+                self.mode.evaluate(number, leave=self.mode.busy())
+                journal.keep_evaluation(number)
+            if before is None:
+                self.finish(number)
+
+    def finish(self, number: int) -> None:
+        """Complete a round, and show it to the operator."""
+        self._journal.finish(number)
+
+    def train(self, number: int, before: RoundRecord | None) -> None:
+        """Train one round and keep its state; `before`: the round as an earlier process left it.
+
+        Raises EmptyCohort after ATTEMPTS attempts without a usable result.
+        """
+        trainer, journal = self._trainer, self._journal
+        failed_attempts = damaged = 0
+        earlier_s = journal.devices_s(number) if before else 0.0
+        while failed_attempts < ATTEMPTS:
+            began = time.monotonic()
+            opened = self.mode.train(number, before)
+            before = None
+            updates = journal.results(opened)
+            if journal.drop_damaged(updates, damaged):
+                damaged += 1
+                before = journal.find(number)
+                continue
+            trained_s = earlier_s + time.monotonic() - began
+            try:
+                stepped = self._step(opened, updates)
+            except EmptyCohort as error:
+                if not trainer.is_repeatable:
+                    raise
+                if opened.failed and opened.failed.keys() <= opened.declined():
+                    continue  # all declined: wait until some can be asked
+                failed_attempts += 1
+                self._log(f"round {number}: {error}; asking again ({failed_attempts} of {ATTEMPTS})")
+                log.warning("empty round", extra={"round": number, "reason": str(error)})
+                continue
+            figures = stepped.figures | {
+                "cohort": float(len(opened.cohort)), "accepted": float(len(updates)), "devices_s": trained_s,
+                "server_s": earlier_s + time.monotonic() - began - trained_s,
+                "declined": float(len(opened.declined())),
+                "late": float(sum(update.round < number for update in updates)),
+            }  # fmt: skip
+            result = RoundResult(number, updates, stepped, figures, is_last=number == self._config.rounds)
+            journal.close(result)
+            if result.is_last:
+                trainer.dismiss()
+            journal.prune(result)
+            return
+        show = journal.show_command()
+        raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `{show}`")
+
+    def resume_tasks(self) -> None:
+        """Assign again the tasks of an earlier process that the mode continues; their results still count."""
+        trainer, journal = self._trainer, self._journal
+        open_round = journal.open_round()
+        journal.begin(open_round)  # before any device can bring a late result
+        if not self._config.uses_late_results():
+            return
+        tasks = [task for task in journal.find_unanswered() if self.mode.continues_task(task.round, open_round)]
+        for number in sorted({task.round for task in tasks}):
+            work = trainer.recall(task for task in tasks if task.round == number)
+            trainer.offer(OpenRound(RoundPlan(self._run, number, "train", list(work), len(work), work)), work)

@@ -1,0 +1,90 @@
+"""The base of all modes: it draws cohorts and asks them."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+
+from coordinator.config import RunConfig
+from coordinator.record.privacy import cohort_seed
+from coordinator.record.tables import RoundRecord
+from coordinator.rounds.cohort import cohort_size, select_fair, select_uniform
+from coordinator.rounds.open_round import Missing, OpenRound, RoundPlan
+from coordinator.rounds.ports import Journal, Trainer
+
+BACK_S = 5.0
+"""Longest wait of an evaluation for devices that have just gone offline."""
+EVALUATION_DRAW = 1
+"""Added to the seed, so that the devices that test are drawn independently of those that train."""
+
+
+class Mode(ABC):
+    """The order in which rounds follow each other: one file of this package, one row of its table."""
+
+    def __init__(self, run: str, config: RunConfig, trainer: Trainer, journal: Journal) -> None:
+        self._run = run
+        self._config = config
+        self._trainer = trainer
+        self._journal = journal
+
+    @abstractmethod
+    def train(self, number: int, before: RoundRecord | None) -> OpenRound:
+        """Run the training of a round until no more results are awaited.
+
+        `before`: the round as an earlier process opened it; None for a new round.
+        """
+
+    @abstractmethod
+    def continues_task(self, assigned_in: int, open_round: int) -> bool:
+        """Return whether a task of round `assigned_in` continues after a restart; others are assigned again."""
+
+    @abstractmethod
+    def busy(self) -> list[str]:
+        """Devices that continue their training while the others are evaluated."""
+
+    def evaluate(self, number: int, leave: Collection[str] = ()) -> None:
+        """Let available devices, except those in `leave`, test their models on their own test images."""
+        config, trainer = self._config, self._trainer
+        # after a restart of the broker all devices are offline for a moment
+        trainer.wait(lambda: trainer.is_complete(min(BACK_S, config.rejoin_grace_s)))
+        devices = [device for device in trainer.available() if device not in leave]
+        wanted = cohort_size(config.evaluation_cohort, len(devices))
+        cohort = select_uniform(devices, wanted, config.seed, number, EVALUATION_DRAW)
+        work = trainer.plan(cohort)
+        if work:
+            needed = min(quorum(config.evaluation_quorum, len(cohort)), len(work))
+            self.ask(RoundPlan(self._run, number, "evaluate", list(work), needed, work))
+
+    def free(self) -> list[str]:
+        """Available devices without a task and without a result for the current round."""
+        taken = {*self._trainer.at_work(), *self._journal.find_counted()}
+        return [device for device in self._trainer.available() if device not in taken]
+
+    def draw(self, number: int, devices: list[str], wanted: int) -> list[str]:
+        """Draw the devices that train in a round."""
+        config = self._config
+        if config.selection == "fair":
+            return select_fair(devices, wanted, config.seed, number, self._journal.count_asked())
+        return select_uniform(devices, wanted, cohort_seed(config), number)
+
+    def ask(self, plan: RoundPlan) -> OpenRound:
+        """Ask a cohort, and wait until the round closes by quorum, deadlines or absence."""
+        trainer, opened = self._trainer, OpenRound(plan)
+        trainer.open(opened)
+        trainer.offer(opened, opened.waiting_for())
+        grace_s = self._config.rejoin_grace_s
+        trainer.wait(lambda: opened.closes() or opened.is_given_up(trainer.is_online, grace_s))
+        at_work = [device for device in trainer.at_work() if opened.waits_for(device)]
+        for device in () if opened.closes() else at_work:
+            opened.fail(device, Missing.OFFLINE)
+        trainer.close(opened)
+        trainer.withdraw(opened, at_work)
+        return opened
+
+
+def quorum(share: float, devices: int) -> int:
+    """Return how many results close a round with a cohort of this size.
+
+    >>> quorum(0.6, 5), quorum(0.5, 5), quorum(0.01, 5)
+    (3, 3, 1)
+    """
+    return max(1, math.ceil(share * devices - 1e-9))

@@ -1,0 +1,183 @@
+# ruff: noqa: B027 - empty methods are defaults
+"""The ports of the round engine: who computes, and what survives.
+
+What they do unless they say otherwise holds for devices that are always there, answer at once, and are asked in one
+process that starts from the beginning.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from coordinator.compute.messages import Stepped
+from coordinator.record.tables import Asked, ResultRecord, RoundRecord, TaskRecord
+from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.tasks import Work
+from fedvit.errors import EmptyCohort
+
+MakeState = Callable[[OpenRound, list[ResultRecord]], Stepped]
+"""Makes the next state of a round's results. Raises EmptyCohort if there is no usable result."""
+
+
+class RoundResult(NamedTuple):
+    """A round whose training has closed, with everything that is kept of it."""
+
+    number: int
+    updates: list[ResultRecord]
+    stepped: Stepped
+    figures: dict[str, float]
+    is_last: bool
+
+
+class Trainer(ABC):
+    """Computes what rounds ask: devices behind a broker, or a cohort in this process."""
+
+    is_repeatable = True
+    """Another attempt at a round without a usable result can give one."""
+
+    # --- who can be asked -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def online(self) -> list[str]:
+        """Devices that are connected and admitted."""
+
+    @abstractmethod
+    def admit(self, devices: Iterable[str]) -> list[str]:
+        """Return the devices that are neither revoked nor in quarantine."""
+
+    def has_online(self) -> bool:
+        """Return whether any device is connected, admitted or not."""
+        return True
+
+    def available(self) -> list[str]:
+        """Devices that can be asked now."""
+        return self.online()
+
+    def at_work(self) -> list[str]:
+        """Devices with a task."""
+        return []
+
+    def has_seen(self, device: str) -> bool:
+        """Return whether this process knows the device's profile."""
+        return True
+
+    def is_online(self, device: str) -> bool:
+        return True
+
+    def is_complete(self, patience_s: float) -> bool:
+        """Return whether no device that was online within this time may return."""
+        return True
+
+    def may_answer_later(self) -> bool:
+        """Return whether a device will be available after a while."""
+        return False
+
+    # --- what is asked ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, number: int, *, is_new: bool) -> None:
+        """Make a round the current one. A paused run waits here before a new round."""
+
+    @abstractmethod
+    def plan(self, devices: Iterable[str]) -> dict[str, Work]:
+        """Plan the work of devices in the current round. Devices for which no Program fits are left out."""
+
+    @abstractmethod
+    def offer(self, opened: OpenRound, devices: Iterable[str]) -> None:
+        """Give devices their work of a round, now or when they are free."""
+
+    def recall(self, tasks: Iterable[TaskRecord]) -> dict[str, Work]:
+        """Return the work that an earlier process assigned. Tasks with missing blobs are left out."""
+        return {}
+
+    def open(self, opened: OpenRound) -> None:
+        """Open a round: results count in it from now on."""
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Serve devices until a condition holds. Raises EmptyCohort if it cannot."""
+        if not until():
+            raise EmptyCohort("no device can be asked: all are in quarantine")
+
+    def close(self, opened: OpenRound) -> None:
+        """Close a round: no more results are awaited."""
+
+    def withdraw(self, opened: OpenRound, devices: Iterable[str]) -> None:
+        """End the tasks of a closed round, unless late results still count."""
+
+    def dismiss(self) -> None:
+        """End all tasks: the last round is closed."""
+
+
+class Journal(ABC):
+    """Keeps what a restart needs: on the disk before a device is asked or answered, or with the next checkpoint."""
+
+    # --- what an earlier process left -------------------------------------------------------------------
+
+    def first_round(self) -> int:
+        """The first round that is not finished, or the last one, which may lack its evaluation."""
+        return 1
+
+    def open_round(self) -> int:
+        """The round after the newest closed one."""
+        return self.first_round()
+
+    def find(self, number: int) -> RoundRecord | None:
+        """Return a round as an earlier process left it."""
+        return None
+
+    def find_unanswered(self, number: int | None = None) -> list[TaskRecord]:
+        """Tasks that are under way: those of a round, or all."""
+        return []
+
+    def devices_s(self, number: int) -> float:
+        """Seconds in which earlier processes waited for the results of a round."""
+        return 0.0
+
+    # --- an open round ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def count_asked(self) -> Mapping[str, Asked]:
+        """When each device was asked last, and how often."""
+
+    @abstractmethod
+    def open(self, number: int, cohort: list[str], needed: int) -> None:
+        """Keep a round's cohort, before devices are asked."""
+
+    @abstractmethod
+    def results(self, opened: OpenRound) -> list[ResultRecord]:
+        """Results that the server step of a round uses."""
+
+    def begin(self, number: int) -> None:
+        """Count the results that come from now on in this round."""
+
+    def find_counted(self) -> set[str]:
+        """Devices with a result for the current round."""
+        return set()
+
+    def add_tasks(self, number: int, work: Mapping[str, Work]) -> None:
+        """Keep the tasks of a round, before they are sent to devices."""
+
+    def drop_damaged(self, results: list[ResultRecord], repeats: int) -> bool:
+        """Drop results that can no longer be read; True if there were any. `repeats`: earlier ones of this round."""
+        return False
+
+    # --- a closed round ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def close(self, result: RoundResult) -> None:
+        """Keep a round's state as the newest."""
+
+    @abstractmethod
+    def keep_evaluation(self, number: int) -> None:
+        """Keep the evaluation of a round."""
+
+    @abstractmethod
+    def finish(self, number: int) -> None:
+        """Complete a round, and show it to the operator."""
+
+    def prune(self, result: RoundResult) -> None:
+        """Delete what is no longer needed now that a round has closed."""
+
+    @abstractmethod
+    def show_command(self) -> str:
+        """Command line that shows the run."""

@@ -1,0 +1,10 @@
+"""The release of a device from quarantine."""
+
+from coordinator.record.record import Record
+from fedvit.errors import ConfigError
+
+
+def release(store: Record, run: str, device: str) -> None:
+    """End a device's quarantines and reset its strikes. Raises ConfigError if it has neither."""
+    if not store.devices.release(run, device):
+        raise ConfigError(f"device {device!r} has neither strikes nor a quarantine in run {run!r}")

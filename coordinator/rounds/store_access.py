@@ -1,0 +1,234 @@
+"""Access to the object store of a run: threads that call it, and what is known of it.
+
+All calls to the store are made by threads of this module. The coordinator's keys come from the environment, as for
+other programs (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY), and
+never reach the record, a log or a device.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal, TypeVar
+
+import obstore
+from obstore.store import LocalStore
+
+from coordinator.config.blobs import BlobsConfig
+from coordinator.record.mirror import (
+    ABSENT,
+    ObjectStoreClient,
+    blob_object,
+    check_folder,
+    open_store,
+    reason_of,
+)
+from fedvit.blobs import BlobStore
+from fedvit.errors import FedvitError, LinkDown
+
+log = logging.getLogger(__name__)
+
+Outcome = TypeVar("Outcome")
+
+THREADS = 4
+RETRY_S = 5.0
+"""Interval in which a store in trouble is tried again."""
+PART_BYTES = 16 << 20
+"""Part of a large blob; the store takes one part after the other."""
+CLOSE_S = 10.0
+ENDED_CHECK_S = 0.2
+"""Interval in which a thread that waits for the store looks whether the run has ended."""
+PROBE = "probe"
+
+
+class StoreAccess:
+    """The object store of one run. Objects of a run are below PREFIX/RUN.
+
+    `lock` is held to read or change `stored`, `removing` and `trouble`, and to call `begin`, `note`, `is_usable` and
+    `try_to_sign`.
+    """
+
+    def __init__(self, config: BlobsConfig, run: str, blobs: BlobStore) -> None:
+        assert config.url is not None  # checked by the caller
+        self.config = config
+        self.blobs = blobs
+        self.lock = threading.Lock()
+        self.trouble = ""  # why the store cannot be used
+        self.stored: set[str] = set()  # digests of blobs that are in the store
+        self.removing: set[str] = set()  # from the mirror
+        self.closed = threading.Event()
+        self._valid = timedelta(seconds=config.url_valid_s)
+        self._name = run
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._tried_at = 0.0
+        self._lines: list[str] = []
+
+    def take_lines(self) -> list[str]:
+        """Lines for the operator since the last call."""
+        with self.lock:
+            lines, self._lines = self._lines, []
+        return lines
+
+    @property
+    def client(self) -> ObjectStoreClient:
+        check_folder(self.config)
+        return self._lazy_client
+
+    @cached_property
+    def _lazy_client(self) -> ObjectStoreClient:
+        """Made when it is first used, so that keys that cannot be read are reported as other trouble of the store."""
+        return open_store(self.config, self._name)
+
+    # --- threads ------------------------------------------------------------------------------------------
+
+    def begin(self, work: Callable[[], object]) -> None:
+        """Run work in a thread. The lock is held."""
+        if not self._threads:  # they do not keep the process from ending
+            self._threads = [
+                threading.Thread(target=self._run, name=f"object-store-{number}", daemon=True)
+                for number in range(THREADS)
+            ]
+            for thread in self._threads:
+                thread.start()
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:
+                log.exception("error in a thread of the object store")
+
+    def repeat_until_done(self, attempt: Callable[[], bool]) -> None:
+        """Repeat an attempt until it succeeds. Raises LinkDown when the run ends meanwhile."""
+        while not attempt():
+            if self.closed.wait(RETRY_S):
+                raise LinkDown(f"object store {self.config.url} could not be used until the run ended")
+
+    def do_all(self, jobs: Sequence[Callable[[], Outcome]]) -> list[Outcome]:
+        """Do work in the threads of this module. Raises its first error, and LinkDown when the run ends meanwhile."""
+        futures = [Future[Outcome]() for _ in jobs]
+        with self.lock:
+            for future, job in zip(futures, jobs, strict=True):
+                self.begin(partial(_settle, future, job))
+        for future in futures:
+            while not future.done():
+                if self.closed.is_set():
+                    raise LinkDown(f"object store {self.config.url} did not answer until the run ended")
+                wait([future], timeout=ENDED_CHECK_S)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Finish what has begun, as far as the store answers."""
+        self.closed.set()
+        with self.lock:
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            self._work.put(None)
+        until = time.monotonic() + CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    # --- calls in threads ---------------------------------------------------------------------------------
+
+    def attempt(self, work: Callable[[], object]) -> bool:
+        """Use the store, and note whether it works. Errors of this disk are raised."""
+        trouble = ""
+        try:
+            work()
+        except LinkDown as error:
+            trouble = str(error)
+        except FedvitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of the store, whatever it is: reported
+            trouble = reason_of(error)
+        with self.lock:
+            self.note(trouble)
+        return not trouble
+
+    def has(self, name: str, size: int) -> bool:
+        """Return whether an earlier process has put the blob."""
+        try:
+            return obstore.head(self.client, name)["size"] == size
+        except ABSENT:  # or there is no such bucket, which putting shows
+            return False
+
+    def put_blob(self, digest: str, size: int) -> None:
+        """Put a blob into the store unless it is there."""
+        if not self.has(blob_object(digest), size):
+            self.put_path(blob_object(digest), self.blobs.path(digest))
+
+    def put_path(self, name: str, path: Path) -> None:
+        obstore.put(self.client, name, path, chunk_size=PART_BYTES, max_concurrency=1)
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # costs space only, and is pruned later
+            obstore.delete(self.client, name)
+
+    def remove(self, digests: set[str]) -> None:
+        for digest in digests:
+            self.delete(blob_object(digest))
+            with self.lock:
+                self.removing.discard(digest)
+                self.stored.discard(digest)
+
+    # --- trouble ----------------------------------------------------------------------------------------
+
+    def is_usable(self) -> bool:
+        """Return whether the store worked last; otherwise it is tried from time to time. The lock is held."""
+        if self.trouble and time.monotonic() - self._tried_at > RETRY_S:
+            self._tried_at = time.monotonic()
+            self.begin(self.probe)
+        return not self.trouble
+
+    def probe(self) -> bool:
+        """Return whether something can be put into the store."""
+        trouble = ""
+        try:
+            obstore.put(self.client, PROBE, b"fedvit")
+        except Exception as error:  # noqa: BLE001
+            trouble = reason_of(error)
+        with self.lock:
+            self.note(trouble)
+        return not trouble
+
+    def note(self, trouble: str) -> None:
+        """Note whether the store works, and tell the operator what is new. The lock is held."""
+        if trouble == self.trouble:
+            return
+        self.trouble, self._tried_at = trouble, time.monotonic()
+        if trouble:
+            what = f"object store {self.config.url} cannot be used: {trouble}"
+            most = self.config.fallback_bytes / 1e6
+            follows = f"blobs up to {most:.3g} MB go over MQTT, larger ones wait for it"
+            self._lines.append(f"{what}; {'the run waits for it' if self.config.mirror else follows}")
+            log.warning("object store cannot be used", extra={"reason": trouble})
+        else:
+            self._lines.append(f"object store {self.config.url} can be used again")
+            log.info("object store can be used again")
+
+    def try_to_sign(self, method: Literal["GET", "PUT"], name: str) -> str | None:
+        """Return a signed URL; None without keys. The lock is held."""
+        try:
+            return self.sign(method, name)
+        except Exception as error:  # noqa: BLE001 - there are no keys
+            self.note(reason_of(error))
+            return None
+
+    def sign(self, method: Literal["GET", "PUT"], name: str) -> str:
+        assert not isinstance(self.client, LocalStore)  # `takes` refuses every blob then
+        return obstore.sign(self.client, method, name, self._valid)
+
+
+def _settle(future: "Future[Outcome]", job: Callable[[], Outcome]) -> None:
+    try:
+        future.set_result(job())
+    except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
+        future.set_exception(error)

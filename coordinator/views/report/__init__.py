@@ -1,0 +1,1 @@
+"""The report of a run: its data, its page and its words."""

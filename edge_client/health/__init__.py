@@ -1,0 +1,1 @@
+"""The state of a device: limits, status, metrics, and the checks of `edge-client doctor`."""

@@ -1,0 +1,56 @@
+"""The decision whether a device starts a task now: it may be too hot, low on battery, or in use by its owner.
+
+A device that is not ready declines, and is asked again later. The guard monitors a running task.
+"""
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from edge_client.settings import OwnerPolicy
+from profiles.probes.battery import Battery, battery
+from profiles.probes.thermal import Thermometer
+
+HOT_AGAIN_S = 120.0
+BUSY_AGAIN_S = 60.0
+BATTERY_AGAIN_S = 900.0
+
+
+class NotNow(NamedTuple):
+    """The reason why a device declines, and the time after which it may be asked again."""
+
+    reason: str
+    again_s: float
+
+
+def read_celsius() -> float | None:
+    """Return the temperature of the hottest sensor."""
+    return Thermometer().celsius()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readiness:
+    """The owner's conditions for starting a task. A value that cannot be measured never declines a task."""
+
+    policy: OwnerPolicy
+    celsius: Callable[[], float | None] = read_celsius
+    battery: Callable[[], Battery | None] = battery
+    clock: Callable[[], datetime.datetime] = datetime.datetime.now
+
+    def not_now(self) -> NotNow | None:
+        """Return the reason why a task cannot start now; None if it can."""
+        policy = self.policy
+        if policy.busy_file is not None and policy.busy_file.exists():
+            return NotNow(f"busy: {policy.busy_file} exists", BUSY_AGAIN_S)
+        if policy.quiet_hours and (left_s := policy.quiet_hours.remaining_s(self.clock())):
+            return NotNow(f"quiet hours until {policy.quiet_hours.end:%H:%M}", left_s)
+        if (limit_c := policy.start_limit_c) is not None:
+            celsius = self.celsius()
+            if celsius is not None and celsius > limit_c:
+                return NotNow(f"hot: {celsius:.0f} C, tasks start at or below {limit_c:.0f} C", HOT_AGAIN_S)
+        if (percent := policy.min_battery_percent) is not None:
+            state = self.battery()
+            if state is not None and not state.charging and state.percent < percent:
+                return NotNow(f"low battery: {state.percent} %, tasks start at {percent} %", BATTERY_AGAIN_S)
+        return None

@@ -1,0 +1,87 @@
+"""The model of a device for a bundle: the tensors of its newest task in a run, and its personal tensors.
+
+They are combined as for an evaluation, so that a bundle gives the same answers as the device's last test: personal
+tensors from the vault, tuned on the device's images if the method tunes, with the features of its images if the
+method stores them.
+"""
+
+from pathlib import Path
+
+from edge_client.storage.evaluation import own_groups, start_values
+from edge_client.storage.vault import TaskNote, Vault
+from edge_client.storage.vault_key import VaultKey
+from edge_client.work.runtime import Runtime, Seeds, Watch
+from export.bundle.card import Origin
+from export.bundle.write import TrainedModel
+from fedvit.blobs import BlobStore
+from fedvit.data.folder import DeviceData
+from fedvit.errors import BadPayload, ConfigError
+from fedvit.program import decode_program
+from fedvit.tensors import Tensors
+
+
+def load_own_model(
+    run: str,
+    *,
+    device: str,
+    state: Path,
+    data: DeviceData | None,
+    threads: int,
+    made_by: str,
+    vault_key: Path | None = None,
+) -> tuple[TrainedModel, DeviceData | None]:
+    """The device's model of a run, and its images under the run's classes.
+
+    Raises ConfigError when the run's tensors are not here, or images are needed and `data` is None;
+    StorageFailed when the vault is damaged.
+    """
+    key = VaultKey.load(vault_key, make=False) if vault_key else None
+    vault, blobs = Vault(state / "vault", key), BlobStore(state / "blobs")
+    note = _note(vault, run)
+    try:
+        program = decode_program(blobs.get(note.program))
+        evaluate = program.evaluate
+        values, personal = start_values(program, note, own_groups(program, note, vault), vault, blobs)
+        graph = blobs.get(program.graphs[evaluate.graph].digest)
+        runtime = Runtime(threads)
+        for name in program.graphs_for("evaluate") if evaluate.adapt or evaluate.gather else ():
+            runtime.open(program.graphs[name].digest, blobs.path(program.graphs[name].digest))
+    except BadPayload as error:
+        newest = vault.runs()[0]
+        if newest != run:
+            why = f"this device has worked for run {newest!r} since, and keeps only the blobs of its newest run"
+            raise ConfigError(f"run {run!r} cannot be exported here any more: {why}") from error
+        raise ConfigError(f"run {run!r} cannot be exported now (is its next task arriving?): {error}") from error
+    if vault.newest_task(run) != note:
+        raise ConfigError(f"the device started another task of run {run!r} while its tensors were read; try again")
+    needs = "tunes the model on" if evaluate.adapt else "compares pictures with" if evaluate.gather else None
+    if needs and data is None:
+        raise ConfigError(f"method {program.method!r} {needs} the device's images: name their folder with --data")
+    images = data.relabel(program.classes) if data else None
+    inputs: Tensors = {f"tensor/{name}": value for name, value in values.items()}
+    if needs and images:
+        seeds, silent = Seeds(note.seed, note.round, device), Watch(lambda *_: None, lambda: False)
+        inputs, _ = runtime.prepare(program, values, images.train, seeds, silent)
+    origin = Origin(
+        run=run,
+        method=program.method,
+        model=program.model,
+        round=note.round,
+        device=device,
+        made_by=made_by,
+        personal_tensors=personal,
+        adapted=bool(evaluate.adapt),
+        remembered=int(inputs["gathered/weight"].sum()) if evaluate.gather else 0,
+    )
+    return TrainedModel(graph=graph, values=inputs, batch=program.batch, classes=program.classes, origin=origin), images
+
+
+def _note(vault: Vault, run: str) -> TaskNote:
+    try:
+        note = vault.newest_task(run)
+    except BadPayload as error:  # no run can have this name
+        raise ConfigError(str(error)) from error
+    if note is None:
+        known = ", ".join(vault.runs()[:5]) or "none yet"
+        raise ConfigError(f"no run {run!r} in {vault.folder}; this device has worked for: {known}")
+    return note

@@ -1,0 +1,1 @@
+"""The files of a device: personal tensors, blobs, and their removal."""

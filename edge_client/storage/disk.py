@@ -1,0 +1,47 @@
+"""The disk budget of a device: how much its state may take. It is checked before a task's files are written."""
+
+import logging
+
+from edge_client.storage.retention import find_retired_runs
+from edge_client.storage.vault import Vault, remove_run
+from fedvit.blobs import BlobStore
+from fedvit.errors import OverBudget
+from fedvit.files import folder_bytes
+from fedvit.quantities import format_bytes
+
+log = logging.getLogger(__name__)
+
+DEFAULT_SHARE = 0.5
+"""Default budget: this share of the space that is free at the start or that the state uses already."""
+
+
+class DiskBudget:
+    """Keeps blobs and vault of one device below `limit_bytes`; None: without limit."""
+
+    def __init__(self, vault: Vault, blobs: BlobStore, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self._vault = vault
+        self._blobs = blobs
+
+    def make_room(self, run: str, new_bytes: int) -> None:
+        """Make sure that a run may write so many bytes more; vaults of finished runs are removed for it, the oldest
+        first.
+
+        Raises OverBudget if they do not fit.
+        """
+        if self.limit_bytes is None or new_bytes <= 0:
+            return
+        finished = [old for old in find_retired_runs(self._vault, 0) if old != run]
+        while (used_bytes := self.used_bytes()) + new_bytes > self.limit_bytes:
+            if not finished:
+                raise OverBudget(
+                    f"run {run!r} needs {format_bytes(new_bytes)} more on the device's disk, of whose budget of "
+                    f"{format_bytes(self.limit_bytes)} {format_bytes(used_bytes)} are used: raise --disk-budget, or "
+                    "remove runs with `edge-client rm RUN`"
+                )
+            old = finished.pop()
+            remove_run(self._vault, old)
+            log.info("vault removed", extra={"run": old, "for_run": run, "limit_bytes": self.limit_bytes})
+
+    def used_bytes(self) -> int:
+        return folder_bytes(self._vault.folder) + folder_bytes(self._blobs.folder)

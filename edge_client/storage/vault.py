@@ -1,0 +1,290 @@
+"""The storage of a device that survives power cuts: personal tensors, and the unacknowledged result.
+
+Layout: `RUN/round-7-XXXXXXXX/{local.safetensors,result.msgpack,PENDING,SUMS}`; the file `RUN/CURRENT` names the
+newest complete round and is replaced atomically. So personal tensors and the result that belongs to them
+change together, or not at all. `RUN/TASK` describes the newest task of the run, and `RUN/OVER` marks a run that will
+not be resumed. A run is removed by renaming it to `.removed/XXXX` first: it is there completely, or not at all.
+
+If uploads are coded, `left.safetensors` holds the residual after the round's result (error feedback), and
+`owed.safetensors` the residual before it, which is valid until the result is accepted.
+
+With a key, tensors are encrypted, in files `*.sealed` in place of `*.safetensors`.
+
+`SUMS` holds the digests of a round's files, and the round before the newest is kept: if a file is damaged,
+`edge_client.storage.repair` returns to it.
+"""
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from edge_client.storage.round_files import (
+    CURRENT,
+    LOCAL,
+    NEW_RESIDUAL,
+    PENDING,
+    PLAIN,
+    REFUSED,
+    RESIDUAL,
+    RESULT,
+    SEALED,
+    RoundFiles,
+    count_earlier_rounds,
+    find_current,
+    find_file,
+    list_rounds,
+    parse_round,
+)
+from edge_client.storage.sums import Sums, add_digest, check_digest, read_file, read_sums, write_sums
+from edge_client.storage.vault_key import VaultKey
+from fedvit.blobs import digest_of
+from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
+from fedvit.files import WRITING, atomic_write, folder_bytes, make_folder, storage_failed, sync_folder
+from fedvit.tensors import Tensors
+from fedvit.wire.messages import Result, Task, TaskKind
+from fedvit.wire.topics import check_name
+
+_TASK = "TASK"
+_OVER = "OVER"
+_REMOVED = ".removed"
+
+
+class TaskNote(msgspec.Struct, frozen=True):
+    """A task's seed and digests: enough to load its tensors again, while their blobs are here."""
+
+    run: str
+    round: int
+    kind: TaskKind
+    seed: int
+    program: str  # digest
+    groups: dict[str, str]  # group -> digest
+
+
+class Residual(NamedTuple):
+    """The part of results that coding left out, and the file that holds it; None if there is nothing."""
+
+    file: Path | None
+    tensors: Tensors
+
+
+NO_RESIDUAL = Residual(None, {})
+
+
+class Vault:
+    """One device's vault, all runs. With a key, personal tensors are encrypted from the next commit on.
+
+    Raises StorageFailed when the disk is full, which leaves the old content, and when a file cannot be read. Raises
+    ConfigError when it is encrypted and the key is missing or wrong, BadPayload for a run that cannot be the name of a
+    folder: it comes from the network.
+    """
+
+    def __init__(self, folder: Path, key: VaultKey | None = None) -> None:
+        self.folder = folder
+        self.round_files = RoundFiles(key)
+
+    def path(self, run: str) -> Path:
+        """Return the folder of a run. Raises BadPayload for an invalid name."""
+        try:
+            return self.folder / check_name(run, "run")
+        except ConfigError as error:
+            raise BadPayload(str(error)) from None
+
+    def round_of(self, run: str) -> int:
+        """Return the newest stored round; 0 before the first."""
+        current = self._current(run)
+        return int(current.name.split("-")[1]) if current else 0
+
+    def local(self, run: str) -> Tensors | None:
+        """Return the personal tensors as the newest finished round left them; None before the first."""
+        current = self._current(run)
+        return None if current is None else self.round_files.read_tensors(current, LOCAL)
+
+    def residual(self, run: str) -> Residual:
+        """Return the part of this device's accepted results that coding left out (error feedback).
+
+        A result that was refused, or not acknowledged yet, does not change the residual.
+        """
+        current = self._current(run)
+        if current is None:
+            return NO_RESIDUAL
+        accepted = not any((current / name).exists() for name in (PENDING, REFUSED))
+        name = NEW_RESIDUAL if accepted else RESIDUAL
+        tensors = self.round_files.read_tensors(current, name)
+        return NO_RESIDUAL if tensors is None else Residual(find_file(current, name), tensors)
+
+    def check_key(self) -> None:
+        """Raise ConfigError if personal tensors cannot be decrypted with the key of this vault, or without one."""
+        for file in sorted(self.folder.glob(f"*/round-*/{LOCAL}{SEALED}")):
+            if self.round_files.key is None or self.round_files.is_whole(file):  # a damaged file fails with any key
+                self.round_files.read_tensors(file.parent, LOCAL)
+
+    def commit(
+        self, result: Result, local: Tensors, new_residual: Tensors | None = None, residual: Residual | None = None
+    ) -> None:
+        """Store a finished round: personal tensors and result become current in one step. The round before is kept.
+
+        `residual` is that of earlier results, `new_residual` the one after this result.
+        """
+        home = self.path(result.run)
+        folder = home / f"round-{result.round}-{secrets.token_hex(4)}"
+        before = find_current(home)
+        for old in list_rounds(home):  # now, so that there are never more than two
+            if old != before:
+                shutil.rmtree(old, ignore_errors=True)
+        try:
+            files = self.round_files.write_tensors(folder, LOCAL, local)
+            content = msgspec.msgpack.encode(result)
+            atomic_write(folder / RESULT, content, private=True)
+            files[RESULT] = digest_of(content)
+            if new_residual:
+                files |= self.round_files.write_tensors(folder, NEW_RESIDUAL, new_residual)
+            if residual and residual.file:
+                files |= self.round_files.copy_tensors(residual.file, residual.tensors, folder, RESIDUAL)
+            atomic_write(folder / PENDING, b"")
+            write_sums(folder, Sums(count_earlier_rounds(before) + 1, files))
+            atomic_write(home / CURRENT, folder.name.encode())
+        except StorageFailed:
+            # if only the sync after the rename failed, this folder is the current one
+            if find_current(home) != folder:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if self.round_files.key:  # unencrypted files from before the key are removed
+            for file in [*home.glob(f"round-*/*{PLAIN}"), *home.glob(f"damaged-*/*{PLAIN}")]:
+                shutil.rmtree(file.parent, ignore_errors=True)
+        for unfinished in home.glob(f"{WRITING}*"):  # by a process that was killed; no other one writes here
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+
+    def count_replaced_bytes(self, run: str) -> int:
+        """Return how many bytes the run's next commit removes before it writes."""
+        home = self.path(run)
+        before = find_current(home)
+        return sum(folder_bytes(old) for old in list_rounds(home) if old != before)
+
+    def files(self) -> Iterator[tuple[Path, str]]:
+        """Yield all files with checksums, and their expected digests."""
+        for folder in self.folder.glob("*/round-*"):
+            with contextlib.suppress(BadPayload):
+                sums = read_sums(folder)
+                for name, digest in sums.files.items() if sums else ():
+                    yield folder / name, digest
+
+    # --- results and tasks ----------------------------------------------------------------------------
+
+    def pending(self) -> list[Result]:
+        """Return the results that no coordinator has acknowledged yet."""
+        runs = sorted(path.parent.name for path in self.folder.glob(f"*/{CURRENT}"))
+        newest = [folder for run in runs if (folder := self._current(run))]
+        return [self.round_files.read_result(folder) for folder in newest if (folder / PENDING).exists()]
+
+    def has_pending(self, run: str) -> bool:
+        """Return True if a result of the run is not acknowledged yet. Raises StorageFailed."""
+        return any((folder / PENDING).exists() for folder in list_rounds(self.path(run)))
+
+    def settle(self, run: str, round_number: int, *, accepted: bool = True) -> None:
+        """Mark the result as acknowledged, or as refused for good; the personal tensors are kept."""
+        for folder in list_rounds(self.path(run)):  # also the round before, to which a repair may return
+            if parse_round(folder) != round_number or not (folder / PENDING).exists():
+                continue
+            if not accepted:
+                # before PENDING is removed: else a power cut would make the result accepted
+                atomic_write(folder / REFUSED, b"")
+            try:
+                (folder / PENDING).unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageFailed(f"cannot delete {folder / PENDING}: {error.strerror}") from error
+
+    def note(self, task: Task) -> None:
+        """Store the description of the run's newest task."""
+        note = TaskNote(task.run, task.round, task.kind, task.seed, task.program, task.groups)
+        atomic_write(self.path(task.run) / _TASK, add_digest(msgspec.msgpack.encode(note)), private=True)
+
+    def newest_task(self, run: str) -> TaskNote | None:
+        """Return the newest task of the run that was started here; None before the first."""
+        file = self.path(run) / _TASK
+        if not file.exists():
+            return None
+        try:
+            return msgspec.msgpack.decode(check_digest(read_file(file)), type=TaskNote)
+        except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Damaged(f"{file} is damaged: {error}") from error
+
+    def runs(self) -> list[str]:
+        """Return the runs that this device has worked for, the newest first."""
+        notes = sorted(self.folder.glob(f"*/{_TASK}"), key=lambda file: file.stat().st_mtime, reverse=True)
+        return [file.parent.name for file in notes]
+
+    # --- the end of a run -----------------------------------------------------------------------------
+
+    def end(self, run: str) -> None:
+        """Mark the run as over for good: an unacknowledged result counts as refused. Does nothing for an unknown run.
+        Raises StorageFailed."""
+        home = self.path(run)
+        if not home.is_dir():
+            return
+        for folder in list_rounds(home):
+            self.settle(run, parse_round(folder), accepted=False)
+        atomic_write(home / _OVER, b"")
+
+    def reopen(self, run: str) -> None:
+        """Remove the mark of `end`: a task of the run arrived. Raises StorageFailed."""
+        file = self.path(run) / _OVER
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_failed(f"cannot delete {file}", error) from error
+
+    def is_over(self, run: str) -> bool:
+        """Return True if this device was informed that the run is over for good."""
+        return (self.path(run) / _OVER).exists()
+
+    def _current(self, run: str) -> Path | None:
+        home = self.path(run)
+        try:
+            folder = home / (home / CURRENT).read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageFailed(f"cannot read {home / CURRENT}: {error.strerror}") from error
+        if find_file(folder, LOCAL) is None:
+            raise StorageFailed(f"the vault names {folder}, which does not exist; move {home} away to start again")
+        return folder
+
+
+# --- removal ------------------------------------------------------------------------------------------
+
+
+def remove_run(vault: Vault, run: str) -> None:
+    """Remove a run in one step: after a kill or a power cut it is here completely, or not at all.
+
+    Raises StorageFailed; files that could not be deleted are then listed by `list_removed`.
+    """
+    home, removed = vault.path(run), vault.folder / _REMOVED
+    try:
+        if home.is_dir():
+            make_folder(removed)
+            home.rename(removed / secrets.token_hex(8))
+            sync_folder(removed)
+            sync_folder(vault.folder)  # before anything is deleted: else a power cut could restore half of it
+    except OSError as error:
+        raise storage_failed(f"cannot remove {home}", error) from error
+    finish_removals(vault)
+
+
+def list_removed(vault: Vault) -> list[Path]:
+    """Return the remains of runs whose removal was interrupted."""
+    return list((vault.folder / _REMOVED).glob("*"))
+
+
+def finish_removals(vault: Vault) -> None:
+    """Delete the remains of runs whose removal was interrupted. Raises StorageFailed."""
+    for folder in list_removed(vault):
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise storage_failed(f"cannot delete {folder}", error) from error

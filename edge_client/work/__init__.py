@@ -1,0 +1,1 @@
+"""The work of a task: graphs, batches, and the result."""

@@ -1,0 +1,299 @@
+"""Runs a Program's graphs with onnxruntime on this device's images.
+
+It does not depend on the method: the names of a graph's inputs and outputs define their meaning (fedvit.program).
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edge_client.health.guard import Tally
+from edge_client.work.batches import ahead, chosen_rows, facts_of, training_batches, whole_samples
+from edge_client.work.sampler import make_sampler
+from edge_client.work.steps import Graph, Steps, SummedSteps, WholeSteps
+from fedvit.data.folder import DeviceData, Split
+from fedvit.data.images import Indices
+from fedvit.engine import CPU, open_session, trim_memory
+from fedvit.errors import BadPayload, DataError, FedvitError
+from fedvit.program import LABELS, Gather, Program, Train
+from fedvit.tensors import Array, Tensors
+from fedvit.wire.messages import MAX_CONFUSED_CLASSES, ClassCount
+
+log = logging.getLogger(__name__)
+
+INPUTS = {"batch/patches", "batch/tokens"}
+"""What a device feeds of samples without labels: of images and of text."""
+
+
+class Stopped(FedvitError):
+    """The task was stopped between two steps; nothing of it is kept."""
+
+
+@dataclass
+class Watch:
+    """Callbacks with which the runtime reports its progress and learns that it has to stop."""
+
+    step: Callable[[int, int, float | None], None]  # (done, total, loss)
+    stopped: Callable[[], bool]
+    tally: Tally = field(default_factory=Tally)  # of the steps so far
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The seeds from which every random draw of a task follows."""
+
+    run: int
+    round: int
+    device: str
+
+    def generators(self, count: int) -> list[np.random.Generator]:
+        """Independent generators, so that one kind of draw does not shift another."""
+        device = int.from_bytes(hashlib.blake2b(self.device.encode(), digest_size=8).digest(), "big")
+        sequence = np.random.SeedSequence([self.run, self.round, device])
+        return [np.random.default_rng(child) for child in sequence.spawn(count)]
+
+
+@dataclass
+class Trained:
+    """The outcome of a round's local training."""
+
+    tensors: Tensors  # new values of every tensor that a phase trained
+    collected: Tensors
+    samples: int  # the device's images without those that could not be decoded
+    loss: float  # mean over the last epoch
+    steps: int
+    step_s: float | None  # median
+    flops: int
+
+
+@dataclass
+class Evaluated:
+    correct: float  # of a text the share of a sample's characters
+    samples: int
+    flops: int
+    by_class: tuple[ClassCount, ...]  # of the classes with test images; () of a text
+
+
+class AnswerTally:
+    """Counts answers by class, and wrong ones by what was answered where there are few classes."""
+
+    def __init__(self, classes: int) -> None:
+        self._right, self._seen = (np.zeros(classes, np.int64) for _ in range(2))
+        self._answered = np.zeros((classes, classes), np.int64) if classes <= MAX_CONFUSED_CLASSES else None
+
+    def add(self, labels: Array, answers: Array) -> None:
+        classes = len(self._seen)
+        self._right += np.bincount(labels[answers == labels], minlength=classes)
+        self._seen += np.bincount(labels, minlength=classes)
+        if self._answered is not None:
+            pairs = np.ravel_multi_index((labels.astype(np.int64), answers.astype(np.int64)), (classes, classes))
+            self._answered += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+
+    def by_class(self) -> tuple[ClassCount, ...]:
+        """Return the counts of the classes with test images."""
+        return tuple(
+            ClassCount(label, int(self._right[label]), int(self._seen[label]), self._wrong(label))
+            for label in np.flatnonzero(self._seen).tolist()
+        )
+
+    def _wrong(self, label: int) -> tuple[tuple[int, int], ...]:
+        if self._answered is None:
+            return ()
+        row = self._answered[label]
+        return tuple((other, int(row[other])) for other in np.flatnonzero(row).tolist() if other != label)
+
+
+@dataclass
+class Runtime:
+    """Sessions of the graphs in use; one runtime serves any number of tasks."""
+
+    threads: int
+    provider: str = CPU
+    own_kernels: bool = True  # where they are installed
+    _graphs: dict[str, Graph] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def open(self, digest: str, path: Path) -> None:
+        """Load a graph once. Raises BadPayload when onnxruntime cannot."""
+        with self._lock:
+            if digest not in self._graphs:
+                self._graphs[digest] = self._load(digest, path)
+
+    def _load(self, digest: str, path: Path) -> Graph:
+        try:
+            return Graph(open_session(path, self.threads, self.provider, own_kernels=self.own_kernels))
+        except Exception as error:  # onnxruntime's exceptions share no base of their own
+            raise BadPayload(f"graph {digest} cannot be loaded: {error}") from error
+
+    def keep_only(self, digests: set[str]) -> None:
+        """Close graphs of finished programs."""
+        with self._lock:
+            for digest in self._graphs.keys() - digests:
+                del self._graphs[digest]
+
+    def release(self) -> None:
+        """Close all graphs, and return their memory to the system."""
+        with self._lock:
+            self._graphs.clear()
+        trim_memory()
+
+    # --- training -------------------------------------------------------------------------------------
+
+    def train(
+        self, program: Program, start: Mapping[str, Array], images: Split, seeds: Seeds, lr_scale: float, watch: Watch
+    ) -> Trained:
+        """Run all training phases from the round's start values. Raises Stopped, BadPayload, DataError."""
+        return self._run_phases(program, program.train, start, images, seeds.generators(5), lr_scale, watch)
+
+    def _run_phases(
+        self,
+        program: Program,
+        phases: Sequence[Train],
+        start: Mapping[str, Array],
+        images: Split,
+        generators: Sequence[np.random.Generator],
+        lr_scale: float,
+        watch: Watch,
+    ) -> Trained:
+        order_rng, picture_rng, mask_rng, sample_rng, number_rng = generators
+        values: Tensors = dict(start)
+        result, tally = Trained({}, {}, 0, float("nan"), 0, None, 0), Tally()
+        total = sum(program.steps_of(phase, len(images)) for phase in phases)
+        lost: set[int] = set()  # rows that could not be decoded
+        for phase in phases:
+            times: list[float] = []
+            for counts in (tally, watch.tally):
+                counts.phases.append(times)
+            loop = self._steps(program, phase, values, start, facts_of(program, phase, images, number_rng), lr_scale)
+            collect = phase.collect
+            sampler = make_sampler(collect, images.labels, phase.epochs, sample_rng) if collect else None
+            losses: dict[int, list[tuple[float, int]]] = {}
+            batches_of = training_batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
+            for fed in ahead(batches_of):
+                lost.update(fed.rows[~fed.readable].tolist())
+                if not fed.readable.any():
+                    continue
+                for repeat in range(phase.repeats):
+                    if watch.stopped():
+                        raise Stopped("the task was stopped")
+                    began = time.perf_counter()
+                    stepped = loop.step(fed.feeds, last=repeat == phase.repeats - 1)
+                    times.append(time.perf_counter() - began)
+                    for counts in (tally, watch.tally):
+                        counts.flops += stepped.runs * program.graphs[phase.graph].flops
+                losses.setdefault(fed.epoch, []).append((stepped.loss, int(fed.readable.sum())))
+                if sampler and collect:
+                    values_of_rows = stepped.collected[f"collect/{collect.output}"]
+                    sampler.record(fed.epoch, fed.rows, fed.readable, values_of_rows)
+                watch.step(tally.steps, total, stepped.loss)
+            if not loop.count:
+                raise DataError(f"none of the {len(images)} training images can be decoded")
+            last_epoch = losses[max(losses)]
+            result.loss = sum(loss * count for loss, count in last_epoch) / sum(count for _, count in last_epoch)
+            values.update(loop.trained)
+            result.tensors.update(loop.trained)
+            if sampler and collect:
+                features, labels = sampler.collected(collect.shape)
+                result.collected |= {collect.output: features, LABELS: labels}
+        result.samples = len(images) - len(lost)
+        result.steps, result.step_s, result.flops = tally.steps, tally.step_s, tally.flops
+        return result
+
+    # --- evaluation -----------------------------------------------------------------------------------
+
+    def evaluate(
+        self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: Seeds, watch: Watch
+    ) -> Evaluated:
+        """Count right answers on full, unaugmented test images; `values` do not change.
+
+        Raises Stopped, BadPayload, DataError.
+        """
+        images, batch = data.test, program.batch
+        graph = self._graph(program, program.evaluate.graph)
+        feeds, flops = self.prepare(program, values, data.train, seeds, watch)
+        graph.require(feeds.keys() | INPUTS)
+        correct, seen = 0.0, 0
+        tally = AnswerTally(len(program.classes))
+        total = -(-len(images) // batch.answer_size)
+        for number, (rows, readable, fed) in enumerate(whole_samples(images, np.arange(len(images)), batch)):
+            if watch.stopped():
+                raise Stopped("the task was stopped")
+            outputs = graph.run({**feeds, **fed})
+            labels = images.labels[rows]
+            answers = outputs["logits"][: len(rows)].argmax(axis=-1)
+            right = answers == labels
+            correct += float(right.reshape(len(rows), -1).mean(axis=1)[readable].sum())
+            seen += int(readable.sum())
+            if labels.ndim == 1:  # a sample of text has characters of many classes
+                tally.add(labels[readable], answers[readable])
+            watch.step(number + 1, total, None)
+        flops += program.graphs[program.evaluate.graph].flops * total
+        return Evaluated(correct, seen, flops, tally.by_class())
+
+    def prepare(
+        self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch
+    ) -> tuple[Tensors, int]:
+        """The predict graph's inputs but the images, and the FLOPs that they cost.
+
+        They are the tensors, tuned on the device's training images if the method tunes, and the features of these
+        images if the method gathers them. Raises Stopped, BadPayload, DataError.
+        """
+        *training, choice_rng = seeds.generators(6)
+        evaluate, flops = program.evaluate, 0
+        if evaluate.adapt:
+            quiet = Watch(lambda *_: None, watch.stopped)
+            adapted = self._run_phases(program, evaluate.adapt, values, images, training, 1.0, quiet)
+            values, flops = {**values, **adapted.tensors}, adapted.flops
+        feeds = {f"tensor/{name}": value for name, value in values.items()}
+        if gather := evaluate.gather:
+            rows = chosen_rows(len(images), gather.capacity, choice_rng)
+            feeds |= self._gather(program, gather, feeds, images, rows, watch)
+            flops += program.graphs[gather.graph].flops * -(-len(rows) // program.batch.answer_size)
+        return feeds, flops
+
+    def _gather(
+        self,
+        program: Program,
+        gather: Gather,
+        values: Mapping[str, Array],
+        images: Split,
+        chosen: Indices,
+        watch: Watch,
+    ) -> dict[str, Array]:
+        """The outputs of a graph for the chosen images, as inputs of the predict graph; empty rows have weight 0."""
+        graph = self._graph(program, gather.graph)
+        graph.require(values.keys() | INPUTS)
+        gathered = np.zeros((gather.capacity, *gather.shape), np.float32)
+        labels, weight = np.zeros(gather.capacity, np.int64), np.zeros(gather.capacity, np.float32)
+        filled = 0
+        for rows, readable, fed in whole_samples(images, chosen, program.batch):
+            if watch.stopped():
+                raise Stopped("the task was stopped")
+            outputs = graph.run({**values, **fed})
+            target = slice(filled, filled + len(rows))
+            gathered[target] = outputs[f"collect/{gather.output}"][: len(rows)]
+            labels[target], weight[target] = images.labels[rows], readable
+            filled += len(rows)
+        return {f"gathered/{gather.output}": gathered, "gathered/labels": labels, "gathered/weight": weight}
+
+    def _graph(self, program: Program, name: str) -> Graph:
+        return self._graphs[program.graphs[name].digest]
+
+    def _steps(
+        self,
+        program: Program,
+        phase: Train,
+        values: Mapping[str, Array],
+        start: Mapping[str, Array],
+        facts: Mapping[str, Any],
+        lr_scale: float,
+    ) -> Steps:
+        given = (self._graph(program, phase.graph), program, phase, values, start, facts, lr_scale)
+        return SummedSteps(*given, update=self._graph(program, phase.update)) if phase.update else WholeSteps(*given)

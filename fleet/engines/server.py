@@ -1,0 +1,126 @@
+"""The server of a simulation on torch: its state and the devices' uploads are in memory."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from coordinator.compute.checkpoint import load_state, save_state
+from coordinator.compute.messages import Stepped
+from coordinator.compute.planning.planner import Plan
+from coordinator.compute.references import references
+from coordinator.compute.screening import Screen
+from coordinator.compute.server_step import aggregator_of
+from coordinator.config import RunConfig
+from coordinator.record.privacy import round_figures
+from coordinator.record.record import Record
+from coordinator.record.tables import Reference, ResultRecord, SavedState
+from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.quarantine import Quarantine
+from fedvit.blobs import BlobStore
+from fedvit.errors import EmptyCohort
+from fedvit.methods.base import RoundContext, Upload
+from fedvit.program import LABELS
+from fedvit.tensors import Array, Tensors, pack, unpack
+from fedvit.updates import Decoded
+from fleet.engines.devices import Devices
+from fleet.engines.trainer import TorchTrainer
+
+UNSAVED = SavedState({}, None, {})
+"""Stands for the state of a round, which is saved with the next checkpoint."""
+
+
+class TorchServer:
+    """The server steps of one run."""
+
+    def __init__(
+        self,
+        run: str,
+        config: RunConfig,
+        store: Record,
+        plan: Plan,
+        *,
+        blobs: BlobStore,
+        trainer: TorchTrainer,
+        devices: Devices,
+        quarantine: Quarantine,
+    ) -> None:
+        self.state = plan.state
+        self._run, self._config, self._store, self._plan, self._blobs = run, config, store, plan, blobs
+        self._trainer = trainer
+        self._devices = devices
+        self._quarantine = quarantine
+        self._screen = Screen.of(config.robust)
+        self._sent: dict[str, Reference] = {}
+        self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
+        self._unsaved: set[str] = set()  # names of those that no checkpoint holds, instead of digests
+
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+        """Update the state. Raises EmptyCohort when no device has a result."""
+        config, plan, number, trained = self._config, self._plan, opened.number, self._trainer.trained
+        if not results:
+            first = trained[0]
+            raise EmptyCohort(f"round {number}: no device returned a result; {first.device}: {first.failure}")
+        self._trainer.show(f"round {number}/{config.rounds}: server step")
+        uploads = []
+        for one in trained:
+            if one.upload:
+                name = f"{one.device}/{number}"
+                self._uploads[name] = one.upload
+                self._unsaved.add(name)
+                uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
+        screened = self._screen.apply(uploads)
+        for device, reason in screened.outliers:
+            self._store.devices.add_refusal(self._run, number, device, "train", f"left out: {reason}")
+            if self._quarantine.strike(device, number, reason):
+                self._trainer.report(f"{device} is in quarantine: {reason}")
+        quarantined = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}
+        older = {device: kept for device, kept in self.state.uploads.items() if device not in quarantined}
+        context = RoundContext(
+            round=number,
+            seed=config.seed,
+            lr_scale=plan.method.lr_scale(number, config.rounds),
+            vit=plan.vit,
+            accelerator=self._devices.accelerator,
+            load=self._load,
+            progress=self._trainer.show,
+            aggregator=aggregator_of(config, number),
+            precision=config.server_precision,
+        )
+        self.state, figures = plan.rule.close(replace(self.state, uploads=older), screened.uploads, context)
+        self._uploads = {name: self._uploads[name] for name in self.state.uploads.values()}
+        if config.updates.codes_down:
+            members = {
+                group: {name: self.state.tensors[name] for name in names} for group, names in plan.groups.items()
+            }
+            self._sent = references(members, self._sent, config.updates, self._blobs)
+        self._devices.start_from(self.state, self._sent)
+        rows = [len(one.upload[LABELS]) for one in trained if LABELS in one.upload]
+        population, cohort = opened.drawn or (len(trained), len(trained))
+        private = round_figures(self._store, self._run, config, population=population, cohort=cohort, feature_rows=rows)
+        figures = figures | screened.figures | private
+        return Stepped(saved=UNSAVED, figures=figures, damaged={}, needed=set())
+
+    def save(self) -> SavedState:
+        """Save the state and the uploads that the rule keeps; the record names them afterwards."""
+        uploads: dict[str, str] = {}
+        for device, name in self.state.uploads.items():
+            uploads[device] = name
+            if name in self._unsaved:
+                uploads[device] = self._blobs.put(pack(self._uploads[name])).digest
+                self._uploads[uploads[device]] = self._uploads.pop(name)
+        self._unsaved.clear()
+        self.state = replace(self.state, uploads=uploads)
+        saved = save_state(self.state, self._plan.groups, self._blobs)
+        return msgspec.structs.replace(saved, references=self._sent)
+
+    def restore(self, saved: SavedState) -> None:
+        """Continue from a saved state."""
+        self.state = load_state(saved, self._blobs, self._plan.values)
+        self._uploads = {digest: unpack(self._blobs.get(digest)) for digest in saved.uploads.values()}
+        self._sent = saved.references
+        self._devices.start_from(self.state, self._sent)
+
+    def _load(self, name: str) -> Mapping[str, Array]:
+        return Decoded(self._uploads[name], {name: value.shape for name, value in self._plan.values.items()})

@@ -1,0 +1,124 @@
+"""The grid of an experiment: cells, each one run, and searches for the values of some options.
+
+A search has cells of its own, which train and validate on training images alone. The method's own cells have the
+values that the search chose.
+"""
+
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from fedvit.blobs import digest_of
+from fedvit.roles import ProductPrecision
+from fleet.experiments.settings import Experiment
+from fleet.request import Engine
+from profiles.report.experiment import Values
+
+SCHEMA = 2
+"""Version of an experiment's files; another one makes every cell run again."""
+
+
+class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Device folders of a cell; cells with an equal one share them."""
+
+    dataset: str
+    image_size: int  # of a text its context
+    devices: int
+    partition: str
+    options: dict[str, Any]  # all of them
+    seed: int
+    test_share: float
+    validation_share: float | None = None  # of a search: devices test with this share of their training images
+    global_test: float | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of all settings: equal ones write the same folders."""
+        return digest_of(msgspec.json.encode(self, order="deterministic"))
+
+
+class NovelDevices(Struct, frozen=True, kw_only=True):
+    """The devices that a cell leaves out of its run, and the run in which they learn their own part after it."""
+
+    devices: int
+    run: dict[str, Any] | None  # its configuration without what the first run's end defines; None: of a search
+
+
+class Cell(Struct, frozen=True, kw_only=True):
+    """One run of the grid, with all settings that its outcome depends on."""
+
+    schema: int
+    method: str  # as the file calls it
+    partition: str
+    seed: int
+    deal: Deal
+    run: dict[str, Any]  # a run's whole configuration
+    engine: Engine = "onnx"
+    precision: ProductPrecision = "fp32"
+    tried: Values | UnsetType = UNSET  # of a search: the values that this cell tries
+    novel: NovelDevices | UnsetType = UNSET
+    pictures: int | UnsetType = UNSET  # devices of whose models the attention is drawn; embeddings are drawn, too
+
+    @property
+    def digest(self) -> str:
+        """Digest of all settings: cells with the same one have the same result."""
+        return digest_of(msgspec.json.encode(self, order="deterministic"))
+
+    @property
+    def path(self) -> str:
+        """The cell's folder below `cells`, which is also its name."""
+        place = f"{self.method}/{self.partition}"
+        if self.tried is not UNSET:
+            place = f"{place}/search/{as_text(self.tried)}/rounds-{self.rounds}"
+        return f"{place}/seed-{self.seed}"
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the training."""
+        return int(self.run["rounds"])
+
+
+class Point(NamedTuple):
+    """Values that a search may choose."""
+
+    values: Values
+    tries: tuple[tuple[Cell, ...], ...]  # by rung, a cell for each seed of the search
+    cells: tuple[Cell, ...]  # the method's own, for each seed of the experiment, when these values are chosen
+
+
+class Rung(NamedTuple):
+    """One step of a search: the number of points that are still tried, and rounds of each."""
+
+    points: int
+    rounds: int
+
+
+class Search(NamedTuple):
+    """The search for one method's values on one partition."""
+
+    method: str
+    partition: str
+    points: tuple[Point, ...]
+    rungs: tuple[Rung, ...]
+
+
+class Grid(NamedTuple):
+    """A checked experiment and its cells, seed by seed, so that whole comparisons are complete early."""
+
+    name: str
+    description: str  # the file's leading comment
+    experiment: Experiment
+    methods: dict[str, dict[str, Any]]  # name -> method and all its options; of one that is tuned, all its values
+    cells: tuple[Cell, ...]  # of methods that are not tuned
+    searches: tuple[Search, ...]
+
+
+def as_text(values: Values) -> str:
+    """
+    >>> as_text({"lr": 1e-06, "optimizer": "sgd", "adaptive": True})
+    'lr=1e-06,optimizer=sgd,adaptive=true'
+    """
+    return ",".join(
+        f"{option}={str(value).lower() if isinstance(value, bool) else value}" for option, value in values.items()
+    )

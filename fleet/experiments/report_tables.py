@@ -1,0 +1,292 @@
+"""Rows, headings and notes of an experiment's report, the same for a terminal, Markdown and HTML."""
+
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from fleet.experiments.cells import as_text
+from fleet.experiments.outcome import CONFIDENCE, find_leader
+from profiles.report.experiment import Comparison, ExperimentOutcome, Interval, SearchOutcome
+
+COST_HEADINGS = (
+    "method", "partition", "accuracy", "± devices", "by image", "down MB", "up MB", "GFLOP", "wall s", "memory MB",
+)  # fmt: skip
+COST_UNITS = (
+    "bytes and FLOPs per device and round; wall seconds of a whole run; memory of its process, all devices in it"
+)
+DIFFERENCES = (
+    f"mean over seeds of the difference on the same seed, and its {CONFIDENCE:.0%} interval (Student's t, paired),"
+    " not corrected for the number of comparisons"
+)
+PROGRESS = (
+    "mean over seeds; ± evaluations is the population standard deviation over the evaluations of one run; rounds to an"
+    " accuracy are those until the first evaluation that had it, where every seed reached it"
+)
+GAINS = (
+    'of single devices over the same device with the same seed, all seeds together; "ahead" is the share of devices'
+    " that gain"
+)
+LEADER = f"bold: ahead of every other method in its column, shown by {CONFIDENCE:.0%} intervals of paired differences"
+GAIN_COLUMNS = ("mean", "lowest", "median", "highest", "ahead")
+GENERIC = (
+    "accuracy of the server's one model on images that no device has, mean over seeds and its"
+    f" {CONFIDENCE:.0%} interval; - where each device has a part of its own"
+)
+NOVEL = (
+    "accuracy of devices that joined after the training and learnt their own part alone, mean over them, then over"
+    f" seeds, and its {CONFIDENCE:.0%} interval; what all devices share stood still"
+)
+SEARCH_HEADINGS = ("values", "", "rounds", "validation accuracy")
+VALIDATION = (
+    "validation accuracy: on images set apart from each device's training images, mean over devices after the last"
+    " round, then over the search's seeds; no test image was seen"
+)
+OF_MEAN = f" of the mean over devices, [ ] is its {CONFIDENCE:.0%} interval over seeds (Student's t)"
+
+Rows = list[tuple[str, ...]]
+
+
+class Section(NamedTuple):
+    """A table with its title and the note below it."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Rows
+    note: str
+    names: int = 1  # leading columns of words
+    is_titled: bool = True  # in Markdown
+
+
+def make_sections(outcome: ExperimentOutcome, before_interval: str = " ") -> list[Section]:
+    """Make the tables between accuracy and costs, as far as the experiment has their figures."""
+    columns = ("method", *outcome.partitions)
+    name = outcome.experiment
+    sections = []
+    if outcome.differences:
+        rows = _difference_rows(outcome, before_interval)
+        sections.append(Section(f"{name}: difference in accuracy to {outcome.reference}", columns, rows, DIFFERENCES))
+    if outcome.gains:
+        headings = ("method", "partition", *GAIN_COLUMNS)
+        rows = _gain_rows(outcome)
+        sections.append(Section(f"{name}: gain over {outcome.reference}", headings, rows, GAINS, names=2))
+    if rows := _mean_rows(outcome, lambda entry: (entry.generic, entry.generic_interval), before_interval):
+        sections.append(Section("generic model", columns, rows, GENERIC))
+    if rows := _mean_rows(outcome, lambda entry: (entry.novel, entry.novel_interval), before_interval):
+        sections.append(Section("novel devices", columns, rows, NOVEL))
+    if rows := _progress_rows(outcome):
+        sections.append(Section("progress", _progress_headings(outcome), rows, PROGRESS, 2, is_titled=False))
+    return sections
+
+
+def accuracy_rows(outcome: ExperimentOutcome, before_interval: str = " ") -> list[tuple[str, list[tuple[str, bool]]]]:
+    """Each method with its accuracy on each partition, and whether it leads there."""
+    leaders = {partition: find_leader(outcome, partition) for partition in outcome.partitions}
+    return [
+        (
+            method,
+            [
+                (_accuracy(outcome, method, partition, before_interval), method == leader)
+                for partition, leader in leaders.items()
+            ],
+        )
+        for method in outcome.methods
+    ]
+
+
+def cost_rows(outcome: ExperimentOutcome) -> Rows:
+    """One row for each method on each partition, under COST_HEADINGS."""
+    return [_cost_row(entry) for entry in outcome.comparisons]
+
+
+def describe_spread(outcome: ExperimentOutcome) -> str:
+    """Explain ± in tables."""
+    counts = {len(entry.seeds) for entry in outcome.comparisons}
+    if counts == {1}:
+        return (
+            "single seed: ± is the standard deviation over devices within one run, not between runs; "
+            "there are no intervals"
+        )
+    if 1 in counts:
+        return f"± is the sample standard deviation over seeds{OF_MEAN}; without, a single seed is finished"
+    seeds = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{max(counts, default=0)}"
+    return f"± is the sample standard deviation over {seeds} seeds{OF_MEAN}"
+
+
+def search_title(search: SearchOutcome) -> str:
+    """Title of a search's table."""
+    return f"search for {search.method} on {search.partition}"
+
+
+def search_note(search: SearchOutcome) -> str:
+    """The chosen values, and whether other values may be better."""
+    if search.chosen is None:
+        return "no device could train with any of these values" if search.over else "not finished"
+    edges = [
+        f"{option} = {search.chosen[option]} is the {edge} value tried, {'lower' if edge == 'lowest' else 'higher'}"
+        " ones may be better"
+        for option, edge in search.at_edge.items()
+    ]
+    return "; ".join([f"chosen: {as_text(search.chosen)}", *edges])
+
+
+def search_rows(search: SearchOutcome) -> Rows:
+    """One row for each combination of values, under SEARCH_HEADINGS."""
+    return [
+        (
+            as_text(one.values),
+            "chosen" if one.values == search.chosen else f"unusable: {one.unusable}" if one.unusable else "",
+            str(one.rounds or "-"),
+            _figure(one.accuracy),
+        )
+        for one in search.tried
+    ]
+
+
+def protocol_lines(outcome: ExperimentOutcome) -> list[str]:
+    """A line on the measurement of accuracy; if methods differ, a line for each protocol, naming its methods."""
+    if len(outcome.protocols) < 2:
+        return [f"accuracy: {protocol}" for protocol in outcome.protocols]
+    methods = {
+        protocol: dict.fromkeys(entry.method for entry in outcome.comparisons if entry.protocol == protocol)
+        for protocol in outcome.protocols
+    }
+    return [f"accuracy of {', '.join(names)}: {protocol}" for protocol, names in methods.items()]
+
+
+def privacy_lines(outcome: ExperimentOutcome) -> list[str]:
+    """A line on the privacy of each method that adds noise."""
+    lines = []
+    for entry in outcome.comparisons:
+        figures = (("updates", entry.epsilon), ("one device's features", entry.feature_epsilon))
+        spent = [f"epsilon of {what} {epsilon:.3g}" for what, epsilon in figures if epsilon is not None]
+        lines += [f"{entry.method} on {entry.partition}: {', '.join(spent)}, over all rounds"] if spent else []
+    return lines
+
+
+def describe_missing(outcome: ExperimentOutcome) -> str:
+    """A line on the cells that are not finished; empty if all are."""
+    missing = [cell for cell in outcome.cells if cell.result is None]
+    if not missing:
+        return ""
+    failed = [f"{cell.method}/{cell.partition}/seed-{cell.seed}: {cell.failure}" for cell in missing if cell.failure]
+    reasons = f"; failed: {'; '.join(failed)}" if failed else ""
+    return f"{len(missing)} of {len(outcome.cells)} cells are not finished{reasons}"
+
+
+def setting_rows(outcome: ExperimentOutcome) -> list[tuple[str, str]]:
+    """All settings of the experiment, one line each."""
+    lines = [
+        (key, _format(value))
+        for key, value in outcome.settings.items()
+        if key not in ("methods", "partitions", "common")
+    ]
+    lines += [(f"partition {name}", _format(table)) for name, table in outcome.settings["partitions"].items()]
+    lines += [(f"method {name}", _format(options)) for name, options in outcome.methods.items()]
+    return lines
+
+
+def _difference_rows(outcome: ExperimentOutcome, before_interval: str) -> Rows:
+    return [
+        (method, *(_difference(outcome, method, partition, before_interval) for partition in outcome.partitions))
+        for method in outcome.methods
+        if method != outcome.reference
+    ]
+
+
+def _gain_rows(outcome: ExperimentOutcome) -> Rows:
+    rows = []
+    for entry in outcome.comparisons:
+        if gains := outcome.sort_gains(entry.method, entry.partition):
+            figures = (fmean(gains), gains[0], median(gains), gains[-1])
+            ahead = sum(gain > 0 for gain in gains) / len(gains)
+            rows.append((entry.method, entry.partition, *(f"{figure:+.3f}" for figure in figures), f"{ahead:.0%}"))
+    return rows
+
+
+def _mean_rows(
+    outcome: ExperimentOutcome,
+    figure: Callable[[Comparison], tuple[float | None, Interval | None]],
+    before_interval: str,
+) -> Rows:
+    """One row for each method that has the figure on any partition."""
+    rows = []
+    for method in outcome.methods:
+        entries = [outcome.comparison(method, partition) for partition in outcome.partitions]
+        figures = [figure(entry) if entry else (None, None) for entry in entries]
+        if any(mean is not None for mean, _ in figures):
+            cells = [
+                f"{_figure(mean)}{f'{before_interval}{_interval(interval)}' if interval else ''}"
+                for mean, interval in figures
+            ]
+            rows.append((method, *cells))
+    return rows
+
+
+def _progress_headings(outcome: ExperimentOutcome) -> tuple[str, ...]:
+    late, target = outcome.settings.get("late_rounds"), outcome.settings.get("target_accuracy")
+    columns = [f"mean of the last {late} rounds", "± evaluations"] if late else []
+    return ("method", "partition", *columns, *([f"rounds to {target:g}"] if target else []))
+
+
+def _progress_rows(outcome: ExperimentOutcome) -> Rows:
+    """One row for each method on each partition; none if the experiment asks for none of the figures."""
+    late, target = outcome.settings.get("late_rounds"), outcome.settings.get("target_accuracy")
+    rows = []
+    for entry in outcome.comparisons if late or target else ():
+        columns = [_figure(entry.late), _figure(entry.late_std)] if late else []
+        rounds = "not reached" if entry.rounds_to_target is None else f"{entry.rounds_to_target:g}"
+        rows.append((entry.method, entry.partition, *columns, *([rounds] if target else [])))
+    return rows
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _accuracy(outcome: ExperimentOutcome, method: str, partition: str, before_interval: str) -> str:
+    entry = outcome.comparison(method, partition)
+    if entry is None:
+        return "-"
+    has_single_seeds = all(len(other.seeds) == 1 for other in outcome.comparisons)
+    deviation = entry.std_over_devices if has_single_seeds else entry.std_over_seeds
+    plus_minus = "" if deviation is None else f" ± {deviation:.3f}"
+    interval = f"{before_interval}{_interval(entry.interval)}" if entry.interval else ""
+    return f"{entry.accuracy:.3f}{plus_minus}{interval}{_fewer(outcome, entry.seeds)}"
+
+
+def _difference(outcome: ExperimentOutcome, method: str, partition: str, before_interval: str) -> str:
+    entry = outcome.difference(method, partition)
+    if entry is None:
+        return "-"
+    return f"{entry.mean:+.3f}{before_interval}{_interval(entry.interval)}{_fewer(outcome, entry.seeds)}"
+
+
+def _interval(interval: Interval) -> str:
+    return f"[{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _fewer(outcome: ExperimentOutcome, seeds: Sequence[int]) -> str:
+    return f" ({len(seeds)} of {len(outcome.seeds)} seeds)" if len(seeds) < len(outcome.seeds) else ""
+
+
+def _cost_row(entry: Comparison) -> tuple[str, ...]:
+    return (
+        entry.method,
+        entry.partition,
+        f"{entry.accuracy:.3f}",
+        f"{entry.std_over_devices:.3f}",
+        f"{entry.accuracy_weighted:.3f}",
+        f"{entry.bytes_down / 1e6:.3f}",
+        f"{entry.bytes_up / 1e6:.3f}",
+        "-" if entry.flops is None else f"{entry.flops / 1e9:.2f}",
+        f"{entry.wall_s:.0f}",
+        "-" if entry.peak_rss_bytes is None else f"{entry.peak_rss_bytes / 1e6:.0f}",
+    )
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} = {_format(inner)}" for key, inner in value.items()) or "-"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_format, value)) or "-"
+    return str(value)

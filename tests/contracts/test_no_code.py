@@ -1,0 +1,86 @@
+"""No code comes from outside: neither the tree nor the wheel runs, loads or unpickles what it receives."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("fedvit", "export", "profiles", "edge_client", "coordinator", "fleet", "bench")
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+LOADERS = {("pickle", name) for name in ("load", "loads", "_load", "_loads", "_Unpickler")}
+FORBIDDEN_ATTRIBUTES = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("torch", "load"), *LOADERS}
+OWN_PIPES = {"coordinator/compute/rank.py", "coordinator/compute/ranks.py"}
+"""The worker process sends work to the processes that it started itself, over pipes that nobody else has."""
+KNOW_PICKLES = {"fleet/datasets/pickles.py", "bench/wire_side.py", *OWN_PIPES}
+"""CIFAR comes as pickles; an unpickler that makes nothing but arrays reads them. The benchmark writes some."""
+
+LOADS_KERNELS = "fedvit/engine.py"
+"""The library of the optional package that the device's owner installed; graphs that ask for it are refused."""
+
+
+def offences(name: str, source: str) -> Iterator[str]:
+    """Calls and imports that could run what came from outside."""
+    for node in ast.walk(ast.parse(source, name)):
+        where = f"{name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+                yield f"{where} calls {node.func.id}"
+            for keyword in node.keywords:
+                given = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if (keyword.arg, given) in (("shell", True), ("allow_pickle", True), ("trust_remote_code", True)):
+                    yield f"{where} passes {keyword.arg}=True"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (node.value.id, node.attr) in FORBIDDEN_ATTRIBUTES - (LOADERS if name in OWN_PIPES else set()):
+                yield f"{where} uses {node.value.id}.{node.attr}"
+            if node.attr == "register_custom_ops_library" and name != LOADS_KERNELS:
+                yield f"{where} loads a library of operators"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            if name not in KNOW_PICKLES:
+                yield from (f"{where} imports {one}" for one in names if one.partition(".")[0] in FORBIDDEN_MODULES)
+
+
+def test_the_walk_finds_what_it_looks_for() -> None:
+    source = (
+        "import pickle\nfrom dill import x\neval('1')\nos.system('ls')\nrun('x', shell=True)\nf(a, allow_pickle=True)\n"
+        "pickle.loads(a)\noptions.register_custom_ops_library(a)"
+    )
+    assert len(list(offences("x.py", source))) == 8
+    assert list(offences("x.py", "# pickle, eval(\nmodel.eval()\nsession.exec(query)\nre.compile('x')")) == []
+
+
+def test_nothing_in_the_tree_runs_what_came_from_outside() -> None:
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    assert len(files) > 150
+    found = [text for file in files for text in offences(str(file.relative_to(ROOT)), file.read_text())]
+    assert found == []
+
+
+def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
+    """The wheel as it is built: its Python is that of the tree, and whatever else is in it is data."""
+    command = [
+        sys.executable,
+        "-c",
+        "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])",
+    ]
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
+        (source / name).symlink_to(ROOT / name)
+    built = subprocess.run(
+        [*command, str(tmp_path)], cwd=source, check=True, capture_output=True, text=True, timeout=120
+    )
+    assert "absent from the `packages` configuration" not in built.stdout + built.stderr
+    [file] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(file) as wheel:
+        names = [name for name in wheel.namelist() if not name.endswith("/")]
+        found = [text for name in names if name.endswith(".py") for text in offences(name, wheel.read(name).decode())]
+    assert found == []
+    kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
+    assert kinds <= {".py", ".toml", ".json", ".html", ".css", ".onnx", ".typed"}
+    assert not [name for name in names if name.startswith(("tests", "deploy"))]
+    assert not [name for name in names if "bench" in Path(name).with_suffix("").parts]

@@ -1,0 +1,72 @@
+"""Whether a device begins a task now."""
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from edge_client.health.readiness import BATTERY_AGAIN_S, BUSY_AGAIN_S, HOT_AGAIN_S, NotNow, Readiness
+from edge_client.settings import Hours, OwnerPolicy
+from fedvit.errors import ConfigError
+from profiles.probes.battery import Battery
+
+
+def at(hour: int, minute: int = 0) -> datetime.datetime:
+    return datetime.datetime(2026, 3, 1, hour, minute)
+
+
+def test_without_limits_it_is_always_ready() -> None:
+    assert Readiness(policy=OwnerPolicy(), celsius=lambda: 120.0, battery=lambda: Battery(1, False)).not_now() is None
+
+
+@pytest.mark.parametrize(("celsius", "ready"), [(64.9, True), (65.0, True), (65.5, False), (None, True)])
+def test_heat(celsius: float | None, ready: bool) -> None:
+    """A device without a sensor does not decline for what it cannot know."""
+    not_now = Readiness(policy=OwnerPolicy(start_limit_c=65.0), celsius=lambda: celsius).not_now()
+    assert (not_now is None) == ready
+    if not_now:
+        assert not_now == NotNow("hot: 66 C, tasks start at or below 65 C", HOT_AGAIN_S)
+
+
+@pytest.mark.parametrize(
+    ("state", "ready"),
+    [(Battery(29, False), False), (Battery(30, False), True), (Battery(5, True), True), (None, True)],
+)
+def test_battery(state: Battery | None, ready: bool) -> None:
+    not_now = Readiness(policy=OwnerPolicy(min_battery_percent=30), battery=lambda: state).not_now()
+    assert (not_now is None) == ready
+    if not_now:
+        assert not_now == NotNow("low battery: 29 %, tasks start at 30 %", BATTERY_AGAIN_S)
+
+
+def test_a_busy_file(tmp_path: Path) -> None:
+    file = tmp_path / "busy"
+    readiness = Readiness(policy=OwnerPolicy(busy_file=file))
+    assert readiness.not_now() is None
+    file.touch()
+    assert readiness.not_now() == NotNow(f"busy: {file} exists", BUSY_AGAIN_S)
+
+
+@pytest.mark.parametrize(
+    ("hours", "now", "left_s"),
+    [
+        ("22:00-06:30", at(21, 59), 0.0),
+        ("22:00-06:30", at(22), 8.5 * 3600),
+        ("22:00-06:30", at(0), 6.5 * 3600),
+        ("22:00-06:30", at(6, 29), 60.0),
+        ("22:00-06:30", at(6, 30), 0.0),
+        ("9:00-17:00", at(12), 5 * 3600),
+        ("9:00-17:00", at(8), 0.0),
+        ("9:00-17:00", at(17), 0.0),
+    ],
+)
+def test_quiet_hours(hours: str, now: datetime.datetime, left_s: float) -> None:
+    """They may go over midnight; asked again when they are over."""
+    not_now = Readiness(policy=OwnerPolicy(quiet_hours=Hours.parse(hours)), clock=lambda: now).not_now()
+    assert (not_now.again_s if not_now else 0.0) == left_s
+
+
+@pytest.mark.parametrize("text", ["22-6", "25:00-06:00", "22:61-06:00", "always", "", "10:00-10:00"])
+def test_hours_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="quiet hours"):
+        Hours.parse(text)

@@ -1,0 +1,50 @@
+"""What an experiment keeps of a cell's run: the figures of the read model, by device and round."""
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.record.tables import SavedState
+from coordinator.run_view import RunView, read_run
+from fedvit.errors import ConfigError
+from fleet.experiments.cell import make_result
+from fleet.experiments.cells import SCHEMA, Cell, Deal
+from tests.support.records import RUN, begun_run, evaluated
+
+CELL = Cell(
+    schema=SCHEMA,
+    method="eftvit",
+    partition="even",
+    seed=0,
+    deal=Deal(dataset="digits", image_size=8, devices=4, partition="even", options={}, seed=0, test_share=0.2),
+    run={},
+)
+
+
+def summary(folder: Path, *, tested: bool) -> RunView:
+    """Round 1 has 500 FLOPs in two devices, round 2 has 600 in one; 11 and 3.1 MB went down and up in round 1."""
+    store = begun_run(folder)
+    store.rounds.close(RUN, 2, SavedState({}, None, {}), {"dp_epsilon": 1.5})
+    if tested:
+        evaluated(store, 2, "a", 1, 2)
+        evaluated(store, 2, "b", 2, 2)
+        store.rounds.close_evaluation(RUN, 2)
+    made = read_run(store, RUN)
+    store.close()
+    return made
+
+
+def test_a_cell_has_means_over_devices_and_rounds(tmp_path: Path) -> None:
+    result = make_result(CELL, summary(tmp_path, tested=True), wall_s=3.0)
+    first, second = result.rounds
+    assert (result.accuracy.mean, result.accuracy.std_over_devices, result.accuracy.weighted) == (0.75, 0.25, 0.75)
+    assert result.accuracy_by_device == {"a": 0.5, "b": 1.0}
+    assert (result.flops, first.flops, second.flops) == (pytest.approx(1100 / 3), 250, 600)
+    assert (first.bytes_down, first.bytes_up, second.bytes_up) == (5_500_000, 1_550_000, 0)
+    assert result.bytes_down == pytest.approx(11_000_000 / 3)
+    assert (result.epsilon, result.feature_epsilon, result.refusals, result.wall_s) == (1.5, None, 2, 3.0)
+
+
+def test_a_cell_without_test_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no device has test images"):
+        make_result(CELL, summary(tmp_path, tested=False), wall_s=3.0)

@@ -1,0 +1,50 @@
+"""Experiments of the papers have the values that the papers or their released code have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.experiments.cells import Cell
+from fleet.experiments.grid import read_grid
+
+FOLDER = Path(__file__).parents[4] / "fleet" / "experiments"
+FEDTP = sorted((FOLDER / "fedtp").glob("*.toml"))
+RELEASED_MODEL = {
+    "patch_size": 4, "width": 128, "heads": 8, "head_width": 64, "qkv_bias": False, "position_std": 1.0,
+    "first_values": "torch", "norm_eps": 1e-5,
+}  # fmt: skip
+"""Options of FedTP's released model; its depth differs in Table 8."""
+
+
+def cells(file: Path, method: str) -> list[Cell]:
+    """Return the cells whose values no search chooses."""
+    return [cell for cell in read_grid(file, "digits").cells if cell.run["method"] == method]
+
+
+@pytest.mark.parametrize("file", FEDTP, ids=lambda path: path.stem)
+def test_fedtps_server_descends_with_the_released_rate(file: Path) -> None:
+    grid = read_grid(file, "digits")
+    for cell in cells(file, "fedtp"):
+        assert cell.run["options"].get("server_lr") == 0.01
+    for search in grid.searches:
+        tried: set[Any] = {point.values.get("server_lr") for point in search.points} - {None}
+        assert not tried or min(tried) < 0.01 < max(tried)
+
+
+@pytest.mark.parametrize("file", [path for path in FEDTP if "table" in path.stem], ids=lambda path: path.stem)
+def test_fedtps_local_rows_train_all_devices_in_every_round(file: Path) -> None:
+    for cell in cells(file, "local"):
+        assert cell.run["cohort"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "file",
+    [path for path in FEDTP if not path.stem.startswith(("shakespeare", "cifar10-")) and "small" not in path.stem],
+    ids=lambda path: path.stem,
+)
+def test_full_scale_files_have_fedtps_released_model(file: Path) -> None:
+    for cell in cells(file, "fedtp"):
+        options = cell.run["model_options"]
+        assert {name: options[name] for name in RELEASED_MODEL} == RELEASED_MODEL
+        assert cell.run["options"]["dropout"] == 0.1

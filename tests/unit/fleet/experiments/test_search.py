@@ -1,0 +1,351 @@
+"""Searches for options of methods: what is tried, what is chosen, what runs again, and what the report says."""
+
+import io
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import scipy.stats
+from click.testing import CliRunner
+from rich.console import Console
+
+from coordinator.record.record import open_record
+from fedvit.errors import ConfigError
+from fleet.commands.experiment import experiment_command
+from fleet.experiments.cells import Cell, Grid, as_text
+from fleet.experiments.command import select_cells
+from fleet.experiments.folder import RESULT_FILE, FinishedCell
+from fleet.experiments.grid import read_grid
+from fleet.experiments.outcome import make_outcome, mean_interval
+from fleet.experiments.report import html_report, markdown_report, terminal_report
+from fleet.experiments.search import Schedule, list_rounds, search_state
+from profiles.report.curves import Accuracy, RoundFigures
+from profiles.report.experiment import CellResult
+from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
+from tests.support.forked import Forked
+
+WAIT_S = 240.0
+FILE = """
+dataset = "digits"
+image_size = 8
+devices = 2
+rounds = 2
+seeds = [0, 1]
+test_share = 0.5
+
+[model]
+options = { patch_size = 4, width = 16, depth = 1, heads = 2 }
+
+[partitions.even]
+partition = "iid"
+
+[common]
+batch_size = 16
+epochs = 2
+
+[methods.fedavg]
+method = "fedavg"
+momentum = 0.9
+tune = { lr = [1e-6, 0.05, 50] }
+"""
+NINE = FILE.replace("tune = { lr = [1e-6, 0.05, 50] }", "tune = { lr = [0.1, 0.2, 0.3], clip_norm = [1, 2, 3] }")
+HALVING = NINE.replace("rounds = 2", "rounds = 30") + '\n[tuning]\nsearch = "halving"\nseeds = [7]\n'
+
+
+def result(cell: Cell, mean: float) -> CellResult:
+    accuracy = Accuracy(mean=mean, std_over_devices=0.1, weighted=mean)
+    return CellResult(
+        digest=cell.digest, software="1", protocol="p", accuracy=accuracy, accuracy_by_device={"device-0": mean},
+        wall_s=1.0, bytes_down=1.0, bytes_up=1.0, flops=None, peak_rss_bytes=None, refusals=0,
+        rounds=[
+            RoundFigures(
+                round=1, cohort=1, accepted=1, accuracy=accuracy, train_loss=None, bytes_down=None, bytes_up=None,
+                flops=None,
+            )
+        ],
+    )  # fmt: skip
+
+
+def followed(grid: Grid, accuracy: Callable[[Cell], float | str | None]) -> Schedule:
+    """All cells come to their end: with an accuracy, unusable for the reason given, or failed."""
+    schedule = Schedule(grid, Path("nowhere"))
+    places = schedule.take_runnable()
+    for place in places:
+        value = accuracy(place.cell)
+        if isinstance(value, float):
+            over = FinishedCell(place.cell, result(place.cell, value), None)
+        else:
+            over = FinishedCell(place.cell, None, None if value else "disk full", value)
+        places += schedule.add(over)
+    return schedule
+
+
+class TestFile:
+    def test_points_are_all_combinations(self, tmp_path: Path) -> None:
+        grid = read_grid(written_experiment(tmp_path, NINE))
+        (search,) = grid.searches
+        assert [as_text(point.values) for point in search.points] == [
+            f"lr={lr},clip_norm={clip}" for lr in (0.1, 0.2, 0.3) for clip in (1, 2, 3)
+        ]
+        assert (grid.methods["fedavg"]["lr"], grid.methods["fedavg"]["clip_norm"]) == ([0.1, 0.2, 0.3], [1, 2, 3])
+        assert grid.cells == ()
+        for point in search.points:
+            ((tried,),) = point.tries  # one rung, one seed
+            assert (tried.seed, tried.deal.validation_share, tried.rounds) == (0, 0.2, 2)
+            assert [cell.path for cell in point.cells] == ["fedavg/even/seed-0", "fedavg/even/seed-1"]
+            for cell in (tried, *point.cells):
+                assert cell.run["options"].items() >= point.values.items()
+
+    def test_own_cells_are_those_of_an_experiment_without_a_search(self, tmp_path: Path) -> None:
+        """What is finished stays finished when a search chooses the value that was set."""
+        (search,) = read_grid(written_experiment(tmp_path, FILE)).searches
+        plain = FILE.replace("tune = { lr = [1e-6, 0.05, 50] }", "lr = 0.05")
+        assert search.points[1].cells == read_grid(written_experiment(tmp_path, plain)).cells
+
+    def test_seeds_are_three_where_none_are_named(self, tmp_path: Path) -> None:
+        grid = read_grid(written_experiment(tmp_path, FILE.replace("seeds = [0, 1]", "")))
+        assert grid.experiment.seeds == (0, 1, 2)
+
+    def test_option_of_a_method_that_is_called_tune(self, tmp_path: Path) -> None:
+        text = FILE.replace('"fedavg"\nmomentum = 0.9', '"fedbabu"')
+        plain = read_grid(written_experiment(tmp_path, text.replace("{ lr = [1e-6, 0.05, 50] }", '"head"')))
+        assert (plain.searches, plain.methods["fedavg"]["tune"]) == ((), "head")
+        searched = read_grid(written_experiment(tmp_path, text.replace("{ lr", '{ tune = ["head", "all"], lr')))
+        assert len(searched.searches[0].points) == 6
+
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [
+            ("{ lr =", "{ lrr =", r"\[methods\.fedavg\]: method 'fedavg' has no option 'lrr'; did you mean 'lr'"),
+            ("{ lr =", "{ updates =", r"method 'fedavg' has no option 'updates'"),
+            ("[1e-6, 0.05, 50]", "[]", r"tune: lr = \[\]: expected a list of values to search among"),
+            ("[1e-6, 0.05, 50]", "0.05", r"tune: lr = 0\.05: expected a list"),
+            ("{ lr = [1e-6, 0.05, 50] }", "[0.1]", r"tune = \[0\.1\]: expected a table of options"),
+            ("{ lr = [1e-6, 0.05, 50] }", "{}", r"tune = \{\}: expected a table of options"),
+            ("[1e-6, 0.05, 50]", "[50.0, 0.05, 50]", r"tune: lr = .*: 50\.0 is listed more than once"),
+            ("[1e-6, 0.05, 50]", "[0.05, [1]]", r"tune: lr = .*: \[1\] is neither a number nor a name"),
+            ("[1e-6, 0.05, 50]", '["a/b"]', r"tune: lr = .* 'a/b' must be 1 to 64 letters"),
+            ("[1e-6, 0.05, 50]", "[0.05, -1]", r"\[methods\.fedavg\]: option lr = -1 of method 'fedavg'"),
+            ("momentum = 0.9", "lr = 0.1", r"option lr = 0\.1 is set and also to be tuned; keep one of the two"),
+            ("[common]", "[tuning]\nsaerch = 'grid'\n[common]", r"\[tuning\]: unknown key 'saerch'"),
+            ("[common]", "[tuning]\nvalidation_share = 1\n[common]", r"validation_share.* <\s?1"),
+            ("[common]", "[tuning]\nkeep = 0.5\n[common]", r"\[tuning\]: keep = 0\.5 is for search = 'halving'"),
+            ("[common]", "[tuning]\nseeds = [1, 1]\n[common]", r"\[tuning\]: seeds = \[1, 1\]: a seed is listed more"),
+            ("tune = { lr = [1e-6, 0.05, 50] }", "[tuning]", r"\[tuning\]: none of the methods has a table 'tune'"),
+        ],
+    )
+    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, message: str) -> None:
+        assert old in FILE
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
+            read_grid(written_experiment(tmp_path, FILE.replace(old, new, 1)))
+
+    def test_only(self, tmp_path: Path) -> None:
+        text = FILE + '\n[methods.other]\nmethod = "fedper"\n'
+        grid = read_grid(written_experiment(tmp_path, text))
+        assert select_cells(grid, ("other/*",)).searches == ()
+        assert select_cells(grid, ("fedavg/*",)) == grid._replace(cells=())
+
+    def test_dry_run(self, tmp_path: Path) -> None:
+        """Nine points for 10 rounds and three for 30, then two seeds of 30 rounds."""
+        file = written_experiment(tmp_path, HALVING)
+        arguments = [str(file), "--out", str(tmp_path / "out"), "--dry-run"]
+        shown = CliRunner().invoke(experiment_command, arguments, catch_exceptions=False).stdout
+        assert "fedavg/even/search/lr=0.1,clip_norm=1/rounds-10/seed-7\n" in shown
+        assert "fedavg/even: search among 9 points: 9 for 10 rounds then 3 for 30 rounds\n" in shown
+        assert shown.endswith(
+            "2 cells of 30 rounds on 2 devices, 12 cells of a search with 180 rounds in all, 14 to run\n"
+        )
+
+
+class TestStanding:
+    def test_best_third_gets_more_rounds(self, tmp_path: Path) -> None:
+        """After 10 rounds .3 is the best rate, after 30 rounds .2 is; the best clip_norm is 2."""
+        grid = read_grid(written_experiment(tmp_path, HALVING))
+
+        def accuracy(cell: Cell) -> float:
+            lr, clip = cell.run["options"]["lr"], cell.run["options"]["clip_norm"]
+            return (lr if cell.rounds == 10 else 0.5 - abs(lr - 0.2)) - 0.01 * abs(clip - 2)
+
+        schedule = followed(grid, accuracy)
+        at = search_state(grid.searches[0], schedule.over)
+        assert at.chosen is not None
+        assert [one.rounds for one in at.tries] == [10] * 6 + [30] * 3
+        assert at.chosen.values == {"lr": 0.3, "clip_norm": 2}
+        assert len(schedule.cells) == 9 + 3 + 2 == schedule.total()
+        assert list_rounds(grid.searches[0]) == [10] * 9 + [30] * 3
+
+    def test_of_equal_points_the_first_is_chosen(self, tmp_path: Path) -> None:
+        grid = read_grid(written_experiment(tmp_path, FILE))
+        assert (
+            search_state(grid.searches[0], followed(grid, lambda cell: 0.5).over).chosen == grid.searches[0].points[0]
+        )
+
+    def test_unusable_point_is_not_chosen(self, tmp_path: Path) -> None:
+        grid = read_grid(written_experiment(tmp_path, FILE))
+        schedule = followed(grid, lambda cell: 0.0 if cell.run["options"]["lr"] == 50 else "training diverged")
+        at = search_state(grid.searches[0], schedule.over)
+        assert at.chosen == grid.searches[0].points[2]
+        assert at.tries[0].unusable == "training diverged"
+
+    def test_failed_cell_leaves_the_search_open(self, tmp_path: Path) -> None:
+        """A full disk says nothing of a rate: the other cells are not begun before it was tried."""
+        grid = read_grid(written_experiment(tmp_path, FILE))
+        schedule = followed(grid, lambda cell: None if cell.run["options"]["lr"] == 50 else 0.5)
+        at = search_state(grid.searches[0], schedule.over)
+        assert (at.chosen, at.over, at.ahead) == (None, False, (2, 2))
+        assert len(schedule.cells) == 3
+
+    def test_single_value_needs_no_search(self, tmp_path: Path) -> None:
+        grid = read_grid(written_experiment(tmp_path, FILE.replace("[1e-6, 0.05, 50]", "[0.05]")))
+        assert [place.cell.path for place in Schedule(grid, tmp_path).take_runnable()] == [
+            "fedavg/even/seed-0", "fedavg/even/seed-1",
+        ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_here(graph_cache: Path) -> Callable[[Path, Path], ExperimentRun]:
+    return partial(run_experiment, graph_cache=graph_cache)
+
+
+# a model that is large enough for 72 steps to show which rate is the good one
+REAL = (
+    FILE.replace("seeds = [0, 1]\ntest_share = 0.5", "seeds = [0]")
+    .replace("devices = 2\nrounds = 2", "devices = 3\nrounds = 3")
+    .replace("width = 16, depth = 1", "width = 32, depth = 2")
+    .replace("epochs = 2", "epochs = 1")
+    .replace("momentum = 0.9", "")
+)
+
+
+def test_search_finds_the_good_rate_among_silly_ones(
+    tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
+) -> None:
+    """With one rate more, that alone is tried; the cells of the chosen rate stay."""
+    outcome, ran, lines = run_here(written_experiment(tmp_path, REAL), tmp_path)
+    (search,) = outcome.searches
+    assert search.chosen == {"lr": 0.05}, lines
+    assert search.at_edge == {}
+    low, good, high = search.tried
+    assert low.accuracy is not None
+    assert good.accuracy is not None
+    assert good.accuracy > max(low.accuracy, high.accuracy or 0.0) + 0.1
+    assert ran[-1] == "fedavg/even/seed-0"
+    assert len(ran) == 4
+    assert outcome.comparisons[0].seeds == [0]
+    more = REAL.replace("1e-6, 0.05", "1e-6, 1e-5, 0.05")
+    again, ran, _ = run_here(written_experiment(tmp_path, more), tmp_path)
+    assert ran == ["fedavg/even/search/lr=1e-05/rounds-3/seed-0"]
+    assert again.comparisons == outcome.comparisons
+
+
+def test_device_with_too_few_images_is_found_before_anything_runs(
+    tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
+) -> None:
+    """Digits on 300 devices: about three training images each, most of them the only ones of their class."""
+    text = FILE.replace("devices = 2", "devices = 300")
+    with pytest.raises(ConfigError, match=r"validation_share = 0\.2 leaves device-\d+ without a validation image"):
+        run_here(written_experiment(tmp_path, text), tmp_path)
+    assert not (tmp_path / "cells").exists()
+
+
+def test_search_that_was_killed_is_resumed(
+    tmp_path: Path, graph_cache: Path, run_here: Callable[[Path, Path], ExperimentRun]
+) -> None:
+    """kill -9 in the second of three cells: the first is not run again, the second resumes after its closed rounds."""
+    text = FILE.replace("[0, 1]", "[0]").replace("[1e-6, 0.05, 50]", "[0.01, 0.05, 0.1]") + "\n[tuning]\nrounds = 4\n"
+    text = text.replace("epochs = 2", "epochs = 1")
+    file, out = written_experiment(tmp_path, text), tmp_path / "out"
+    done, fatal = (f"fedavg/even/search/lr={rate}/rounds-4/seed-0" for rate in (0.01, 0.05))
+    first, second = out / "cells" / done, out / "cells" / fatal
+    process = Forked("tests.support.experiments", [str(file), str(out), str(graph_cache), fatal], tmp_path / "log", {})
+    try:
+        assert process.wait(WAIT_S) == -signal.SIGKILL, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+    assert (first / RESULT_FILE).is_file()
+    assert not (second / RESULT_FILE).exists()
+    before = closed(second)
+    assert [number for number, _ in before] == [1, 2]
+    outcome, ran, _ = run_here(file, out)
+    assert ran[0] == fatal
+    assert len(ran) == 3
+    assert closed(second)[:2] == before
+    assert len(closed(second)) == 4
+    assert outcome.searches[0].chosen is not None
+    assert len(outcome.comparisons) == 1
+
+
+def closed(home: Path) -> list[tuple[int, str]]:
+    store = open_record(home / "runs")
+    try:
+        return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]
+    finally:
+        store.close()
+
+
+class TestOutcome:
+    """Two methods and three seeds; FedAvg is searched, its best rate of three is the highest."""
+
+    ACCURACY: ClassVar = {"fedavg": (0.2, 0.25, 0.45), "base": (0.1, 0.2, 0.3)}
+
+    @pytest.fixture
+    def grid(self, tmp_path: Path) -> Grid:
+        text = FILE.replace("[0, 1]", "[0, 1, 2]").replace("50", "0.1")
+        base = '[methods.base]\nmethod = "fedavg"\n'
+        return read_grid(written_experiment(tmp_path, text.replace("[methods.fedavg]", f"{base}[methods.fedavg]")))
+
+    def value(self, cell: Cell) -> float | str:
+        if cell.deal.validation_share is None:
+            return self.ACCURACY[cell.method][cell.seed]
+        rate = float(cell.run["options"]["lr"])
+        return "training diverged" if rate == 0.05 else rate
+
+    def test_intervals(self, grid: Grid) -> None:
+        outcome = make_outcome(grid, followed(grid, self.value).over.values())
+        for entry in outcome.comparisons:
+            assert entry.interval is not None
+            values = self.ACCURACY[entry.method]
+            low, high = scipy.stats.t.interval(0.95, 2, sum(values) / 3, scipy.stats.sem(values))
+            assert (entry.interval.low, entry.interval.high) == (pytest.approx(low), pytest.approx(high))
+        (difference,) = outcome.differences
+        assert (difference.method, difference.reference, difference.seeds) == ("fedavg", "base", [0, 1, 2])
+        assert difference.mean == pytest.approx(0.1)
+        paired = (0.1, 0.05, 0.15)
+        low, high = scipy.stats.t.interval(0.95, 2, 0.1, scipy.stats.sem(paired))
+        assert (difference.interval.low, difference.interval.high) == (pytest.approx(low), pytest.approx(high))
+
+    def test_interval_of_a_single_seed(self) -> None:
+        assert mean_interval([0.5]) is None
+
+    def test_reports(self, grid: Grid) -> None:
+        """Mean .3, s .1323, t(2) 4.303: .3 ± .3286; the difference .1 ± .05 * 4.303 / sqrt 3 = .1242."""
+        outcome = make_outcome(grid, followed(grid, self.value).over.values())
+        table, page = markdown_report(outcome), html_report(outcome)
+        screen = io.StringIO()
+        Console(file=screen, width=80).print(terminal_report(outcome))
+        note = "chosen: lr=0.1; lr = 0.1 is the highest value tried, higher ones may be better"
+        accuracy, difference = "0.300 ± 0.132 [-0.029, 0.629]", "+0.100 [-0.024, 0.224]"
+        assert f"| fedavg | {accuracy} |" in table  # the interval of the difference has 0
+        assert f"difference in accuracy to base\n\n| method | even |\n| --- | --- |\n| fedavg | {difference} |" in table
+        assert f"search for fedavg on even: {note}\n" in table
+        assert "| lr=1e-06 |  | 2 | 0.000 |" in table
+        assert "| lr=0.05 | unusable: training diverged | 2 | - |" in table
+        assert "| lr=0.1 | chosen | 2 | 0.100 |" in table
+        for text in (note, "lr=1e-06", "unusable: training diverged", difference, accuracy):
+            assert text in page
+        shown = " ".join(screen.getvalue().split())
+        assert note in shown
+        assert "[-0.024, 0.224]" in shown
+        assert max(len(line.rstrip()) for line in screen.getvalue().splitlines()) <= 80
+
+    def test_search_that_is_not_finished(self, grid: Grid) -> None:
+        """The methods' other cells are there all the same."""
+        schedule = followed(grid, lambda cell: None if cell.deal.validation_share else self.value(cell))
+        outcome = make_outcome(grid, schedule.over.values())
+        assert [entry.method for entry in outcome.comparisons] == ["base"]
+        table = markdown_report(outcome)
+        assert "search for fedavg on even: not finished" in table
+        assert "3 of 6 cells are not finished" in table

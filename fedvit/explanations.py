@@ -38,7 +38,9 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_sections() -> list[Section]:
     """Read all explanations, in the order of their codes."""
-    return msgspec.convert(tomllib.loads(files("fedvit").joinpath("explanations.toml").read_text())["sections"], list[Section])
+    return msgspec.convert(
+        tomllib.loads(files("fedvit").joinpath("explanations.toml").read_text())["sections"], list[Section]
+    )
 
 
 def read_explanations() -> dict[str, Explanation]:

@@ -18,9 +18,7 @@ from tests.support.codes import has_code
 
 ROOT = Path(__file__).parents[3]
 KINDS = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if inspect.isclass(kind) and issubclass(kind, errors.FedvitError)
+    name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.FedvitError)
 }
 
 

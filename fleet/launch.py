@@ -52,7 +52,7 @@ class Devices(Protocol):
     def wait(self, names: Sequence[str], timeout_s: float) -> bool: ...
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A checked configuration, and the commands of the devices."""
 
     config: StartConfig
@@ -77,7 +77,7 @@ def run_fleet(request: RunRequest, *, is_quiet: bool = False) -> RunOutcome:
         ]
         for name, folder in request.folders.items()
     }  # fmt: skip
-    return _run_processes(_Launch(config, home, commands, is_quiet, restarts=0))
+    return run_processes(Launch(config, home, commands, is_quiet, restarts=0))
 
 
 def run_virtual(request: RunRequest, virtual: VirtualFleet, *, is_quiet: bool = False) -> RunOutcome:
@@ -93,7 +93,7 @@ def run_virtual(request: RunRequest, virtual: VirtualFleet, *, is_quiet: bool = 
             name: [*program("fleet.commands.host"), *arguments]
             for name, arguments in _host_arguments(request, virtual, config, virtual.parts, states).items()
         }
-        return _run_processes(_Launch(config, request.home, commands, is_quiet, MAX_RESTARTS))
+        return run_processes(Launch(config, request.home, commands, is_quiet, MAX_RESTARTS))
     port = config.broker.port or claim_port()
     address = None
     if _has_own_broker(config):
@@ -102,7 +102,7 @@ def run_virtual(request: RunRequest, virtual: VirtualFleet, *, is_quiet: bool = 
     on_node = _host_arguments(request, virtual, config, Path("parts"), Path("work"))
     commands = {name: [*arguments, "--at-once", "1"] for name, arguments in on_node.items()}
     with HostsOnRay(virtual.cluster, virtual.parts, states, threads=request.threads) as hosts:
-        return _run_processes(_Launch(config, request.home, commands, is_quiet, MAX_RESTARTS), hosts, address)
+        return run_processes(Launch(config, request.home, commands, is_quiet, MAX_RESTARTS), hosts, address)
 
 
 def _check(request: RunRequest, defaults: Mapping[str, Any]) -> StartConfig:
@@ -144,7 +144,7 @@ def _own_broker(broker: BrokerConfig, host: str, port: int) -> str:
 
 
 @private_files()
-def _run_processes(launch: _Launch, devices: Devices | None = None, address: str | None = None) -> RunOutcome:
+def run_processes(launch: Launch, devices: Devices | None = None, address: str | None = None) -> RunOutcome:
     """Start a coordinator and the processes of the devices; wait for the run's end.
 
     The processes are started by `devices`, by default on this machine, and find the broker at `address`, by default
@@ -187,7 +187,7 @@ def _run_processes(launch: _Launch, devices: Devices | None = None, address: str
 class _DeviceProcesses:
     """The processes of a run's devices."""
 
-    def __init__(self, devices: Devices, launch: _Launch, address: str) -> None:
+    def __init__(self, devices: Devices, launch: Launch, address: str) -> None:
         self._devices, self._launch = devices, launch
         self._environment = {BROKER_VARIABLE: address}
         self._restarts = dict.fromkeys(launch.commands, launch.restarts)

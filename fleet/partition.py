@@ -191,7 +191,7 @@ def _write_texts(texts: Texts, division: Division, out: Path, settings: DealSett
         devices = []
         for number, rows in enumerate(division.parts):
             name, source = f"device-{number}", texts.source_names[texts.sources[rows[0]]]
-            train, test = _divide_text(texts, rows, name, settings)
+            train, test = _divide_text(texts, rows, number, settings)
             write_texts(partial / name, texts.settings, ((TRAIN, train), (TEST, test)))
             train_counts, test_counts = (_count_characters(text, texts.classes) for text in (train, test))
             devices.append(DeviceCounts(name, train_counts, test_counts, source=source))
@@ -210,7 +210,7 @@ def _write_texts(texts: Texts, division: Division, out: Path, settings: DealSett
     return summary
 
 
-def _divide_text(texts: Texts, rows: Indices, device: str, settings: DealSettings) -> tuple[str, str]:
+def _divide_text(texts: Texts, rows: Indices, number: int, settings: DealSettings) -> tuple[str, str]:
     """Divide a device's text into training and test. Raises ConfigError when one of them is too short."""
     least = texts.settings.context + 1
     train, test = _cut(texts.text(rows), settings.test_share, least)
@@ -220,7 +220,7 @@ def _divide_text(texts: Texts, rows: Indices, device: str, settings: DealSetting
         if len(text) < least and (text or purpose == "training" or settings.validation_share is not None):
             source = texts.source_names[texts.sources[rows[0]]]
             raise ConfigError(
-                f"{device} has too little text: of the {len(rows)} characters of {source!r} {len(text)}"
+                f"device-{number} has too little text: of the {len(rows)} characters of {source!r} {len(text)}"
                 f" are for {purpose}, and a sample takes {least}; raise min_samples, or shorten the context"
             )
     return train, test

@@ -97,8 +97,11 @@ class Sheet:
         ]
 
     def is_text(self, place: int) -> bool:
-        """Return whether a column holds words, which are aligned to the left."""
-        return any(isinstance(row[place], str) for row in self.values)
+        """Return whether a column holds words or times, which are aligned to the left, and no numbers with units."""
+        name = self.columns[place].name
+        if name == "device" or name.endswith("at"):
+            return True
+        return any(isinstance(row[place], str) and re.match(r"[^-+−–\d]", row[place]) for row in self.values)
 
     def is_long(self, place: int) -> bool:
         """Return whether a column holds sentences, which are wrapped."""

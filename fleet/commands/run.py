@@ -43,9 +43,10 @@ class RunFlags(Struct, frozen=True, kw_only=True):
         if self.virtual is None:
             if self.engine != "onnx":
                 raise ConfigError(f"--engine {self.engine} is for virtual devices: say how many with --virtual N")
-            for flag, value in (("--ray", self.ray), ("--hosts", self.hosts)):
-                if value:
-                    raise ConfigError(f"{flag} is for virtual devices: say how many with --virtual N")
+            if self.ray:
+                raise ConfigError("--ray is for virtual devices: say how many with --virtual N")
+            if self.hosts:
+                raise ConfigError("--hosts is for virtual devices: say how many with --virtual N")
         elif devices is not None:
             raise ConfigError(
                 f"--virtual {self.virtual} says how many devices there are; leave out --devices {devices}"

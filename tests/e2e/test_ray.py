@@ -20,7 +20,7 @@ from msgspec import to_builtins
 
 from fedvit.errors import ConfigError, LinkDown
 from fleet.cli import cli
-from fleet.clusters.cluster import connected
+from fleet.clusters.cluster import connect
 from fleet.devices import virtual_devices
 from fleet.experiments.cell import CellOptions, run_cell
 from fleet.experiments.folder import CellFolder
@@ -304,12 +304,12 @@ class TestRefused:
         with socket.socket() as probe:
             probe.bind((HEAD, 0))
             address = f"{HEAD}:{probe.getsockname()[1]}"
-            with pytest.raises(LinkDown, match=f"--ray {address}: no answer from {address}"), connected(address):
+            with pytest.raises(LinkDown, match=f"--ray {address}: no answer from {address}"), connect(address):
                 pass
 
     @pytest.mark.usefixtures("nodes")
     def test_no_address(self) -> None:
-        with pytest.raises(ConfigError, match="--ray 'ray://head': expected HOST:PORT"), connected("ray://head"):
+        with pytest.raises(ConfigError, match="--ray 'ray://head': expected HOST:PORT"), connect("ray://head"):
             pass
 
     @pytest.mark.usefixtures("nodes")

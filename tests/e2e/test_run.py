@@ -17,7 +17,7 @@ from coordinator.compute.planning.checks import checked_config
 from fedvit.blobs import BlobStore
 from fedvit.program import Role, decode_program
 from fedvit.wire.messages import Progress, Welcome
-from fleet import launch as fleet_run
+from fleet import launch
 from fleet.processes import Fleet
 from profiles.predict import BASE_RSS_BYTES
 from profiles.probes.host import parse_vm_hwm
@@ -233,8 +233,8 @@ def test_fleet_run_ends_a_device_that_was_not_connected_at_the_end(
             )
             return forked
 
-    monkeypatch.setattr(fleet_run, "Fleet", WithTorch)
-    monkeypatch.setattr(fleet_run, "DEVICES_LEAVE_S", 2.0)
+    monkeypatch.setattr(launch, "Fleet", WithTorch)
+    monkeypatch.setattr(launch, "DEVICES_LEAVE_S", 2.0)
     values = {**CONFIG, "variants": {}, "rounds": 1, "devices": 1, "broker": {"broker": "embedded", "port": stage.port}}
     folder, state = str(stage.parts / "device-0"), str(stage.folder / "state")
     commands = {
@@ -242,6 +242,6 @@ def test_fleet_run_ends_a_device_that_was_not_connected_at_the_end(
         "late": [sys.executable, "-c", "import time; time.sleep(600)"],
     }
     config = checked_config(values, "run")
-    outcome = fleet_run._run_processes(config, commands, out=stage.out, run="run", quiet=True, restarts=False)
+    outcome = launch.run_processes(launch.Launch(config, stage.out / "run", commands, is_quiet=True, restarts=0))
     assert outcome.summary.status == "finished"
     assert "run ended" in (stage.out / "run" / "devices" / "device-0.log").read_text()

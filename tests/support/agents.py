@@ -365,3 +365,24 @@ class Log(Watch):
     def __init__(self, stop_after: int | None = None) -> None:
         self.steps: list[tuple[int, int, float | None]] = []
         super().__init__(lambda *step: self.steps.append(step), lambda: len(self.steps) == stop_after)
+
+
+def with_generated_model(setting: Setting) -> Program:
+    """FedAvg's graphs with a model that the server makes for each device."""
+    return msgspec.structs.replace(setting.program, groups={"model": TensorGroup(Role.GENERATED)})
+
+
+def always(setting: Setting, answer: int) -> Tensors:
+    """The model with a head that gives one answer to everything."""
+    head = {"head.weight": np.zeros((3, 32), np.float32), "head.bias": np.eye(3, dtype=np.float32)[answer]}
+    return setting.start() | head
+
+
+def with_epochs(program: Program, epochs: int) -> Program:
+    [phase] = program.train
+    return msgspec.structs.replace(program, train=(msgspec.structs.replace(phase, epochs=epochs),))
+
+
+def assert_same_bits(one: Tensors, other: Tensors) -> None:
+    assert one.keys() == other.keys()
+    assert all(one[name].tobytes() == other[name].tobytes() for name in one)

@@ -2,59 +2,52 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from msgspec.structs import replace
 from PIL import Image
 from rich.console import Console
 
 from fedvit.errors import StorageFailed
 from fleet.partition import DeviceCounts, PartitionSummary
-from fleet.partition_plot import bar_lines, draw_bubbles, summary_table, write_plot
+from fleet.partition_plot import bar_lines, summary_table, write_plot
+
+COUNTS = (("device-0", 400), ("device-1", 100))
 
 
-def blue_by_row(picture: Image.Image) -> list[int]:
-    """Pixels of discs in each row of them; the last row is the legend."""
-    blue = (np.asarray(picture) == (0x35, 0x67, 0xA6)).all(axis=2)
-    rows = np.flatnonzero(blue.any(axis=1))
-    return [int(blue[part].sum()) for part in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)]
+def test_the_area_of_a_disc_is_its_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 and 100 of the same class: four times the area; a count of 0 has no disc."""
+    areas: list[float] = []
+    scatter = Axes.scatter
+
+    def record(self: Axes, *arguments: Any, **options: Any) -> Any:
+        areas.extend(options["s"])
+        return scatter(self, *arguments, **options)
+
+    monkeypatch.setattr(Axes, "scatter", record)
+    devices = tuple(DeviceCounts(name, {"ant": count, "bee": 0}, {"ant": 0, "bee": 0}) for name, count in COUNTS)
+    write_plot(replace(summary(("ant", "bee"), {}, {}), devices=devices), tmp_path / "plot.png")
+    assert len(areas) == 2
+    assert areas[0] / areas[1] == pytest.approx(4)
 
 
-def test_the_area_of_a_disc_is_its_count() -> None:
-    """400 and 100 of the same class: four times the pixels; nothing where the count is 0. Pixels at the edge of
-    a disc of radius 19 are 3 % of it."""
-    large, small, _ = blue_by_row(
-        draw_bubbles("t", ["device-0", "device-1"], ["ant", "bee"], np.array([[400, 0], [100, 0]]))
+@pytest.mark.parametrize(("devices", "classes"), [(1, 1), (20, 100), (300, 2)])
+def test_any_size_can_be_drawn(tmp_path: Path, devices: int, classes: int) -> None:
+    names = tuple(f"class with a long name {number}" for number in range(classes))
+    counts = tuple(
+        DeviceCounts(f"device-{number}", dict.fromkeys(names, number), dict.fromkeys(names, 0))
+        for number in range(devices)
     )
-    assert large / small == pytest.approx(4, rel=0.15)
-    assert large == pytest.approx(np.pi * (0.48 * 40) ** 2, rel=0.08)
-
-
-def test_legend_has_discs_of_the_largest_count_a_quarter_and_a_sixteenth() -> None:
-    """Whose areas are 1 + 1/4 + 1/16 = 1.3125 of the largest disc; of a largest count of 1 there is one disc."""
-    large, legend = blue_by_row(draw_bubbles("t", ["device-0"], ["ant", "bee"], np.array([[400, 0]])))
-    assert legend / large == pytest.approx(1.3125, rel=0.15)
-    one, legend = blue_by_row(draw_bubbles("t", ["device-0"], ["ant"], np.array([[1]])))
-    assert legend == pytest.approx(one, rel=0.05)
-
-
-@pytest.mark.parametrize(("devices", "classes"), [(1, 1), (20, 100), (3, 200), (300, 2)])
-def test_any_size_can_be_drawn(devices: int, classes: int) -> None:
-    """No picture is wider or higher than 300 of the smallest cells, names and margins."""
-    counts = np.random.default_rng(0).integers(0, 50, (devices, classes))
-    names = [f"class with a long name {number}" for number in range(classes)]
-    picture = draw_bubbles("a title", [f"device-{number}" for number in range(devices)], names, counts)
-    assert max(picture.size) < 300 * 14 + 400
-    assert np.asarray(picture).std() > 0
-
-
-def test_a_long_title_is_not_cut() -> None:
-    narrow, broad = (draw_bubbles(title, ["a"], ["b"], np.array([[1]])).width for title in ("x", "x" * 200))
-    assert broad > narrow + 500
+    write_plot(replace(summary(names, {}, {}), devices=counts), tmp_path / "plot.png")
+    with Image.open(tmp_path / "plot.png") as picture:
+        assert max(picture.size) < 300 * 14 + 400
+        assert np.asarray(picture).std() > 0
 
 
 def test_nothing_dealt_out() -> None:
-    assert draw_bubbles("t", ["a"], ["b"], np.zeros((1, 1), dtype=np.int64)).width > 0
     assert bar_lines(["a"], np.zeros((1, 1), dtype=np.int64)) == ["a |  | 0"]
 
 

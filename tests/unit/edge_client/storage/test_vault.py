@@ -483,7 +483,7 @@ def test_a_bit_of_the_name_of_the_newest_round_changes_nothing(two_rounds: Vault
 def test_the_name_of_the_newest_round_may_be_gone(two_rounds: Vault) -> None:
     (two_rounds.folder / RUN / "CURRENT").unlink()
     assert content(two_rounds) == (0, None, [])
-    [repair] = two_rounds.repair(RUN)
+    [repair] = repair_run(two_rounds, RUN)
     assert "CURRENT" in repair.message
     assert content(two_rounds) == (2, 2, [(RUN, 2)])
 

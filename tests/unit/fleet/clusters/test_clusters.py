@@ -98,7 +98,7 @@ class TestResources:
 
 
 def test_a_stopped_program_ends_with_its_parent(tmp_path: Path) -> None:
-    """Of signals that a paused process gets, SIGKILL alone ends it."""
+    """A paused process ends on SIGKILL alone."""
     source = """
 import sys, signal
 from fleet.processes import Fleet

@@ -71,7 +71,7 @@ class LazyGroup(Group):
         super().__init__(*arguments, **settings)
         self._package = package
         self._lazy = {**lazy, "explain": "Explain an error code: what happened, and what to do."}
-        self._elsewhere = {**elsewhere, "explain": "fedvit.explanations"}
+        self._elsewhere = elsewhere
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self._lazy)
@@ -79,6 +79,9 @@ class LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
+        if cmd_name == "explain":
+            explain: click.Command = import_module("fedvit.explanations").make_command(self.examples[0].split()[0])
+            return explain
         module = import_module(self._elsewhere.get(cmd_name, f"{self._package}.{cmd_name}"))
         commands = (entry for entry in vars(module).values() if isinstance(entry, click.Command))
         return next(command for command in commands if command.name == cmd_name)

@@ -18,8 +18,8 @@
     |   +-- LeadershipLost   another coordinator writes the record now
     +-- DeviceTrouble    the machine's owner: hardware or engine are defective
 
-A message names the expectation, the value, the round and the device; a code names the explanation. Programs end with the
-`exit_code` of the class, so that a service manager can distinguish a wrong setting from a dead link.
+A message names the expectation, the value, the round and the device; a code names the explanation. Programs end with
+the `exit_code` of the class, so that a service manager can distinguish a wrong setting from a dead link.
 """
 
 

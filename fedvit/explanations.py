@@ -17,6 +17,7 @@ import msgspec
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 
+LINE_CHARACTERS = 100
 MARK = "<!-- written by `make errors` from fedvit/explanations.toml; change that file -->\n"
 
 
@@ -48,24 +49,34 @@ def read_explanations() -> dict[str, Explanation]:
     return {code: explanation for section in read_sections() for code, explanation in section.codes.items()}
 
 
-@click.command("explain", cls=Command, examples=["coordinator explain FV1101"])
-@click.argument("code")
-@json_flag
-def explain(code: str, as_json: bool) -> None:
-    """Explain the error CODE: what happened, and what to do."""
+def make_command(program: str) -> click.Command:
+    """Make the command `explain` of a program."""
+
+    @click.command("explain", cls=Command, examples=[f"{program} explain FV1101"])
+    @click.argument("code")
+    @json_flag
+    def explain(code: str, as_json: bool) -> None:
+        """Explain the error CODE: what happened, and what to do."""
+        wanted = code.upper().strip("[]")
+        explanation = find_explanation(wanted)
+        if as_json:
+            click.echo(msgspec.json.encode({"code": wanted, **msgspec.structs.asdict(explanation)}).decode())
+            return
+        texts = [f"{wanted}: {explanation.title}", explanation.meaning, explanation.remedy]
+        if explanation.page:
+            texts.append(f"More: docs/{explanation.page}")
+        click.echo("\n\n".join(textwrap.fill(text, LINE_CHARACTERS, break_long_words=False) for text in texts))
+
+    return explain
+
+
+def find_explanation(code: str) -> Explanation:
+    """Find the explanation of a code. Raises ConfigError with similar codes for an unknown one."""
     explanations = read_explanations()
-    wanted = code.upper().strip("[]")
-    explanation = explanations.get(wanted)
-    if explanation is None:
-        near = difflib.get_close_matches(wanted, explanations, 3, 0.0)
-        raise ConfigError("FV1910", f"error code {code!r} is unknown; similar codes: {', '.join(near)}")
-    if as_json:
-        click.echo(msgspec.json.encode({"code": wanted, **msgspec.structs.asdict(explanation)}).decode())
-        return
-    texts = [f"{wanted}: {explanation.title}", explanation.meaning, explanation.remedy]
-    if explanation.page:
-        texts.append(f"More: docs/{explanation.page}")
-    click.echo("\n\n".join(textwrap.fill(text, 100, break_long_words=False) for text in texts))
+    if code not in explanations:
+        near = ", ".join(difflib.get_close_matches(code, explanations, 3, 0.0))
+        raise ConfigError("FV1910", f"error code {code!r} is unknown; similar codes: {near}")
+    return explanations[code]
 
 
 def render_page() -> str:

@@ -56,5 +56,5 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if getattr(robust, key) != allowed:
                 raise ConfigError(
                     "FV1014",
-                    f"{what}: robust.{key} looks at updates before the noise, which differential privacy does not allow",
+                    f"{what}: robust.{key} reads updates before the noise, which differential privacy does not allow",
                 )

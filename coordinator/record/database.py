@@ -205,7 +205,9 @@ class Database:
             if self.file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
                 raise self.make_damaged_error(str(cause)) from error
             if are_used_up():  # SQLite only reports that it cannot open a file
-                raise TooManyOpenFiles(TooManyOpenFiles.general_code, f"database {self._engine.url}: {cause}; {how_many()}") from error
+                raise TooManyOpenFiles(
+                    TooManyOpenFiles.general_code, f"database {self._engine.url}: {cause}; {how_many()}"
+                ) from error
             kind = DiskFull if name in _FULL else StorageFailed
             raise kind(kind.general_code, f"database {self._engine.url}: {cause}") from error
         except BrokenSeal as error:

@@ -260,8 +260,8 @@ class Method(ABC):
         if vit.reads_text and missing <= {"patches"} and (missing or not self.reads_text):
             raise ConfigError(
                 "FV1110",
-                f"{name} with these options trains on images, and model {vit.name!r} reads text;"
-                " text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is",
+                f"{name} with these options trains on images, and model {vit.name!r} reads text; "
+                "text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is",
             )
         if missing:
             raise ConfigError(

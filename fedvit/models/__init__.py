@@ -168,7 +168,7 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
     if getattr(model, "rope", None) is not None:
         raise ConfigError(
             "FV1112",
-            f"model {name!r} is not supported: its positions are rotary, which every block needs for each of its tokens",
+            f"model {name!r} is not supported: its positions are rotary, which every block needs for each token",
         )
     if type(model) is not VisionTransformer:
         raise ConfigError("FV1112", f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")

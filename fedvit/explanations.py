@@ -84,8 +84,10 @@ def render_page() -> str:
     for section in read_sections():
         lines.append(f"\n## {section.title}\n")
         for code, explanation in section.codes.items():
-            more = f" More: [{explanation.page}]({explanation.page})." if explanation.page else ""
-            texts = f"### {code}: {explanation.title}", explanation.meaning, explanation.remedy + more
+            remedy = explanation.remedy
+            if explanation.page:
+                remedy = f"{remedy.removesuffix('.')} ([{explanation.page}]({explanation.page}))."
+            texts = f"### {code}: {explanation.title}", explanation.meaning, remedy
             lines += [f"\n{text}\n" for text in texts if text]
     return "".join(lines)
 

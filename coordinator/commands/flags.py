@@ -44,7 +44,7 @@ def key_value(pair: str) -> tuple[str, Any]:
     """The two halves of KEY=VALUE. Raises ConfigError for another format."""
     key, equals, value = pair.partition("=")
     if not equals:
-        raise ConfigError(f"option {pair!r} must be written KEY=VALUE")
+        raise ConfigError("FV1003", f"option {pair!r} must be written KEY=VALUE")
     return key, literal(value)
 
 
@@ -87,7 +87,7 @@ def newest_run(store: Record, folder: Path) -> str:
     """
     runs = store.runs.read_all()
     if not runs:
-        raise ConfigError(f"there is no run in {folder}")
+        raise ConfigError("FV1318", f"there is no run in {folder}")
     return next((record.id for record in runs if record.status != "queued"), runs[0].id)
 
 
@@ -102,5 +102,6 @@ def open_to_watch(folder: Path) -> Record:
 def _check_record(folder: Path) -> None:
     if not has_record(folder):
         raise ConfigError(
-            f"no runs in {folder.resolve()}: there is neither fedvit.db nor record.url; use --runs for another folder"
+            "FV1601",
+            f"no runs in {folder.resolve()}: there is neither fedvit.db nor record.url; use --runs for another folder",
         )

@@ -161,7 +161,7 @@ def run_to_end(
     values = merge_flags(read_toml(file) if file else {}, flags)
     if resume_or_new and (name is None or resume is not None):
         raise ConfigError(
-            "--resume-or-new needs the name of the run by --run NAME, and cannot be combined with --resume"
+            "FV1614", "--resume-or-new needs the name of the run by --run NAME, and cannot be combined with --resume"
         )
     given = make_config(values, where)  # reports errors before anything is opened
     check_settings(given.run, where)
@@ -199,7 +199,7 @@ def run_to_end(
             config = _resume_config(record, values, where)
             if record.status in ENDED and (record.status == "cancelled" or _has_no_more_rounds(config.run, record)):
                 if not resume_or_new:
-                    raise ConfigError(f"run {run!r} is {record.status}; there is nothing to resume")
+                    raise ConfigError("FV1612", f"run {run!r} is {record.status}; there is nothing to resume")
                 display.line(f"run {run} is {record.status}: there is nothing to do")
                 return
             if not only_check:
@@ -315,7 +315,9 @@ def usual_name(config: RunConfig) -> str:
 def check_new(store: Record | None, run: str) -> None:
     """Raises ConfigError if the run exists."""
     if store and run in {record.id for record in store.runs.read_all()}:
-        raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
+        raise ConfigError(
+            "FV1613", f"run {run!r} exists already; resume it with --resume {run}, or choose another --run"
+        )
 
 
 def check_trackers(config: RunConfig, where: str) -> None:
@@ -329,11 +331,11 @@ def check_start_from(store: Record | None, config: RunConfig) -> None:
     if config.start_from is None:
         return
     if store is None:
-        raise ConfigError(f"start_from = {config.start_from!r}: there is no run yet")
+        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: there is no run yet")
     newest = store.rounds.read_newest_closed(config.start_from)
     if newest is None:
         store.runs.read(config.start_from)  # raises if there is no such run
-        raise ConfigError(f"start_from = {config.start_from!r}: that run closed no round")
+        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: that run closed no round")
 
 
 # --- an earlier run -------------------------------------------------------------------------------------
@@ -349,11 +351,11 @@ def _to_resume(store: Record | None, resume: str | None, named: str | None) -> R
         return next((record for record in records if record.id == named), None)
     if resume != "newest":
         if store is None:
-            raise ConfigError(f"no run {resume!r}: there is no run yet")
+            raise ConfigError("FV1601", f"no run {resume!r}: there is no run yet")
         return store.runs.read(resume)
     unfinished = [record for record in records if record.status not in (*ENDED, "queued")]
     if not unfinished:
-        raise ConfigError("no run to resume: every run here is finished, or there is none")
+        raise ConfigError("FV1612", "no run to resume: every run here is finished, or there is none")
     return unfinished[0]
 
 
@@ -373,7 +375,7 @@ def _resume_config(record: RunRecord, values: dict[str, Any], where: str) -> Sta
     Raises ConfigError for changes that are not allowed.
     """
     if record.status == "queued":
-        raise ConfigError(f"run {record.id!r} is queued: `coordinator serve` begins it")
+        raise ConfigError("FV1615", f"run {record.id!r} is queued: `coordinator serve` begins it")
     broker = dict(record.broker)
     if os.environ.get("FEDVIT_BROKER_PASSWORD"):  # it may have been changed
         broker.pop("password", None)

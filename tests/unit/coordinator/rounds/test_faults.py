@@ -273,7 +273,7 @@ def test_a_task_that_fits_no_message_is_the_end_of_that_task_alone(
 
     def too_large(inbox: Inbox, device: str, message: FromCoordinator) -> None:
         if device == "bad" and isinstance(message, Task):
-            raise BadPayload("a Task message of 70000 bytes exceeds the limit of 65536 bytes")
+            raise BadPayload("FV0006", "a Task message of 70000 bytes exceeds the limit of 65536 bytes")
         send(inbox, device, message)
 
     monkeypatch.setattr(Inbox, "send", too_large)

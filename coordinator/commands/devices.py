@@ -51,8 +51,8 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
         clock.confirm_clock(deployment)
     with deployment.registry.read() as rows:
         doubt = clock.find_doubt(deployment, rows.clock_s())
-        listed = [_as_json(device, deployment.authority.begin_s, doubt) for device in rows.devices()]
-        waiting = rows.open_tokens(time.time())
+        listed = [_as_json(device, deployment.authority.begin_s, doubt) for device in rows.read_devices()]
+        waiting = rows.tokens.read_open(time.time())
     if runs is not None:
         run = _add_standings(listed, runs, run)
     if doubt:

@@ -106,7 +106,7 @@ def choose(names: Sequence[str], cases: Sequence[Case] = CASES) -> list[Case]:
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
-            raise ConfigError(f"unknown case {name!r}, known are {', '.join(known)}")
+            raise ConfigError("FV0002", f"unknown case {name!r}, known are {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(names)] or list(cases)
 
 

@@ -51,5 +51,5 @@ def run_child(module: str, *arguments: str, what: str, on_line: Callable[[str], 
             child.wait()
         if child.returncode != 0:
             errors.seek(0)
-            raise FedvitError(f"{what} ended with code {child.returncode}: {last_line_of(errors.read())}")
+            raise FedvitError("FV1218", f"{what} ended with code {child.returncode}: {last_line_of(errors.read())}")
         return last

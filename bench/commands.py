@@ -105,7 +105,7 @@ def failover_command(kinds: tuple[Any, ...], as_json: bool, out: Path | None, **
 
     settings = FailoverSettings(kinds=kinds or KINDS, **flags)
     if not is_intact(measure(lambda log: run_failover(settings, log), as_json, out)):
-        raise FedvitError("the runs are not those of a single service; see the report")
+        raise FedvitError("FV0001", "the runs are not those of a single service; see the report")
 
 
 @bench_command.command("profile")
@@ -171,7 +171,7 @@ def server_command(models: tuple[str, ...], accelerator: str, files_only: bool, 
 
     chosen = torch_devices(choose_accelerator(accelerator))
     if len(chosen) > 1:
-        raise ConfigError(f"--accelerator {accelerator}: one process is measured, on one torch device")
+        raise ConfigError("FV0002", f"--accelerator {accelerator}: one process is measured, on one torch device")
     options = ServerSettings(accelerator=chosen[0], in_memory=not files_only, **settings)
     measure(lambda log: run_server_bench(models, options, log), as_json)
 

@@ -152,7 +152,7 @@ class _Scene:
         """Tell whether a service leads or stands by."""
         process, log = self.services[name]
         if process.poll() is not None:
-            raise FedvitError(f"{name} ended: {last_line(log)}")
+            raise FedvitError("FV0001", f"{name} ended: {last_line(log)}")
         return any(line in log_text(log) for line in ("standing by for", "serving the runs"))
 
     def find_leader(self) -> str | None:
@@ -166,7 +166,7 @@ class _Scene:
         while not (value := holds()):
             if time.monotonic() > until:
                 lines = "; ".join(f"{name}: {last_line(log)}" for name, (_, log) in self.services.items())
-                raise FedvitError(f"waited {PATIENCE_S:.0f} s for {what}. Last lines: {lines}")
+                raise FedvitError("FV0001", f"waited {PATIENCE_S:.0f} s for {what}. Last lines: {lines}")
             self.submit()
             time.sleep(POLL_S)
         return value
@@ -214,7 +214,7 @@ class _Scene:
             self.wait(lambda: process.poll() is not None, f"{name} to end")
             ended = time.monotonic() - back
             if LOST not in last_line(log):
-                raise FedvitError(f"{name} did not say why it ended: {last_line(log)}")
+                raise FedvitError("FV0001", f"{name} did not say why it ended: {last_line(log)}")
         process.wait(PATIENCE_S)
         self.start(name)
         self.wait(lambda: self.is_ready(name), f"{name} to stand by")

@@ -33,7 +33,7 @@ def main() -> None:
     blobs = BlobStore(folder)
     program = decode_program(blobs.get(start["program"]))
     if name not in program.graphs:
-        raise ConfigError(f"there is no graph {name!r}, the program has {', '.join(program.graphs)}")
+        raise ConfigError("FV0002", f"there is no graph {name!r}, the program has {', '.join(program.graphs)}")
     graph = blobs.path(program.graphs[name].digest)
     began = time.perf_counter()
     session = open_session(graph, threads, profile=folder / "profile")

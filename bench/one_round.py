@@ -66,8 +66,9 @@ class OneRound:
             time.sleep(POLL_S)
         if self.coordinator.returncode != 0:
             raise FedvitError(
+                "FV0001",
                 f"the coordinator ended with code {self.coordinator.returncode}: "
-                f"{last_line(self.home / 'coordinator.log')}"
+                f"{last_line(self.home / 'coordinator.log')}",
             )
         return None
 

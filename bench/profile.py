@@ -63,7 +63,7 @@ def _profile(case: Case, home: Path, progress: Progress) -> Report:
         progress(f"{case.name}: a round on a real device")
         reason = session.wait(PATIENCE_S, report=progress)
         if reason:
-            raise FedvitError(f"{case.name}: {reason}")
+            raise FedvitError("FV0001", f"{case.name}: {reason}")
         results = session.results
         program, cost = _price(case, session, results)
     speeds.append(measure_speed(describe_machine().cores))

@@ -159,7 +159,7 @@ def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pr
                     break
             if coordinator.poll() != 0:
                 logs = [home / "coordinator.out", *(home / f"host-{number}.log" for number in range(hosts))]
-                raise FedvitError("the run failed: " + "; ".join(last_line(log) for log in logs))
+                raise FedvitError("FV0001", "the run failed: " + "; ".join(last_line(log) for log in logs))
             fleet.wait([f"host-{number}" for number in range(hosts)], LEAVE_S + devices / LEAVE_PER_S)
             seen.rounds, seen.results = store.rounds.read_all(RUN), store.tasks.read_results(RUN)
             seen.left = _list_left(log_text(home / "coordinator.out"), values["rounds"])
@@ -185,7 +185,7 @@ def _wait(holds: Callable[[], bool], process: Any, home: Path) -> None:
     until = time.monotonic() + PATIENCE_S
     while not holds():
         if process.poll() is not None or time.monotonic() > until:
-            raise FedvitError(f"the coordinator did not start: {last_line(home / 'coordinator.out')}")
+            raise FedvitError("FV0001", f"the coordinator did not start: {last_line(home / 'coordinator.out')}")
         time.sleep(POLL_S)
 
 
@@ -206,7 +206,7 @@ def _report_cohort(seen: Sampled, devices: int) -> Report:
 def _report(seen: Sampled, devices: int, hosts: int) -> Report:
     """Report all rounds but the first, in which graphs and weights are sent."""
     if not seen.samples:
-        raise FedvitError("the run was over before the coordinator's memory could be sampled; raise --rounds")
+        raise FedvitError("FV0001", "the run was over before the coordinator's memory could be sampled; raise --rounds")
     later = seen.rounds[1:] or seen.rounds
     numbers = {entry.round for entry in later}
     results = [result for result in seen.results if result.kind == "train" and result.round in numbers]

@@ -95,9 +95,10 @@ def _measure(model: str, settings: ServerSettings, progress: Progress) -> Report
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
         if shutil.disk_usage(folder).free < features_bytes + SPARE_BYTES:
             raise ConfigError(
+                "FV0002",
                 f"features of {settings.devices} devices x {settings.images} images take "
                 f"{format_bytes(features_bytes)}, and {folder} has less than that and {format_bytes(SPARE_BYTES)} "
-                f"free: set TMPDIR to a larger disk, or measure fewer"
+                f"free: set TMPDIR to a larger disk, or measure fewer",
             )
         progress(f"{model}: writing {format_bytes(features_bytes)} of features")
         write_features(Path(folder), collect, settings)

@@ -39,7 +39,7 @@ def run_step_bench(
     kernels are not installed, and when a case cannot be prepared or run.
     """
     if settings.kernels and find_library() is None:
-        raise FedvitError(f"{EXTRA} is not installed, expected for --kernels: make kernels")
+        raise FedvitError("FV0001", f"{EXTRA} is not installed, expected for --kernels: make kernels")
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
         home, side = Path(folder), settings.product_side
         for case in cases:

@@ -172,7 +172,9 @@ def _time_command(out: Path, *arguments: str) -> tuple[float, float]:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=_make_environment(out))
     wall, after = time.monotonic() - began, os.times()
     if ended.returncode:
-        raise FedvitError(f"coordinator {arguments[0]} ended with code {ended.returncode}: {ended.stderr[-400:]}")
+        raise FedvitError(
+            "FV0001", f"coordinator {arguments[0]} ended with code {ended.returncode}: {ended.stderr[-400:]}"
+        )
     spent = after.children_user - before.children_user + after.children_system - before.children_system
     return wall, spent
 
@@ -192,7 +194,7 @@ def _time_resume(out: Path) -> float:
                     return time.monotonic() - began
         finally:
             coordinator.send_signal(signal.SIGINT)
-    raise FedvitError(f"the coordinator did not resume: {''.join(lines[-3:])[-400:]}")
+    raise FedvitError("FV0001", f"the coordinator did not resume: {''.join(lines[-3:])[-400:]}")
 
 
 def _time(work: Callable[[], object]) -> float:

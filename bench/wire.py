@@ -66,7 +66,7 @@ class Side:
 
     def await_ready(self) -> None:
         if self._read_line() != "ready":
-            raise FedvitError(f"the {self._what} did not start")
+            raise FedvitError("FV0001", f"the {self._what} did not start")
 
     def go(self) -> None:
         assert self.process.stdin is not None
@@ -101,7 +101,7 @@ class Side:
         if not line:
             self.process.wait()
             self._errors.seek(0)
-            raise FedvitError(f"the {self._what} ended: {last_line_of(self._errors.read())}")
+            raise FedvitError("FV0001", f"the {self._what} ended: {last_line_of(self._errors.read())}")
         return line
 
 
@@ -277,7 +277,7 @@ def run_wire_bench(
     Raises ConfigError when gRPC is not installed, FedvitError when a process fails.
     """
     if find_spec("grpc") is None:
-        raise ConfigError("bench wire needs grpcio, which is not installed: pip install 'grpcio>=1.60'")
+        raise ConfigError("FV0002", "bench wire needs grpcio, which is not installed: pip install 'grpcio>=1.60'")
     home = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     reports = {}
     for kind in brokers:
@@ -324,7 +324,7 @@ def _put(store: ObjectStore, manifest: Manifest) -> str:
     store.locate("receiver", manifest, located.put, failed=False)
     url = located.get(timeout=PATIENCE_S)
     if url is None:
-        raise FedvitError(f"the S3 server takes no blob: {store.take_lines()}")
+        raise FedvitError("FV0001", f"the S3 server takes no blob: {store.take_lines()}")
     return url
 
 
@@ -367,7 +367,7 @@ def _start_unlimited_mosquitto(folder: Path) -> Broker:
     """Start mosquitto without limits on the size of messages, for a model in one message."""
     program_path = find_mosquitto()
     if program_path is None:
-        raise FedvitError("mosquitto was not found on this machine")
+        raise FedvitError("FV0001", "mosquitto was not found on this machine")
     folder.mkdir(parents=True)
     address = Address("127.0.0.1", claim_port())
     lines = configuration("127.0.0.1", address, folder / "none").splitlines()

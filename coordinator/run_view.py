@@ -258,7 +258,7 @@ def read_round(store: Record, run: str, number: int) -> RoundView:
     """A closed round from its totals, without accuracies by device. Raises ConfigError if there is none."""
     entry = store.rounds.read(run, number)
     if entry is None or entry.totals is None:
-        raise ConfigError(f"run {run!r} has no round {number} that is closed")
+        raise ConfigError("FV1623", f"run {run!r} has no round {number} that is closed")
     return _round(number, entry.totals, entry.figures, {})
 
 

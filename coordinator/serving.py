@@ -104,8 +104,9 @@ class ServiceProcess:
             return leadership
         if not self._standby:
             raise ConfigError(
+                "FV1605",
                 f"the runs of {self._folder} are being served by another `coordinator serve`, at the same database; "
-                "--standby waits, and takes over when it ends"
+                "--standby waits, and takes over when it ends",
             )
         self._display.line(f"standing by for the runs of {self._folder}: another service leads")
         self._notifier.ready()
@@ -122,8 +123,9 @@ def _read_settings(file: Path | None, flags: dict[str, Any], *, standby: bool) -
     config, broker = make_service_config(federation_of(values), str(file) if file else "flags")
     if standby and broker.broker in OWN:
         raise ConfigError(
+            "FV1604",
             f"broker = {broker.broker!r} would end with this coordinator: --standby needs the address of a broker that "
-            "both services use, by --broker mqtts://HOST"
+            "both services use, by --broker mqtts://HOST",
         )
     return config, broker
 
@@ -157,8 +159,9 @@ def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> Leadership 
         return leadership
     if standby:
         raise ConfigError(
+            "FV1604",
             f"--standby: the record of {folder} is not in PostgreSQL, which decides which service leads; begin a new "
-            "folder of runs with --record postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+            "folder of runs with --record postgresql://USER:PASSWORD@HOST:PORT/DATABASE",
         )
     stack.callback(os.close, lock_service(folder))
     return None

@@ -39,7 +39,8 @@ class StartRequest:
         values = merge_flags(read_toml(file) if file else {}, flags)
         if own["resume_or_new"] and (own["name"] is None or own["resume"] is not None):
             raise ConfigError(
-                "--resume-or-new needs the name of the run by --run NAME, and cannot be combined with --resume"
+                "FV1614",
+                "--resume-or-new needs the name of the run by --run NAME, and cannot be combined with --resume",
             )
         where = str(file) if file else "flags"
         config = make_config(values, where)

@@ -75,7 +75,7 @@ def start_run(request: StartRequest, lead: "Callable[[RunParts], Lead] | None" =
             run = RunToStart(record.id, _make_resumed_config(record, request), store, record)
             if _has_ended(run, record):
                 if not request.resume_or_new:
-                    raise ConfigError(f"run {run.name!r} is {record.status}; there is nothing to resume")
+                    raise ConfigError("FV1612", f"run {run.name!r} is {record.status}; there is nothing to resume")
                 choose_display(request.quiet).line(f"run {run.name} is {record.status}: there is nothing to do")
                 return
         import_module("coordinator.running").RunProcess(request, run, lead, stack).run()
@@ -103,7 +103,9 @@ def _check_new_run(run: RunToStart, request: StartRequest) -> None:
 def check_new(store: Record | None, run: str) -> None:
     """Raise ConfigError if the run exists."""
     if store and run in {record.id for record in store.runs.read_all()}:
-        raise ConfigError(f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
+        raise ConfigError(
+            "FV1613", f"run {run!r} exists already; resume it with --resume {run}, or choose another --run"
+        )
 
 
 def check_trackers(config: RunConfig, where: str) -> None:
@@ -117,11 +119,11 @@ def check_start_from(store: Record | None, config: RunConfig) -> None:
     if config.start_from is None:
         return
     if store is None:
-        raise ConfigError(f"start_from = {config.start_from!r}: there is no run yet")
+        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: there is no run yet")
     newest = store.rounds.read_newest_closed(config.start_from)
     if newest is None:
         store.runs.read(config.start_from)  # raises if there is no such run
-        raise ConfigError(f"start_from = {config.start_from!r}: that run closed no round")
+        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: that run closed no round")
 
 
 # --- an earlier run -------------------------------------------------------------------------------------
@@ -138,11 +140,11 @@ def _find_run_to_resume(store: Record | None, request: StartRequest) -> RunRecor
         return next((record for record in records if record.id == named), None)
     if request.resume != "newest":
         if store is None:
-            raise ConfigError(f"no run {request.resume!r}: there is no run yet")
+            raise ConfigError("FV1601", f"no run {request.resume!r}: there is no run yet")
         return store.runs.read(request.resume)
     unfinished = [record for record in records if record.status not in (*ENDED, "queued")]
     if not unfinished:
-        raise ConfigError("no run to resume: every run here is finished, or there is none")
+        raise ConfigError("FV1612", "no run to resume: every run here is finished, or there is none")
     return unfinished[0]
 
 
@@ -162,7 +164,7 @@ def _make_resumed_config(record: RunRecord, request: StartRequest) -> StartConfi
     Raises ConfigError for changes that are not allowed.
     """
     if record.status == "queued":
-        raise ConfigError(f"run {record.id!r} is queued: `coordinator serve` begins it")
+        raise ConfigError("FV1615", f"run {record.id!r} is queued: `coordinator serve` begins it")
     broker = dict(record.broker)
     if os.environ.get("FEDVIT_BROKER_PASSWORD"):  # it may have been changed
         broker.pop("password", None)

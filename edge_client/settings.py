@@ -33,9 +33,11 @@ class Hours(NamedTuple):
             numbers = [int(number) for number in match.groups()]
             hours = cls(datetime.time(numbers[0], numbers[1]), datetime.time(numbers[2], numbers[3]))
         except ValueError:
-            raise ConfigError(f"quiet hours {text!r} must be written HH:MM-HH:MM, as in 22:00-06:30") from None
+            raise ConfigError(
+                "FV1416", f"quiet hours {text!r} must be written HH:MM-HH:MM, as in 22:00-06:30"
+            ) from None
         if hours.first == hours.end:
-            raise ConfigError(f"quiet hours {text!r}: start and end are equal")
+            raise ConfigError("FV1416", f"quiet hours {text!r}: start and end are equal")
         return hours
 
     def remaining_s(self, now: datetime.datetime) -> float:
@@ -119,5 +121,5 @@ class DeviceSettings:
     def data_folder(self) -> Path:
         """The folder with images. Raises ConfigError if none is named."""
         if self.data is None:
-            raise ConfigError("--data is missing: the folder with this device's images")
+            raise ConfigError("FV1402", "--data is missing: the folder with this device's images")
         return self.data

@@ -47,8 +47,9 @@ def _convolution_form(
     """Stride and padding of rows and columns. Raises Unsupported for other than plain convolutions of images."""
     if transposed or groups != 1 or len(stride) != 2 or any(step != 1 for step in dilation):
         raise Unsupported(
+            "FV1117",
             f"a convolution over {len(stride)} axes with groups = {groups}, dilation = {[*dilation]}, transposed = "
-            f"{transposed} has no ONNX form here, only plain ones over rows and columns"
+            f"{transposed} has no ONNX form here, only plain ones over rows and columns",
         )
     return [*stride], [*padding]
 
@@ -90,7 +91,9 @@ def _weight_gradient(
         )
     ]
     if min(ends) < 0:
-        raise Unsupported(f"a convolution whose stride {stride} leaves out rows of an image has no gradient here")
+        raise Unsupported(
+            "FV1117", f"a convolution whose stride {stride} leaves out rows of an image has no gradient here"
+        )
     channels = (1, 0, 2, 3)
     operands = [graph.plain(graph.permute(side, channels)) for side in (value, grad)]
     turned = permute(shape, channels)

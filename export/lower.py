@@ -51,7 +51,9 @@ def lower(
                 continue
             rule = LOWERED.get(node.target)
             if rule is None:
-                raise Unsupported(f"operator {node.target} has no ONNX form here: add it to export/operators.py")
+                raise Unsupported(
+                    "FV1117", f"operator {node.target} has no ONNX form here: add it to export/operators.py"
+                )
             found[node] = rule(graph, node, *look_up(node.args), **look_up(node.kwargs))
         else:
             results = [None if value is None else found[value] for value in node.args[0]]

@@ -248,7 +248,7 @@ def _index_select(graph: StepGraph, node: fx.Node, value: Value, axis: int, inde
 def _index(graph: StepGraph, node: fx.Node, value: Value, indices: Sequence[Value | None]) -> Value:
     given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
     if len(given) != 1:
-        raise Unsupported(f"indexing by {len(given)} tensors at once has no ONNX form here")
+        raise Unsupported("FV1117", f"indexing by {len(given)} tensors at once has no ONNX form here")
     [(axis, index)] = given
     return graph.one("Gather", [graph.plain(value), graph.plain(index)], shape_of(node), value.dtype, axis=axis)
 

@@ -48,7 +48,7 @@ def _gelu(graph: StepGraph, node: fx.Node, value: Value, approximate: str = "non
 def _gelu_backward(graph: StepGraph, node: fx.Node, grad: Value, value: Value, approximate: str = "none") -> Value:
     """g / 2 (1 + erf t + 2 / sqrt(pi) t exp(-t^2)), t = x / sqrt(2)"""
     if approximate != "none":
-        raise Unsupported(f"the gradient of GELU in its {approximate!r} form has no ONNX form here")
+        raise Unsupported("FV1117", f"the gradient of GELU in its {approximate!r} form has no ONNX form here")
     shape, kind = value.shape, value.dtype
     scaled = graph.with_number("Mul", value, math.sqrt(0.5))
     square = graph.binary("Mul", scaled, scaled, shape, kind)

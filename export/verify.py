@@ -108,10 +108,12 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
     run = _runner(graph)
     results = run(inputs)
     if wanted.keys() != results.keys():
-        raise ExportMismatch(f"{what}: outputs {sorted(results.keys() ^ wanted.keys())} are on one side only")
+        raise ExportMismatch("FV1117", f"{what}: outputs {sorted(results.keys() ^ wanted.keys())} are on one side only")
     for name, want in wanted.items():
         if results[name].shape != want.shape:
-            raise ExportMismatch(f"{what}: output {name!r} has shape {results[name].shape}, torch gives {want.shape}")
+            raise ExportMismatch(
+                "FV1117", f"{what}: output {name!r} has shape {results[name].shape}, torch gives {want.shape}"
+            )
     plain = without_rounding(graph)
     if plain is None:
         worst = _check_digits(run, results, wanted, inputs, what)
@@ -122,7 +124,7 @@ def verify(graph: bytes, reference: Step, inputs: Mapping[str, Tensor], what: st
     if "hyper/step" in inputs:
         for name, value in run(first_step_inputs(inputs)).items():
             if not np.isfinite(value).all():
-                raise ExportMismatch(f"{what}: output {name!r} is not finite in a first step")
+                raise ExportMismatch("FV1117", f"{what}: output {name!r} is not finite in a first step")
     return worst
 
 
@@ -156,8 +158,9 @@ def _check_digits(
     worst = max(errors, key=used)
     if used(worst) > 1:
         raise ExportMismatch(
+            "FV1117",
             f"{what}: output {worst!r} differs from torch by {relative(worst):.2e} of the largest value of its kind, "
-            f"{used(worst):.2g} times what rounding explains: the graph computes something else"
+            f"{used(worst):.2g} times what rounding explains: the graph computes something else",
         )
     return max(map(relative, errors))
 
@@ -178,8 +181,9 @@ def _check_directions(
     worst = max(shares, key=lambda name: shares[name])
     if shares[worst] > FAR:
         raise ExportMismatch(
+            "FV1117",
             f"{what}: output {worst!r} differs from torch by {shares[worst]:.2e} of its length, more than rounded "
-            f"products may change it ({FAR:.2f}: a cosine of {COSINE}); compute = fp32 rounds nothing"
+            f"products may change it ({FAR:.2f}: a cosine of {COSINE}); compute = fp32 rounds nothing",
         )
     return shares[worst]
 

@@ -128,7 +128,7 @@ class BlobStore:
         """The path of a blob, existing or not. Raises BadPayload for an invalid digest."""
         algorithm, _, name = digest.partition(":")
         if algorithm != ALGORITHM or len(name) != 64 or not set(name) <= set("0123456789abcdef"):
-            raise BadPayload(f"{digest!r} is not a {ALGORITHM} digest")
+            raise BadPayload("FV2302", f"{digest!r} is not a {ALGORITHM} digest")
         return self.folder / name[:2] / name
 
     def has(self, digest: str) -> bool:
@@ -158,14 +158,14 @@ class BlobStore:
         try:
             return Manifest(digest, self.path(digest).stat().st_size, self.chunk_bytes)
         except FileNotFoundError:
-            raise BadPayload(f"blob {digest} is not in {self.folder}") from None
+            raise BadPayload("FV1706", f"blob {digest} is not in {self.folder}") from None
 
     def get(self, digest: str) -> bytes:
         """The blob's bytes. Raises BadPayload when it is not here."""
         try:
             return self.path(digest).read_bytes()
         except FileNotFoundError:
-            raise BadPayload(f"blob {digest} is not in {self.folder}") from None
+            raise BadPayload("FV1706", f"blob {digest} is not in {self.folder}") from None
 
     def small(self, digests: Iterable[str], limit_bytes: int) -> tuple[bytes, ...]:
         """The smallest of some blobs, with at most `limit_bytes` together; at most 100 of them."""

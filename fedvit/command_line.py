@@ -61,14 +61,17 @@ class Group(Command, click.Group):
 class LazyGroup(Group):
     """A program whose commands are imported when one of them is used, so that `--help` and usage errors are fast.
 
-    `lazy` has the first sentence of each command's help. A command is the attribute of its name, or
-    `command`, of the module of its name in `package`.
+    `lazy` has the first sentence of each command's help. The command NAME is in the module NAME of `package`, or in
+    the module that `elsewhere` names. Every program also has `explain`.
     """
 
-    def __init__(self, *arguments: Any, package: str, lazy: Mapping[str, str], **settings: Any) -> None:
+    def __init__(
+        self, *arguments: Any, package: str, lazy: Mapping[str, str], elsewhere: Mapping[str, str] = {}, **settings: Any
+    ) -> None:
         super().__init__(*arguments, **settings)
         self._package = package
-        self._lazy = lazy
+        self._lazy = {**lazy, "explain": "Explain an error code: what happened, and what to do."}
+        self._elsewhere = elsewhere
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self._lazy)
@@ -76,9 +79,12 @@ class LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
-        module = import_module(f"{self._package}.{cmd_name}")
-        objects = (getattr(module, name, None) for name in (cmd_name, "command"))
-        return next(found for found in objects if isinstance(found, click.Command))
+        if cmd_name == "explain":
+            explain: click.Command = import_module("fedvit.explanations").make_command(self.examples[0].split()[0])
+            return explain
+        module = import_module(self._elsewhere.get(cmd_name, f"{self._package}.{cmd_name}"))
+        commands = (entry for entry in vars(module).values() if isinstance(entry, click.Command))
+        return next(command for command in commands if command.name == cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         described = {name: click.Command(name, help=text) for name, text in self._lazy.items()}
@@ -114,19 +120,19 @@ def amount(parse: Callable[[str], float]) -> Callable[[click.Context, click.Para
         try:
             return None if text is None else parse(text)
         except ConfigError as error:
-            raise ConfigError(f"{option.opts[0]}: {error}") from error
+            raise ConfigError(error.code, f"{option.opts[0]}: {error}") from error
 
     return read
 
 
 def run(command: click.Command, name: str) -> None:
-    """Run a program's command line; `name` begins its error lines. Exit codes: fedvit.errors."""
+    """Run a program's command line. Its error lines begin with `name` and end with the error's code."""
     raise_limit()
     guard_streams()
     try:
         command.main(standalone_mode=False)
     except FedvitError as error:
-        click.echo(f"{name}: {error}", err=True)
+        click.echo(f"{name}: {error} [{error.code}]", err=True)
         sys.exit(error.exit_code)
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)

@@ -140,9 +140,9 @@ def _all_done(calls: Iterable[None]) -> None:
 def storage_failed(what: str, error: OSError) -> StorageFailed:
     """The error for a failed operation `what`: DiskFull without disk space, TooManyOpenFiles without descriptors."""
     if error.errno in USED_UP:
-        return TooManyOpenFiles(f"{what}: {error.strerror}; {how_many()}")
+        return TooManyOpenFiles(TooManyOpenFiles.general_code, f"{what}: {error.strerror}; {how_many()}")
     kind = DiskFull if error.errno in _FULL else StorageFailed
-    return kind(f"{what}: {error.strerror or error}")
+    return kind(kind.general_code, f"{what}: {error.strerror or error}")
 
 
 def make_folder(folder: Path) -> None:

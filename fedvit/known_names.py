@@ -48,14 +48,16 @@ def check_names(
 def check_method(name: str, known: Iterable[str]) -> None:
     """Raises ConfigError when the name is not a known one."""
     if name not in set(known):
-        raise ConfigError(f"unknown method {name!r}{suggest_names(name, sorted(known))}")
+        raise ConfigError("FV1101", f"unknown method {name!r}{suggest_names(name, sorted(known))}")
 
 
 def check_options(method: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError when the method lacks one of the options `given`."""
     known = list(known)
     if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"method {method!r} has no option {unknown[0]!r}{suggest_names(unknown[0], known, 'it has')}")
+        raise ConfigError(
+            "FV1101", f"method {method!r} has no option {unknown[0]!r}{suggest_names(unknown[0], known, 'it has')}"
+        )
 
 
 @cache
@@ -90,8 +92,9 @@ def find_packaged_method(name: str) -> EntryPoint | None:
     packages = [*(["fedvit"] if name in method_classes() else []), *sorted(map(package_of, declared))]
     if declared and len(packages) > 1:
         raise ConfigError(
+            "FV1102",
             f"method {name!r} is in more than one package: {', '.join(packages)}; uninstall all but one, or rename the "
-            f"entry point in one of them"
+            f"entry point in one of them",
         )
     return declared[0] if declared else None
 
@@ -157,11 +160,13 @@ def check_model(name: str) -> None:
     if name.startswith(LOCAL):
         file = Path(name.removeprefix(LOCAL)) / "config.json"
         if not file.is_file():
-            raise ConfigError(f"model {name!r}: its file {file}, in which timm describes a model, does not exist")
+            raise ConfigError(
+                "FV1106", f"model {name!r}: its file {file}, in which timm describes a model, does not exist"
+            )
         return
     if name.startswith(HUB):
         if re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name.removeprefix(HUB)) is None:
-            raise ConfigError(f"model {name!r}: expected {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION")
+            raise ConfigError("FV1106", f"model {name!r}: expected {HUB}OWNER/NAME or {HUB}OWNER/NAME@REVISION")
         return
     plain = name.partition(".")[0].removeprefix("timm/")
     if not _is_in_timm(plain):
@@ -199,8 +204,9 @@ def timm_arguments(model: str) -> Mapping[str, int]:
 
 def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(
+        "FV1105",
         f"unknown model {name!r}: none of {SMALL}, {RESNET}, {TEXT}, {LSTM}, and no name that timm knows"
-        f"{did_you_mean(name, known)}"
+        f"{did_you_mean(name, known)}",
     )
 
 
@@ -208,7 +214,9 @@ def check_model_options(model: str, given: Iterable[str]) -> None:
     """Raises ConfigError when one of the options `given` is not one of the model's."""
     known = option_names(model) if model in OWN_MODELS else TIMM_OPTIONS
     if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"model {model!r} has no option {unknown[0]!r}{suggest_names(unknown[0], known, 'it has')}")
+        raise ConfigError(
+            "FV1105", f"model {model!r} has no option {unknown[0]!r}{suggest_names(unknown[0], known, 'it has')}"
+        )
 
 
 @cache
@@ -216,6 +224,6 @@ def _timm_sources() -> str:
     """The text of timm's models: each registers itself in the file that it is written in."""
     spec = importlib.util.find_spec("timm")
     if spec is None or spec.origin is None:
-        raise ConfigError("timm is not installed here: pip install 'fedvit[server]'")
+        raise ConfigError("FV1107", "timm is not installed here: pip install 'fedvit[server]'")
     folder = Path(spec.origin).parent / "models"
     return "\n".join(file.read_text(errors="replace") for file in sorted(folder.glob("*.py")))

@@ -45,12 +45,12 @@ def check_settings(method: str, options: Mapping[str, Any], model: str, model_op
 def check_option(method: str, option: str, value: Any, hint: Any) -> None:
     """Raises ConfigError if an option of a method, which has the type `hint`, does not allow the value."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"option {option} = {value!r} of method {method!r} must be a finite number")
+        raise ConfigError("FV1104", f"option {option} = {value!r} of method {method!r} must be a finite number")
     try:
         msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
         reason = why_invalid(error, value, hint)
-        raise ConfigError(f"option {option} = {value!r} of method {method!r}: {reason}") from None
+        raise ConfigError("FV1104", f"option {option} = {value!r} of method {method!r}: {reason}") from None
 
 
 def check_blocks(options: Mapping[str, Any], hints: Mapping[str, Any], model: str, depth: int) -> None:
@@ -59,7 +59,8 @@ def check_blocks(options: Mapping[str, Any], hints: Mapping[str, Any], model: st
         spared = next((extra[SPARED_BLOCKS] for extra in _extras(hints[option]) if SPARED_BLOCKS in extra), None)
         if spared is not None and value is not None and value > depth - spared:
             raise ConfigError(
-                f"option {option} = {value} must be at most {depth - spared}: model {model!r} has {depth} blocks"
+                "FV1104",
+                f"option {option} = {value} must be at most {depth - spared}: model {model!r} has {depth} blocks",
             )
 
 

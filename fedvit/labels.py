@@ -16,6 +16,7 @@ def parse_label(text: str) -> tuple[str, str]:
     read = _LABEL.fullmatch(text)
     if read is None:
         raise ConfigError(
-            f"label {text[:200]!r} cannot be used: expected KEY=VALUE, each 1 to 64 letters, digits, '.', '_' or '-'"
+            "FV1415",
+            f"label {text[:200]!r} cannot be used: expected KEY=VALUE, each 1 to 64 letters, digits, '.', '_' or '-'",
         )
     return read[1], read[2]

@@ -28,38 +28,42 @@ RESNET_WIDTH = 64
 
 def check_whole(owner: str, option: str, value: Any, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{owner} option {option} = {value!r} must be a whole number of at least {least}")
+        raise ConfigError("FV1104", f"{owner} option {option} = {value!r} must be a whole number of at least {least}")
 
 
 def check_number(owner: str, option: str, value: Any) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ConfigError(f"{owner} option {option} = {value!r} must be a finite number")
+        raise ConfigError("FV1104", f"{owner} option {option} = {value!r} must be a finite number")
 
 
 def check_switch(owner: str, option: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{owner} option {option} = {value!r} must be true or false")
+        raise ConfigError("FV1104", f"{owner} option {option} = {value!r} must be true or false")
 
 
 def check_choice(owner: str, option: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ConfigError(f"{owner} option {option} = {value!r} must be one of {list(choices)}")
+        raise ConfigError("FV1104", f"{owner} option {option} = {value!r} must be one of {list(choices)}")
 
 
 def check_multiple(option: str, value: int, divisor_option: str, divisor: int) -> None:
     if value % divisor:
-        raise ConfigError(f"model option {option} = {value} is not a multiple of {divisor_option} = {divisor}")
+        raise ConfigError(
+            "FV1109", f"model option {option} = {value} is not a multiple of {divisor_option} = {divisor}"
+        )
 
 
 def _check_mlp(ratio: Any, width: int) -> None:
     number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
     if not (number and 1 <= width * ratio < math.inf):
-        raise ConfigError(f"model option mlp_ratio = {ratio!r} must be a number, at least 1 / width")
+        raise ConfigError("FV1109", f"model option mlp_ratio = {ratio!r} must be a number, at least 1 / width")
 
 
 def _check_groups(width: int, groups: int) -> None:
     if width % groups:
-        raise ConfigError(f"model option groups = {groups} does not divide the {width} channels of the first stage")
+        raise ConfigError(
+            "FV1109", f"model option groups = {groups} does not divide the {width} channels of the first stage"
+        )
 
 
 # --- options of models --------------------------------------------------------------------------------
@@ -102,11 +106,11 @@ class SmallVitOptions(ModelOptions):
         if self.position_std is not None:
             check_number("model", "position_std", self.position_std)
             if self.position_std < 0:
-                raise ConfigError(f"model option position_std = {self.position_std!r} must be >= 0")
+                raise ConfigError("FV1109", f"model option position_std = {self.position_std!r} must be >= 0")
         check_choice("model", "first_values", self.first_values, ("timm", "torch"))
         check_number("model", "norm_eps", self.norm_eps)
         if self.norm_eps <= 0:
-            raise ConfigError(f"model option norm_eps = {self.norm_eps!r} must be > 0")
+            raise ConfigError("FV1109", f"model option norm_eps = {self.norm_eps!r} must be > 0")
 
 
 @dataclass(frozen=True, kw_only=True)

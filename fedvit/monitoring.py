@@ -70,7 +70,8 @@ def parse_listen(text: str) -> ListenAddress:
     found = re.fullmatch(r"(?:([^:\[\]]+):|\[(.+)\]:)?(\d{1,5})", text)
     if found is None or int(found[3]) > 65535:
         raise ConfigError(
-            f"--prometheus {text!r}: expected unix:PATH, PORT or HOST:PORT, with a port from 0 (a free one) to 65535"
+            "FV1021",
+            f"--prometheus {text!r}: expected unix:PATH, PORT or HOST:PORT, with a port from 0 (a free one) to 65535",
         )
     return ListenAddress(found[1] or found[2] or LOOPBACK, int(found[3]))
 
@@ -81,11 +82,12 @@ def _read_option(context: click.Context, _: click.Parameter, text: str | None) -
     address = parse_listen(text)._replace(password_file=context.meta.get(PASSWORD_VARIABLE))
     if address.socket_path is None and address.password_file is None:
         raise ConfigError(
+            "FV1021",
             f"--prometheus {text} would answer every user of this machine: set --prometheus-password-file FILE, or use "
-            "a socket that only you can open, --prometheus unix:PATH"
+            "a socket that only you can open, --prometheus unix:PATH",
         )
     if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError("--prometheus needs the package prometheus-client: pip install 'fedvit[trackers]'")
+        raise ConfigError("FV1021", "--prometheus needs the package prometheus-client: pip install 'fedvit[trackers]'")
     return address
 
 
@@ -108,9 +110,11 @@ def _read_password(file: Path) -> str:
     try:
         password = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the password of the metrics cannot be read: {error}") from error
+        raise ConfigError("FV1021", f"the password of the metrics cannot be read: {error}") from error
     if len(password) < SHORTEST_PASSWORD:
-        raise ConfigError(f"the password of the metrics in {file} has fewer than {SHORTEST_PASSWORD} characters")
+        raise ConfigError(
+            "FV1021", f"the password of the metrics in {file} has fewer than {SHORTEST_PASSWORD} characters"
+        )
     return password
 
 
@@ -186,7 +190,7 @@ class _Server(ThreadingMixIn, TCPServer):
         try:
             super().__init__(server_address, _Handler)
         except OSError as error:
-            raise ConfigError(f"--prometheus {where} cannot be opened: {error.strerror or error}") from None
+            raise ConfigError("FV1021", f"--prometheus {where} cannot be opened: {error.strerror or error}") from None
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.url = where if address.socket_path else f"http://{host}:{self.server_address[1]}/metrics"
 

@@ -123,16 +123,16 @@ def check_self_contained(source: Path | bytes) -> None:
         with open(source, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             _check_model(content)
     except ValueError:  # an empty file cannot be mapped
-        raise BadPayload(f"{name} is empty") from None
+        raise BadPayload("FV2306", f"{name} is empty") from None
     except BadPayload as error:
-        raise BadPayload(f"{name} is refused: {error}") from None
+        raise BadPayload("FV2306", f"{name} is refused: {error}") from None
 
 
 def _check_model(content: bytes | mmap.mmap) -> None:
     if content[4:8] == _FLATBUFFER:
-        raise BadPayload("it is in onnxruntime's own format, expected ONNX")
+        raise BadPayload("FV2306", "it is in onnxruntime's own format, expected ONNX")
     if _GRAPH not in _check(content, 0, len(content), "model"):
-        raise BadPayload("it holds no graph")
+        raise BadPayload("FV2306", "it holds no graph")
 
 
 def _check(content: bytes | mmap.mmap, begin: int, end: int, what: str) -> set[int]:
@@ -146,13 +146,13 @@ def _check(content: bytes | mmap.mmap, begin: int, end: int, what: str) -> set[i
         number = field.number
         if (allowed := known.get(number)) is None:
             if what == "tensor" and number in (_EXTERNAL_DATA, _DATA_LOCATION):
-                raise BadPayload("a tensor lies in another file")
-            raise BadPayload(f"it has field {number} of message {what!r}, which fedvit's graphs do not have")
+                raise BadPayload("FV2306", "a tensor lies in another file")
+            raise BadPayload("FV2306", f"it has field {number} of message {what!r}, which fedvit's graphs do not have")
         if field.kind not in allowed.kinds:
-            raise BadPayload(f"not ONNX: field {number} of message {what!r} is of kind {field.kind}")
+            raise BadPayload("FV2306", f"not ONNX: field {number} of message {what!r} is of kind {field.kind}")
         if not allowed.repeated:
             if number in seen:
-                raise BadPayload(f"not ONNX: field {number} of message {what!r} is there twice")
+                raise BadPayload("FV2306", f"not ONNX: field {number} of message {what!r} is there twice")
             seen.add(number)
         if allowed.message:
             _check(content, field.begin, field.end, allowed.message)
@@ -162,15 +162,16 @@ def _check(content: bytes | mmap.mmap, begin: int, end: int, what: str) -> set[i
             elif number == _DOMAIN:
                 domain = field.content
         elif what == "metadata" and number == _METADATA_KEY and field.content == _SESSION_OPTIONS:
-            raise BadPayload(f"its metadata have {_SESSION_OPTIONS.decode()}, options for the engine")
+            raise BadPayload("FV2306", f"its metadata have {_SESSION_OPTIONS.decode()}, options for the engine")
     if what == "node" and (operator == _NAMES_A_FILE or (domain and not _is_ours(domain, operator))):
         called = f"{domain.decode(errors='replace')}.{operator.decode(errors='replace')}".lstrip(".")
         if domain == DOMAIN.encode():
             raise BadPayload(
+                "FV2305",
                 f"it has an operator {called!r} of {EXTRA}, expected operators of ONNX: a device with {EXTRA} puts its "
-                "own in itself"
+                "own in itself",
             )
-        raise BadPayload(f"it has an operator {called!r}, which fedvit's graphs do not have")
+        raise BadPayload("FV2306", f"it has an operator {called!r}, which fedvit's graphs do not have")
     return seen
 
 

@@ -98,7 +98,7 @@ class Model:
     def shape(self, name: str) -> Shape:
         """Return the shape of a value. Raises BadPayload if the graph does not define it."""
         if (shape := self.find_shape(name)) is None:
-            raise BadPayload(f"the graph does not define the shape of {name!r}")
+            raise BadPayload("FV2310", f"the graph does not define the shape of {name!r}")
         return shape
 
     def with_operators_of(self, domain: str) -> "Model":
@@ -137,7 +137,7 @@ def read_model(content: bytes) -> Model:
         else:
             rest += field.encode()
     if not graph:
-        raise BadPayload(f"{len(content)} bytes are not an ONNX model: they have no graph")
+        raise BadPayload("FV2307", f"{len(content)} bytes are not an ONNX model: they have no graph")
     nodes: list[Node] = []
     constants: dict[str, bytes] = {}
     ports: dict[int, dict[str, Port]] = {_GRAPH_INPUT: {}, _GRAPH_OUTPUT: {}}
@@ -178,8 +178,9 @@ def write_model(model: Model, tensors: Mapping[str, Array], metadata: Mapping[st
     parts = [model.rest + length_prefix(_MODEL_GRAPH, size_bytes(parts)), *parts, tail]
     if size_bytes(parts) > MAX_BYTES:
         raise ConfigError(
+            "FV1906",
             f"the model takes {size_bytes(parts)} bytes in one ONNX file, which may have at most {MAX_BYTES}; "
-            "choose a smaller precision with --precision"
+            "choose a smaller precision with --precision",
         )
     return parts
 
@@ -196,7 +197,7 @@ def encode_constant(name: str, array: Array) -> bytes:
 def read_integers(tensor: bytes) -> tuple[int, ...]:
     """Return the values of a constant of dtype int64. Raises BadPayload for another dtype."""
     if _one(tensor, _TENSOR_DTYPE).value != INT64:
-        raise BadPayload(f"constant {_one(tensor, _TENSOR_NAME).text!r} does not hold integers of 64 bits")
+        raise BadPayload("FV2310", f"constant {_one(tensor, _TENSOR_NAME).text!r} does not hold integers of 64 bits")
     raw = [field.content for field in fields(tensor) if field.number == _TENSOR_RAW]
     if raw:
         return tuple(np.frombuffer(raw[0], "<i8").tolist())
@@ -286,7 +287,7 @@ def _write_port(name: str, port: Port) -> bytes:
 
 def _tensor_head(name: str, array: Array) -> bytes:
     if str(array.dtype) not in _CODES:
-        raise BadPayload(f"tensor {name!r} of dtype {array.dtype} is not supported in a bundle")
+        raise BadPayload("FV2310", f"tensor {name!r} of dtype {array.dtype} is not supported in a bundle")
     dims = b"".join(number_field(_TENSOR_DIMS, length) for length in array.shape)
     return dims + number_field(_TENSOR_DTYPE, _CODES[str(array.dtype)]) + bytes_field(_TENSOR_NAME, name)
 
@@ -295,4 +296,4 @@ def _one(message: bytes, number: int) -> Field:
     for field in fields(message):
         if field.number == number:
             return field
-    raise BadPayload(f"not an ONNX model: field {number} is missing")
+    raise BadPayload("FV2307", f"not an ONNX model: field {number} is missing")

@@ -94,7 +94,7 @@ class PartialBlob:
         found = self._digest()
         expected = self._manifest.digest
         if found != expected:
-            raise BadPayload(f"blob of {self._manifest.size} bytes has digest {found}, expected {expected}")
+            raise BadPayload("FV1704", f"blob of {self._manifest.size} bytes has digest {found}, expected {expected}")
         os.replace(self._path, self._final)
         self._map_path.unlink(missing_ok=True)
         sync_folder(self._final.parent)

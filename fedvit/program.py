@@ -308,17 +308,17 @@ def encode_program(program: Program) -> bytes:
 def decode_program(raw: bytes) -> Program:
     """Raises BadPayload when the bytes are no Program, of a version that this software does not know, or absurd."""
     if len(raw) > MAX_PROGRAM_BYTES:
-        raise BadPayload(f"a program of {len(raw)} bytes exceeds the limit of {MAX_PROGRAM_BYTES} bytes")
+        raise BadPayload("FV2307", f"a program of {len(raw)} bytes exceeds the limit of {MAX_PROGRAM_BYTES} bytes")
     try:
         version = msgspec.msgpack.decode(raw, type=_Head).v  # untyped, a few megabytes would become a gigabyte
         if version not in VERSIONS:
             known = ", ".join(map(str, VERSIONS))
-            raise BadPayload(f"program version {version!r}, this software knows versions {known}")
+            raise BadPayload("FV1513", f"program version {version!r}, this software knows versions {known}")
         program = msgspec.msgpack.decode(raw, type=Program)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
-        raise BadPayload(f"not a program: {error}") from error
+        raise BadPayload("FV2307", f"not a program: {error}") from error
     if trouble := next(_nonsense(program), None):
-        raise BadPayload(f"not a program: {trouble}")
+        raise BadPayload("FV2307", f"not a program: {trouble}")
     return program
 
 

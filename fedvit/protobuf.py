@@ -57,7 +57,7 @@ def fields(message: bytes | mmap.mmap, begin: int = 0, end: int | None = None) -
         tag, place = _varint_at(message, place, end)
         number, kind = tag >> 3, tag & 7
         if number not in _NUMBERS:
-            raise BadPayload(f"not protobuf: a field has number {number}, expected 1 to {_NUMBERS[-1]}")
+            raise BadPayload("FV2307", f"not protobuf: a field has number {number}, expected 1 to {_NUMBERS[-1]}")
         if kind == VARINT:
             value, place = _varint_at(message, place, end)
             yield Field(number, kind, value, message, place, place)
@@ -67,9 +67,9 @@ def fields(message: bytes | mmap.mmap, begin: int = 0, end: int | None = None) -
         elif kind in _FIXED_BYTES:
             length = _FIXED_BYTES[kind]
         else:
-            raise BadPayload(f"not protobuf: field {number} is of kind {kind}")
+            raise BadPayload("FV2307", f"not protobuf: field {number} is of kind {kind}")
         if length > end - place:
-            raise BadPayload(f"not protobuf: field {number} has {length} bytes, {end - place} are there")
+            raise BadPayload("FV2307", f"not protobuf: field {number} has {length} bytes, {end - place} are there")
         yield Field(number, kind, 0, message, place, place + length)
         place += length
 
@@ -133,8 +133,10 @@ def _varint_at(message: bytes | mmap.mmap, place: int, end: int) -> tuple[int, i
         place += 1
         if byte < 0x80:
             if value >= 2**64 or byte == 0:
-                raise BadPayload(f"not protobuf: the number at byte {begin} is not written in its shortest form")
+                raise BadPayload(
+                    "FV2307", f"not protobuf: the number at byte {begin} is not written in its shortest form"
+                )
             return value, place
         if place - begin == 10:
             break
-    raise BadPayload(f"not protobuf: the number at byte {begin} does not end")
+    raise BadPayload("FV2307", f"not protobuf: the number at byte {begin} does not end")

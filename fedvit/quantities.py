@@ -65,10 +65,10 @@ def parse_celsius(text: str) -> float:
 def _parse(text: str, units: Mapping[str, float], expected: str, least: float) -> float:
     found = _AMOUNT.fullmatch(text.strip().lower())
     if found is None or found[2] not in units:
-        raise ConfigError(f"{text!r} cannot be read: expected {expected}")
+        raise ConfigError("FV1005", f"{text!r} cannot be read: expected {expected}")
     value = float(found[1]) * units[found[2]]
     if not math.isfinite(value) or value <= 0 or value < least:
-        raise ConfigError(f"{text!r} is out of range: it must be finite and > 0; expected {expected}")
+        raise ConfigError("FV1005", f"{text!r} is out of range: it must be finite and > 0; expected {expected}")
     return value
 
 

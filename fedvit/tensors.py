@@ -87,7 +87,7 @@ def unpack(raw: bytes) -> Tensors:
     try:
         return dict(safetensors.numpy.load(raw))
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise BadPayload(f"{len(raw)} bytes are not safetensors: {error}") from error
+        raise BadPayload("FV2308", f"{len(raw)} bytes are not safetensors: {error}") from error
 
 
 def map_tensors(file: Path) -> Tensors:
@@ -127,7 +127,7 @@ def _places_in(file: Path) -> Mapping[str, _Place]:
         with open(file, "rb") as opened:
             return _places_of(opened.read(int.from_bytes(opened.read(8), "little")))
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise BadPayload(f"{file.stat().st_size} bytes are not safetensors: {error}") from error
+        raise BadPayload("FV2308", f"{file.stat().st_size} bytes are not safetensors: {error}") from error
 
 
 @lru_cache(maxsize=64)
@@ -212,7 +212,9 @@ class TensorFile(TensorReader):
             file.seek(place.first + first * place.dtype.itemsize)
             got = file.readinto(numbers.view(np.uint8))
         if got != numbers.nbytes:
-            raise BadPayload(f"{self._file.name}: {name!r} ends early: {got} bytes where {numbers.nbytes} were")
+            raise BadPayload(
+                "FV2308", f"{self._file.name}: {name!r} ends early: {got} bytes where {numbers.nbytes} were"
+            )
         read: Array = numbers
         return read
 
@@ -287,18 +289,18 @@ def check_tensors(
     tensors must be finite. Raises BadPayload whose message begins with `what` and names the tensor.
     """
     if missing := sorted(expected.keys() - tensors.keys()):
-        raise BadPayload(f"{what}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+        raise BadPayload("FV2308", f"{what}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
     if extra := sorted(tensors.keys() - expected.keys()):
-        raise BadPayload(f"{what}: {len(extra)} tensors were not asked for, the first is {extra[0]!r}")
+        raise BadPayload("FV2308", f"{what}: {len(extra)} tensors were not asked for, the first is {extra[0]!r}")
     for name, (shape, dtype) in expected.items():
         array = tensors[name]
         if str(array.dtype) != dtype:
-            raise BadPayload(f"{what}: {name!r} has dtype {array.dtype}, expected {dtype}")
+            raise BadPayload("FV2308", f"{what}: {name!r} has dtype {array.dtype}, expected {dtype}")
         fits = len(array.shape) == len(shape) and all(
             want is None or got == want for got, want in zip(array.shape, shape, strict=True)
         )
         if not fits:
-            raise BadPayload(f"{what}: {name!r} has shape {tuple(array.shape)}, expected {_dots(shape)}")
+            raise BadPayload("FV2308", f"{what}: {name!r} has shape {tuple(array.shape)}, expected {_dots(shape)}")
     check_finite(tensors, what)
 
 
@@ -306,7 +308,7 @@ def check_finite(tensors: Mapping[str, Array], what: str) -> None:
     """Raises BadPayload, naming the tensor, when a floating one holds a NaN or an infinity."""
     for name, array in tensors.items():
         if np.issubdtype(array.dtype, np.floating) and (bad := _not_finite(array)):
-            raise BadPayload(f"{what}: {name!r} holds {bad} values that are NaN or infinite")
+            raise BadPayload("FV2308", f"{what}: {name!r} holds {bad} values that are NaN or infinite")
 
 
 def _not_finite(array: Array) -> int:

@@ -63,13 +63,15 @@ def run(
     """
     began = time.monotonic()
     if resume and name is None:
-        raise ConfigError(f"{WHERE}: resume=True needs the run's name")
+        raise ConfigError("FV2122", f"{WHERE}: resume=True needs the run's name")
     values = config if engine == "onnx" else {"accelerator": "auto", **config}
     checked = _check(values, engine)
     out, name = Path(out), check_name(name or usual_name(checked), "run")
     home = out / name
     if home.exists() and not resume:
-        raise ConfigError(f"{WHERE}: {home} exists already; resume the run with resume=True, or choose another name")
+        raise ConfigError(
+            "FV2122", f"{WHERE}: {home} exists already; resume the run with resume=True, or choose another name"
+        )
     if dataset is not None:
         dealt = Path(parts or home / "parts")
         if not (resume and dealt.exists()):
@@ -81,7 +83,8 @@ def run(
         folders = _choose_folders(dealt, None)
     elif parts is None or partition is not None or partition_options is not None:
         raise ConfigError(
-            f"{WHERE}: expected parts, a folder that was dealt out before, or dataset, which partition deals out"
+            "FV2122",
+            f"{WHERE}: expected parts, a folder that was dealt out before, or dataset, which partition deals out",
         )
     else:
         folders = _choose_folders(Path(parts), devices)
@@ -101,7 +104,7 @@ def _choose_folders(parts: Path, devices: int | None) -> list[Path] | dict[str, 
 
 def _check(values: dict[str, Any], engine: str) -> RunConfig:
     if engine not in get_args(Engine):
-        raise ConfigError(f"{WHERE}: unknown engine {engine!r}{suggest_names(engine, get_args(Engine))}")
+        raise ConfigError("FV2122", f"{WHERE}: unknown engine {engine!r}{suggest_names(engine, get_args(Engine))}")
     config = convert_table(values, RunConfig, WHERE)
     check_settings(config, WHERE)
     check_run(config, WHERE)

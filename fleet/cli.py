@@ -1,7 +1,6 @@
 """`fleet`: a whole fleet on one machine."""
 
 import signal
-from importlib import import_module
 
 import click
 
@@ -15,29 +14,14 @@ COMMANDS = {
     "region": "Serve a region: a coordinator whose devices count as one device of another coordinator, the centre.",
     "run": "Run a coordinator and its devices on this machine: a process per device folder, or many virtual devices.",
 }
-"""Name -> description, so that `--help` imports no command."""
-
-
-class _Group(command_line.Group):
-    """Imports a command's module when the command is used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module = import_module("fleet.region" if cmd_name == "region" else f"fleet.commands.{cmd_name}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+"""The commands and the first sentences of their help."""
 
 
 @click.group(
-    cls=_Group,
+    cls=command_line.LazyGroup,
+    package="fleet.commands",
+    lazy=COMMANDS,
+    elsewhere={"region": "fleet.region"},
     context_settings={"show_default": True},
     examples=["fleet demo", "fleet partition --devices 4 --out parts", "fleet run --parts parts --method fedavg"],
 )

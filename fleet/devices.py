@@ -11,9 +11,9 @@ def device_folders(parts: Path, count: int | None) -> list[Path]:
     folders = sorted(parts.glob("device-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     if not folders:
         partition = command("fleet", "partition", "--out", parts)
-        raise ConfigError(f"{parts} holds no device-0, device-1, ...: make them with `{partition}`")
+        raise ConfigError("FV2101", f"{parts} holds no device-0, device-1, ...: make them with `{partition}`")
     if count is not None and count > len(folders):
-        raise ConfigError(f"--devices {count}, but {parts} holds {len(folders)} device folders")
+        raise ConfigError("FV2101", f"--devices {count}, but {parts} holds {len(folders)} device folders")
     return folders[:count]
 
 

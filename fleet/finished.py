@@ -56,7 +56,9 @@ class FinishedRun:
             return map_tensors(self.folder / "model.safetensors")
         devices = [entry.device for entry in self.summary.devices]
         if device not in devices:
-            raise ConfigError(f"no device {device!r} in run {self.name!r}; its devices are: {', '.join(devices)}")
+            raise ConfigError(
+                "FV1904", f"no device {device!r} in run {self.name!r}; its devices are: {', '.join(devices)}"
+            )
         generated = self.folder / "generated" / f"{device}.safetensors"
         return {**(map_tensors(generated) if generated.is_file() else {}), **self._read_local(device)}
 

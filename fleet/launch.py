@@ -173,7 +173,7 @@ def run_processes(launch: Launch, devices: Devices | None = None, address: str |
             processes.restart_killed()
         if coordinator.returncode != 0:
             raise FedvitError(
-                f"the coordinator ended with code {coordinator.returncode}; its log: {home}/coordinator.log"
+                "FV1218", f"the coordinator ended with code {coordinator.returncode}; its log: {home}/coordinator.log"
             )
         seconds = time.monotonic() - began
         processes.wait()
@@ -203,7 +203,7 @@ class _DeviceProcesses:
             if name not in self._restarts or code == 0:
                 continue
             if code > 0 or not self._restarts[name]:
-                raise FedvitError(f"{name} ended with code {code}: {last_line(self._log(name))}")
+                raise FedvitError("FV1218", f"{name} ended with code {code}: {last_line(self._log(name))}")
             self._restarts[name] -= 1
             self._start(name)
 

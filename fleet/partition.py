@@ -98,10 +98,12 @@ def deal(
     samples = read_dataset(dataset, settings.size) if isinstance(dataset, str) else dataset
     if isinstance(samples, Texts):
         if not isinstance(rule, Natural):
-            raise ConfigError(f"partition {partition} deals out single samples, which tears a text apart; use natural")
+            raise ConfigError(
+                "FV2003", f"partition {partition} deals out single samples, which tears a text apart; use natural"
+            )
         if settings.global_test is not None:
             raise ConfigError(
-                f"global_test = {settings.global_test} sets images apart, and {samples.dataset} is a text"
+                "FV2004", f"global_test = {settings.global_test} sets images apart, and {samples.dataset} is a text"
             )
         parts = deal_out(rule, samples.annotations, devices, settings.seed)
         return _write_texts(samples, Division(parts, partition, asdict(rule)), out, settings)
@@ -151,9 +153,10 @@ def write_division(samples: Samples, division: Division, out: Path, settings: De
                 train, test = split_train_test(train, samples.labels, settings.validation_share, rng)
                 if not len(test):
                     raise ConfigError(
+                        "FV2112",
                         f"validation_share = {settings.validation_share} leaves {name} without a validation image: its"
                         f" {images} training images are of {images} classes, and one of each class has to train; give"
-                        " devices more images"
+                        " devices more images",
                     )
             std = division.noise_stds[number] if division.noise_stds else 0.0
             train_counts = writer.write(train, partial / name / TRAIN, std)
@@ -186,7 +189,7 @@ def _write_texts(texts: Texts, division: Division, out: Path, settings: DealSett
     sample of each kind, and the errors of `write_division`.
     """
     if not 0 <= settings.test_share < 1:
-        raise ConfigError(f"test share is {settings.test_share}, expected a number in [0, 1)")
+        raise ConfigError("FV1408", f"test share is {settings.test_share}, expected a number in [0, 1)")
     with _new_folder(out, settings.overwrite) as partial:
         devices = []
         for number, rows in enumerate(division.parts):
@@ -220,8 +223,9 @@ def _divide_text(texts: Texts, rows: Indices, number: int, settings: DealSetting
         if len(text) < least and (text or purpose == "training" or settings.validation_share is not None):
             source = texts.source_names[texts.sources[rows[0]]]
             raise ConfigError(
+                "FV2003",
                 f"device-{number} has too little text: of the {len(rows)} characters of {source!r} {len(text)}"
-                f" are for {purpose}, and a sample takes {least}; raise min_samples, or shorten the context"
+                f" are for {purpose}, and a sample takes {least}; raise min_samples, or shorten the context",
             )
     return train, test
 
@@ -273,7 +277,7 @@ def _new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
         yield partial
         _put_in_place(partial, out)
     except OSError as error:
-        raise StorageFailed(f"cannot write device folders to {out}: {error.strerror or error}") from error
+        raise StorageFailed("FV1701", f"cannot write device folders to {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -285,14 +289,16 @@ def _write_summary(summary: PartitionSummary, folder: Path) -> None:
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
     """Raises ConfigError unless `out` is free, or an earlier partition that may be overwritten."""
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file, expected a folder to write device folders to")
+        raise ConfigError("FV2007", f"{out} is a file, expected a folder to write device folders to")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise ConfigError(f"{out} is not empty; choose another folder, or overwrite it (--overwrite)")
+        raise ConfigError("FV2007", f"{out} is not empty; choose another folder, or overwrite it (--overwrite)")
     if not (out / PARTITION_FILE).is_file():
         # a mistyped path must not delete a home folder
-        raise ConfigError(f"{out} holds no {PARTITION_FILE}, so it is no earlier partition and is not overwritten")
+        raise ConfigError(
+            "FV2007", f"{out} holds no {PARTITION_FILE}, so it is no earlier partition and is not overwritten"
+        )
 
 
 def _put_in_place(partial: Path, out: Path) -> None:

@@ -75,7 +75,7 @@ def write_plot(summary: PartitionSummary, file: Path) -> None:
     try:
         figure.savefig(file)
     except OSError as error:
-        raise StorageFailed(f"cannot write {file}: {error.strerror or error}") from error
+        raise StorageFailed("FV1701", f"cannot write {file}: {error.strerror or error}") from error
 
 
 def count_matrix(summary: PartitionSummary) -> Counts:

@@ -72,8 +72,9 @@ class _Executor(TaskExecutor):
         task = execution.task
         if others := [run for run in self.storage.vault.runs() if run != task.run]:
             raise AnotherRun(
+                "FV2204",
                 f"this region takes part in run {others[0]!r} of its centre, the task is of run {task.run!r}: begin "
-                "another run of the region, with another --run"
+                "another run of the region, with another --run",
             )
         self.check_files(execution, program)
         self.rebuild_blobs(execution)
@@ -123,7 +124,7 @@ class _Executor(TaskExecutor):
 def _outcome(offered: CentralTask, stop: threading.Event) -> RegionAnswer:
     while True:
         if stop.is_set() and offered.outcome.cancel():
-            raise Stopped("the centre does not wait for the answer any longer")
+            raise Stopped("FV1422", "the centre does not wait for the answer any longer")
         with suppress(TimeoutError):
             return offered.outcome.result(timeout=TICK_S)
 
@@ -225,7 +226,7 @@ class CentreLink:
             self._error = error
         except Exception as error:
             log.exception("the link to the centre ended")
-            self._error = FedvitError(f"the link to the centre ended: {type(error).__name__}: {error}")
+            self._error = FedvitError("FV2207", f"the link to the centre ended: {type(error).__name__}: {error}")
 
     def task(self) -> CentralTask | None:
         if self._opened and (offered := self._opened[0].worker.offered):
@@ -325,7 +326,7 @@ def region_command(
     """Serve a region: a coordinator whose devices count as one device of another coordinator, the centre."""
     endpoint = find_endpoint(centre, ca_file=centre_ca_file, federation=centre_federation, device=device, state=state)
     if endpoint.device is None:
-        raise ConfigError("--id is missing: the name of this region at its centre")
+        raise ConfigError("FV2201", "--id is missing: the name of this region at its centre")
     own = check_name(endpoint.device, "--id")
     name = check_name(name or own, "--run")
     link = CentreLink(

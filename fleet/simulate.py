@@ -64,7 +64,9 @@ def simulate(request: RunRequest, display: Display | None = None) -> RunOutcome:
     is_on_torch = request.engine == "torch" or (request.engine == "auto" and not accelerator.startswith("cpu"))
     if is_on_torch:
         if len(torch_devices(accelerator)) > 1:
-            raise ConfigError(f"accelerator = {accelerator!r}: engine torch computes on one; use engine = 'onnx'")
+            raise ConfigError(
+                "FV2110", f"accelerator = {accelerator!r}: engine torch computes on one; use engine = 'onnx'"
+            )
         check_engine_config(config)
     store = open_record(request.out)
     if not (request.resume and _has_run(store, request.run, config)):
@@ -171,7 +173,9 @@ def _has_run(store: Record, run: str, config: RunConfig) -> bool:
     records = [record for record in store.runs.read_all() if record.id == run]
     settings = msgspec.json.decode(msgspec.json.encode(config))
     if records and _without_metrics(records[0].config) != _without_metrics(settings):
-        raise ConfigError(f"run {run!r} began with another configuration; resume it with that, or choose another name")
+        raise ConfigError(
+            "FV1616", f"run {run!r} began with another configuration; resume it with that, or choose another name"
+        )
     return bool(records)
 
 

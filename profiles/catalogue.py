@@ -139,7 +139,7 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return None
         if name not in self.modes:
             known = ", ".join(f"{self.id}@{mode}" for mode in self.modes) or self.id
-            raise ConfigError(f"board {self.id!r} has no power mode {name!r}; choose one of: {known}")
+            raise ConfigError("FV1902", f"board {self.id!r} has no power mode {name!r}; choose one of: {known}")
         return self.modes[name]
 
     def training_cores(self, mode: str | None = None) -> list[tuple[Cores, int, float]]:
@@ -192,7 +192,9 @@ class Board(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if copied is not None:
             return Figure(2 * copied.value, "derived", f"2 x memcpy ({copied.mark}, {copied.source})")
         if sheet is None:
-            raise ConfigError(f"board {self.id!r}: neither memory.memcpy_bytes_per_s nor memory.bytes_per_s is given")
+            raise ConfigError(
+                "FV1902", f"board {self.id!r}: neither memory.memcpy_bytes_per_s nor memory.bytes_per_s is given"
+            )
         return Figure(sheet.value / 2, "derived", f"half of the data sheet's rate ({sheet.mark}, {sheet.source})")
 
     def load_w(self, mode: str | None = None) -> float | None:
@@ -267,7 +269,7 @@ def load(id: str) -> Board:
     begin_alike = [known for known in catalogue if known.startswith(id)]
     near = begin_alike or difflib.get_close_matches(id, catalogue, n=5, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(catalogue)}"
-    raise ConfigError(f"no board {id!r} in the catalogue; {hint}")
+    raise ConfigError("FV1902", f"no board {id!r} in the catalogue; {hint}")
 
 
 def in_mode(text: str) -> tuple[Board, str | None]:
@@ -303,7 +305,7 @@ def read_boards(stem: str, text: str) -> list[Board]:
         merged = {f"{stem}-{suffix}": _over(raw, values) for suffix, values in variants.items()} or {stem: raw}
         return [msgspec.convert({**values, "id": id}, Board, str_keys=True) for id, values in merged.items()]
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"devices/{stem}.toml: {error}") from error
+        raise ConfigError("FV1902", f"devices/{stem}.toml: {error}") from error
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def simulate_command(
 
     jobs, wanted = choose(names), tuple(sides.split(","))
     if unknown := [side for side in wanted if side not in SIDES]:
-        raise ConfigError(f"--sides: no side {unknown[0]!r}, expected some of: {', '.join(SIDES)}")
+        raise ConfigError("FV0002", f"--sides: no side {unknown[0]!r}, expected some of: {', '.join(SIDES)}")
 
     def run(log: Progress) -> Report:
         with tempfile.TemporaryDirectory(prefix="bench-simulate-") as folder:

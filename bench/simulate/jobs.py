@@ -74,7 +74,7 @@ def choose(names: Sequence[str]) -> tuple[Job, ...]:
     """The jobs with these names; all without names. Raises ConfigError for an unknown name."""
     known = {job.name: job for job in JOBS}
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"no case {unknown[0]!r}, expected one of: {', '.join(known)}")
+        raise ConfigError("FV0002", f"no case {unknown[0]!r}, expected one of: {', '.join(known)}")
     return tuple(known[name] for name in names) or JOBS
 
 
@@ -101,7 +101,7 @@ def deal_images(data: Path, images: int, parts: Path) -> list[Path]:
 
 def _subset(samples: Samples, images: int) -> Samples:
     if images > len(samples):
-        raise ConfigError(f"--images {images}, but {samples.dataset} holds {len(samples)} images")
+        raise ConfigError("FV0002", f"--images {images}, but {samples.dataset} holds {len(samples)} images")
     rows = np.sort(np.random.default_rng(SEED).choice(len(samples), images, replace=False))
     return replace(
         samples, images=ArrayImages(samples.images[rows], SIZE), labels=samples.labels[rows], coarse_labels=None

@@ -71,7 +71,7 @@ class _Flag(SectionOption):
             try:
                 merge_tables(entries, _entry(text, inner[1]))
             except ValueError:
-                raise ConfigError(f"{self.opts[0]} {text!r} must be written {self.metavar}") from None
+                raise ConfigError("FV1003", f"{self.opts[0]} {text!r} must be written {self.metavar}") from None
         return entries
 
 

@@ -70,7 +70,9 @@ def dashboard(
         from coordinator.views.dashboard.access import is_loopback
         from coordinator.views.dashboard.server import listen_on, serve
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the dashboard needs the package {error.name}: pip install 'fedvit[dashboard]'") from error
+        raise ConfigError(
+            "FV1801", f"the dashboard needs the package {error.name}: pip install 'fedvit[dashboard]'"
+        ) from error
     from coordinator.security.folder import Deployment
     from coordinator.views.dashboard.experiments import Experiments
     from coordinator.views.dashboard.frame import Site
@@ -79,8 +81,9 @@ def dashboard(
     password = _password(password_file)
     if password is None and not is_loopback(listen):
         raise ConfigError(
+            "FV1804",
             f"a dashboard on {listen} can be reached from other machines and needs a password; "
-            f"set {PASSWORD} or --password-file, or listen on 127.0.0.1"
+            f"set {PASSWORD} or --password-file, or listen on 127.0.0.1",
         )
     store = open_to_watch(folder)
     try:
@@ -127,7 +130,7 @@ def _password(file: Path | None) -> str | None:
         try:
             password, source = file.read_text().strip(), str(file)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the dashboard's password cannot be read: {error}") from error
+            raise ConfigError("FV1805", f"the dashboard's password cannot be read: {error}") from error
     if password is not None and len(password) < SHORTEST:
-        raise ConfigError(f"the dashboard's password in {source} has fewer than {SHORTEST} characters")
+        raise ConfigError("FV1805", f"the dashboard's password in {source} has fewer than {SHORTEST} characters")
     return password

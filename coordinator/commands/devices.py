@@ -45,7 +45,7 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
     from profiles.report.terminal import table as new_table
 
     if run and runs is None:
-        raise ConfigError(f"--run {run}: --runs is missing, the folder of all runs")
+        raise ConfigError("FV1318", f"--run {run}: --runs is missing, the folder of all runs")
     deployment = Deployment.open(folder)
     if confirm_clock:
         clock.confirm_clock(deployment)
@@ -101,7 +101,7 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
     try:
         run = run or next((record.id for record in store.runs.read_all()), None)
         if run is None:
-            raise ConfigError(f"there is no run in {runs}")
+            raise ConfigError("FV1318", f"there is no run in {runs}")
         known = {standing.device: standing for standing in read_standings(store, run)}
         records = {record.device: record for record in store.devices.read_all(run)}
     finally:

@@ -51,7 +51,7 @@ def _wait_for_device(deployment: Deployment, token: str, name: str, valid_s: flo
             click.echo("waiting for it; after Ctrl-C the token stays valid", err=True)
         while not _is_used(deployment, token, name):
             if time.monotonic() > until:
-                raise LinkDown(f"{name} did not join within {format_seconds(valid_s)}; the token has expired")
+                raise LinkDown("FV1302", f"{name} did not join within {format_seconds(valid_s)}; the token has expired")
             if service:
                 service.watch()
             time.sleep(TICK_S)
@@ -67,5 +67,7 @@ def _is_used(deployment: Deployment, token_id: str, name: str) -> bool:
     with deployment.registry.read() as rows:
         token = rows.tokens.find(token_id)
     if token is None or token.withdrawn:
-        raise ConfigError(f"this token for {name} was withdrawn: {name} has joined with another one, or was revoked")
+        raise ConfigError(
+            "FV1302", f"this token for {name} was withdrawn: {name} has joined with another one, or was revoked"
+        )
     return token.request is not None

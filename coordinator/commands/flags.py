@@ -38,7 +38,7 @@ def key_value(pair: str) -> tuple[str, Any]:
     """The two halves of KEY=VALUE. Raises ConfigError for another format."""
     key, equals, value = pair.partition("=")
     if not equals:
-        raise ConfigError(f"option {pair!r} must be written KEY=VALUE")
+        raise ConfigError("FV1003", f"option {pair!r} must be written KEY=VALUE")
     return key, literal(value)
 
 

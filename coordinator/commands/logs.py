@@ -31,7 +31,9 @@ def logs(device: str, folder: Path, run: str | None, as_json: bool) -> None:
         return
     if not found:
         where = f"run {run!r}" if run else f"any run of {folder}"
-        raise ConfigError(f"device {device!r} has sent no log in {where}: it failed no task, or runs with --no-logs")
+        raise ConfigError(
+            "FV1610", f"device {device!r} has sent no log in {where}: it failed no task, or runs with --no-logs"
+        )
     for log in found:
         click.echo(escape_line(f"{log.at} run {log.run}, round {log.round}, {log.kind}: {log.reason}"))
         for line in log.lines.splitlines():

@@ -39,9 +39,9 @@ def methods(
     """List all methods: what each trains and sends; or describe the method NAME."""
     options, model_options = dict(map(key_value, pairs)), dict(map(key_value, model_pairs))
     if name and names:
-        raise ConfigError(f"methods {name} shows that one method; --method {names[0]} is for the list")
+        raise ConfigError("FV1903", f"methods {name} shows that one method; --method {names[0]} is for the list")
     if classes < 1:
-        raise ConfigError(f"--classes {classes} must be at least 1")
+        raise ConfigError("FV1903", f"--classes {classes} must be at least 1")
     chosen = [name] if name else names
     check_model(model)
     check_model_options(model, model_options)
@@ -50,7 +50,7 @@ def methods(
         try:
             check_settings(each, options, model, model_options)
         except ConfigError as error:
-            raise ConfigError(f"{error}{'' if chosen else HINT}") from None
+            raise ConfigError(error.code, f"{error}{'' if chosen else HINT}") from None
     from coordinator.compute.planning.method_entry import STORED_CLASSES, page, read_stored_entries, table
     from profiles.report.console import Console
 

@@ -56,7 +56,7 @@ def plan(run: str | None, folder: Path, as_json: bool, **request: Any) -> None:
         console = Console()
         console.print(plan_report(chosen, console.width))
     if none := [each.device for each in chosen if isinstance(each, NothingFits)]:
-        raise OverBudget(f"nothing fits the budget of {', '.join(none)}")
+        raise OverBudget("FV1508", f"nothing fits the budget of {', '.join(none)}")
 
 
 def _recorded(run: str, folder: Path) -> RunConfig:
@@ -64,7 +64,7 @@ def _recorded(run: str, folder: Path) -> RunConfig:
     source = click.get_current_context().get_parameter_source
     given = [flag for name, flag in OF_THE_RUN.items() if source(name) is ParameterSource.COMMANDLINE]
     if given:
-        raise ConfigError(f"--run {run} has its own method and model: leave out {', '.join(given)}")
+        raise ConfigError("FV1901", f"--run {run} has its own method and model: leave out {', '.join(given)}")
     store = open_existing_record(folder)
     try:
         return make_config(store.runs.read(run).config, f"run {run}").run

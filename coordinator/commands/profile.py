@@ -42,4 +42,4 @@ def profile(masks: tuple[float, ...], splits: tuple[int, ...], out: Path | None,
         atomic_write(out, profile_page(document).encode())
         click.echo(f"written: {out}", err=True)
     if none := [device.id for device in document.devices if all(entry.over for entry in device.predictions)]:
-        raise OverBudget(f"no variant fits the budget of {', '.join(none)}")
+        raise OverBudget("FV1508", f"no variant fits the budget of {', '.join(none)}")

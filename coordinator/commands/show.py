@@ -77,13 +77,15 @@ def write_missing(store: "Record", run: str, folder: Path, flags: dict[str, Any]
     values = merge_flags({"trackers": msgspec.to_builtins(config.trackers)}, flags)
     config = msgspec.structs.replace(config, trackers=make_config(values, "flags").run.trackers)
     if not config.trackers.writers:
-        raise ConfigError(f"run {run!r} has no writers of its own: name one, as in --trackers.writer tensorboard")
+        raise ConfigError(
+            "FV1016", f"run {run!r} has no writers of its own: name one, as in --trackers.writer tensorboard"
+        )
     check_writers(config.trackers, "flags")
     lock = lock_run(folder / run, run)  # otherwise the run's own process writes them
     for writer in make_writers(run, config, folder / run):
         try:
             rounds = write_all(writer, run, config, store)
         except Exception as error:
-            raise StorageFailed(f"cannot write to {writer.where}: {error}. {writer.remedy}") from error
+            raise StorageFailed("FV1016", f"cannot write to {writer.where}: {error}. {writer.remedy}") from error
         click.echo(f"{format_count(rounds, 'round')} written to {writer.where}")
     os.close(lock)

@@ -48,7 +48,7 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
     values = merge_flags(read_toml(file) if file else {}, flags)
     if "broker" in values:
         raise ConfigError(
-            f"{where}: [broker] is for `coordinator start` and `serve`; this run uses its service's broker"
+            "FV1023", f"{where}: [broker] is for `coordinator start` and `serve`; this run uses its service's broker"
         )
     config = make_config(values, where).run
     check_settings(config, where)

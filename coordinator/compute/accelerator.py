@@ -65,4 +65,4 @@ def _check_processes(wanted: str) -> None:
 
 
 def _make_refusal(wanted: str, reason: str) -> ConfigError:
-    return ConfigError(f"accelerator = {wanted!r} cannot be used: {reason}")
+    return ConfigError("FV1022", f"accelerator = {wanted!r} cannot be used: {reason}")

@@ -50,15 +50,16 @@ def start_state(earlier: str, store: Record, runs: Path) -> ServerState:
     newest = store.rounds.read_newest_closed(earlier)
     if newest is None or newest.state is None:
         store.runs.read(earlier)  # raises if there is no such run
-        raise ConfigError(f"start_from = {earlier!r}: that run closed no round")
+        raise ConfigError("FV1115", f"start_from = {earlier!r}: that run closed no round")
     blobs = VerifiedBlobs(runs / earlier / "blobs")
     try:
         return load_state(newest.state, blobs)
     except DamagedBlob as error:
         held = blob_description(error.digest, earlier, store, blobs)
         raise Damaged(
+            "FV1115",
             f"start_from = {earlier!r}: {error.path} is damaged: it held {held}. "
-            "Put the file back from a copy of that run's folder"
+            "Put the file back from a copy of that run's folder",
         ) from error
 
 

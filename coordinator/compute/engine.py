@@ -101,8 +101,9 @@ class Engine:
         made, record = plan.first.digest, self._store.runs.read(self._run)
         if record.program not in (None, made):
             raise ConfigError(
+                "FV1509",
                 f"run {self._run} began with program {record.program}, but this software makes {made}: "
-                "resume it with the versions it began with"
+                "resume it with the versions it began with",
             )
         accelerator = choose_accelerator(self._config.accelerator)
         self._step = ServerStep(

@@ -25,7 +25,7 @@ class DamagedBlob(Damaged):
     def __init__(self, digest: str, path: Path) -> None:
         missing = not path.exists()
         super().__init__(
-            f"{path} is {'missing' if missing else 'damaged: it does not have the digest that is its name'}"
+            "FV1704", f"{path} is {'missing' if missing else 'damaged: it does not have the digest that is its name'}"
         )
         self.digest = digest
         self.path = path
@@ -145,7 +145,8 @@ def unrepairable(run: str, path: Path, held: str, why: str, copies: str) -> Dama
     runs = path.parents[3]  # the file is RUNS/RUN/blobs/XX/DIGEST
     resume = command("coordinator", "start", "--resume", run, runs=runs)
     return Damaged(
+        "FV1621",
         f"{path} of run {run} is damaged: it held {held}, and cannot be recomputed: {why}. Put the file back from a "
         f"copy of the run's folder and resume with `{resume}`{copies}; or begin a new run, "
-        "with --start-from where an earlier one ended"
+        "with --start-from where an earlier one ended",
     )

@@ -71,6 +71,7 @@ class Raised(Struct, frozen=True, kw_only=True, tag=True):
 
     kind: str
     text: str
+    code: str = FedvitError.general_code
     errno: int | None = None
     path: str = ""
     digest: str = ""
@@ -86,7 +87,7 @@ def encode_error(error: Exception, damaged: list[str]) -> Raised:
         return Raised(kind="DamagedBlob", text=str(error), path=str(error.path), digest=error.digest, damaged=damaged)
     if isinstance(error, FedvitError):
         kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        return Raised(kind=kind.__name__, text=str(error), damaged=damaged)
+        return Raised(kind=kind.__name__, code=error.code, text=str(error), damaged=damaged)
     if isinstance(error, OSError):
         path = str(error.filename or "")
         return Raised(kind="OSError", text=error.strerror or str(error), errno=error.errno, path=path, damaged=damaged)
@@ -101,9 +102,9 @@ def exception_of(raised: Raised, log_file: Path | None) -> Exception:
         return OSError(raised.errno, raised.text, *([raised.path] if raised.path else []))
     if raised.kind:
         kind: type[FedvitError] = getattr(errors, raised.kind)
-        return kind(raised.text)
+        return kind(raised.code, raised.text)
     where = f"; its log has the traceback: {log_file}" if log_file else ""
-    return FedvitError(f"the worker process failed unexpectedly: {raised.text}{where}")
+    return FedvitError("FV1510", f"the worker process failed unexpectedly: {raised.text}{where}")
 
 
 # --- the process ------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ class Worker:
                 except _Died as died:
                     deaths += 1
                     if deaths == DEATHS:
-                        raise DeviceTrouble(self._out_of_attempts(str(died), request)) from None
+                        raise DeviceTrouble("FV1510", self._out_of_attempts(str(died), request)) from None
                     continue
                 self._died = 0
                 if isinstance(request, Prepare):
@@ -255,7 +256,7 @@ class Worker:
             self._closed.wait(max(0.0, self._start_at - time.monotonic()))
             self._start_again()
         if self._closed.is_set():
-            raise LinkDown("the worker process was ended")
+            raise LinkDown("FV1510", "the worker process was ended")
         assert self._child is not None
         return self._child
 

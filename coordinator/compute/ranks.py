@@ -133,9 +133,10 @@ class Ranks:
                 self.stop()  # otherwise the remaining processes would wait for the failed one
                 raise
         raise DeviceTrouble(
+            "FV1511",
             f"round {closing.round} could not be closed: a process of the server's training ended {DEATHS} times, the "
             f"last time {ending}. With SIGKILL it was probably out of memory: see the system's log, or "
-            f"choose fewer processes with `accelerator`"
+            f"choose fewer processes with `accelerator`",
         )
 
     def _close(self, closing: Closing) -> tuple[SavedState, dict[str, float]]:
@@ -180,7 +181,7 @@ class Ranks:
                 if answer.reply is None:
                     return self._died(answer.rank)
         except Empty:
-            return FedvitError(f"{self._name(rank)} failed: {raised.text}; the run's log has the traceback")
+            return FedvitError("FV1511", f"{self._name(rank)} failed: {raised.text}; the run's log has the traceback")
 
     def _died(self, rank: int) -> _Died:
         child = self._children[rank]

@@ -52,7 +52,7 @@ class ServerStep:
         """
         config, results = self.config, self.results(number)
         if not results:
-            raise EmptyCohort(f"none of the asked devices returned a result for round {number}")
+            raise EmptyCohort("FV1501", f"none of the asked devices returned a result for round {number}")
         screened = self._screened(number, results)
         kept = self._without_quarantined(saved.uploads, number)
         damaged = self._find_damaged_uploads(kept, results)

@@ -33,7 +33,7 @@ def check_start(request: Check) -> Checked:
     try:
         parameters, notes = _built(config, Path(request.runs))
     except ConfigError as error:
-        raise ConfigError(f"{request.where}: {error}") from None
+        raise ConfigError(error.code, f"{request.where}: {error}") from None
     return Checked(accelerator=accelerator, parameters=parameters, notes=notes)
 
 

@@ -25,8 +25,9 @@ class AlertsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_webhook(self.webhook, "webhook")
         if "@" in urlsplit(self.webhook).netloc:
             raise ConfigError(
+                "FV1020",
                 "webhook contains a user or password, and would be recorded with the run: set FEDVIT_ALERTS_WEBHOOK in "
-                "the environment"
+                "the environment",
             )
 
 
@@ -39,6 +40,7 @@ def check_webhook(address: str, name: str) -> None:
         valid = False
     if not valid or not address.isascii() or not address.isprintable() or " " in address:
         raise ConfigError(
+            "FV1020",
             f"{name} must be an address that begins with http:// or https:// and a host; its value may be secret "
-            "and is not shown"
+            "and is not shown",
         )

@@ -63,19 +63,22 @@ class BlobsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             named = self.folder if parts.scheme == "file" else parts.netloc and self.bucket
             if parts.scheme not in _FORMS or not named or secret:
                 forms = _FORMS.get(parts.scheme) or ", ".join(_FORMS.values())
-                raise ConfigError(f"blobs: url = {self.url!r} must be written {forms}, without keys")
+                raise ConfigError("FV1017", f"blobs: url = {self.url!r} must be written {forms}, without keys")
             if parts.scheme == "file" and not self.mirror:
                 raise ConfigError(
+                    "FV1017",
                     f"blobs: url = {self.url!r} is a folder, and no device can fetch from it: with mirror = true it "
-                    "keeps the files of runs for a coordinator on another machine"
+                    "keeps the files of runs for a coordinator on another machine",
                 )
         elif self.mirror:
-            raise ConfigError("blobs: mirror = true needs the url of a store")
+            raise ConfigError("FV1017", "blobs: mirror = true needs the url of a store")
         if self.endpoint is not None:
             parts = _split("endpoint", self.endpoint)
             more = "@" in parts.netloc or parts.path.strip("/") or parts.query
             if parts.scheme not in ("http", "https") or not parts.hostname or more:
-                raise ConfigError(f"blobs: endpoint = {self.endpoint!r} must be written http(s)://HOST[:PORT]")
+                raise ConfigError(
+                    "FV1017", f"blobs: endpoint = {self.endpoint!r} must be written http(s)://HOST[:PORT]"
+                )
 
     @property
     def scheme(self) -> str:
@@ -126,8 +129,9 @@ def check_blobs(config: BlobsConfig, where: str) -> None:
     """Raises ConfigError, which begins with `where`, if the library of the object store is not installed."""
     if config.url is not None and find_spec("obstore") is None:
         raise ConfigError(
+            "FV1017",
             f"{where}: blobs: url = {config.url!r} needs the package 'obstore', which is not installed: "
-            "pip install 'fedvit[s3]', or leave the url out"
+            "pip install 'fedvit[s3]', or leave the url out",
         )
 
 
@@ -136,5 +140,5 @@ def _split(key: str, value: str) -> SplitResult:
         parts = urlsplit(value)
         parts.port  # noqa: B018 - raises if it is no number
     except ValueError as error:
-        raise ConfigError(f"blobs: {key} = {value!r} is not a URL: {error}") from None
+        raise ConfigError("FV1017", f"blobs: {key} = {value!r} is not a URL: {error}") from None
     return parts

@@ -72,6 +72,7 @@ def with_listen_port(values: dict[str, Any], where: str) -> dict[str, Any]:
     port = int(found[3])
     if values.get("port", port) != port:
         raise ConfigError(
-            f"{where}: listen = {listen!r} says port {port}, and port = {values['port']!r}: give the port once"
+            "FV1010",
+            f"{where}: listen = {listen!r} says port {port}, and port = {values['port']!r}: give the port once",
         )
     return {**values, "listen": found[1] or found[2], "port": port}

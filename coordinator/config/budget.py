@@ -59,8 +59,9 @@ def check_memory_budget(budget: BudgetConfig) -> None:
     least_bytes = BASE_RSS_BYTES + LOADED_BYTES
     if limit_bytes < least_bytes:
         raise ConfigError(
+            "FV1108",
             f"[budget] memory_budget = {budget.memory_budget!r}: a device's program and its engine alone take about "
-            f"{format_bytes(least_bytes)} before any work; set it above that, plus what training takes"
+            f"{format_bytes(least_bytes)} before any work; set it above that, plus what training takes",
         )
 
 
@@ -71,4 +72,4 @@ def _amount(key: str, given: Amount | None, parse: Callable[[str], Number]) -> N
     try:
         return None if given is None else parse(str(given))
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
+        raise ConfigError(error.code, f"{key}: {error}") from None

@@ -13,7 +13,9 @@ def parse_labels(text: str) -> dict[str, str]:
     for part in text.split(",") if text else ():
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value) or name in wanted:
-            raise ConfigError(f"devices_where = {text!r} must be written LABEL=VALUE,LABEL=VALUE, each label once")
+            raise ConfigError(
+                "FV1007", f"devices_where = {text!r} must be written LABEL=VALUE,LABEL=VALUE, each label once"
+            )
         wanted[name] = value
     return wanted
 

@@ -36,24 +36,25 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for noise, clip in (("noise_multiplier", "clip"), ("feature_noise", "feature_clip")):
             limit = getattr(self, clip)
             if getattr(self, noise) and limit is None:
-                raise ConfigError(f"{noise} = {getattr(self, noise)} needs {clip}")
+                raise ConfigError("FV1014", f"{noise} = {getattr(self, noise)} needs {clip}")
             if limit is not None and not 0 < limit < math.inf:
-                raise ConfigError(f"{clip} = {limit} must be above 0")
+                raise ConfigError("FV1014", f"{clip} = {limit} must be above 0")
 
     def check(self, method: str, roles: set[Role], collects: bool, robust: RobustConfig) -> None:
         """Raises ConfigError if the noise would not cover what the method sends, or not with the stated epsilon."""
         if self.feature_noise and not collects:
-            raise ConfigError(f"feature_noise = {self.feature_noise}: method {method!r} uploads no features")
+            raise ConfigError("FV1014", f"feature_noise = {self.feature_noise}: method {method!r} uploads no features")
         if not self.noise_multiplier:
             return
         what = f"noise_multiplier = {self.noise_multiplier}"
         if Role.SHARED not in roles:
-            raise ConfigError(f"{what}: method {method!r} averages no tensors")
+            raise ConfigError("FV1014", f"{what}: method {method!r} averages no tensors")
         if Role.GENERATED in roles or collects:
             other = "features" if collects else "updates of generated tensors"
-            raise ConfigError(f"{what}: method {method!r} also uploads {other}, which no noise would cover")
+            raise ConfigError("FV1014", f"{what}: method {method!r} also uploads {other}, which no noise would cover")
         for key, allowed in (("aggregator", "mean"), ("clip_norm", None), ("reject_scale", None), ("max_weight", None)):
             if getattr(robust, key) != allowed:
                 raise ConfigError(
-                    f"{what}: robust.{key} looks at updates before the noise, which differential privacy does not allow"
+                    "FV1014",
+                    f"{what}: robust.{key} reads updates before the noise, which differential privacy does not allow",
                 )

@@ -25,9 +25,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+        raise ConfigError("FV1001", f"config file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not TOML: {error}") from error
+        raise ConfigError("FV1001", f"config file {path} is not TOML: {error}") from error
 
 
 def make_config(values: dict[str, Any], where: str) -> StartConfig:
@@ -51,16 +51,16 @@ def check_settings(config: RunConfig, where: str) -> None:
             try:
                 known_values.check_settings(config.method, options, config.model, config.model_options)
             except ConfigError as error:
-                raise ConfigError(f"variants: {pattern!r}: {error}") from None
+                raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None
         check_memory_budget(config.budget)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(error.code, f"{where}: {error}") from None
 
 
 def convert_broker(values: Any, where: str) -> BrokerConfig:
     """The table [broker]. Raises ConfigError."""
     if not isinstance(values, dict):
-        raise ConfigError(f'{where}: broker = {values!r} must be a table: [broker] with broker = "..."')
+        raise ConfigError("FV1002", f'{where}: broker = {values!r} must be a table: [broker] with broker = "..."')
     table = f"{where} [broker]"
     return convert_table(with_listen_port(values, table), BrokerConfig, table)
 
@@ -74,7 +74,7 @@ def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Con
     for key in values:
         if key not in known:
             hint = did_you_mean(key, known, most=1) or f"; known keys are {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+            raise ConfigError("FV1002", f"{where}: unknown key {key!r}{hint}")
     for table, inner in TABLES.items() if kind is RunConfig else ():
         given = values.get(table)
         if isinstance(given, dict):
@@ -84,14 +84,14 @@ def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Con
             msgspec.convert({key: value} if not isinstance(value, Struct) else {}, _alone(kind, key))
         except msgspec.ValidationError as error:
             reason = why_invalid(error, value, _hint(kind, key)).replace("`object`", "a table")
-            raise ConfigError(f"{where}: {key} = {value!r}: {reason[:1].lower()}{reason[1:]}") from None
+            raise ConfigError("FV1004", f"{where}: {key} = {value!r}: {reason[:1].lower()}{reason[1:]}") from None
     try:
         return msgspec.convert(values, kind)
     except (
         ConfigError,
         msgspec.ValidationError,
     ) as error:  # the latter: from a ValueError or TypeError in __post_init__
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError("FV1004", f"{where}: {error}") from None
 
 
 def _alone(kind: type[Struct], key: str) -> type[Struct]:

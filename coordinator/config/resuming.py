@@ -57,4 +57,6 @@ def _check_change(run: str, key: str, before: Any, asked: Any) -> None:
         hint = "a resumed run can wait for fewer devices, not for more"
     else:
         hint = "only rounds, devices, metrics, blobs and alerts of a resumed run may change"
-    raise ConfigError(f"run {run!r} began with {key} = {before!r}, and now {key} = {asked!r} is asked for: {hint}")
+    raise ConfigError(
+        "FV1616", f"run {run!r} began with {key} = {before!r}, and now {key} = {asked!r} is asked for: {hint}"
+    )

@@ -44,16 +44,17 @@ class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         if isinstance(self.clip_norm, float) and not 0 < self.clip_norm < math.inf:
-            raise ConfigError(f"clip_norm = {self.clip_norm} must be above 0, or median")
+            raise ConfigError("FV1013", f"clip_norm = {self.clip_norm} must be above 0, or median")
         for key, least in (("reject_scale", 1.0), ("max_weight", 1.0), ("quarantine_rounds", 1)):
             value = getattr(self, key)
             if value is not None and not least <= value < math.inf:
-                raise ConfigError(f"{key} = {value} must be at least {least:g}")
+                raise ConfigError("FV1013", f"{key} = {value} must be at least {least:g}")
 
     def check(self, method: str, roles: set[Role]) -> None:
         """Raises ConfigError, naming the method, if there is nothing to aggregate."""
         if self.aggregator != "mean" and Role.SHARED not in roles:
             raise ConfigError(
+                "FV1013",
                 f"aggregator = {self.aggregator!r}: method {method!r} averages no tensors; "
-                "reject_scale, max_weight and strikes can be used with it"
+                "reject_scale, max_weight and strikes can be used with it",
             )

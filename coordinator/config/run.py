@@ -201,33 +201,37 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         parse_labels(self.devices_where)
         if len(set(self.classes)) != len(self.classes):
             twice = sorted({name for name in self.classes if self.classes.count(name) > 1})
-            raise ConfigError(f"classes: {twice[0]!r} is listed more than once")
+            raise ConfigError("FV1008", f"classes: {twice[0]!r} is listed more than once")
         if len(self.classes) == 1:
-            raise ConfigError(f"classes: a run needs at least two, there is only {self.classes[0]!r}")
+            raise ConfigError("FV1008", f"classes: a run needs at least two, there is only {self.classes[0]!r}")
         if isinstance(self.pretrained, str) and not Path(self.pretrained).is_file():
-            raise ConfigError(f"pretrained = {self.pretrained!r}: there is no such file")
+            raise ConfigError("FV1009", f"pretrained = {self.pretrained!r}: there is no such file")
 
     def check_privacy_of_modes(self) -> None:
         """Raises ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""
         late = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
         if self.robust.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
             raise ConfigError(
-                f"aggregator = {self.robust.aggregator!r} weighs updates equally, but {late} discounts late ones"
+                "FV1013",
+                f"aggregator = {self.robust.aggregator!r} weighs updates equally, but {late} discounts late ones",
             )
         if not self.privacy.noise_multiplier:
             return
         if self.mode == "buffered" or self.late != "refuse":
-            raise ConfigError(f"{late}: noise_multiplier is accounted for in whole rounds without late results")
+            raise ConfigError(
+                "FV1014", f"{late}: noise_multiplier is accounted for in whole rounds without late results"
+            )
         if self.privacy.accounting == "sampled" and self.selection != "uniform":
             raise ConfigError(
-                f"selection = {self.selection!r}: accounting = 'sampled' requires cohorts drawn at random"
+                "FV1014", f"selection = {self.selection!r}: accounting = 'sampled' requires cohorts drawn at random"
             )
         of_groups = {f"up_groups: {group}": codec for group, codec in self.updates.up_groups.items()}
         for key, codec in ({"up": self.updates.up} | of_groups).items():
             if codec != NONE:
                 raise ConfigError(
+                    "FV1014",
                     f"updates: {key} = {codec!r}: the error feedback of a codec exceeds the clip on which "
-                    "noise_multiplier is based"
+                    "noise_multiplier is based",
                 )
 
     def uses_late_results(self) -> bool:

@@ -33,9 +33,10 @@ class TrackersConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if len(set(self.writers)) != len(self.writers):
-            raise ConfigError(f"writers = {list(self.writers)}: a writer is listed more than once")
+            raise ConfigError("FV1016", f"writers = {list(self.writers)}: a writer is listed more than once")
         if self.mlflow_uri is not None and "@" in urlsplit(self.mlflow_uri).netloc:
             raise ConfigError(
+                "FV1016",
                 "mlflow_uri contains a user or password, and would be recorded with the run: set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment, or MLFLOW_TRACKING_URI"
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment, or MLFLOW_TRACKING_URI",
             )

@@ -42,9 +42,11 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             try:
                 codec = make_codec(text)
             except ConfigError as error:
-                raise ConfigError(f"updates: {key}: {error}") from None
+                raise ConfigError("FV1011", f"updates: {key}: {error}") from None
             if key in ("features", "down_whole") and not codec.keeps_shape:
-                raise ConfigError(f"updates: {key} = {text!r}: {codec.name} supports changes of trained tensors only")
+                raise ConfigError(
+                    "FV1012", f"updates: {key} = {text!r}: {codec.name} supports changes of trained tensors only"
+                )
 
     def up_of(self, group: str) -> str:
         from fedvit.updates import make_codec
@@ -63,10 +65,12 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             if group not in back:
                 known = ", ".join(back) or "none"
                 raise ConfigError(
-                    f"updates: up_groups: group {group!r} is not sent back; of {sender} these are: {known}"
+                    "FV1012", f"updates: up_groups: group {group!r} is not sent back; of {sender} these are: {known}"
                 )
         down = any(role.from_server_each_round and names for role, names in groups.values())
         senders = {"up": bool(back), "features": collects, "down": down, "down_whole": down}
         for key, sends in senders.items():
             if getattr(self, key) != NONE and not sends:
-                raise ConfigError(f"updates: {key} = {getattr(self, key)!r}: {sender} sends nothing of that kind")
+                raise ConfigError(
+                    "FV1012", f"updates: {key} = {getattr(self, key)!r}: {sender} sends nothing of that kind"
+                )

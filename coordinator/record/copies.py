@@ -138,8 +138,9 @@ def make_file_damaged_error(database: Path, why: str, run: str | None = None) ->
     copy = newest_copy(database, run)
     if copy is None:
         return Damaged(
+            "FV1621",
             f"{damaged}. There is no good copy of it in {folder / COPIES}: restore your own backup, or "
-            f"move it away and start over (tensors of finished runs are in {folder}/RUN/model.safetensors)"
+            f"move it away and start over (tensors of finished runs are in {folder}/RUN/model.safetensors)",
         )
     runs = read_runs(copy)
     run = run or next((name for name, copied in runs.items() if copied.status not in (*ENDED, "queued")), None)
@@ -147,7 +148,8 @@ def make_file_damaged_error(database: Path, why: str, run: str | None = None) ->
     resume = command("coordinator", "start", "--resume", run, runs=folder)
     following = resume if run else command("coordinator", "runs", runs=folder)
     return Damaged(
+        "FV1621",
         f"{damaged}. The newest good copy is {copy}, made at {made}. While no coordinator serves this folder, put it "
         f"back: mv {database} {database}.damaged; rm -f {database}-wal {database}-shm; cp {copy} {database}; then: "
-        f"{following}"
+        f"{following}",
     )

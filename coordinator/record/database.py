@@ -54,8 +54,9 @@ def use_database(folder: Path, url: str) -> None:
     shown = address.render_as_string()
     if (folder / DATABASE_FILE).exists():
         raise ConfigError(
+            "FV1603",
             f"--record {shown}: {folder} has its record in {DATABASE_FILE}; use another folder with --runs, or leave "
-            "out --record"
+            "out --record",
         )
     file = folder / ADDRESS_FILE
     if file.exists():
@@ -64,8 +65,9 @@ def use_database(folder: Path, url: str) -> None:
             return
         if known.set(password=None) != address.set(password=None):
             raise ConfigError(
+                "FV1603",
                 f"--record {shown}: the record of {folder} is in {known.render_as_string()}; use another folder with "
-                "--runs"
+                "--runs",
             )
     Database(url, check=False).close()
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,9 +205,11 @@ class Database:
             if self.file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
                 raise self.make_damaged_error(str(cause)) from error
             if are_used_up():  # SQLite only reports that it cannot open a file
-                raise TooManyOpenFiles(f"database {self._engine.url}: {cause}; {how_many()}") from error
+                raise TooManyOpenFiles(
+                    TooManyOpenFiles.general_code, f"database {self._engine.url}: {cause}; {how_many()}"
+                ) from error
             kind = DiskFull if name in _FULL else StorageFailed
-            raise kind(f"database {self._engine.url}: {cause}") from error
+            raise kind(kind.general_code, f"database {self._engine.url}: {cause}") from error
         except BrokenSeal as error:
             raise self.make_damaged_error(str(error)) from error
         except (ValueError, msgspec.MsgspecError) as error:
@@ -215,7 +219,7 @@ class Database:
         """Make the error of a damaged record, with what to do: names the newest copy, or the newest that has `run`."""
         if self.file:
             return make_file_damaged_error(self.file, what, run)
-        return Damaged(f"database {self._engine.url} is damaged: {what}")
+        return Damaged("FV1621", f"database {self._engine.url} is damaged: {what}")
 
     def lead_in(self, term: int) -> None:
         """From now on raise LeadershipLost, and write nothing, when another process has taken over from the leader of

@@ -109,8 +109,9 @@ def _make_lost_error(connection: Connection, address: URL, term: int) -> Leaders
     found = connection.execute(select(LEADERSHIP.c.host, LEADERSHIP.c.term)).first()
     other = f"{found.host} leads since term {found.term}" if found else "its table of leaders was removed"
     return LeadershipLost(
+        "FV1607",
         f"database {address}: this service led in term {term}, and {other}; nothing was written. "
-        "Start it again as a standby, by the same command with --standby"
+        "Start it again as a standby, by the same command with --standby",
     )
 
 
@@ -207,7 +208,7 @@ class Leadership:
         except DBAPIError as error:
             self._disconnect()
             raise (
-                failure_of(error, self._address) or StorageFailed(f"database {self._address}: {error.orig}")
+                failure_of(error, self._address) or StorageFailed("FV1606", f"database {self._address}: {error.orig}")
             ) from error
         except BaseException:
             self._disconnect()
@@ -217,8 +218,9 @@ class Leadership:
         release = connection.dialect.server_version_info or (0,)
         if release < (NEEDED_VERSION,):
             raise ConfigError(
+                "FV1608",
                 f"database {self._address} is PostgreSQL {release[0]}, and a service needs {NEEDED_VERSION} or newer: "
-                "update the server, or leave out --record"
+                "update the server, or leave out --record",
             )
         if is_newer(schema := version_of(connection)):
             raise other_version(self._address, schema)

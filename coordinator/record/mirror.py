@@ -111,16 +111,19 @@ class Mirror:
         except FedvitError:
             raise
         except Exception as error:
-            raise StorageFailed(f"object store {self._config.url} cannot be used: {reason_of(error)}") from error
+            raise StorageFailed(
+                "FV1019", f"object store {self._config.url} cannot be used: {reason_of(error)}"
+            ) from error
 
     def blob(self, digest: str) -> bytes:
         """Return a blob's content. Raises Damaged if it is missing, or does not have its digest."""
         content = self._using(lambda: self._get(blob_object(digest)))
         if content is None:
-            raise Damaged(f"object {self.place}/{blob_object(digest)} is missing")
+            raise Damaged("FV1019", f"object {self.place}/{blob_object(digest)} is missing")
         if digest_of(content) != digest:
             raise Damaged(
-                f"object {self.place}/{blob_object(digest)} is damaged: it does not have the digest that is its name"
+                "FV1019",
+                f"object {self.place}/{blob_object(digest)} is damaged: it does not have the digest that is its name",
             )
         return content
 

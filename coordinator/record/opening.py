@@ -32,7 +32,7 @@ def newest_run(store: Record, folder: Path) -> str:
     """
     runs = store.runs.read_all()
     if not runs:
-        raise ConfigError(f"there is no run in {folder}")
+        raise ConfigError("FV1318", f"there is no run in {folder}")
     return next((record.id for record in runs if record.status != "queued"), runs[0].id)
 
 
@@ -48,7 +48,8 @@ def open_to_watch(folder: Path) -> Record:
 def _check_record(folder: Path) -> None:
     if not has_record(folder):
         raise ConfigError(
-            f"no runs in {folder.resolve()}: there is neither fedvit.db nor record.url; use --runs for another folder"
+            "FV1601",
+            f"no runs in {folder.resolve()}: there is neither fedvit.db nor record.url; use --runs for another folder",
         )
 
 

@@ -24,7 +24,7 @@ def address_of(text: str, where: str) -> URL:
     except (ArgumentError, ValueError):  # the latter for a port that is no number
         address = None
     if address is None or address.get_backend_name() != "postgresql" or not address.database:
-        raise ConfigError(f"{where}: expected postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
+        raise ConfigError("FV1602", f"{where}: expected postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
     return address.set(drivername="postgresql+psycopg")
 
 
@@ -34,7 +34,7 @@ def engine_of(address: URL, *, arguments: dict[str, Any] | None = None, **settin
         engine = create_engine(address, connect_args={**_ARGUMENTS, **(arguments or {})}, **settings)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"a record in PostgreSQL needs the package {error.name}: pip install 'fedvit[postgresql]'"
+            "FV1609", f"a record in PostgreSQL needs the package {error.name}: pip install 'fedvit[postgresql]'"
         ) from error
     event.listen(engine, "connect", _limit_transactions)
     return engine
@@ -53,4 +53,4 @@ def failure_of(error: SQLAlchemyError, address: URL) -> StorageFailed | None:
     if not isinstance(error, OperationalError) and state != _STOPPED:
         return None
     gone = DiskFull if state == _FULL else DatabaseGone
-    return gone(f"database {address}: {' '.join(str(cause).split())}")
+    return gone(gone.general_code, f"database {address}: {' '.join(str(cause).split())}")

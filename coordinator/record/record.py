@@ -47,7 +47,7 @@ def open_record(folder: Path, *, check: bool = True, reads_only: bool = False) -
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run folder {folder} cannot be made: {error.strerror}") from error
+        raise ConfigError("FV1701", f"run folder {folder} cannot be made: {error.strerror}") from error
     return Record(Database(f"sqlite:///{folder / DATABASE_FILE}", check=check, reads_only=reads_only))
 
 

@@ -56,14 +56,14 @@ def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise ConfigError(f"run folder {folder} cannot be used: {error.strerror}") from error
+        raise ConfigError("FV1701", f"run folder {folder} cannot be used: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         earlier = os.pread(handle, 32, 0)
         os.close(handle)
         if not (earlier.isdigit() and 0 < int(earlier) < term):
-            raise ConfigError(taken) from None
+            raise ConfigError("FV1617", taken) from None
         (folder / name).unlink(missing_ok=True)
         return _lock(folder, name, taken, term)
     os.ftruncate(handle, 0)
@@ -103,11 +103,12 @@ def run_mirror(record: RunRecord) -> "Mirror | None":
         return Mirror(BlobsConfig(**settings), record.id)
     except ModuleNotFoundError as error:
         raise StorageFailed(
+            "FV1019",
             f"the mirror of run {record.id!r} needs the package {error.name!r}, which is not installed: "
-            "pip install 'fedvit[s3]'"
+            "pip install 'fedvit[s3]'",
         ) from error
     except (ConfigError, TypeError) as error:  # a newer version wrote it
-        raise StorageFailed(f"the table [blobs] of run {record.id!r} cannot be read: {error}") from error
+        raise StorageFailed("FV1019", f"the table [blobs] of run {record.id!r} cannot be read: {error}") from error
 
 
 def remove_runs(
@@ -121,15 +122,18 @@ def remove_runs(
     for name in names:
         record = store.runs.read(name)
         if is_served(folder / name):
-            raise ConfigError(f"run {name!r} is being served: stop its coordinator first, or cancel the run")
+            raise ConfigError("FV1617", f"run {name!r} is being served: stop its coordinator first, or cancel the run")
         if record.submitted_at and record.status not in (*ENDED, "failed"):
-            raise ConfigError(f"run {name!r} is {record.status}, and a service will continue it: cancel it first")
+            raise ConfigError(
+                "FV1617", f"run {name!r} is {record.status}, and a service will continue it: cancel it first"
+            )
     for record in store.runs.read_all():
         start = record.config.get("start_from")
         if start in names and record.id not in names and not force:
             raise ConfigError(
+                "FV1617",
                 f"run {record.id!r} ({record.status}) started from {start!r}, and needs it to account for privacy and, "
-                "until its first round is closed, to begin; --force removes it anyway"
+                "until its first round is closed, to begin; --force removes it anyway",
             )
     found = [_find_run(store, folder, name, "asked for", keep_mirrors) for name in names]
     return [removal for run in found for removal in _remove_run(store, folder, run)]
@@ -162,7 +166,7 @@ def _remove_run(store: Record, folder: Path, run: _DoomedRun) -> list[Removal]:
             run.mirror.remove(run.objects)
         except StorageFailed as error:
             raise StorageFailed(
-                f"run {run.name!r} was removed, but not all of its mirror {run.mirror.place}: {error}"
+                "FV1019", f"run {run.name!r} was removed, but not all of its mirror {run.mirror.place}: {error}"
             ) from error
     return run.removals
 

@@ -100,7 +100,7 @@ class Runs:
             raise self._database.make_damaged_error(f"it does not know run {run!r}", run)
         names = [record.id for record in self.read_all()]
         near, newest = did_you_mean(run, names), ", ".join(names[:5]) or "none yet"
-        raise ConfigError(f"no run {run!r}{near or ';'} {'The' if near else 'the'} newest runs are: {newest}")
+        raise ConfigError("FV1601", f"no run {run!r}{near or ';'} {'The' if near else 'the'} newest runs are: {newest}")
 
     def has_ended(self, run: str) -> bool:
         """Return whether the run exists and will not be resumed."""

@@ -34,15 +34,18 @@ def other_version(url: URL, schema: str | None) -> ConfigError:
     own = version("fedvit")
     if is_newer(schema):
         return ConfigError(
+            "FV1618",
             f"database {url} was written by a newer version of this software: it has schema {schema}, "
-            f"and fedvit {own} knows those up to {SCHEMA}: update fedvit, or use another folder"
+            f"and fedvit {own} knows those up to {SCHEMA}: update fedvit, or use another folder",
         )
     if is_older(schema):
         return ConfigError(
+            "FV1620",
             f"database {url} was written by an older version of this software: it has schema {schema}, and fedvit "
-            f"{own} reads {SCHEMA}: coordinator runs brings it up to date, while no older coordinator uses it"
+            f"{own} reads {SCHEMA}: coordinator runs brings it up to date, while no older coordinator uses it",
         )
     return ConfigError(
+        "FV1619",
         f"database {url} has an unknown version: its schema is {schema or 'not numbered'}, and fedvit {own} knows "
-        f"{FIRST} to {SCHEMA}. It is unchanged: open it with the version that wrote it, or use another folder"
+        f"{FIRST} to {SCHEMA}. It is unchanged: open it with the version that wrote it, or use another folder",
     )

@@ -104,7 +104,7 @@ class RoundEngine:
             journal.prune(result)
             return
         show = journal.show_command()
-        raise EmptyCohort(f"round {number}: no usable result in {ATTEMPTS} attempts; see `{show}`")
+        raise EmptyCohort("FV1501", f"round {number}: no usable result in {ATTEMPTS} attempts; see `{show}`")
 
     def resume_tasks(self) -> None:
         """Assign again the tasks of an earlier process that the mode continues; their results still count."""

@@ -43,7 +43,7 @@ class OwnLead:
         """Compute the next state; devices are served meanwhile. Raises EmptyCohort if there is no usable result."""
         parts, state, number = self._parts, self._parts.state, opened.number
         if not results:
-            raise EmptyCohort(f"none of the asked devices returned a result for round {number}")
+            raise EmptyCohort("FV1501", f"none of the asked devices returned a result for round {number}")
         state.doing = f"round {number}/{state.config.rounds}: server step"
         strike_outliers(parts, number)
         stepped = parts.ask(Step(round=number, saved=state.newest(), drawn=opened.drawn))

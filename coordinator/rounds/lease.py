@@ -82,9 +82,10 @@ class Lease:
         if first:
             self.is_held = False
             raise FederationTaken(
+                "FV1215",
                 f"federation {self._topics.federation!r} is served by another coordinator: {_named(other)}, for "
                 f"{format_seconds(other.held_s)}. "
-                "Stop it, or choose another --federation"
+                "Stop it, or choose another --federation",
             )
         if other.owner not in self._warned:
             self._warned.add(other.owner)

@@ -96,7 +96,7 @@ class Trainer(ABC):
     def wait(self, until: Callable[[], bool]) -> None:
         """Serve devices until a condition holds. Raises EmptyCohort if it cannot."""
         if not until():
-            raise EmptyCohort("no device can be asked: all are in quarantine")
+            raise EmptyCohort("FV1501", "no device can be asked: all are in quarantine")
 
     def close(self, opened: OpenRound) -> None:
         """Close a round: no more results are awaited."""

@@ -28,7 +28,8 @@ def check_broker(parts: RunParts) -> None:
         if announced < LEAST_PAYLOAD_BYTES + TOPIC_BYTES:
             remedy = f"raise its limit to {LEAST_PAYLOAD_BYTES + TOPIC_BYTES} at least"
         raise ConfigError(
-            f"the broker takes packets of {announced} bytes, and those with chunks of blobs have {needed}: {remedy}"
+            "FV1212",
+            f"the broker takes packets of {announced} bytes, and those with chunks of blobs have {needed}: {remedy}",
         )
 
 
@@ -56,7 +57,7 @@ def wait_for_devices(parts: RunParts, checked: Future[None]) -> None:
     if not state.classes:
         _take_classes(parts)
     if len(state.classes) < 2:
-        raise ConfigError(f"a run needs at least two classes, the devices have {list(state.classes)}")
+        raise ConfigError("FV1504", f"a run needs at least two classes, the devices have {list(state.classes)}")
     state.store.runs.update(state.run, classes=list(state.classes), status="running")
 
 

@@ -164,7 +164,9 @@ class RegionLead:
             return
         record = state.store.rounds.read(state.run, task.round)
         if record and record.closed_at:
-            raise TooFew(f"round {task.round}: the region has answered before, and its devices' updates are deleted")
+            raise TooFew(
+                "FV2206", f"round {task.round}: the region has answered before, and its devices' updates are deleted"
+            )
         engine.train(task.round, record)
         engine.finish(task.round)
 
@@ -182,8 +184,9 @@ class RegionLead:
         ]  # fmt: skip
         if differs:
             error = ConfigError(
+                "FV2203",
                 f"the run of the centre and that of this region differ in {', '.join(differs)}: give both the same "
-                "method, model, classes, rounds and seed, and install the same versions"
+                "method, model, classes, rounds and seed, and install the same versions",
             )
             self._refuse(task, error)
             raise error
@@ -207,8 +210,9 @@ class RegionLead:
         until = time.monotonic() + self._state.config.rejoin_grace_s
         if not self._parts.inbox.pump(lambda: len(presence.available()) >= least, deadline=until):
             raise TooFew(
+                "FV2206",
                 f"round {task.round}: {len(presence.available())} of the {least} devices that an answer of this region "
-                "needs can be asked"
+                "needs can be asked",
             )
 
     def _drop(self, task: CentralTask, reason: str) -> None:
@@ -231,8 +235,9 @@ class RegionLead:
         if len(results) < least:
             failed = ", ".join(f"{device} ({why.value})" for device, why in sorted(opened.failed.items())[:10])
             raise TooFew(
+                "FV2206",
                 f"round {number}: {len(results)} of the {least} results came that an update of this region needs"
-                f"{'; without ' if failed else ''}{failed}"
+                f"{'; without ' if failed else ''}{failed}",
             )
         state.doing = f"round {number}: one update for the centre"
         strike_outliers(self._parts, number)
@@ -248,7 +253,7 @@ class RegionLead:
         engine.mode.evaluate(number)
         results = state.results(number, "evaluate")
         if not results:
-            raise TooFew(f"round {number}: no device of this region returned an evaluation")
+            raise TooFew("FV2206", f"round {number}: no device of this region returned an evaluation")
         if state.store.rounds.read(state.run, number):  # the region may not have trained in it
             state.store.rounds.close_evaluation(state.run, number, results)
             engine.finish(number)

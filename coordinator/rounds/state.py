@@ -68,7 +68,7 @@ class RunState:
 
     def newest(self) -> SavedState:
         if self.saved is None:
-            raise LinkDown("the run is not prepared yet")
+            raise LinkDown("FV1512", "the run is not prepared yet")
         return self.saved
 
     def program(self, digest: str) -> Program:

@@ -90,10 +90,10 @@ def read_status(folder: Path) -> Status:
         for text in dates + [date for one in status.waiting_for for date in (one.since, one.until)]:
             datetime.fromisoformat(text)
     except OSError:
-        raise ConfigError(f"no coordinator has served the run in {folder} yet") from None
+        raise ConfigError("FV1601", f"no coordinator has served the run in {folder} yet") from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(
-            f"{folder / STATUS_FILE} cannot be read: {error}; nothing else depends on this file"
+            "FV1624", f"{folder / STATUS_FILE} cannot be read: {error}; nothing else depends on this file"
         ) from error
     return status
 

@@ -110,7 +110,7 @@ class StoreAccess:
         """Repeat an attempt until it succeeds. Raises LinkDown when the run ends meanwhile."""
         while not attempt():
             if self.closed.wait(RETRY_S):
-                raise LinkDown(f"object store {self.config.url} could not be used until the run ended")
+                raise LinkDown("FV1018", f"object store {self.config.url} could not be used until the run ended")
 
     def do_all(self, jobs: Sequence[Callable[[], Outcome]]) -> list[Outcome]:
         """Do work in the threads of this module. Raises its first error, and LinkDown when the run ends meanwhile."""
@@ -121,7 +121,7 @@ class StoreAccess:
         for future in futures:
             while not future.done():
                 if self.closed.is_set():
-                    raise LinkDown(f"object store {self.config.url} did not answer until the run ended")
+                    raise LinkDown("FV1018", f"object store {self.config.url} did not answer until the run ended")
                 wait([future], timeout=ENDED_CHECK_S)
         return [future.result() for future in futures]
 

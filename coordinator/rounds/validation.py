@@ -28,25 +28,32 @@ _DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
 def check_hello(hello: Hello, classes: tuple[str, ...]) -> None:
     """Raises PeerRefused if the device has no training images, or classes that are not among those of the run."""
     if hello.train_samples < 1:
-        raise PeerRefused("it has no training images")
+        raise PeerRefused("FV1407", "it has no training images")
     unknown = sorted(set(hello.classes) - set(classes))
     if classes and unknown:
         which = f"class folder {unknown[0]!r} is" if len(unknown) == 1 else f"class folders {listed(unknown)} are"
-        raise PeerRefused(f"its {which} not among this run's {len(classes)} classes: {', '.join(few(classes))}")
+        raise PeerRefused(
+            "FV1404", f"its {which} not among this run's {len(classes)} classes: {', '.join(few(classes))}"
+        )
 
 
 def check_class_list(hello: Hello, described: Manifest, limits: BrokerLimits) -> None:
     """Raises PeerRefused if the description of a device's class list is invalid, or the broker does not take it."""
     if hello.classes:
-        raise PeerRefused(f"it names {len(hello.classes)} classes in its hello, and further ones in a blob")
+        raise PeerRefused("FV1406", f"it names {len(hello.classes)} classes in its hello, and further ones in a blob")
     if not _DIGEST.fullmatch(described.digest):
-        raise PeerRefused(f"the name {described.digest[:80]!r} of its list of classes is not a {ALGORITHM} digest")
+        raise PeerRefused(
+            "FV1406", f"the name {described.digest[:80]!r} of its list of classes is not a {ALGORITHM} digest"
+        )
     if described.size > MAX_CLASS_LIST_BYTES:
-        raise PeerRefused(f"its list of classes has {described.size} bytes, at most {MAX_CLASS_LIST_BYTES} are allowed")
+        raise PeerRefused(
+            "FV1406", f"its list of classes has {described.size} bytes, at most {MAX_CLASS_LIST_BYTES} are allowed"
+        )
     if min(described.size, described.chunk) > chunk_bytes_within(limits.max_payload_bytes):
         raise PeerRefused(
+            "FV1213",
             f"its list of classes has {described.size} bytes, and the broker takes max_payload_bytes = "
-            f"{limits.max_payload_bytes}"
+            f"{limits.max_payload_bytes}",
         )
 
 
@@ -56,13 +63,14 @@ def check_new_classes(hello: Hello, brought: Collection[str], most: int) -> None
     The operator did not choose these names: they determine the model's size, and appear in the record and on terminals.
     """
     if odd := [name for name in hello.classes if not name or not name.isprintable()]:
-        raise PeerRefused(f"its class folder {odd[0]!r} is not a valid class name: it must be printable")
+        raise PeerRefused("FV1406", f"its class folder {odd[0]!r} is not a valid class name: it must be printable")
     together = len({*brought, *hello.classes})
     if together > most:
         others = f"with those of other devices {together}, " if brought else ""
         raise PeerRefused(
+            "FV1406",
             f"it has {len(hello.classes)} class folders, {others}and this run allows {most} from devices; "
-            "its operator can list `classes`, or raise `max_classes`"
+            "its operator can list `classes`, or raise `max_classes`",
         )
 
 
@@ -90,55 +98,59 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
     """Check a result's message, before its upload is fetched. Raises BadPayload."""
     for name, value in result.metrics.items():
         if not np.isfinite(value):
-            raise BadPayload(f"metric {name!r} is {value}")
+            raise BadPayload("FV1505", f"metric {name!r} is {value}")
     announced = hello.train_samples if result.kind == "train" else hello.test_samples
     if not 0 <= result.samples <= announced:
-        raise BadPayload(f"it reports {result.samples} samples, the device announced {announced}")
+        raise BadPayload("FV1505", f"it reports {result.samples} samples, the device announced {announced}")
     if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
-        raise BadPayload(f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
+        raise BadPayload("FV1505", f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
     if result.by_class:
         if not program.evaluate.counts_classes:
-            raise BadPayload("it has counts by class, which this program keeps on devices")
+            raise BadPayload("FV1505", "it has counts by class, which this program keeps on devices")
         _check_class_counts(result, len(program.classes))
     wanted = bool(program.upload_form()) and result.kind == "train"
     if not wanted:
         if result.upload:
-            raise BadPayload(f"the {result.kind} result has an upload of {result.upload.size} bytes, expected is none")
+            raise BadPayload(
+                "FV1505", f"the {result.kind} result has an upload of {result.upload.size} bytes, expected is none"
+            )
         return
     if result.upload is None:
-        raise BadPayload("the upload is missing")
+        raise BadPayload("FV1505", "the upload is missing")
     if not _DIGEST.fullmatch(result.upload.digest):
-        raise BadPayload(f"the upload's name {result.upload.digest!r} is not a {ALGORITHM} digest")
+        raise BadPayload("FV1505", f"the upload's name {result.upload.digest!r} is not a {ALGORITHM} digest")
     limit = largest_upload_bytes(program, hello.train_samples)
     if result.upload.size > limit:
-        raise BadPayload(f"an upload of {result.upload.size} bytes, this program allows at most {limit}")
+        raise BadPayload("FV1505", f"an upload of {result.upload.size} bytes, this program allows at most {limit}")
 
 
 def _check_class_counts(result: Result, classes: int) -> None:
     """Raises BadPayload unless the counts by class add up to those of the evaluation."""
     labels = [count.label for count in result.by_class]
     if result.kind != "evaluate":
-        raise BadPayload(f"a {result.kind} result has counts of {len(labels)} classes, expected is none")
+        raise BadPayload("FV1505", f"a {result.kind} result has counts of {len(labels)} classes, expected is none")
     if labels != sorted(set(labels)) or labels[-1] >= classes:
-        raise BadPayload(f"its counts by class must be of different classes below {classes}, in order")
+        raise BadPayload("FV1505", f"its counts by class must be of different classes below {classes}, in order")
     if any(count.correct > count.images for count in result.by_class):
-        raise BadPayload("a class has more correct answers than images")
+        raise BadPayload("FV1505", "a class has more correct answers than images")
     for count in result.by_class:
         _check_wrong_answers(count, classes)
     images, correct = (sum(getattr(count, name) for count in result.by_class) for name in ("images", "correct"))
     if (images, correct) != (result.samples, result.metrics["correct"]):
         reported = f"{result.metrics['correct']:g} correct answers of {result.samples}"
-        raise BadPayload(f"its counts by class are {correct} correct answers of {images}, it reports {reported}")
+        raise BadPayload(
+            "FV1505", f"its counts by class are {correct} correct answers of {images}, it reports {reported}"
+        )
 
 
 def _check_wrong_answers(count: ClassCount, classes: int) -> None:
     """Raises BadPayload unless they are none, or all wrong answers of the class."""
     others = [other for other, _ in count.wrong]
     if others != sorted(set(others)) or any(other >= classes or other == count.label for other in others):
-        raise BadPayload(f"the wrong answers of a class must be different classes below {classes}, in order")
+        raise BadPayload("FV1505", f"the wrong answers of a class must be different classes below {classes}, in order")
     given, wrong = sum(images for _, images in count.wrong), count.images - count.correct
     if others and given != wrong:
-        raise BadPayload(f"a class has {wrong} wrong answers, {given} are listed")
+        raise BadPayload("FV1505", f"a class has {wrong} wrong answers, {given} are listed")
 
 
 def check_free_space(upload: Manifest, free_bytes: int | None) -> None:
@@ -149,7 +161,7 @@ def check_free_space(upload: Manifest, free_bytes: int | None) -> None:
     if free_bytes is not None and MIN_FREE_BYTES <= free_bytes < upload.size:
         free = format_bytes(free_bytes)
         raise BadPayload(
-            f"an upload of {upload.size} bytes ({format_bytes(upload.size)}), the coordinator has {free} free"
+            "FV1506", f"an upload of {upload.size} bytes ({format_bytes(upload.size)}), the coordinator has {free} free"
         )
 
 
@@ -179,10 +191,10 @@ def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
     try:
         tensors = _opened(upload, _largest_header_bytes(program))
     except BadPayload as error:
-        raise BadPayload(f"{what}: {error}") from error
+        raise BadPayload(error.code, f"{what}: {error}") from error
     local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
     if leaked := sorted(name for name in tensors if name.partition("#")[0] in local):
-        raise BadPayload(f"{what}: it holds local tensor {leaked[0]!r}, which must not leave the device")
+        raise BadPayload("FV1505", f"{what}: it holds local tensor {leaked[0]!r}, which must not leave the device")
     check_tensors(tensors, program.upload_form(), what)
     _check_decodes(tensors, program.shapes(), what)
     if LABELS in tensors:
@@ -190,10 +202,10 @@ def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
         for phase in program.train:
             if phase.collect and len(tensors[phase.collect.output]) != len(labels):
                 rows = len(tensors[phase.collect.output])
-                raise BadPayload(f"{what}: {rows} rows of {phase.collect.output!r} for {len(labels)} labels")
+                raise BadPayload("FV1505", f"{what}: {rows} rows of {phase.collect.output!r} for {len(labels)} labels")
         if len(labels) and not (labels.min() >= 0 and labels.max() < len(program.classes)):
             low, high = int(labels.min()), int(labels.max())
-            raise BadPayload(f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
+            raise BadPayload("FV1505", f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
     release_pages(tensors.values())  # the server step reads them again
     return tensors
 
@@ -208,14 +220,14 @@ def _opened(upload: Path | bytes, largest_header_bytes: int) -> Tensors:
             _check_header(opened.read(8), upload.stat().st_size, largest_header_bytes)
         return map_tensors(upload)
     except FileNotFoundError:
-        raise BadPayload(f"upload {upload.name} is missing") from None
+        raise BadPayload("FV1505", f"upload {upload.name} is missing") from None
 
 
 def _check_header(first: bytes, size: int, largest_header_bytes: int) -> None:
     header_bytes = int.from_bytes(first, "little")
     if largest_header_bytes < header_bytes <= size:
         raise BadPayload(
-            f"names and shapes of {header_bytes} bytes, this program's take at most {largest_header_bytes}"
+            "FV1505", f"names and shapes of {header_bytes} bytes, this program's take at most {largest_header_bytes}"
         )
 
 
@@ -226,7 +238,7 @@ def _check_decodes(tensors: Tensors, shapes: dict[str, tuple[int, ...]], what: s
         try:
             value = decode_one(name, tensors, shapes.get(name))
         except BadPayload as error:
-            raise BadPayload(f"{what}: {error}") from error
+            raise BadPayload(error.code, f"{what}: {error}") from error
         check_finite({name: value}, what)
 
 
@@ -240,12 +252,13 @@ def check_labels(labels: Array, program: Program, hello: Hello, what: str) -> No
     counts = np.bincount(labels.astype(np.int64), minlength=len(program.classes))
     present = [program.classes[label] for label in np.flatnonzero(counts)]
     if unannounced := sorted(set(present) - set(hello.classes)):
-        raise BadPayload(f"{what}: it holds class {unannounced[0]!r}, which the device did not announce")
+        raise BadPayload("FV1505", f"{what}: it holds class {unannounced[0]!r}, which the device did not announce")
     threshold = max((phase.collect.threshold for phase in program.train if phase.collect), default=1.0)
     most = max(1, int(threshold * (hello.train_samples // max(1, -(-len(present) // 2)))))
     if len(labels) and counts.max() > most:
         name = program.classes[int(counts.argmax())]
         raise BadPayload(
+            "FV1505",
             f"{what}: {counts.max()} values of class {name!r}; of {hello.train_samples} images in {len(present)} "
-            f"classes at most {most} of one are chosen"
+            f"classes at most {most} of one are chosen",
         )

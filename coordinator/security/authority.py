@@ -72,9 +72,9 @@ class Authority:
             private = load_pem_private_key(key, password=None)
             found = x509.load_pem_x509_certificate(certificate)
         except ValueError as error:
-            raise ConfigError(f"the deployment's authority cannot be read: {error}") from error
+            raise ConfigError("FV1310", f"the deployment's authority cannot be read: {error}") from error
         if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise ConfigError("the deployment's authority has a key that is not P-256")
+            raise ConfigError("FV1310", "the deployment's authority has a key that is not P-256")
         return cls(found, private)
 
     @property
@@ -160,17 +160,19 @@ class Authority:
 def public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
     """The P-256 key that signed a certificate request (PKCS #10, DER). Raises BadPayload."""
     if len(request) > MAX_REQUEST_BYTES:
-        raise BadPayload(f"a certificate request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are allowed")
+        raise BadPayload(
+            "FV2311", f"a certificate request of {len(request)} bytes, at most {MAX_REQUEST_BYTES} are allowed"
+        )
     try:
         parsed = x509.load_der_x509_csr(request)
         key = parsed.public_key()
         signature_valid = parsed.is_signature_valid
     except (ValueError, UnsupportedAlgorithm, InvalidSignature) as error:
-        raise BadPayload(f"a certificate request cannot be read: {error}") from error
+        raise BadPayload("FV2311", f"a certificate request cannot be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise BadPayload("a certificate request must have a P-256 key")
+        raise BadPayload("FV2311", "a certificate request must have a P-256 key")
     if not signature_valid:
-        raise BadPayload("a certificate request is not signed with its own key")
+        raise BadPayload("FV2311", "a certificate request is not signed with its own key")
     return key
 
 

@@ -66,7 +66,8 @@ def confirm_clock(deployment: Deployment) -> None:
     now_s, begin_s = now(), deployment.authority.begin_s
     if now_s < begin_s:
         raise ConfigError(
-            f"this machine's clock says {_date(now_s)}, but this deployment began on {_date(begin_s)}: set the clock"
+            "FV1303",
+            f"this machine's clock says {_date(now_s)}, but this deployment began on {_date(begin_s)}: set the clock",
         )
     with deployment.registry.change() as rows:
         rows.set_clock(now_s)

@@ -114,10 +114,10 @@ class EnrolmentService:
         with self._deployment.registry.read() as rows:
             token = rows.tokens.find(token_id)
         if token is None:
-            raise BadPayload(f"token {token_id} is unknown")
+            raise BadPayload("FV1304", f"token {token_id} is unknown")
         message = unseal(raw, token.secret_bytes, FROM_DEVICE)
         if not isinstance(message, JoinRequest):
-            raise BadPayload(f"a {type(message).__name__} is not a request to join")
+            raise BadPayload("FV2311", f"a {type(message).__name__} is not a request to join")
         answer: JoinGranted | JoinRefused
         try:
             with self._deployment.change() as rows:
@@ -134,7 +134,7 @@ class EnrolmentService:
         """The certificate for a request, DER; the same again for the same request. Raises PeerRefused."""
         token = rows.tokens.find(token_id)
         if token is None:
-            raise BadPayload(f"token {token_id} is no longer known")
+            raise BadPayload("FV1304", f"token {token_id} is no longer known")
         digest = sha256(message.request).hexdigest()
         known = rows.find_device(token.device)
         if token.request == digest and token.certificate and known and known.revoked_at is None:
@@ -143,7 +143,7 @@ class EnrolmentService:
         if known is not None:
             rows.revocations.revoke_certificates(known.name)
         if doubt := self._check_clock():
-            raise PeerRefused(f"the clock of the server is in doubt: {doubt}")
+            raise PeerRefused("FV1303", f"the clock of the server is in doubt: {doubt}")
         certificate = self._issue(token.device, message.request)
         rows.put_device(token.device, _record(certificate), now())
         der = certificate.public_bytes(Encoding.DER)
@@ -158,7 +158,7 @@ class EnrolmentService:
     def _on_renewal(self, device: str, raw: bytes) -> None:
         message = decode_enrolment(raw)
         if not isinstance(message, RenewRequest):
-            raise BadPayload(f"a {type(message).__name__} is not a request for renewal")
+            raise BadPayload("FV2311", f"a {type(message).__name__} is not a request for renewal")
         self._seen[device] = now()
         with self._deployment.registry.read() as rows:
             if not _may_be_renewed(rows.find_device(device)):
@@ -215,19 +215,23 @@ def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -
     """Raises PeerRefused, with a message for the person at the device."""
     if token.withdrawn:
         raise PeerRefused(
+            "FV1302",
             f"this token was withdrawn: {token.device!r} has joined with another one, or was revoked; "
-            f"ask for a new one (coordinator enroll {token.device} --replace)"
+            f"ask for a new one (coordinator enroll {token.device} --replace)",
         )
     if token.request is not None:
-        raise PeerRefused("this token was used already, and works only once; ask for a new one (coordinator enroll)")
+        raise PeerRefused(
+            "FV1302", "this token was used already, and works only once; ask for a new one (coordinator enroll)"
+        )
     if token.expires_at <= now():
-        raise PeerRefused("this token has expired; ask for a new one (coordinator enroll)")
+        raise PeerRefused("FV1302", "this token has expired; ask for a new one (coordinator enroll)")
     if message.device != token.device:
-        raise PeerRefused(f"this token is for {token.device!r}, not for {message.device!r}")
+        raise PeerRefused("FV1304", f"this token is for {token.device!r}, not for {message.device!r}")
     if known is not None and not token.replaces:
         raise PeerRefused(
+            "FV1304",
             f"a device called {token.device!r} has joined already; to replace it: "
-            f"coordinator enroll {token.device} --replace"
+            f"coordinator enroll {token.device} --replace",
         )
 
 

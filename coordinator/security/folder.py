@@ -75,7 +75,7 @@ class Deployment:
         """
         check_name(settings.federation, "--federation")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder} exists already and is not changed; choose a new folder")
+            raise ConfigError("FV1311", f"{folder} exists already and is not changed; choose a new folder")
         authority = Authority.create(f"fedvit {settings.federation} {secrets.token_hex(4)}", now())
         new = folder.parent / f".{folder.name}-{secrets.token_hex(4)}"
         try:
@@ -87,7 +87,7 @@ class Deployment:
                 folder.rmdir()
             new.rename(folder)
         except OSError as error:
-            raise StorageFailed(f"cannot make folder {folder}: {error.strerror}") from error
+            raise StorageFailed("FV1701", f"cannot make folder {folder}: {error.strerror}") from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
         folder = folder.resolve()
@@ -102,16 +102,16 @@ class Deployment:
         file = folder / "deployment.json"
         if not file.is_file():
             raise ConfigError(
-                f"there is no deployment in {folder}; make one with: {command('coordinator', 'init', folder)}"
+                "FV1310", f"there is no deployment in {folder}; make one with: {command('coordinator', 'init', folder)}"
             )
         for private in (folder, *folder.glob("*.key")):
             if private.stat().st_mode & 0o077:
-                raise ConfigError(f"{private} can be read by others on this machine; chmod go= {private}")
+                raise ConfigError("FV1312", f"{private} can be read by others on this machine; chmod go= {private}")
         try:
             settings = msgspec.json.decode(file.read_bytes(), type=Settings)
             certificate, key = (folder / "authority.pem").read_bytes(), (folder / "authority.key").read_bytes()
         except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"the deployment in {folder} cannot be read: {error}") from error
+            raise ConfigError("FV1310", f"the deployment in {folder} cannot be read: {error}") from error
         return cls(folder, settings, Authority.load(certificate, key), _registry_in(folder))
 
     # --- paths and addresses --------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def exclusively_served(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(handle, 32, 0).decode().strip()
-            raise ConfigError(f"{folder} is being served by process {owner}") from None
+            raise ConfigError("FV1314", f"{folder} is being served by process {owner}") from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
         yield
@@ -243,7 +243,7 @@ def own_hosts(names: Sequence[str], listen: str, addresses: Sequence[str]) -> tu
     """
     for name in names:
         if not _HOST.fullmatch(name):
-            raise ConfigError(f"--host {name!r} must be a name or an address, without port")
+            raise ConfigError("FV1313", f"--host {name!r} must be a name or an address, without port")
     host = socket.gethostname()
     found = [*names, *addresses, host, f"{host}.local", "localhost", "127.0.0.1", "::1"]
     if listen not in ("0.0.0.0", "::"):
@@ -277,8 +277,9 @@ def make_token(deployment: Deployment, device: str, valid_s: float, *, replaces:
     with deployment.change() as rows:
         if not replaces and rows.find_device(device) is not None:
             raise ConfigError(
+                "FV1306",
                 f"a device called {device!r} has joined already; choose another name, or let a new device take its "
-                f"place: {command('coordinator', 'enroll', device, '--replace', deployment=deployment.folder)}"
+                f"place: {command('coordinator', 'enroll', device, '--replace', deployment=deployment.folder)}",
             )
         rows.tokens.forget(now())
         rows.tokens.add(made)

@@ -360,7 +360,7 @@ class Registry:
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:
         if not self.path.is_file():  # SQLite would create an empty one
-            raise ConfigError(f"{self.path} is missing: it holds the deployment's devices; {_REMEDY}")
+            raise ConfigError("FV1315", f"{self.path} is missing: it holds the deployment's devices; {_REMEDY}")
         try:
             with self._engine.begin() as connection:
                 connection.exec_driver_sql(begin)
@@ -371,12 +371,14 @@ class Registry:
             if name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN):
                 raise self._make_damaged_error(str(cause)) from error
             if are_used_up():  # SQLite only reports that it cannot open a file
-                raise TooManyOpenFiles(f"the deployment's registry {self.path}: {cause}; {how_many()}") from error
+                raise TooManyOpenFiles(
+                    TooManyOpenFiles.general_code, f"the deployment's registry {self.path}: {cause}; {how_many()}"
+                ) from error
             kind = DiskFull if name in _FULL else StorageFailed
-            raise kind(f"the deployment's registry {self.path}: {cause}") from error
+            raise kind(kind.general_code, f"the deployment's registry {self.path}: {cause}") from error
 
     def _make_damaged_error(self, what: str) -> Damaged:
-        return Damaged(f"the deployment's registry {self.path} is damaged: {what}; {_REMEDY}")
+        return Damaged("FV1315", f"the deployment's registry {self.path} is damaged: {what}; {_REMEDY}")
 
 
 _REMEDY = (

@@ -23,7 +23,7 @@ def revoke_device(deployment: Deployment, name: str) -> list[str]:
             devices = [device.name for device in rows.read_devices()]
             known_names = ", ".join(devices[:MOST_NAMED]) + (", ..." if len(devices) > MOST_NAMED else "")
             raise ConfigError(
-                f"no device is called {name!r} in {deployment.folder}; there are: {known_names or 'none'}"
+                "FV1316", f"no device is called {name!r} in {deployment.folder}; there are: {known_names or 'none'}"
             )
         rows.tokens.withdraw(name)
         if known is not None:
@@ -33,7 +33,8 @@ def revoke_device(deployment: Deployment, name: str) -> list[str]:
     while is_served(deployment) and read_applied_generation(deployment) < generation:
         if time.monotonic() > until:
             raise LinkDown(
-                f"{name} is revoked, but the coordinator of the deployment does not apply it: restart the broker"
+                "FV1317",
+                f"{name} is revoked, but the coordinator of the deployment does not apply it: restart the broker",
             )
         time.sleep(TICK_S)
     done = [f"{name} is revoked"]

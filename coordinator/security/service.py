@@ -228,8 +228,9 @@ def _start(deployment: Deployment, operator_log: Callable[[str], None]) -> Broke
     program = find_mosquitto()
     if program is None:
         raise ConfigError(
+            "FV1202",
             "mosquitto was not found on this machine, and the embedded broker cannot ask for certificates: "
-            "sudo apt-get install mosquitto"
+            "sudo apt-get install mosquitto",
         )
     log_file = deployment.run / "mosquitto.log"
     return run_mosquitto(

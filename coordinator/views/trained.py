@@ -60,7 +60,7 @@ class _Files:
         try:
             return read(self._mirror)
         except StorageFailed as other:
-            raise StorageFailed(f"{error}, and in the run's mirror: {other}") from other
+            raise StorageFailed("FV1019", f"{error}, and in the run's mirror: {other}") from other
 
 
 def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> TrainedModel:
@@ -73,7 +73,7 @@ def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by:
     record = store.runs.read(run)
     newest = store.rounds.read_newest_closed(run)
     if record.program is None or newest is None or newest.state is None:
-        raise ConfigError(f"run {run!r} has closed no round: there is nothing to export yet")
+        raise ConfigError("FV1623", f"run {run!r} has closed no round: there is nothing to export yet")
     saved = newest.state
     files = _Files(runs / run, record)
     try:
@@ -84,9 +84,9 @@ def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by:
         for digest in (*frozen, *saved.groups.values()):
             values |= unpack(files.blob(digest))
     except BadPayload as error:
-        raise StorageFailed(f"run {run!r}: {error}") from error
+        raise StorageFailed(error.code, f"run {run!r}: {error}") from error
     if why := _why_on_device(program):
-        raise ConfigError(_elsewhere(program, run, why))
+        raise ConfigError("FV1904", _elsewhere(program, run, why))
     summary = read_run(store, run)
     values |= _read_generated(program, record, summary, files, device)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
@@ -159,32 +159,37 @@ def _read_generated(
     """The tensors that the server generated for the device at the run's end."""
     known = [entry.device for entry in summary.devices]
     if device is not None and device not in known:
-        raise ConfigError(f"no device {device!r} in run {record.id!r}; its devices are: {', '.join(known)}")
+        raise ConfigError("FV1904", f"no device {device!r} in run {record.id!r}; its devices are: {', '.join(known)}")
     if not program.with_role(Role.GENERATED):
         if device is not None:
             raise ConfigError(
-                f"method {program.method!r} makes one model for all devices: --device {device} has none of its own"
+                "FV1904",
+                f"method {program.method!r} makes one model for all devices: --device {device} has none of its own",
             )
         return {}
     if device is None:
         raise ConfigError(
+            "FV1904",
             f"method {program.method!r} makes a model for each device: choose one by --device; "
-            f"the run's devices are: {', '.join(known)}"
+            f"the run's devices are: {', '.join(known)}",
         )
     if pattern := _variant_of(record, device):
-        raise ConfigError(_elsewhere(program, record.id, f"device {device!r} has a variant of its own ({pattern!r})"))
+        raise ConfigError(
+            "FV1904", _elsewhere(program, record.id, f"device {device!r} has a variant of its own ({pattern!r})")
+        )
     name = f"generated/{device}.safetensors"
     content = files.result(name) if record.status == "finished" else None
     if content is None:
         resume = command("coordinator", "start", "--resume", record.id, runs=files.folder.parent)
         raise ConfigError(
+            "FV1904",
             f"run {record.id!r} is {record.status}: tensors for device {device!r} are written at its end, "
-            f"to {files.folder / name}; resume it with `{resume}`"
+            f"to {files.folder / name}; resume it with `{resume}`",
         )
     try:
         return unpack(content)
     except BadPayload as error:
-        raise StorageFailed(f"{files.folder / name} is damaged: {error}") from error
+        raise StorageFailed("FV1704", f"{files.folder / name} is damaged: {error}") from error
 
 
 def _find_accuracy(summary: RunView, device: str | None) -> Reported | None:

@@ -43,7 +43,7 @@ def command(
     folder = state_folder(data, settings.state)
     check_new(out)
     if not (folder / "device-id").is_file():
-        raise ConfigError(f"no state of a device in {folder}; --state names another folder")
+        raise ConfigError("FV1411", f"no state of a device in {folder}; --state names another folder")
     split = KeptSplit.load(split_file(folder), settings.test_share)
     images = DeviceData.open(data, test_share=settings.test_share, split=split) if data else None
     trained, labelled = load_own_model(

@@ -31,7 +31,7 @@ def command(context: click.Context, /, **own: Any) -> None:
     settings = read_settings(context, own)
     data: Path | None = settings.data
     if data is None:
-        raise ConfigError("--data is missing: the folder with this device's images")
+        raise ConfigError("FV1402", "--data is missing: the folder with this device's images")
     labelling = Labelling(data)
     state = state_folder(data, settings.state)
     guesser: Guesser | None = None

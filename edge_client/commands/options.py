@@ -25,9 +25,11 @@ def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> di
     for text in given:
         key, value = parse_label(text)
         if labels.setdefault(key, value) != value:
-            raise ConfigError(f"--label {text!r}: {key} has the value {labels[key]!r} already; give each key once")
+            raise ConfigError(
+                "FV1415", f"--label {text!r}: {key} has the value {labels[key]!r} already; give each key once"
+            )
     if len(labels) > MAX_LABELS:
-        raise ConfigError(f"{len(labels)} labels are given with --label, a device can have {MAX_LABELS}")
+        raise ConfigError("FV1415", f"{len(labels)} labels are given with --label, a device can have {MAX_LABELS}")
     return labels
 
 

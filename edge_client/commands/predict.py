@@ -64,7 +64,7 @@ def command(
     if as_json:
         click.echo(json.dumps(listed, indent=2))
     if failed:
-        raise DataError(f"{failed} of {format_count(len(listed_images), 'image')} cannot be read")
+        raise DataError("FV1403", f"{failed} of {format_count(len(listed_images), 'image')} cannot be read")
 
 
 def _images_of(path: Path) -> list[Path]:
@@ -74,5 +74,5 @@ def _images_of(path: Path) -> list[Path]:
 
     found = sorted(file for file in path.rglob("*") if file.is_file() and is_image_name(file.name))
     if not found:
-        raise DataError(f"{path}: this folder holds no image")
+        raise DataError("FV1403", f"{path}: this folder holds no image")
     return found

@@ -43,7 +43,7 @@ def check_broker(context: DoctorContext) -> Iterator[Finding]:
             yield Finding(check="login", level="ok", what="the broker accepts this device")
             step = "messages"
             if probe.seconds(PROBE_BYTES) is None:
-                raise LinkDown(f"a message on {topic} is not answered")
+                raise LinkDown("FV1209", f"a message on {topic} is not answered")
     except LinkDown as error:
         what, hint = (
             str(error),

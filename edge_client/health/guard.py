@@ -27,7 +27,7 @@ class Exceeded(OverBudget):
     """A task was stopped because it exceeded a budget of this device; nothing of it is kept."""
 
     def __init__(self, reason: str, broke: BudgetKind, use: ResourceUse) -> None:
-        super().__init__(reason)
+        super().__init__("FV1425", reason)
         self.broke = broke
         self.use = use
 

@@ -176,11 +176,15 @@ def read_status(path: Path) -> Status:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Status)
     except FileNotFoundError:
-        raise ConfigError(f"there is no {path}: no device has run with this state; --state names another") from None
+        raise ConfigError(
+            "FV1412", f"there is no {path}: no device has run with this state; --state names another"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError("FV1702", f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} cannot be read ({error}): the device writes it again at its next start") from error
+        raise ConfigError(
+            "FV1412", f"{path} cannot be read ({error}): the device writes it again at its next start"
+        ) from error
 
 
 def lines(status: Status, *, running: bool) -> str:

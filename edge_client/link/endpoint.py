@@ -37,8 +37,9 @@ def find_endpoint(
     for flag, value, joined in (("--id", device, member.device), ("--federation", federation, member.federation)):
         if value not in (None, joined):
             raise ConfigError(
+                "FV1309",
                 f"{flag} {value!r}: this device has joined as {member.device!r} in {member.federation!r}; "
-                "join again with another token, or name a broker by mqtt://"
+                "join again with another token, or name a broker by mqtt://",
             )
     return Endpoint(identity.address(broker), member.federation, member.device, identity)
 

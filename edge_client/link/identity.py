@@ -47,7 +47,7 @@ class Identity:
         try:
             self.membership = msgspec.json.decode((folder / "membership.json").read_bytes(), type=Membership)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the identity in {folder} cannot be read ({error}); join again") from error
+            raise ConfigError("FV1309", f"the identity in {folder} cannot be read ({error}); join again") from error
         check_name(self.membership.device, f"device in {folder}")
         check_name(self.membership.federation, f"federation in {folder}")
 
@@ -99,7 +99,7 @@ class Identity:
             tls_context(Address("", 1, tls=True, ca_file=self.authority, cert_file=trial, key_file=self.key))
             trial.replace(self.next_certificate)
         except ConfigError as error:
-            raise BadPayload(f"the new certificate cannot be used: {error}") from error
+            raise BadPayload("FV2311", f"the new certificate cannot be used: {error}") from error
         finally:
             trial.unlink(missing_ok=True)
 
@@ -156,7 +156,7 @@ class Renewal:
         try:
             message = decode_enrolment(raw)
             if not isinstance(message, Renewed):
-                raise BadPayload(f"a {type(message).__name__} is no certificate")
+                raise BadPayload("FV2311", f"a {type(message).__name__} is no certificate")
             self._identity.keep_next_certificate(message.certificate)
         except (FedvitError, OSError) as error:
             log.warning("certificate not renewed", extra={"reason": str(error)})

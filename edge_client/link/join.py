@@ -81,7 +81,8 @@ def join(
     """
     if (known := Identity.find(folder)) and not replace:
         raise ConfigError(
-            f"this device has joined already, as {known.membership.device!r} ({folder}); --replace replaces it"
+            "FV1306",
+            f"this device has joined already, as {known.membership.device!r} ({folder}); --replace replaces it",
         )
     host = host or token.host
     request = _request(folder, token)
@@ -89,7 +90,7 @@ def join(
     report(f"asking {address} for a certificate as {token.device!r}")
     granted = _ask(token, request, address, patience_s, report)
     if sha256(granted.authority).digest() != token.authority:
-        raise PeerRefused("the answer names another authority than the token; it is not used")
+        raise PeerRefused("FV1307", "the answer names another authority than the token; it is not used")
     membership = Membership(device=token.device, federation=token.federation, host=host, port=port or token.port)
     _keep(folder, token, granted, membership)
     identity = Identity(folder)
@@ -105,7 +106,7 @@ def _request(folder: Path, token: Token) -> bytes:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
     except OSError as error:
-        raise StorageFailed(f"cannot make folder {folder}: {error.strerror}") from error
+        raise StorageFailed("FV1701", f"cannot make folder {folder}: {error.strerror}") from error
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, token.device)])
     made = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
@@ -160,17 +161,19 @@ def _ask(
             reason = f"{address}: the broker does not know this token"
             if refusals >= REFUSALS:
                 raise PeerRefused(
+                    "FV1304",
                     f"{reason}: it was withdrawn, expired long ago, or is for another deployment; "
-                    "ask for a new one (coordinator enroll)"
+                    "ask for a new one (coordinator enroll)",
                 ) from None
         if reason != reported:
             report(f"{reason}; trying again")
             reported = reason
         time.sleep(AGAIN_S)
     raise LinkDown(
+        "FV1305",
         f"{reported or f'{address} accepted the request, but no answer came'} (tried for {patience_s:.0f} s); is "
         "`coordinator start --broker.deployment FOLDER` or `coordinator enroll NAME` running, and is this the right "
-        "--broker?"
+        "--broker?",
     )
 
 
@@ -197,13 +200,13 @@ class _Conversation:
         try:
             client.reconnect()
         except (OSError, ValueError) as error:
-            raise LinkDown(f"{self._address}: {describe_error(error)}") from error
+            raise LinkDown("FV1305", f"{self._address}: {describe_error(error)}") from error
         asked = 0.0
         try:
             while time.monotonic() < deadline:
                 lost = client.loop(0.2) != MQTT_ERR_SUCCESS
                 if self._ended or lost:
-                    raise self._ended or LinkDown(f"{self._address}: the connection was lost")
+                    raise self._ended or LinkDown("FV1209", f"{self._address}: the connection was lost")
                 if (granted := self._answer()) is not None:
                     return granted
                 if self._listening and time.monotonic() - asked > ASK_AGAIN_S:
@@ -211,7 +214,7 @@ class _Conversation:
                     client.publish(self._topics.enrolment(self._token.id), self._question, 1)
         finally:
             client.disconnect()
-        raise LinkDown(f"{self._address}: the broker accepted the token, but no coordinator answers")
+        raise LinkDown("FV1305", f"{self._address}: the broker accepted the token, but no coordinator answers")
 
     def _answer(self) -> JoinGranted | None:
         while not self._answers.empty():
@@ -224,7 +227,7 @@ class _Conversation:
                 case JoinGranted(nonce=self._nonce, device=self._token.device):
                     return message
                 case JoinRefused(nonce=self._nonce, reason=reason):
-                    raise PeerRefused(f"the coordinator refused: {reason}")
+                    raise PeerRefused("FV1308", f"the coordinator refused: {reason}")
         return None
 
     def _client(self) -> Client:
@@ -244,7 +247,7 @@ class _Conversation:
         if str(reason) in NOT_AUTHORISED:
             self._ended = _NotAuthorised()
         elif str(reason) != "Success":
-            self._ended = LinkDown(f"{self._address}: broker refused: {str(reason).lower()}")
+            self._ended = LinkDown("FV1305", f"{self._address}: broker refused: {str(reason).lower()}")
         else:
             client.subscribe(self._topics.enrolment_reply(self._token.id), 1)
 

@@ -132,7 +132,7 @@ class Session:
         try:
             return self._storage.blobs.put(encode_class_list(classes))
         except BadPayload as error:
-            raise DataError(f"{len(classes)} class folders cannot be announced: {error}") from error
+            raise DataError("FV1406", f"{len(classes)} class folders cannot be announced: {error}") from error
 
     # --- its answers ----------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Session:
         now, self.refusal = time.monotonic(), refused.reason
         self._refused_since = now if self._refused_since is None else self._refused_since
         if refused.final or now - self._refused_since > SAME_ID_PATIENCE_S:
-            raise PeerRefused(f"the coordinator refused device {device!r}: {refused.reason}")
+            raise PeerRefused("FV1409", f"the coordinator refused device {device!r}: {refused.reason}")
         log.warning("not accepted yet; retrying", extra={"device": device, "reason": refused.reason})
 
     def on_other_version(self, error: PeerRefused) -> bool:

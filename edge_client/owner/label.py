@@ -94,7 +94,7 @@ class Labelling:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise DataError(f"cannot list folder {folder / UNLABELLED}: {error.strerror}") from error
+            raise DataError("FV1402", f"cannot list folder {folder / UNLABELLED}: {error.strerror}") from error
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -146,7 +146,7 @@ def _move(source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(source, target)
     except OSError as error:
-        raise DataError(f"cannot move {source} to {target}: {error.strerror}") from error
+        raise DataError("FV1413", f"cannot move {source} to {target}: {error.strerror}") from error
 
 
 # --- the terminal -------------------------------------------------------------------------------------
@@ -158,9 +158,13 @@ def run(labelling: Labelling, guesser: Guesser | None) -> None:
     Raises ConfigError without a terminal, or with more classes than keys.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("label needs a terminal: start it in one, or move images into class folders yourself")
+        raise ConfigError(
+            "FV1413", "label needs a terminal: start it in one, or move images into class folders yourself"
+        )
     if len(labelling.classes) > len(KEYS):
-        raise ConfigError(f"{len(labelling.classes)} classes are more than the {len(KEYS)} keys that label has")
+        raise ConfigError(
+            "FV1413", f"{len(labelling.classes)} classes are more than the {len(KEYS)} keys that label has"
+        )
     keys = dict(zip(KEYS, labelling.classes, strict=False))
     with _single_keys():
         while labelling.current is not None:

@@ -50,13 +50,19 @@ def load_own_model(
         newest = vault.runs()[0]
         if newest != run:
             why = f"this device has worked for run {newest!r} since, and keeps only the blobs of its newest run"
-            raise ConfigError(f"run {run!r} cannot be exported here any more: {why}") from error
-        raise ConfigError(f"run {run!r} cannot be exported now (is its next task arriving?): {error}") from error
+            raise ConfigError("FV1424", f"run {run!r} cannot be exported here any more: {why}") from error
+        raise ConfigError(
+            "FV1424", f"run {run!r} cannot be exported now (is its next task arriving?): {error}"
+        ) from error
     if vault.newest_task(run) != note:
-        raise ConfigError(f"the device started another task of run {run!r} while its tensors were read; try again")
+        raise ConfigError(
+            "FV1424", f"the device started another task of run {run!r} while its tensors were read; try again"
+        )
     needs = "tunes the model on" if evaluate.adapt else "compares pictures with" if evaluate.gather else None
     if needs and data is None:
-        raise ConfigError(f"method {program.method!r} {needs} the device's images: name their folder with --data")
+        raise ConfigError(
+            "FV1424", f"method {program.method!r} {needs} the device's images: name their folder with --data"
+        )
     images = data.relabel(program.classes) if data else None
     inputs: Tensors = {f"tensor/{name}": value for name, value in values.items()}
     if needs and images:
@@ -80,8 +86,8 @@ def _note(vault: Vault, run: str) -> TaskNote:
     try:
         note = vault.newest_task(run)
     except BadPayload as error:  # no run can have this name
-        raise ConfigError(str(error)) from error
+        raise ConfigError(error.code, str(error)) from error
     if note is None:
         known = ", ".join(vault.runs()[:5]) or "none yet"
-        raise ConfigError(f"no run {run!r} in {vault.folder}; this device has worked for: {known}")
+        raise ConfigError("FV1424", f"no run {run!r} in {vault.folder}; this device has worked for: {known}")
     return note

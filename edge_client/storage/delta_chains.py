@@ -46,7 +46,9 @@ def delta_chains(
         if digest in manifests and digest in best and best[digest].size_bytes < manifests[digest].size:
             length = best[digest].length
             if length > MAX_CHAIN_STEPS:
-                raise BadPayload(f"a delta chain to {digest} has {length} steps, at most {MAX_CHAIN_STEPS} are allowed")
+                raise BadPayload(
+                    "FV2304", f"a delta chain to {digest} has {length} steps, at most {MAX_CHAIN_STEPS} are allowed"
+                )
             chain, base = deque[DeltaStep](), digest
             while base in best:
                 chain.appendleft(best[base].last)
@@ -68,7 +70,7 @@ def _find_best(steps: tuple[DeltaStep, ...], has: Callable[[str], bool]) -> dict
         order = tuple(TopologicalSorter(bases).static_order())
     except CycleError as error:
         circle = " -> ".join(reversed(error.args[1]))
-        raise BadPayload(f"the task's delta steps lead in a circle: {circle[:500]}") from None
+        raise BadPayload("FV2304", f"the task's delta steps lead in a circle: {circle[:500]}") from None
     here = {digest for digest in order if has(digest)}
     best: dict[str, _Best] = {}
     for digest in order:
@@ -125,7 +127,7 @@ def apply_step(name: str, before: Array | None, patch: Tensors, whole: str) -> A
     if before is None:
         return decode_one(name, patch, None)
     if name not in patch:
-        raise BadPayload(f"a patch lacks tensor {name!r}")
+        raise BadPayload("FV2303", f"a patch lacks tensor {name!r}")
     value: Array = np.add(before, decode_one(name, patch, before.shape))
     if whole == NONE:
         return value

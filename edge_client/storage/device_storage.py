@@ -84,7 +84,7 @@ class DeviceStorage:
         for content in task.inline:
             digest = digest_of(content)
             if digest not in described:
-                raise BadPayload(f"the task contains {len(content)} bytes that it does not describe")
+                raise BadPayload("FV2303", f"the task contains {len(content)} bytes that it does not describe")
             inline.add(digest)
             if not self.blobs.keeps(digest):  # bytes count even if another device that shares the folder has them
                 self.blobs.put(content)

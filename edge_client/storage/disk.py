@@ -35,9 +35,10 @@ class DiskBudget:
         while (used_bytes := self.used_bytes()) + new_bytes > self.limit_bytes:
             if not finished:
                 raise OverBudget(
+                    "FV1507",
                     f"run {run!r} needs {format_bytes(new_bytes)} more on the device's disk, of whose budget of "
                     f"{format_bytes(self.limit_bytes)} {format_bytes(used_bytes)} are used: raise --disk-budget, or "
-                    "remove runs with `edge-client rm RUN`"
+                    "remove runs with `edge-client rm RUN`",
                 )
             old = finished.pop()
             remove_run(self._vault, old)

@@ -41,7 +41,7 @@ def start_values(
             if digest is None:
                 each_round = spec.role.from_server_each_round
                 why = "the task does not name it" if each_round else "it has no initial value"
-                raise BadPayload(f"{what}: {why}")
+                raise BadPayload("FV0006", f"{what}: {why}")
             tensors = map_tensors(blobs.path(digest))
         check_tensors(tensors, program.forms_of([group]), what)
         values |= tensors

@@ -39,7 +39,7 @@ class DamagedBlobs(Damaged):
     """Blobs did not have their digests; they are deleted, and can be fetched again."""
 
     def __init__(self, digests: list[str]) -> None:
-        super().__init__(f"{len(digests)} damaged blobs on this device's disk, the first is {digests[0]}")
+        super().__init__("FV1704", f"{len(digests)} damaged blobs on this device's disk, the first is {digests[0]}")
         self.digests = digests
 
 
@@ -90,7 +90,7 @@ class Integrity:
             if digest_of(content) == digest:
                 return content
         self.check([digest], afresh=True)  # deletes the blob, or raises the reason why it cannot be read
-        raise BadPayload(f"blob {digest} changed while it was read")
+        raise BadPayload("FV1704", f"blob {digest} changed while it was read")
 
     def report(self, what: str) -> None:
         """Log a damaged file, and report it with the next result."""

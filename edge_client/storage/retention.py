@@ -110,15 +110,18 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
         try:
             there = vault.path(run).is_dir()
         except BadPayload as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(error.code, str(error)) from error
         if not there:
-            raise ConfigError(f"no run {run!r} in {vault.folder}; known runs: {', '.join(vault.runs()[:5]) or 'none'}")
+            raise ConfigError(
+                "FV1423", f"no run {run!r} in {vault.folder}; known runs: {', '.join(vault.runs()[:5]) or 'none'}"
+            )
         if vault.has_pending(run):
-            raise ConfigError(f"a result of run {run!r} is not acknowledged yet: start the device to send it")
+            raise ConfigError("FV1423", f"a result of run {run!r} is not acknowledged yet: start the device to send it")
         if not vault.is_over(run) and not force:
             raise ConfigError(
+                "FV1423",
                 f"this device was not informed that run {run!r} is over; if the run is resumed, its personal tensors "
-                "are lost. --force removes it anyway"
+                "are lost. --force removes it anyway",
             )
     kept = {run: "not named" for run in vault.runs() if run not in runs}
     return _remove(state, vault, dict.fromkeys(runs, "named"), kept, dry_run=dry_run)

@@ -38,9 +38,9 @@ class RoundFiles:
         if file is None:
             return None
         if file.suffix == SEALED and self.key is None:
-            raise ConfigError(f"{file} is encrypted; name the device's key with --vault-key")
+            raise ConfigError("FV1417", f"{file} is encrypted; name the device's key with --vault-key")
         if not self.is_whole(file):
-            raise Damaged(f"{file} is damaged")
+            raise Damaged("FV1704", f"{file} is damaged")
         try:
             if file.suffix == SEALED and self.key:
                 return unpack(self.key.open(read_file(file), path_in_vault(file)))
@@ -48,7 +48,7 @@ class RoundFiles:
         except OSError as error:
             raise storage_failed(f"cannot read {file}", error) from error
         except BadPayload as error:
-            raise Damaged(f"{file} is damaged: {error}") from error
+            raise Damaged("FV1704", f"{file} is damaged: {error}") from error
 
     def write_tensors(self, folder: Path, name: str, tensors: Tensors) -> dict[str, str]:
         """Write tensors, and return the file's name and digest."""
@@ -67,11 +67,11 @@ class RoundFiles:
         """Return the result of a round. Raises Damaged, StorageFailed."""
         file = folder / RESULT
         if not self.is_whole(file):
-            raise Damaged(f"{file} is damaged")
+            raise Damaged("FV1704", f"{file} is damaged")
         try:
             return msgspec.msgpack.decode(read_file(file), type=Result)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Damaged(f"{file} is damaged: {error}") from error
+            raise Damaged("FV1704", f"{file} is damaged: {error}") from error
 
     def is_whole(self, file: Path) -> bool:
         """Return True if a file has the digest that its round's checksums name."""

@@ -31,7 +31,7 @@ def state_base() -> Path:
         return Path(base) / "fedvit"
     if home := home_folder():
         return home / ".local" / "state" / "fedvit"
-    raise ConfigError("this user has no home folder for the device's state: --state names a folder")
+    raise ConfigError("FV1419", "this user has no home folder for the device's state: --state names a folder")
 
 
 def identity_folder(state: Path | None) -> Path:
@@ -48,7 +48,7 @@ def default_state(data: Path) -> Path:
 def state_folder(data: Path | None, state: Path | None) -> Path:
     if folder := state or (default_state(data) if data else None):
         return folder
-    raise ConfigError("--data or --state is missing: the folder of this device's images, or of its state")
+    raise ConfigError("FV1402", "--data or --state is missing: the folder of this device's images, or of its state")
 
 
 def split_file(state: Path) -> Path:
@@ -64,7 +64,7 @@ def existing_state(settings: DeviceSettings) -> Path:
     """Return the state folder of a device that has taken part in a run. Raises ConfigError."""
     folder = state_folder(settings.data, settings.state)
     if not (folder / "vault").is_dir():
-        raise ConfigError(f"no state of a device with a run in {folder}; --state names another folder")
+        raise ConfigError("FV1411", f"no state of a device with a run in {folder}; --state names another folder")
     return folder
 
 
@@ -74,13 +74,13 @@ def lock_state(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise ConfigError(f"state folder {folder} cannot be used: {error.strerror}") from error
+        raise ConfigError("FV1411", f"state folder {folder} cannot be used: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         owner = os.pread(handle, 32, 0).decode().strip()
         hint = "stop that process, or choose another folder with --state"
-        raise ConfigError(f"state folder {folder} is in use by process {owner}: {hint}") from None
+        raise ConfigError("FV1410", f"state folder {folder} is in use by process {owner}: {hint}") from None
     with contextlib.suppress(OSError):  # on a full disk the lock works without the process id
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
@@ -150,5 +150,5 @@ def read_device_id(file: Path) -> str:
     """Return the name in a file: its first line; the second is the name's digest. Raises ConfigError."""
     name, _, digest = file.read_text(errors="replace").strip().partition("\n")
     if digest != digest_of(name.encode()):
-        raise ConfigError(f"{file} is damaged: start once with --id and this device's name")
+        raise ConfigError("FV1414", f"{file} is damaged: start once with --id and this device's name")
     return check_name(name, f"device id in {file}")

@@ -31,12 +31,12 @@ def read_sums(folder: Path) -> Sums | None:
         return None
     except OSError as error:
         if medium_failed(error):
-            raise BadPayload(f"{folder / SUMS} is damaged: {error.strerror}") from error
+            raise BadPayload("FV1704", f"{folder / SUMS} is damaged: {error.strerror}") from error
         raise storage_failed(f"cannot read {folder / SUMS}", error) from error
     try:
         return msgspec.msgpack.decode(check_digest(raw), type=Sums)
     except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadPayload(f"{folder / SUMS} is damaged: {error}") from error
+        raise BadPayload("FV1704", f"{folder / SUMS} is damaged: {error}") from error
 
 
 def write_sums(folder: Path, sums: Sums) -> None:
@@ -54,7 +54,7 @@ def check_digest(raw: bytes) -> bytes:
     body = raw[len(_MAGIC) :]
     digest, content = body[:_DIGEST_BYTES], body[_DIGEST_BYTES:]
     if not raw.startswith(_MAGIC) or digest != digest_of(content).encode():
-        raise BadPayload(f"{len(content)} bytes do not have the digest in front of them")
+        raise BadPayload("FV1704", f"{len(content)} bytes do not have the digest in front of them")
     return content
 
 
@@ -63,4 +63,4 @@ def read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
+        raise StorageFailed("FV1702", f"cannot read {file}: {error.strerror}") from error

@@ -92,7 +92,7 @@ class Vault:
         try:
             return self.folder / check_name(run, "run")
         except ConfigError as error:
-            raise BadPayload(str(error)) from None
+            raise BadPayload(error.code, str(error)) from None
 
     def round_of(self, run: str) -> int:
         """Return the newest stored round; 0 before the first."""
@@ -197,7 +197,7 @@ class Vault:
             try:
                 (folder / PENDING).unlink(missing_ok=True)
             except OSError as error:
-                raise StorageFailed(f"cannot delete {folder / PENDING}: {error.strerror}") from error
+                raise StorageFailed("FV1703", f"cannot delete {folder / PENDING}: {error.strerror}") from error
 
     def note(self, task: Task) -> None:
         """Store the description of the run's newest task."""
@@ -212,7 +212,7 @@ class Vault:
         try:
             return msgspec.msgpack.decode(check_digest(read_file(file)), type=TaskNote)
         except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Damaged(f"{file} is damaged: {error}") from error
+            raise Damaged("FV1704", f"{file} is damaged: {error}") from error
 
     def runs(self) -> list[str]:
         """Return the runs that this device has worked for, the newest first."""
@@ -250,9 +250,11 @@ class Vault:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StorageFailed(f"cannot read {home / CURRENT}: {error.strerror}") from error
+            raise StorageFailed("FV1702", f"cannot read {home / CURRENT}: {error.strerror}") from error
         if find_file(folder, LOCAL) is None:
-            raise StorageFailed(f"the vault names {folder}, which does not exist; move {home} away to start again")
+            raise StorageFailed(
+                "FV1704", f"the vault names {folder}, which does not exist; move {home} away to start again"
+            )
         return folder
 
 

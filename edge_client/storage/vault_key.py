@@ -26,7 +26,7 @@ class VaultKey:
         )  # imported late: a device without a key saves its memory
 
         if len(key) != _KEY_BYTES:
-            raise ConfigError(f"vault key {file} holds {len(key)} bytes, expected {_KEY_BYTES}")
+            raise ConfigError("FV1417", f"vault key {file} holds {len(key)} bytes, expected {_KEY_BYTES}")
         self.file = file
         self._cipher = AESGCM(key)
 
@@ -42,12 +42,12 @@ class VaultKey:
                 atomic_write(file, secrets.token_bytes(_KEY_BYTES), private=True)
             mode = file.stat().st_mode & 0o777
             if mode & 0o077:
-                raise ConfigError(f"vault key {file} can be read by others (mode {mode:o}); chmod 600 {file}")
+                raise ConfigError("FV1417", f"vault key {file} can be read by others (mode {mode:o}); chmod 600 {file}")
             return cls(file, file.read_bytes())
         except StorageFailed as error:
-            raise ConfigError(f"vault key: {error}") from error
+            raise ConfigError("FV1417", f"vault key: {error}") from error
         except OSError as error:
-            raise ConfigError(f"vault key {file} cannot be read: {error.strerror}") from error
+            raise ConfigError("FV1417", f"vault key {file} cannot be read: {error.strerror}") from error
 
     def seal(self, content: bytes, path_in_vault: str) -> bytes:
         """Encrypt content for a path of the vault, which is authenticated, too."""
@@ -63,6 +63,7 @@ class VaultKey:
             return bytes(self._cipher.decrypt(body[:_NONCE_BYTES], body[_NONCE_BYTES:], path_in_vault.encode()))
         except (InvalidTag, ValueError) as error:
             raise ConfigError(
+                "FV1417",
                 f"personal tensors of {path_in_vault} cannot be decrypted with key {self.file}: the key is another "
-                "device's, or the file was changed; nothing was modified"
+                "device's, or the file was changed; nothing was modified",
             ) from error

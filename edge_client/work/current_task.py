@@ -52,7 +52,7 @@ class CurrentTask:
         """Fail a task whose round closes without this device: continuing would only cost energy."""
         execution = self.execution
         if execution and time.monotonic() > execution.expires_at:
-            self.fail(execution, OverBudget(f"not done within the deadline of {execution.allowed_s:.0f} s"))
+            self.fail(execution, OverBudget("FV1421", f"not done within the deadline of {execution.allowed_s:.0f} s"))
         if self.execution is None:
             self._storage.integrity.scrub()
 

@@ -40,7 +40,9 @@ class BlobFetcher:
             manifest = manifests.get(task.program)
             size_bytes = max(blobs.bytes_here(task.program), manifest.size if manifest else 0)
             if size_bytes > MAX_PROGRAM_BYTES:  # it is read whole
-                raise BadPayload(f"a program of {size_bytes} bytes exceeds the limit of {MAX_PROGRAM_BYTES} bytes")
+                raise BadPayload(
+                    "FV2307", f"a program of {size_bytes} bytes exceeds the limit of {MAX_PROGRAM_BYTES} bytes"
+                )
             self._storage.vault.reopen(task.run)
             inline, new_bytes = self._storage.keep_inline(task)
             execution.fetched_bytes += new_bytes
@@ -64,7 +66,7 @@ class BlobFetcher:
         again = [digest for digest in damaged.digests if execution.fetched_anew[digest] > REPEATED_FETCHES]
         if again:
             reason = f"blob {again[0]} was fetched {REPEATED_FETCHES} times more and is damaged again: replace the disk"
-            self._fail(execution, StorageFailed(f"{reason} that holds {self._storage.blobs.folder}"))
+            self._fail(execution, StorageFailed("FV2303", f"{reason} that holds {self._storage.blobs.folder}"))
         else:
             self.fetch_missing(execution)
 
@@ -72,7 +74,7 @@ class BlobFetcher:
         """Fetch blobs, then those that the Program names, then start the work. Raises FedvitError."""
         blobs = self._storage.blobs
         if unknown := [digest for digest in digests if digest not in manifests]:
-            raise BadPayload(f"the task names blob {unknown[0]} but does not describe it")
+            raise BadPayload("FV2303", f"the task names blob {unknown[0]} but does not describe it")
         rebuilt = [chain.target.digest for chain in execution.delta_chains]
         new_bytes = sum(manifests[digest].size - blobs.bytes_here(digest) for digest in {*digests, *rebuilt})
         self._storage.disk.make_room(execution.task.run, new_bytes)

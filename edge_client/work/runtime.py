@@ -130,7 +130,7 @@ class Runtime:
         try:
             return Graph(open_session(path, self.threads, self.provider, own_kernels=self.own_kernels))
         except Exception as error:  # onnxruntime's exceptions share no base of their own
-            raise BadPayload(f"graph {digest} cannot be loaded: {error}") from error
+            raise BadPayload("FV1418", f"graph {digest} cannot be loaded: {error}") from error
 
     def keep_only(self, digests: set[str]) -> None:
         """Close graphs of finished programs."""
@@ -182,7 +182,7 @@ class Runtime:
                     continue
                 for repeat in range(phase.repeats):
                     if watch.stopped():
-                        raise Stopped("the task was stopped")
+                        raise Stopped("FV1422", "the task was stopped")
                     began = time.perf_counter()
                     stepped = loop.step(fed.feeds, last=repeat == phase.repeats - 1)
                     times.append(time.perf_counter() - began)
@@ -194,7 +194,7 @@ class Runtime:
                     sampler.record(fed.epoch, fed.rows, fed.readable, values_of_rows)
                 watch.step(tally.steps, total, stepped.loss)
             if not loop.count:
-                raise DataError(f"none of the {len(images)} training images can be decoded")
+                raise DataError("FV1403", f"none of the {len(images)} training images can be decoded")
             last_epoch = losses[max(losses)]
             result.loss = sum(loss * count for loss, count in last_epoch) / sum(count for _, count in last_epoch)
             values.update(loop.trained)
@@ -224,7 +224,7 @@ class Runtime:
         total = -(-len(images) // batch.answer_size)
         for number, (rows, readable, fed) in enumerate(whole_samples(images, np.arange(len(images)), batch)):
             if watch.stopped():
-                raise Stopped("the task was stopped")
+                raise Stopped("FV1422", "the task was stopped")
             outputs = graph.run({**feeds, **fed})
             labels = images.labels[rows]
             answers = outputs["logits"][: len(rows)].argmax(axis=-1)
@@ -275,7 +275,7 @@ class Runtime:
         filled = 0
         for rows, readable, fed in whole_samples(images, chosen, program.batch):
             if watch.stopped():
-                raise Stopped("the task was stopped")
+                raise Stopped("FV1422", "the task was stopped")
             outputs = graph.run({**values, **fed})
             target = slice(filled, filled + len(rows))
             gathered[target] = outputs[f"collect/{gather.output}"][: len(rows)]

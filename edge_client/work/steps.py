@@ -40,7 +40,7 @@ class Graph:
     def require(self, known: set[str]) -> None:
         """Raises BadPayload when the graph reads an input that is not in `known`."""
         if missing := [name for name in self.inputs if name not in known]:
-            raise BadPayload(f"the graph reads {missing[0]!r}, which the program does not provide")
+            raise BadPayload("FV2310", f"the graph reads {missing[0]!r}, which the program does not provide")
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """All outputs for these inputs; feeds that the graph does not read are ignored."""
@@ -73,7 +73,7 @@ class Bound:
     def write(self, name: str, array: Array) -> None:
         """Bind output `name` to `array`. Raises BadPayload if it is missing, or has another shape or dtype."""
         if (node := self.graph.outputs.get(name)) is None:
-            raise BadPayload(f"the graph has no output {name!r}")
+            raise BadPayload("FV2310", f"the graph has no output {name!r}")
         _check(node, array)
         self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         self._held[f"output {name}"] = array
@@ -264,7 +264,7 @@ def _places(names: list[str], values: Mapping[str, Array]) -> Iterator[tuple[str
     for name in names:
         value = values[name]
         if value.dtype != np.float32:
-            raise BadPayload(f"tensor {name!r} is {value.dtype}; training supports float32 only")
+            raise BadPayload("FV2310", f"tensor {name!r} is {value.dtype}; training supports float32 only")
         yield name, (slice(first, first + value.size), value.shape)
         first += -(-value.size // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
@@ -281,10 +281,11 @@ def _check(node: Any, array: Array) -> None:
     )
     if dtype != array.dtype or not fits:
         raise BadPayload(
+            "FV2310",
             f"the graph expects {node.name!r} as {node.type} of shape {list(node.shape)}, "
-            f"got {array.dtype} of shape {list(array.shape)}"
+            f"got {array.dtype} of shape {list(array.shape)}",
         )
 
 
 def _cannot_run(error: Exception) -> BadPayload:
-    return BadPayload(f"the graph cannot run on this device: {error}")
+    return BadPayload("FV1418", f"the graph cannot run on this device: {error}")

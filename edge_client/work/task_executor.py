@@ -114,7 +114,7 @@ class TaskExecutor:
                 before.join()  # a cancelled task ends at its next step
             try:
                 if execution.stop.is_set():
-                    raise Stopped("the task was stopped before it began")
+                    raise Stopped("FV1422", "the task was stopped before it began")
                 inbox.put(Worked(execution, self.run(execution, program), None))
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
                 inbox.put(Worked(execution, None, error))
@@ -208,7 +208,7 @@ class TaskExecutor:
         use = self.measure_use(execution, guarded, flops)
         result = self.make_result(task, upload.samples, upload.metrics, use, manifest)
         if execution.stop.is_set() or "upload" in use.broke:  # a result that must not be sent is not stored either
-            raise Stopped("the task was stopped")
+            raise Stopped("FV1422", "the task was stopped")
         storage.vault.commit(result, upload.local, new_residual, residual)
         return result
 

@@ -61,7 +61,7 @@ def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Mo
     `probabilities`: the graph's output `logits` holds probabilities, as with a vote of neighbours.
     """
     if PATCHES not in graph.inputs or LOGITS not in graph.outputs:
-        raise BadPayload(f"no predict graph: it needs input {PATCHES!r} and output {LOGITS!r}")
+        raise BadPayload("FV2310", f"no predict graph: it needs input {PATCHES!r} and output {LOGITS!r}")
     classes = graph.shape(LOGITS)[1]
     length = "image.count"
     opened = open_batch(graph, PATCHES, batch.answer_size, length)
@@ -121,7 +121,7 @@ def assemble(model: Model, values: Mapping[str, Array], precision: Precision, me
     used = {name for entry in model.nodes for name in entry.inputs}
     wanted = [name for name in model.inputs if name != IMAGE and name in used]
     if missing := [name for name in wanted if name not in values]:
-        raise BadPayload(f"the predict graph reads {missing[0]!r}, which has no value")
+        raise BadPayload("FV2310", f"the predict graph reads {missing[0]!r}, which has no value")
     held: Tensors = {}
     front: list[Node] = []
     for name in wanted:

@@ -36,7 +36,7 @@ class _Opened:
 
     def numbers(self, name: str) -> Shape:
         if name not in self.model.constants:
-            raise BadPayload(f"the graph calculates {name!r}, which should be a constant")
+            raise BadPayload("FV2310", f"the graph calculates {name!r}, which should be a constant")
         return read_integers(self.model.constants[name])
 
     def constant(self, values: tuple[int, ...]) -> str:
@@ -172,7 +172,9 @@ def _settle(opened: _Opened, entry: Node, output: str, found: set[BatchAxis]) ->
 
 
 def _describe_failure(entry: Node, what: str) -> BadPayload:
-    return BadPayload(f"the graph cannot be opened for any number of images: {entry.kind} {entry.outputs[0]!r} {what}")
+    return BadPayload(
+        "FV2310", f"the graph cannot be opened for any number of images: {entry.kind} {entry.outputs[0]!r} {what}"
+    )
 
 
 _RULES: dict[str, Callable[[_Opened, Node], None]] = {

@@ -84,7 +84,7 @@ def open_session(source: Path | bytes, threads: int) -> onnxruntime.InferenceSes
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         what = "a graph of the run" if isinstance(source, bytes) else str(source)
-        raise BadPayload(f"{what} cannot be loaded: {error}") from error
+        raise BadPayload("FV2310", f"{what} cannot be loaded: {error}") from error
 
 
 class RunGraph:
@@ -94,7 +94,7 @@ class RunGraph:
         self._session = open_session(graph, threads)
         names = {node.name for node in self._session.get_inputs()} - {PATCHES}
         if missing := sorted(names - values.keys()):
-            raise BadPayload(f"a graph of the run reads {missing[0]!r}, which has no value")
+            raise BadPayload("FV2310", f"a graph of the run reads {missing[0]!r}, which has no value")
         self._fixed = {name: values[name] for name in names}
         self._batch = batch
 
@@ -135,8 +135,9 @@ def check_parity(
     parity = Parity(difference / scale, tolerances[precision], len(images))
     if not parity.difference <= parity.tolerance:  # also catches NaN
         raise ExportMismatch(
+            "FV1907",
             f"the {precision} file differs from the run's predict graph by {parity.difference:.1e} of its largest "
-            f"value, allowed is {parity.tolerance:.0e}; no bundle is written (--precision chooses which files it has)"
+            f"value, allowed is {parity.tolerance:.0e}; no bundle is written (--precision chooses which files it has)",
         )
     return parity
 
@@ -147,7 +148,7 @@ def run(session: onnxruntime.InferenceSession, images: Floats) -> dict[str, Floa
     try:
         return dict(zip(names, session.run(names, {IMAGE: images}), strict=True))
     except Exception as error:  # onnxruntime's exceptions share no base of their own
-        raise BadPayload(f"the model cannot run here: {error}") from error
+        raise BadPayload("FV2310", f"the model cannot run here: {error}") from error
 
 
 class PictureAnswers(NamedTuple):

@@ -40,18 +40,24 @@ class Bundle:
         Raises ConfigError when the folder is no bundle or has no such file, BadPayload when a file is damaged.
         """
         if not (folder / CARD).is_file():
-            raise ConfigError(f"{folder} is not a bundle: it has no {CARD}; name another folder with --bundle")
+            raise ConfigError(
+                "FV1908", f"{folder} is not a bundle: it has no {CARD}; name another folder with --bundle"
+            )
         version = _read(folder / CARD, _Version).v
         if version != CARD_VERSION:
-            raise BadPayload(f"{folder / CARD} has version {version}, this software knows version {CARD_VERSION}")
+            raise BadPayload(
+                "FV1908", f"{folder / CARD} has version {version}, this software knows version {CARD_VERSION}"
+            )
         card = _read(folder / CARD, Card)
         labels = _read(folder / LABELS, tuple[str, ...])
         if len(labels) != card.classes:
-            raise BadPayload(f"{folder / LABELS} has {len(labels)} labels, {folder / CARD} says {card.classes}")
+            raise BadPayload(
+                "FV1908", f"{folder / LABELS} has {len(labels)} labels, {folder / CARD} says {card.classes}"
+            )
         wanted = precision or next(iter(card.files), None)
         if wanted is None or wanted not in card.files:
             known = ", ".join(card.files) or "none"
-            raise ConfigError(f"{folder} has no model in precision {wanted!s}; available: {known}")
+            raise ConfigError("FV1908", f"{folder} has no model in precision {wanted!s}; available: {known}")
         session = open_session(folder / Precision(wanted).file, threads)
         return cls(card, labels, _read(folder / PREPROCESSING, Preprocessing).batch, session)
 
@@ -71,6 +77,6 @@ def _read(file: Path, kind: type[Kind]) -> Kind:
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+        raise ConfigError("FV1702", f"{file} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise BadPayload(f"{file} is damaged: {error}") from error
+        raise BadPayload("FV1704", f"{file} is damaged: {error}") from error

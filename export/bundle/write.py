@@ -52,7 +52,9 @@ class TrainedModel:
 
     def __post_init__(self) -> None:
         if self.batch.text:
-            raise ConfigError(f"run {self.origin.run!r} has a model of text: bundles are of models that read images")
+            raise ConfigError(
+                "FV1110", f"run {self.origin.run!r} has a model of text: bundles are of models that read images"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def write_bundle(
         partial.rename(out)
         sync_folder(out.absolute().parent)
     except OSError as error:
-        raise StorageFailed(f"cannot write {out}: {error.strerror or error}") from error
+        raise StorageFailed("FV1701", f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return card
@@ -102,7 +104,7 @@ def write_bundle(
 def check_new(out: Path) -> None:
     """Raises ConfigError when a bundle's folder exists already."""
     if out.exists():
-        raise ConfigError(f"{out} exists already: --out names the bundle's new folder")
+        raise ConfigError("FV1905", f"{out} exists already: --out names the bundle's new folder")
 
 
 def _fill(

@@ -216,7 +216,9 @@ class DeviceData:
         train with.
         """
         if not folder.is_dir():
-            raise DataError(f"{folder}: {'is not a folder' if folder.exists() else 'there is no such folder'}")
+            raise DataError(
+                "FV1402", f"{folder}: {'is not a folder' if folder.exists() else 'there is no such folder'}"
+            )
         if is_text_folder(folder):
             return cls._open_text(folder, before)
         tree = read_tree(folder, _CLASS_LEVELS)
@@ -236,7 +238,7 @@ class DeviceData:
         labels = {layout.classes.index(name): label for label, name in enumerate(known)}
         train_paths, train_labels = _usable(layout.train, labels, checked, unusable)
         if not train_paths:
-            raise DataError(_nothing_to_train(folder, layout.classes, unusable))
+            raise DataError("FV1403", _nothing_to_train(folder, layout.classes, unusable))
         if layout.test is None:
             everything = np.arange(len(train_paths), dtype=np.int64)
             if split is None:
@@ -245,7 +247,9 @@ class DeviceData:
                 tests = np.array([split.is_test(str(path.relative_to(folder))) for path in train_paths], dtype=np.bool_)
                 rows, test_rows = everything[~tests], everything[tests]
                 if not len(rows):
-                    raise DataError(f"{folder}: all {len(test_rows)} images are for testing, none is for training")
+                    raise DataError(
+                        "FV1403", f"{folder}: all {len(test_rows)} images are for testing, none is for training"
+                    )
             test_paths, test_labels = [train_paths[row] for row in test_rows], train_labels[test_rows]
             train_paths, train_labels = [train_paths[row] for row in rows], train_labels[rows]
         else:
@@ -296,8 +300,9 @@ class DeviceData:
             more = ", ..." if len(classes) > 10 else ""
             what = "characters" if isinstance(self.train, TextSplit) else "images in class folders"
             raise DataError(
+                "FV1404",
                 f"{self.folder}: {what} that the run does not know: {', '.join(unknown)};"
-                f" the run's {len(classes)} classes: {', '.join(classes[:10])}{more}"
+                f" the run's {len(classes)} classes: {', '.join(classes[:10])}{more}",
             )
         table = np.array([position.get(name, -1) for name in self.classes], dtype=np.int64)
         return replace(
@@ -310,7 +315,7 @@ class DeviceData:
     def check_fits(self, batch: Batch) -> None:
         """Raises DataError when the batches of a run's Program cannot be made of this folder."""
         if why := self.train.unfit(batch):
-            raise DataError(f"{self.folder}: {why}")
+            raise DataError("FV1402", f"{self.folder}: {why}")
 
     def forget(self) -> None:
         """Free the memory of decoded images, also for copies made by `relabelled`."""

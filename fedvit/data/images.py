@@ -100,14 +100,14 @@ def _decode(path: Path, file: BinaryIO | None, least: int, decoded_bytes: int) -
     try:
         with Image.open(file or path, formats=_FORMATS) as image:
             if problem := _draft(image, least, decoded_bytes):
-                raise DataError(problem)
+                raise DataError("FV1403", problem)
             image.load()
             with contextlib.suppress(Exception):  # a damaged EXIF block says nothing about the pixels
                 ImageOps.exif_transpose(image, in_place=True)
             return _rgb(image)
     except Exception as error:
         # broad, because pillow's decoders raise nearly anything on damaged files (struct.error, SyntaxError, ...)
-        raise DataError(f"cannot read image {path}: {_reason(error)}") from error
+        raise DataError("FV1403", f"cannot read image {path}: {_reason(error)}") from error
 
 
 class Variation(NamedTuple):

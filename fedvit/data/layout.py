@@ -69,7 +69,7 @@ def read_tree(folder: Path, depth: int) -> Tree[Path]:
             else:
                 tree.others.append(path)
     except OSError as error:
-        raise DataError(f"cannot list folder {folder}: {error.strerror}") from error
+        raise DataError("FV1402", f"cannot list folder {folder}: {error.strerror}") from error
     return tree
 
 
@@ -87,7 +87,8 @@ def find_layout(tree: Tree[File], where: str) -> Layout[File]:
     if not classes:
         beside = " (images lie beside where class folders should be)" if train.images else ""
         raise DataError(
-            f"{where}: no class folders{beside}; images belong in train/<class>/ and test/<class>/, or in <class>/"
+            "FV1402",
+            f"{where}: no class folders{beside}; images belong in train/<class>/ and test/<class>/, or in <class>/",
         )
     return Layout(classes, _label(train, classes), _label(test, classes) if test else None, divided)
 

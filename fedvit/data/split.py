@@ -31,7 +31,7 @@ def split_train_test(
     (5, 1)
     """
     if not 0 <= test_share < 1:
-        raise ConfigError(f"test share is {test_share}, expected a number in [0, 1)")
+        raise ConfigError("FV1408", f"test share is {test_share}, expected a number in [0, 1)")
     mine = labels[indices]
     chosen = np.zeros(len(indices), dtype=np.bool_)
     if test_share:

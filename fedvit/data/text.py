@@ -69,8 +69,9 @@ def read_texts(folder: Path) -> TextWindows:
     for part, text in ((TRAIN, train), (TEST, test)):
         if len(text) <= settings.context and (text or part == TRAIN):
             raise DataError(
+                "FV1405",
                 f"{text_file(folder, part)}: {len(text)} characters are too few for one sample:"
-                f" {settings.context} of context and the one that follows"
+                f" {settings.context} of context and the one that follows",
             )
     cut = [
         windows(np.fromiter((codes[character] for character in text), np.int64, len(text)), settings)
@@ -84,9 +85,9 @@ def read_settings(folder: Path) -> TextSettings:
     try:
         return msgspec.json.decode((folder / SETTINGS).read_bytes(), type=TextSettings)
     except OSError as error:
-        raise DataError(f"cannot read {folder / SETTINGS}: {error.strerror}") from error
+        raise DataError("FV1702", f"cannot read {folder / SETTINGS}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise DataError(f'{folder / SETTINGS}: {error}; expected {{"context": 80, "stride": 80}}') from error
+        raise DataError("FV1405", f'{folder / SETTINGS}: {error}; expected {{"context": 80, "stride": 80}}') from error
 
 
 def windows(codes: Indices, settings: TextSettings) -> Indices:
@@ -115,6 +116,6 @@ def _read(file: Path) -> str:
     try:
         return file.read_bytes().decode()
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}") from error
+        raise DataError("FV1702", f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: byte {error.start} is not UTF-8 text") from error
+        raise DataError("FV1405", f"{file}: byte {error.start} is not UTF-8 text") from error

@@ -98,17 +98,20 @@ def method_class(name: str) -> type[Method]:
     try:
         kind = entry.load()
     except Exception as error:  # whatever a module of somebody else raises
-        raise ConfigError(f"{declared} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError("FV1102", f"{declared} cannot be imported: {type(error).__name__}: {error}") from error
     if not (inspect.isclass(kind) and issubclass(kind, Method)):
-        raise ConfigError(f"{declared} is not a method: expected a class derived from fedvit.methods.base.Method")
+        raise ConfigError(
+            "FV1102", f"{declared} is not a method: expected a class derived from fedvit.methods.base.Method"
+        )
     missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "source") else ["source"])
     if missing:
-        raise ConfigError(f"{declared} is not complete: it must define {', '.join(missing)}")
+        raise ConfigError("FV1102", f"{declared} is not complete: it must define {', '.join(missing)}")
     if kind.one_gradient and kind.local_step is not Method.local_step:
         # graphs with one gradient come from `objective` alone, so the two engines would train different things
         raise ConfigError(
+            "FV1103",
             f"{declared} has a `local_step` of its own, which devices would not run: add `one_gradient = False` to the"
-            " class, or change `objective` instead"
+            " class, or change `objective` instead",
         )
     return kind
 
@@ -122,7 +125,9 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
         check_option(name, option, value, hints[option])
     method = msgspec.convert(options, kind)
     if method.momentum and method.optimizer != "sgd":
-        raise ConfigError(f"option momentum = {method.momentum} is for sgd, the optimizer is {method.optimizer!r}")
+        raise ConfigError(
+            "FV1104", f"option momentum = {method.momentum} is for sgd, the optimizer is {method.optimizer!r}"
+        )
     return method
 
 

@@ -143,7 +143,7 @@ class Krum(ByDistance):
         malicious = _count(self.share, count)
         if count < 2 * malicious + 3:
             raise EmptyCohort(
-                f"Krum against {malicious} malicious devices needs {2 * malicious + 3} results, {count} came"
+                "FV1503", f"Krum against {malicious} malicious devices needs {2 * malicious + 3} results, {count} came"
             )
         others = np.sort(squared + np.diag(np.full(count, np.inf)), axis=1)
         scores = others[:, : count - malicious - 2].sum(axis=1)
@@ -242,7 +242,7 @@ def _choose(tensors: Mapping[str, Array], names: Collection[str]) -> Iterator[tu
 
 def _load(deltas: Sequence[Delta]) -> list[TensorReader]:
     if not deltas:
-        raise EmptyCohort("no update is left to aggregate")
+        raise EmptyCohort("FV1502", "no update is left to aggregate")
     return [reader_of(delta.load()) for delta in deltas]
 
 

@@ -259,14 +259,16 @@ class Method(ABC):
         name = type(self).__name__
         if vit.reads_text and missing <= {"patches"} and (missing or not self.reads_text):
             raise ConfigError(
-                f"{name} with these options trains on images, and model {vit.name!r} reads text;"
-                " text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is"
+                "FV1110",
+                f"{name} with these options trains on images, and model {vit.name!r} reads text; "
+                "text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is",
             )
         if missing:
             raise ConfigError(
+                "FV1111",
                 f"{name} with these options needs {PART_NAMES[min(missing)]}, and model {vit.name!r} is {vit.kind},"
                 " which has none: choose a Transformer, or a method that needs no special part, such as fedavg, fedper"
-                " or local"
+                " or local",
             )
         if "blocks" in vit.has:
             options = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -422,7 +424,9 @@ class Method(ABC):
                     members[rule.group][1].append(name)
                     break
             else:
-                raise ConfigError(f"{type(self).__name__} has no rule for tensor {name!r} of model {vit.name!r}")
+                raise ConfigError(
+                    "FV1114", f"{type(self).__name__} has no rule for tensor {name!r} of model {vit.name!r}"
+                )
         return members
 
     def _role(self, rule: GroupRule) -> Role:

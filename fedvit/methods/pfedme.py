@@ -42,7 +42,7 @@ class PFedMe(FedAvg):
     def __post_init__(self) -> None:
         if self.optimizer != "sgd" or self.momentum:
             given = f"optimizer = {self.optimizer!r}" if self.optimizer != "sgd" else f"momentum = {self.momentum}"
-            raise ConfigError(f"option {given} is not for method 'pfedme', whose steps are its own")
+            raise ConfigError("FV1104", f"option {given} is not for method 'pfedme', whose steps are its own")
 
     # --- tensors --------------------------------------------------------------------------------------
 

@@ -85,10 +85,10 @@ class PFedPG(Method):
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         if self.descriptor_tokens not in (1, self.tokens):
             raise ConfigError(
-                f"option descriptor_tokens = {self.descriptor_tokens} must be 1 or tokens = {self.tokens}"
+                "FV1104", f"option descriptor_tokens = {self.descriptor_tokens} must be 1 or tokens = {self.tokens}"
             )
         if self.evaluate_with == "base" and self.generator == "mlp":
-            raise ConfigError("option evaluate_with = 'base': the generator 'mlp' has no base")
+            raise ConfigError("FV1104", "option evaluate_with = 'base': the generator 'mlp' has no base")
         return (
             GroupRule("prompts", Role.GENERATED, (PROMPTS,)),
             GroupRule("head", Role.LOCAL, HEAD),

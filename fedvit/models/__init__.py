@@ -87,7 +87,9 @@ def build_vit(
         torch.manual_seed(seed)
         if name in OWN_MODELS:
             if pretrained:
-                raise ConfigError(f"model {name!r} has no pretrained weights, got pretrained = {pretrained!r}")
+                raise ConfigError(
+                    "FV1113", f"model {name!r} has no pretrained weights, got pretrained = {pretrained!r}"
+                )
             return _make(name, classes, OWN_MODELS[name](**options))
         model = _timm(name, classes, options, pretrained)
         if isinstance(pretrained, str):
@@ -149,7 +151,7 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
         arguments["weight_init"] = "skip"  # there are no values, and to draw them takes nine tenths of the time
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
-            raise ConfigError(f"pretrained weights of {name!r}: there is no file {pretrained!r}")
+            raise ConfigError("FV1113", f"pretrained weights of {name!r}: there is no file {pretrained!r}")
         arguments["pretrained_cfg_overlay"] = {"file": pretrained}
     try:
         # a model on the hub is described there, too
@@ -159,14 +161,17 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
     except Exception as error:  # timm raises whatever hub, file system or torch raised
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         if pretrained:
-            raise ConfigError(f"pretrained weights of {name!r} ({pretrained!r}) cannot be loaded: {reason}") from error
-        raise ConfigError(f"model {name!r} cannot be built with {options}: {reason}") from error
+            raise ConfigError(
+                "FV1113", f"pretrained weights of {name!r} ({pretrained!r}) cannot be loaded: {reason}"
+            ) from error
+        raise ConfigError("FV1109", f"model {name!r} cannot be built with {options}: {reason}") from error
     if getattr(model, "rope", None) is not None:
         raise ConfigError(
-            f"model {name!r} is not supported: its positions are rotary, which every block needs for each of its tokens"
+            "FV1112",
+            f"model {name!r} is not supported: its positions are rotary, which every block needs for each token",
         )
     if type(model) is not VisionTransformer:
-        raise ConfigError(f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
+        raise ConfigError("FV1112", f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
     return model
 
 
@@ -216,4 +221,4 @@ def _check_loaded(model: VisionTransformer, fresh: VisionTransformer, name: str,
         if key.startswith("head.") or bool((value == value.flatten()[0]).all()):
             continue
         if torch.equal(model.get_parameter(key), value):
-            raise ConfigError(f"pretrained weights of {name!r}: file {file!r} has no tensor {key!r}")
+            raise ConfigError("FV1113", f"pretrained weights of {name!r}: file {file!r} has no tensor {key!r}")

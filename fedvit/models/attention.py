@@ -73,7 +73,9 @@ def attentions(vit: PatchViT) -> list[Attention | OpenAttention]:
     found = [cast(Attention | OpenAttention, block.attn) for block in plain_blocks(vit)]
     for attention in found:
         if type(attention) not in (Attention, OpenAttention):
-            raise ConfigError(f"model {vit.name!r} cannot be changed: its attention is {type(attention).__name__}")
+            raise ConfigError(
+                "FV1112", f"model {vit.name!r} cannot be changed: its attention is {type(attention).__name__}"
+            )
     return found
 
 

@@ -25,7 +25,7 @@ class ExtraHead(ModelPatch):
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise ConfigError(f"ExtraHead option name = {self.name!r} must be a word")
+            raise ConfigError("FV1104", f"ExtraHead option name = {self.name!r} must be a word")
         check_choice("ExtraHead", "init", self.init, ("torch", "zero", "head"))
 
     def apply(self, vit: PatchViT, seed: int) -> None:

@@ -42,5 +42,5 @@ def plain_blocks(vit: PatchViT) -> list[Block]:
     """The blocks of a model whose blocks are an attention and an MLP, each behind its norm."""
     for block in vit.vit.blocks:
         if type(block) is not Block:
-            raise ConfigError(f"model {vit.name!r} cannot be changed: its blocks are {type(block).__name__}")
+            raise ConfigError("FV1112", f"model {vit.name!r} cannot be changed: its blocks are {type(block).__name__}")
     return cast(list[Block], list(vit.vit.blocks))

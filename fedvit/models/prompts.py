@@ -36,7 +36,8 @@ class Prompts(ModelPatch):
     def apply(self, vit: PatchViT, seed: int) -> None:
         if not vit.pools_class_token:
             raise ConfigError(
-                f"model {vit.name!r} cannot have prompts: its head reads no class token, but all tokens pooled"
+                "FV1112",
+                f"model {vit.name!r} cannot have prompts: its head reads no class token, but all tokens pooled",
             )
         shape = (self.tokens, vit.width) if self.placement == "shallow" else (vit.depth, self.tokens, vit.width)
         bound = math.sqrt(6 / (3 * vit.patch_size**2 + vit.width))

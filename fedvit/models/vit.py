@@ -77,7 +77,7 @@ class PatchViT(nn.Module):
         }
         for reason, holds in reasons.items():
             if holds:
-                raise ConfigError(f"model {self.name!r} is not supported: {reason}")
+                raise ConfigError("FV1112", f"model {self.name!r} is not supported: {reason}")
 
     # --- shape and tensors ----------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class PatchViT(nn.Module):
         parent, _, name = path.rpartition(".")
         owner = self.vit.get_submodule(parent)
         if hasattr(owner, name):
-            raise ConfigError(f"model {self.name!r} already has a module {path!r}")
+            raise ConfigError("FV1112", f"model {self.name!r} already has a module {path!r}")
         owner.add_module(name, module)
 
     def _token_hooks(self) -> list[TokenHooks]:

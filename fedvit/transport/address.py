@@ -60,8 +60,9 @@ class Address:
 def _unusable(text: str, why: str) -> ConfigError:
     shown = re.sub(r":[^:@/]*@", ":***@", text)
     return ConfigError(
+        "FV1206",
         f"broker address {shown!r} cannot be used: {why}; "
-        "expected HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://..."
+        "expected HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://...",
     )
 
 
@@ -82,7 +83,7 @@ def tls_context(address: Address) -> ssl.SSLContext:
         named = context.get_ca_certs() if ca_file is not None else []
         known = [ssl.cert_time_to_seconds(str(authority["notBefore"])) for authority in named]
     except (OSError, ValueError) as error:  # the latter for a date that is none
-        raise ConfigError(f"the certificates in {ca_file} cannot be used: {describe_error(error)}") from error
+        raise ConfigError("FV1207", f"the certificates in {ca_file} cannot be used: {describe_error(error)}") from error
     if time.time() < max(known, default=0.0):
         context.verify_flags |= NO_CHECK_TIME
     if cert_file is not None:
@@ -90,7 +91,7 @@ def tls_context(address: Address) -> ssl.SSLContext:
             context.load_cert_chain(cert_file, address.key_file)
         except OSError as error:
             raise ConfigError(
-                f"the certificate {cert_file} or its key cannot be used: {describe_error(error)}"
+                "FV1207", f"the certificate {cert_file} or its key cannot be used: {describe_error(error)}"
             ) from error
     return context
 

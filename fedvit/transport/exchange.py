@@ -108,7 +108,7 @@ class BlobExchange:
         """A receiver reports missing chunks. Raises BadPayload for a blob that it may not fetch and for invalid chunks,
         StorageFailed when the blob cannot be read."""
         if not self._may_read(peer, nack.digest):
-            raise BadPayload(f"{peer} asks for blob {nack.digest}, which it was not offered")
+            raise BadPayload("FV2302", f"{peer} asks for blob {nack.digest}, which it was not offered")
         if nack.put and is_at(nack.put.url, self._route.origin) and not self._route.is_blocked():
             self._url_sender.put(peer, nack.digest, nack.put)
         elif nack.url and self._places and not self._chunks.sends_to(peer, nack.digest):

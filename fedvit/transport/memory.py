@@ -126,8 +126,9 @@ class MemoryTransport(Transport):
     def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
         if len(topic) + len(payload) > self._broker.max_packet_bytes:
             raise BadPayload(
+                "FV1210",
                 f"a message of {len(payload)} bytes on {topic} exceeds the limit of "
-                f"{self._broker.max_packet_bytes} bytes per packet"
+                f"{self._broker.max_packet_bytes} bytes per packet",
             )
         if not self._up or not self._broker.route(topic, payload, qos=qos):
             return False

@@ -206,12 +206,14 @@ class MqttTransport(Transport, LoopMember):
     def _check_size(self, topic: str, size: int) -> None:
         if size + len(topic.encode()) + _HEADER_BYTES > self._max_packet_bytes:
             raise BadPayload(
-                f"a message of {size} bytes on {topic} exceeds the limit of {self._max_packet_bytes} bytes per packet"
+                "FV1210",
+                f"a message of {size} bytes on {topic} exceeds the limit of {self._max_packet_bytes} bytes per packet",
             )
         if size > self._limits.max_payload_bytes:
             raise BadPayload(
+                "FV1211",
                 f"a message of {size} bytes on {topic} exceeds max_payload_bytes = {self._limits.max_payload_bytes} "
-                "of the broker"
+                "of the broker",
             )
 
     def _count_received(self, size: int) -> None:

@@ -81,9 +81,9 @@ def read_packet(buffer: memoryview, start: int, end: int, largest: int) -> Packe
         if buffer[position - 1] < 0x80:
             break
     else:
-        raise BadPayload("the broker sent a packet whose length cannot be read")
+        raise BadPayload("FV2301", "the broker sent a packet whose length cannot be read")
     if position - start + size > largest:
-        raise BadPayload(f"the broker sent a packet of {size} bytes, at most {largest} were expected")
+        raise BadPayload("FV2301", f"the broker sent a packet of {size} bytes, at most {largest} were expected")
     if position + size > end:
         return None
     return Packet(buffer[start] & 0xF0, buffer[start] & 0x0F, position, position + size)
@@ -98,13 +98,13 @@ def parse_publish(buffer: memoryview, packet: Packet) -> tuple[bytes, memoryview
         payload += 2 if packet.flags & 0x06 else 0
         if payload <= len(view):
             return topic, view[payload:]
-    raise BadPayload(f"the broker sent a message of {len(view)} bytes that is cut")
+    raise BadPayload("FV2301", f"the broker sent a message of {len(view)} bytes that is cut")
 
 
 def packet_id(buffer: memoryview, packet: Packet) -> int:
     """Return the request that a SUBACK or UNSUBACK answers. Raises BadPayload if it is cut."""
     if packet.end - packet.start < 2:
-        raise BadPayload("the broker sent an answer that is cut")
+        raise BadPayload("FV2301", "the broker sent an answer that is cut")
     return buffer[packet.start] << 8 | buffer[packet.start + 1]
 
 

@@ -80,7 +80,7 @@ class UrlReceiver:
             if not is_at(url.url, self._route.origin):
                 receiving.url_failures = URL_ATTEMPTS
                 self._receiver.send_nack(receiving, stalled=True)
-                raise BadPayload(f"{sender} names a URL of another host than {self._route.origin or 'none'}")
+                raise BadPayload("FV1217", f"{sender} names a URL of another host than {self._route.origin or 'none'}")
             receiving.downloading = True
         in_thread(partial(self._download, receiving, url.url))
 
@@ -202,7 +202,7 @@ class UrlSender:
         piece."""
         manifest = self._blobs.manifest(digest)
         if piece.first + piece.count > manifest.chunks:
-            raise BadPayload(f"{peer} wants chunks up to {piece.first + piece.count} of {manifest.chunks}")
+            raise BadPayload("FV1217", f"{peer} wants chunks up to {piece.first + piece.count} of {manifest.chunks}")
         with self._lock:
             if digest in self.putting:
                 return

@@ -65,7 +65,9 @@ def download(url: str, first: int, end: int, size: int, piece_bytes: int, take: 
         found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         start, whole = map(int, found.groups()) if found else (0, response.length)
         if (start, whole) != (first, size):
-            raise LinkDown(f"{host} has {whole} bytes from byte {start} on, expected {size} from byte {first} on")
+            raise LinkDown(
+                "FV1216", f"{host} has {whole} bytes from byte {start} on, expected {size} from byte {first} on"
+            )
         buffer = memoryview(bytearray(piece_bytes))
         while first < end:
             piece = buffer[: min(piece_bytes, end - first)]
@@ -73,7 +75,7 @@ def download(url: str, first: int, end: int, size: int, piece_bytes: int, take: 
             while filled < len(piece):
                 got = response.readinto(piece[filled:])
                 if not got:
-                    raise LinkDown(f"{host} closed the connection {end - first - filled} bytes too early")
+                    raise LinkDown("FV1216", f"{host} closed the connection {end - first - filled} bytes too early")
                 filled += got
             first += filled
             if not take(piece):
@@ -86,7 +88,7 @@ def upload(url: str, content: memoryview, goes_on: Callable[[], bool]) -> None:
     def pieces() -> Iterator[memoryview]:
         for start in range(0, len(content), _SENT_BYTES):
             if not goes_on():
-                raise LinkDown("the upload is not needed any more")
+                raise LinkDown("FV1216", "the upload is not needed any more")
             yield content[start : start + _SENT_BYTES]
 
     # Azure asks for the kind of a blob, and other stores ignore it
@@ -106,19 +108,19 @@ def _request(
         try:
             connection.connect()
         except ConnectionRefusedError:  # which costs no time
-            raise LinkDown(f"nobody listens at {parts.netloc}") from None
+            raise LinkDown("FV1216", f"nobody listens at {parts.netloc}") from None
         except OSError as error:
-            raise NoRoute(f"no connection to {parts.netloc}: {error}") from None
+            raise NoRoute("FV1216", f"no connection to {parts.netloc}: {error}") from None
         connection.sock.settimeout(SILENCE_S)
         connection.request(method, f"{parts.path}?{parts.query}", body, headers)
         response = connection.getresponse()
         if response.status not in (200, 201, 204, 206):
-            raise LinkDown(f"{parts.netloc} answers {method} with HTTP {response.status}")
+            raise LinkDown("FV1216", f"{parts.netloc} answers {method} with HTTP {response.status}")
         yield parts.netloc, response
     except OSError as error:
-        raise LinkDown(f"the connection to {parts.netloc} was lost: {error}") from None
+        raise LinkDown("FV1216", f"the connection to {parts.netloc} was lost: {error}") from None
     except HTTPException as error:  # its text may contain the URL
-        raise LinkDown(f"{parts.netloc} is not an HTTP server: {type(error).__name__}") from None
+        raise LinkDown("FV1216", f"{parts.netloc} is not an HTTP server: {type(error).__name__}") from None
     finally:
         connection.close()
 

@@ -33,19 +33,19 @@ def make_codec(text: str) -> Codec:
     """
     name, _, options = text.partition(":")
     if name not in CODECS:
-        raise ConfigError(f"unknown codec {name!r}; known are {', '.join(CODECS)}")
+        raise ConfigError("FV1011", f"unknown codec {name!r}; known are {', '.join(CODECS)}")
     given: dict[str, Any] = {}
     for pair in filter(None, options.split(",")):
         key, equals, value = pair.partition("=")
         known = [field.name for field in fields(CODECS[name])]
         if not equals or key not in known:
             raise ConfigError(
-                f"codec {text!r}: {pair!r} is not one of its options ({', '.join(known) or 'it has none'})"
+                "FV1011", f"codec {text!r}: {pair!r} is not one of its options ({', '.join(known) or 'it has none'})"
             )
         try:
             given[key] = float(value)
         except ValueError:
-            raise ConfigError(f"codec {text!r}: {key} = {value!r} is not a number") from None
+            raise ConfigError("FV1011", f"codec {text!r}: {key} = {value!r} is not a number") from None
     return CODECS[name](**given)
 
 
@@ -110,7 +110,7 @@ def decode_one(name: str, coded: Mapping[str, Array], shape: tuple[int, ...] | N
 
 def _require_shape(name: str, shape: tuple[int, ...] | None) -> tuple[int, ...]:
     if shape is None:
-        raise BadPayload(f"{name!r} is sparse, and no tensor of that name is known")
+        raise BadPayload("FV2309", f"{name!r} is sparse, and no tensor of that name is known")
     return shape
 
 

@@ -52,15 +52,15 @@ class Codec(ABC):
         coded: Tensors = {}
         for name, value in tensors.items():
             if value.dtype != np.float32:
-                raise BadPayload(f"{name!r} is {value.dtype}; codecs support float32 only")
+                raise BadPayload("FV2309", f"{name!r} is {value.dtype}; codecs support float32 only")
             if not np.isfinite(value).all():
-                raise BadPayload(f"{name!r} holds NaN or infinite values, which {self.name} does not code")
+                raise BadPayload("FV2309", f"{name!r} holds NaN or infinite values, which {self.name} does not code")
             shape = (None, *value.shape[1:]) if samples else value.shape
             plain = self.form(name, shape) == {name: (shape, "float32")}
             parts = {name: value} if plain else self._code(name, value)
             if not np.isfinite(parts[name]).all():
                 largest = float(np.abs(value).max())
-                raise BadPayload(f"{name!r} holds values up to {largest:g}, beyond the range of {self.name}")
+                raise BadPayload("FV2309", f"{name!r} holds values up to {largest:g}, beyond the range of {self.name}")
             coded |= parts
         return coded
 

@@ -31,7 +31,7 @@ class TopK(Codec):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.share, float) and 0 < self.share <= 0.5):
-            raise ConfigError(f"top_k: share = {self.share!r} must be above 0 and at most 0.5")
+            raise ConfigError("FV1011", f"top_k: share = {self.share!r} must be above 0 and at most 0.5")
 
     def form(self, name: str, shape: Shape) -> Form:
         count = numbers(shape)
@@ -85,10 +85,10 @@ def places_of(name: str, coded: Tensors, count: int) -> Array:
     if name + COUNT in coded:
         counts = coded[name + COUNT].astype(np.int64)
         if counts.min() < 0 or counts.sum() != index.size or counts.size != _blocks(count):
-            raise BadPayload(f"{name!r}: its blocks hold {counts.sum()} entries, {index.size} were sent")
+            raise BadPayload("FV2309", f"{name!r}: its blocks hold {counts.sum()} entries, {index.size} were sent")
         index = index + np.repeat(np.arange(counts.size) * BLOCK, counts)
     if index.size and (index[-1] >= count or (np.diff(index) <= 0).any()):
-        raise BadPayload(f"{name!r}: its positions are not ascending, or beyond its {count} entries")
+        raise BadPayload("FV2309", f"{name!r}: its positions are not ascending, or beyond its {count} entries")
     return index
 
 

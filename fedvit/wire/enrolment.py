@@ -55,16 +55,16 @@ class Token(Struct, frozen=True, array_like=True):
         """Raises ConfigError when it is incomplete."""
         text = "".join(text.split())
         if not text.startswith(TOKEN_PREFIX):
-            raise ConfigError(f"this is not a join token: expected text that begins with {TOKEN_PREFIX!r}")
+            raise ConfigError("FV1301", f"this is not a join token: expected text that begins with {TOKEN_PREFIX!r}")
         try:
             body = text.removeprefix(TOKEN_PREFIX)
             raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
             check, raw = raw[:_CHECK_BYTES], raw[_CHECK_BYTES:]
             token = msgspec.msgpack.decode(raw, type=cls)
         except (binascii.Error, msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            raise ConfigError("the join token cannot be read; was all of it copied?") from error
+            raise ConfigError("FV1301", "the join token cannot be read; was all of it copied?") from error
         if check != _checksum(raw) or len(token.secret) != SECRET_BYTES:
-            raise ConfigError("the join token has a wrong character; copy it again")
+            raise ConfigError("FV1301", "the join token has a wrong character; copy it again")
         check_name(token.device, "device name in the token")
         check_name(token.federation, "federation in the token")
         return token
@@ -154,7 +154,9 @@ def unseal(raw: bytes, secret: bytes, direction: bytes) -> AnyEnrolment:
     _check_head(raw, 1 + MAC_BYTES)
     mac, body = raw[1 : 1 + MAC_BYTES], raw[1 + MAC_BYTES :]
     if not hmac.compare_digest(mac, _mac(body, secret, direction)):
-        raise BadPayload(f"a sealed message of {len(raw)} bytes was not written with the secret of this token")
+        raise BadPayload(
+            "FV1307", f"a sealed message of {len(raw)} bytes was not written with the secret of this token"
+        )
     return _decode(body)
 
 
@@ -165,20 +167,24 @@ def _mac(body: bytes, secret: bytes, direction: bytes) -> bytes:
 
 def _check_size(raw: bytes) -> bytes:
     if len(raw) > MAX_ENROLMENT_BYTES:
-        raise BadPayload(f"an enrolment message of {len(raw)} bytes exceeds the limit of {MAX_ENROLMENT_BYTES} bytes")
+        raise BadPayload(
+            "FV2301", f"an enrolment message of {len(raw)} bytes exceeds the limit of {MAX_ENROLMENT_BYTES} bytes"
+        )
     return raw
 
 
 def _check_head(raw: bytes, least_bytes: int) -> None:
     _check_size(raw)
     if raw and raw[0] != ENROLMENT_VERSION:
-        raise PeerRefused(f"the other side speaks enrolment version {raw[0]}, this side version {ENROLMENT_VERSION}")
+        raise PeerRefused(
+            "FV1513", f"the other side speaks enrolment version {raw[0]}, this side version {ENROLMENT_VERSION}"
+        )
     if len(raw) <= least_bytes:
-        raise BadPayload(f"an enrolment message of {len(raw)} bytes is too short")
+        raise BadPayload("FV2301", f"an enrolment message of {len(raw)} bytes is too short")
 
 
 def _decode(body: bytes) -> AnyEnrolment:
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadPayload(f"an enrolment message of {len(body)} bytes cannot be read: {error}") from error
+        raise BadPayload("FV2301", f"an enrolment message of {len(body)} bytes cannot be read: {error}") from error

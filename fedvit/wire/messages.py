@@ -392,7 +392,9 @@ def encode(message: AnyMessage) -> bytes:
     raw = bytes([WIRE_VERSION]) + _encoder.encode(message)
     if len(raw) > MAX_MESSAGE_BYTES:
         kind = type(message).__name__
-        raise BadPayload(f"a {kind} message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
+        raise BadPayload(
+            "FV2301", f"a {kind} message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes"
+        )
     return raw
 
 
@@ -401,7 +403,9 @@ def encode_class_list(classes: tuple[str, ...]) -> bytes:
     raw = _encoder.encode(classes)
     if len(raw) > MAX_CLASS_LIST_BYTES:
         count = len(classes)
-        raise BadPayload(f"a list of {count} classes has {len(raw)} bytes, at most {MAX_CLASS_LIST_BYTES} may be")
+        raise BadPayload(
+            "FV2301", f"a list of {count} classes has {len(raw)} bytes, at most {MAX_CLASS_LIST_BYTES} may be"
+        )
     return raw
 
 
@@ -410,7 +414,7 @@ def decode_class_list(raw: bytes) -> tuple[str, ...]:
     try:
         return _class_list_decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadPayload(f"a list of classes of {len(raw)} bytes cannot be read: {error}") from error
+        raise BadPayload("FV2301", f"a list of classes of {len(raw)} bytes cannot be read: {error}") from error
 
 
 def unread_hello(raw: bytes) -> str | None:
@@ -445,12 +449,14 @@ def inline_room(message: AnyMessage) -> int:
 def decode(raw: bytes) -> AnyMessage:
     """Undo `encode`. Raises PeerRefused for another version, BadPayload for anything unreadable."""
     if len(raw) > MAX_MESSAGE_BYTES:
-        raise BadPayload(f"a message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
+        raise BadPayload("FV2301", f"a message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes")
     if not raw:
-        raise BadPayload("an empty message")
+        raise BadPayload("FV2301", "an empty message")
     if raw[0] != WIRE_VERSION:
-        raise PeerRefused(f"the other side speaks wire version {raw[0]}, this side speaks version {WIRE_VERSION}")
+        raise PeerRefused(
+            "FV1513", f"the other side speaks wire version {raw[0]}, this side speaks version {WIRE_VERSION}"
+        )
     try:
         return _decoder.decode(raw[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
-        raise BadPayload(f"a message of {len(raw)} bytes cannot be read: {error}") from error
+        raise BadPayload("FV2301", f"a message of {len(raw)} bytes cannot be read: {error}") from error

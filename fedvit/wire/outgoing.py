@@ -53,8 +53,9 @@ class Outgoing:
         for first, count in nack.missing:
             if first < end or count < 1 or first + count > self.manifest.chunks:  # ascending: none is counted twice
                 raise BadPayload(
+                    "FV2302",
                     f"{receiver} wants chunks {first} to {first + count - 1} of a blob of {self.manifest.chunks} chunks"
-                    + (f", after those up to {end - 1}" if end else "")
+                    + (f", after those up to {end - 1}" if end else ""),
                 )
             missing[first : first + count] = True
             end = first + count

@@ -31,7 +31,9 @@ def check_name(name: str, what: str) -> str:
     """Refuse a name that cannot be one level of a topic, or a file. Raises ConfigError naming it."""
     if not is_name(name):
         shown = name if len(name) <= 80 else f"{name[:80]}..."
-        raise ConfigError(f"{what} {shown!r} must be 1 to 64 letters, digits, '-' or '_', and not begin with '-'")
+        raise ConfigError(
+            "FV1006", f"{what} {shown!r} must be 1 to 64 letters, digits, '-' or '_', and not begin with '-'"
+        )
     return name
 
 

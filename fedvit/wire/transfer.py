@@ -66,11 +66,11 @@ def decode_chunk(raw: bytes | memoryview, digest_name: str = "blake3") -> Chunk:
     Raises BadPayload when `raw` is not a chunk of this version, or was cut.
     """
     if len(raw) < _HEADER.size or raw[:4] != _MAGIC or raw[4] != _VERSION:
-        raise BadPayload(f"{len(raw)} bytes on a chunk topic are not a chunk of version {_VERSION}")
+        raise BadPayload("FV2302", f"{len(raw)} bytes on a chunk topic are not a chunk of version {_VERSION}")
     _, _, _, _, index, count, size, digest, length, seq = _HEADER.unpack_from(raw)
     payload = raw[_HEADER.size :]
     if len(payload) != length:
-        raise BadPayload(f"chunk {index} says {length} bytes, {len(payload)} came")
+        raise BadPayload("FV2302", f"chunk {index} says {length} bytes, {len(payload)} came")
     return Chunk(f"{digest_name}:{digest.hex()}", index, count, size, seq, payload)
 
 
@@ -113,12 +113,13 @@ class Incoming:
         manifest = self.manifest
         if (chunk.count, chunk.size) != (manifest.chunks, manifest.size):
             raise BadPayload(
+                "FV2302",
                 f"a chunk of a blob of {chunk.size} bytes in {chunk.count} chunks, "
-                f"expected {manifest.size} in {manifest.chunks}"
+                f"expected {manifest.size} in {manifest.chunks}",
             )
         start = chunk.index * manifest.chunk
         if chunk.index >= manifest.chunks or len(chunk.payload) != min(manifest.chunk, manifest.size - start):
-            raise BadPayload(f"chunk {chunk.index} of {manifest.chunks} has {len(chunk.payload)} bytes")
+            raise BadPayload("FV2302", f"chunk {chunk.index} of {manifest.chunks} has {len(chunk.payload)} bytes")
         # not the highest ever: a sender that was started again counts from 1, and what it sent is under way
         self.last_seq = chunk.seq
         self._since_want += 1

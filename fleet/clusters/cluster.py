@@ -27,7 +27,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError("--ray needs the package ray: pip install 'fedvit[ray]'") from None
+        raise ConfigError("FV2114", "--ray needs the package ray: pip install 'fedvit[ray]'") from None
     return ray
 
 
@@ -59,26 +59,31 @@ def _start(ray: Any, address: str) -> None:
         try:
             ray.init(address="local", num_cpus=usable_cores(), include_dashboard=False, **quiet)
         except (OSError, RuntimeError, ray.exceptions.RayError) as error:
-            raise FedvitError(f"--ray local: Ray does not start on this machine: {_first_line(error)}") from error
+            raise FedvitError(
+                "FV2115", f"--ray local: Ray does not start on this machine: {_first_line(error)}"
+            ) from error
         return
     _check_answers(ray, address)
     try:
         ray.init(address=address, **quiet)
     except ray.exceptions.AuthenticationError as error:
         raise ConfigError(
+            "FV2116",
             f"--ray {address}: the cluster does not know our token ({_first_line(error)}); copy ~/.ray/auth_token of "
-            "its head to this machine, or set RAY_AUTH_TOKEN; for a cluster without tokens set RAY_AUTH_MODE=disabled"
+            "its head to this machine, or set RAY_AUTH_TOKEN; for a cluster without tokens set RAY_AUTH_MODE=disabled",
         ) from error
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if "ersion mismatch" in str(error):
             reason = " ".join(str(error).split())
             raise ConfigError(
+                "FV2117",
                 f"--ray {address}: this is Ray {ray.__version__} under Python {sys.version.split()[0]}, and the "
-                f"cluster runs others; install the same on all machines ({reason[:300]})"
+                f"cluster runs others; install the same on all machines ({reason[:300]})",
             ) from error
         raise LinkDown(
+            "FV2115",
             f"--ray {address}: no cluster that this machine is a node of ({_first_line(error)}); make it one with "
-            f"`ray start --address {address} --num-cpus 0`, and see that all have the same token"
+            f"`ray start --address {address} --num-cpus 0`, and see that all have the same token",
         ) from error
 
 
@@ -86,7 +91,7 @@ def _check_answers(ray: Any, address: str) -> None:
     """Raises ConfigError or LinkDown within seconds; Ray itself would retry for many minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
-        raise ConfigError(f"--ray {address!r}: expected HOST:PORT of the head of a Ray cluster, or {LOCAL}")
+        raise ConfigError("FV2115", f"--ray {address!r}: expected HOST:PORT of the head of a Ray cluster, or {LOCAL}")
     if host in ("localhost", "127.0.0.1"):
         host = ray.util.get_node_ip_address()  # Ray uses this address instead
     try:
@@ -94,8 +99,9 @@ def _check_answers(ray: Any, address: str) -> None:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise LinkDown(
+            "FV2115",
             f"--ray {address}: no answer from {host}:{port} ({reason}); start a cluster with `ray start --head "
-            f"--port {port}`, or use --ray {LOCAL}"
+            f"--port {port}`, or use --ray {LOCAL}",
         ) from error
 
 
@@ -187,10 +193,11 @@ class Reports:
                 raise NodeLost("it ended without a report") from None
             except exceptions.OutOfMemoryError:
                 raise FedvitError(
+                    "FV2120",
                     "its node ran out of memory, and Ray ended it; ask for more `memory` or `num_cpus` in [ray], so "
-                    "that fewer programs share a node"
+                    "that fewer programs share a node",
                 ) from None
             except exceptions.RayTaskError as error:
-                raise FedvitError(f"it could not be run on its node: {last_line_of(str(error))}") from None
+                raise FedvitError("FV2120", f"it could not be run on its node: {last_line_of(str(error))}") from None
             except exceptions.RayError as error:
                 raise NodeLost(_first_line(error)) from None

@@ -102,10 +102,12 @@ def check_hosts(cluster: Cluster, hosts: int | None, threads: int) -> int:
     """The number of hosts with `threads` threads each, by default as many as fit. Raises ConfigError."""
     needs = Resources(threads, 0, 0)
     if why := cluster.lack_of(needs):
-        raise ConfigError(f"--threads {threads}: {why}")
+        raise ConfigError("FV2119", f"--threads {threads}: {why}")
     most = cluster.at_once([needs])
     if hosts is not None and hosts > most:
-        raise ConfigError(f"--hosts {hosts} of {needs} each, but the cluster has room for {most}: give --hosts {most}")
+        raise ConfigError(
+            "FV2119", f"--hosts {hosts} of {needs} each, but the cluster has room for {most}: give --hosts {most}"
+        )
     return hosts or most
 
 
@@ -116,8 +118,9 @@ def find_broker_host(cluster: Cluster, broker: BrokerConfig) -> str:
     others = [name for name in cluster.nodes() if not _is_here(name)]
     if others and broker.listen in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(
+            "FV2121",
             f"nodes {', '.join(others)} are other machines and do not reach a broker on {broker.listen}: set "
-            "`listen` and `password` of [broker], or name a broker that all reach with --broker"
+            "`listen` and `password` of [broker], or name a broker that all reach with --broker",
         )
     return broker.listen
 

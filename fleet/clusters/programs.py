@@ -76,7 +76,7 @@ def unpack(files: Files, folder: Path) -> None:
         for name, content in files.items():
             path = new / name
             if not path.resolve().is_relative_to(new.resolve()):
-                raise StorageFailed(f"a node sent a file {name!r}, which is not below {folder}")
+                raise StorageFailed("FV2120", f"a node sent a file {name!r}, which is not below {folder}")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         if folder.exists():

@@ -33,13 +33,13 @@ class RayTable(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
             for name in requests:
                 if name not in names:
                     hint = did_you_mean(name, names, most=1) or f"; there are: {', '.join(names)}"
-                    raise ConfigError(f"{where} [ray.{kind}.{name}]: the experiment has no such table{hint}")
+                    raise ConfigError("FV2119", f"{where} [ray.{kind}.{name}]: the experiment has no such table{hint}")
         for method in methods:
             for partition in partitions:
                 try:
                     self.resources(method, partition)
                 except ConfigError as error:
-                    raise ConfigError(f"{where} [ray], for {method}/{partition}: {error}") from None
+                    raise ConfigError("FV2119", f"{where} [ray], for {method}/{partition}: {error}") from None
 
     def resources(self, method: str, partition: str) -> "Resources":
         """Return the needs of a cell: its partition's table wins over its method's, and that over the general one."""
@@ -49,7 +49,7 @@ class RayTable(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
         num_gpus = next((one.num_gpus for one in requests if one.num_gpus is not None), 0.0)
         memory = next((one.memory for one in requests if one.memory is not None), 0)
         if num_gpus > 1 and num_gpus % 1:
-            raise ConfigError(f"num_gpus = {num_gpus:g}: expected a fraction of one GPU, or whole GPUs")
+            raise ConfigError("FV2119", f"num_gpus = {num_gpus:g}: expected a fraction of one GPU, or whole GPUs")
         return Resources(num_cpus, num_gpus, parse_bytes(memory) if isinstance(memory, str) else memory)
 
 

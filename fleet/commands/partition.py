@@ -37,9 +37,9 @@ def _merge_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str, 
     for pair in pairs:
         option, equals, value = pair.partition("=")
         if not equals:
-            raise ConfigError(f"partition option {pair!r} must be written KEY=VALUE")
+            raise ConfigError("FV1003", f"partition option {pair!r} must be written KEY=VALUE")
         if option in options:
-            raise ConfigError(f"partition option {option} is given twice: {options[option]} and {value}")
+            raise ConfigError("FV1003", f"partition option {option} is given twice: {options[option]} and {value}")
         options[option] = value
     return options
 

@@ -42,19 +42,21 @@ class RunFlags(Struct, frozen=True, kw_only=True):
         """Raises ConfigError for flags that do not go together; `devices` is --devices."""
         if self.virtual is None:
             if self.engine != "onnx":
-                raise ConfigError(f"--engine {self.engine} is for virtual devices: say how many with --virtual N")
+                raise ConfigError(
+                    "FV2102", f"--engine {self.engine} is for virtual devices: say how many with --virtual N"
+                )
             if self.ray:
-                raise ConfigError("--ray is for virtual devices: say how many with --virtual N")
+                raise ConfigError("FV2102", "--ray is for virtual devices: say how many with --virtual N")
             if self.hosts:
-                raise ConfigError("--hosts is for virtual devices: say how many with --virtual N")
+                raise ConfigError("FV2102", "--hosts is for virtual devices: say how many with --virtual N")
         elif devices is not None:
             raise ConfigError(
-                f"--virtual {self.virtual} says how many devices there are; leave out --devices {devices}"
+                "FV2102", f"--virtual {self.virtual} says how many devices there are; leave out --devices {devices}"
             )
         elif self.engine != "onnx" and self.ray:
-            raise ConfigError("--ray is for --engine onnx: engine torch has no processes of devices")
+            raise ConfigError("FV2123", "--ray is for --engine onnx: engine torch has no processes of devices")
         elif self.engine == "onnx" and self.precision != "fp32":
-            raise ConfigError(f"--precision {self.precision} is for --engine torch")
+            raise ConfigError("FV2102", f"--precision {self.precision} is for --engine torch")
 
 
 @click.command(

@@ -49,7 +49,9 @@ def check_dataset(dataset: str) -> None:
     """Check a data set's name. Raises ConfigError if it is neither in `SOURCES` nor an existing path."""
     if dataset not in SOURCES and not Path(dataset).exists():
         near = did_you_mean(dataset, SOURCES)
-        raise ConfigError(f"data set {dataset!r} is neither a path that exists nor one of: {', '.join(SOURCES)}{near}")
+        raise ConfigError(
+            "FV2001", f"data set {dataset!r} is neither a path that exists nor one of: {', '.join(SOURCES)}{near}"
+        )
 
 
 def read_samples(dataset: str, size: int) -> Samples:

@@ -37,9 +37,9 @@ def read_cifar(path: Path, size: int = 32) -> Samples:
     """
     kind = _format(path)
     if kind is None:
-        raise DataError(f"{path}: no CIFAR batches, expected data_batch_1 or train, with or without .bin")
+        raise DataError("FV2008", f"{path}: no CIFAR batches, expected data_batch_1 or train, with or without .bin")
     if missing := [name for name in kind.files if not (path / name).is_file()]:
-        raise DataError(f"{path}: {missing[0]} is missing, expected {', '.join(kind.files)}")
+        raise DataError("FV2008", f"{path}: {missing[0]} is missing, expected {', '.join(kind.files)}")
     batches = [_check_batch(path / name, kind.read(path / name, kind), kind) for name in kind.files]
     pixels = np.concatenate([pixels for pixels, _ in batches]).reshape(-1, 3, _SIDE, _SIDE)
     labels = np.concatenate([labels for _, labels in batches])
@@ -56,10 +56,10 @@ def read_cifar(path: Path, size: int = 32) -> Samples:
 def _check_batch(path: Path, batch: Batch, kind: "_Format") -> Batch:
     pixels, labels = batch
     if len(pixels) != len(labels):
-        raise DataError(f"{path}: {len(pixels)} images, but {len(labels)} labels")
+        raise DataError("FV2008", f"{path}: {len(pixels)} images, but {len(labels)} labels")
     for column, count in enumerate(kind.label_counts):
         if len(bad := labels[(labels[:, column] < 0) | (labels[:, column] >= count), column]):
-            raise DataError(f"{path}: label {bad[0]}, expected 0..{count - 1}")
+            raise DataError("FV2008", f"{path}: label {bad[0]}, expected 0..{count - 1}")
     return batch
 
 
@@ -68,7 +68,7 @@ def _read_binary(path: Path, kind: "_Format") -> Batch:
     columns = len(kind.label_counts)
     record = columns + _PIXELS
     if not len(raw) or len(raw) % record:
-        raise DataError(f"{path}: {len(raw)} bytes, expected a multiple of {record}")
+        raise DataError("FV2008", f"{path}: {len(raw)} bytes, expected a multiple of {record}")
     rows = raw.reshape(-1, record)
     return rows[:, columns:], rows[:, :columns].astype(np.int64)
 
@@ -76,13 +76,15 @@ def _read_binary(path: Path, kind: "_Format") -> Batch:
 def _read_pickled(path: Path, kind: "_Format") -> Batch:
     batch = read_pickle(path)
     if missing := [key for key in ("data", *kind.label_keys) if key not in batch]:
-        raise DataError(f"{path}: no {missing[0]!r}, expected it among {', '.join(map(repr, batch)) or 'the keys'}")
+        raise DataError(
+            "FV2008", f"{path}: no {missing[0]!r}, expected it among {', '.join(map(repr, batch)) or 'the keys'}"
+        )
     pixels = batch["data"]
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
-        raise DataError(f"{path}: 'data' is {_describe(pixels)}, expected uint8 of shape (n, {_PIXELS})")
+        raise DataError("FV2008", f"{path}: 'data' is {_describe(pixels)}, expected uint8 of shape (n, {_PIXELS})")
     columns = [_whole_numbers(path, key, batch[key]) for key in kind.label_keys]
     if len({len(column) for column in columns}) > 1:
-        raise DataError(f"{path}: {len(columns[0])} coarse labels, but {len(columns[1])} fine labels")
+        raise DataError("FV2008", f"{path}: {len(columns[0])} coarse labels, but {len(columns[1])} fine labels")
     return pixels, np.stack(columns, axis=1)
 
 
@@ -92,14 +94,14 @@ def _whole_numbers(path: Path, key: str, value: object) -> Indices:
         return value.astype(np.int64)
     if isinstance(value, list) and all(type(number) is int and 0 <= number < 256 for number in value):
         return np.array(value, dtype=np.int64)
-    raise DataError(f"{path}: {key!r} is {_describe(value)}, expected a list of whole numbers of 0..255")
+    raise DataError("FV2008", f"{path}: {key!r} is {_describe(value)}, expected a list of whole numbers of 0..255")
 
 
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        raise DataError("FV2008", f"{path}: {error.strerror or error}") from error
 
 
 def _describe(value: object) -> str:

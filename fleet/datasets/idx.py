@@ -31,10 +31,12 @@ def read_idx(path: Path, size: int = 32) -> Samples:
     """
     files = _image_files(path)
     if not files:
-        raise DataError(f"{path}: no file such as train-images-idx3-ubyte or train-images-idx3-ubyte.gz")
+        raise DataError("FV2008", f"{path}: no file such as train-images-idx3-ubyte or train-images-idx3-ubyte.gz")
     sets = sorted({_set_name(file) for file in files})
     if len(sets) > 1:
-        raise DataError(f"{path}: holds the sets {', '.join(map(repr, sets))}; name an images file of one of them")
+        raise DataError(
+            "FV2008", f"{path}: holds the sets {', '.join(map(repr, sets))}; name an images file of one of them"
+        )
     return join_batches(path, path.resolve().name, [_read_batch(file) for file in files], size)
 
 
@@ -60,9 +62,11 @@ def _read_batch(images_file: Path) -> tuple[Pixels, Indices]:
         if labels_file.is_file():
             labels = _read_bytes(labels_file, dimensions=1)
             if len(labels) != len(images):
-                raise DataError(f"{labels_file}: {len(labels)} labels, but {len(images)} images in {images_file.name}")
+                raise DataError(
+                    "FV2008", f"{labels_file}: {len(labels)} labels, but {len(images)} images in {images_file.name}"
+                )
             return images, labels.astype(np.int64)
-    raise DataError(f"{images_file}: there is no {name} beside it, packed or not")
+    raise DataError("FV2008", f"{images_file}: there is no {name} beside it, packed or not")
 
 
 def _read_bytes(path: Path, dimensions: int) -> Pixels:
@@ -74,14 +78,15 @@ def _read_bytes(path: Path, dimensions: int) -> Pixels:
             header = file.read(4 + 4 * dimensions)
             if header[:4] != bytes([0, 0, 8, dimensions]) or len(header) < 4 + 4 * dimensions:
                 raise DataError(
-                    f"{path}: begins with {header[:4].hex(' ') or 'nothing'}, expected 00 00 08 {dimensions:02d}"
+                    "FV2008",
+                    f"{path}: begins with {header[:4].hex(' ') or 'nothing'}, expected 00 00 08 {dimensions:02d}",
                 )
             shape = np.frombuffer(header, dtype=">u4")[1:].tolist()
             expected = int(np.prod(shape, dtype=object))
             content = file.read(expected + 1)  # bounded, however much a small packed file holds
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError("FV2008", f"{path}: {error}") from error
     if len(content) != expected:
         less = len(content) if len(content) < expected else f"more than {expected}"
-        raise DataError(f"{path}: {less} bytes for shape {tuple(shape)}, expected {expected}")
+        raise DataError("FV2008", f"{path}: {less} bytes for shape {tuple(shape)}, expected {expected}")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)

@@ -40,7 +40,7 @@ class ImageFile:
             with self.open() as content:
                 return read_image(self.path, size, content)
         except _CANNOT_OPEN as error:
-            raise DataError(f"cannot read image {self.path}: {error}") from error
+            raise DataError("FV1403", f"cannot read image {self.path}: {error}") from error
 
 
 class ImageFiles:
@@ -72,7 +72,7 @@ def keep_readable(
         f"cannot read image {file.path}: {problem}" for file, problem in zip(files, problems, strict=True) if problem
     )
     if len(unreadable) == len(files):
-        raise DataError(f"{where}{f'; {unreadable[0]}' if unreadable else ''}")
+        raise DataError("FV2008", f"{where}{f'; {unreadable[0]}' if unreadable else ''}")
     good = np.array([problem is None for problem in problems])
     return ImageFiles([file for file, is_good in zip(files, good, strict=True) if is_good], size), good, unreadable
 
@@ -86,11 +86,11 @@ def open_tree(path: Path) -> Tree[ImageFile]:
     if path.is_dir():
         return _unwrap(_files(read_tree(path, _LEVELS)))
     if not path.is_file():
-        raise DataError(f"{path}: there is no such folder or file")
+        raise DataError("FV2001", f"{path}: there is no such folder or file")
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError) as error:
-        raise DataError(f"{path}: neither a folder nor a readable .zip: {error}") from error
+        raise DataError("FV2001", f"{path}: neither a folder nor a readable .zip: {error}") from error
     return _unwrap(_archive_tree(archive, path))
 
 
@@ -141,5 +141,5 @@ def _inside(name: str, path: Path) -> tuple[str, ...]:
     """The parts of a member's name. Class folders are made from them, so none may lead elsewhere."""
     member = PurePosixPath(name.replace("\\", "/"))
     if member.is_absolute() or ".." in member.parts or re.match("[A-Za-z]:", name):
-        raise DataError(f"{path}: refused, its member {name!r} points outside of the archive")
+        raise DataError("FV2009", f"{path}: refused, its member {name!r} points outside of the archive")
     return member.parts

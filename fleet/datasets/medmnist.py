@@ -32,9 +32,9 @@ def read_medmnist(path: Path, size: int = 32) -> Samples:
         with np.load(path, allow_pickle=False) as arrays:
             batches = [_read_split(arrays, path, split) for split in _SPLITS if f"{split}_images" in arrays]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: no readable .npz file: {error}") from error
+        raise DataError("FV2010", f"{path}: no readable .npz file: {error}") from error
     if not batches:
-        raise DataError(f"{path}: no array train_images, val_images or test_images")
+        raise DataError("FV2010", f"{path}: no array train_images, val_images or test_images")
     return join_batches(path, path.stem, batches, size)
 
 
@@ -42,15 +42,17 @@ def _read_split(arrays: "np.lib.npyio.NpzFile", path: Path, split: str) -> tuple
     images = arrays[f"{split}_images"]
     if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)):
         raise DataError(
+            "FV2010",
             f"{path}: {split}_images is {images.dtype} of shape {images.shape},"
-            " expected uint8 of shape (n, s, s) or (n, s, s, 3)"
+            " expected uint8 of shape (n, s, s) or (n, s, s, 3)",
         )
     if f"{split}_labels" not in arrays:
-        raise DataError(f"{path}: there is {split}_images, but no {split}_labels")
+        raise DataError("FV2010", f"{path}: there is {split}_images, but no {split}_labels")
     labels = arrays[f"{split}_labels"]
     if labels.dtype.kind not in "iu" or labels.shape not in ((len(images),), (len(images), 1)):
         raise DataError(
+            "FV2010",
             f"{path}: {split}_labels is {labels.dtype} of shape {labels.shape},"
-            f" expected whole numbers of shape ({len(images)}, 1)"
+            f" expected whole numbers of shape ({len(images)}, 1)",
         )
     return images, labels.reshape(-1).astype(np.int64)

@@ -39,7 +39,7 @@ def read_parquet(path: Path, size: int = 32) -> Samples:
     """
     tables = [_read_table(file) for file in _files(path)]
     if not tables:
-        raise DataError(f"{path}: no .parquet file")
+        raise DataError("FV2011", f"{path}: no .parquet file")
     rows = [(table, row) for table in tables for row in range(len(table.labels))]
     labelled = [(table, row) for table, row in rows if table.labels[row] not in _NO_LABEL]
     unlabelled = tuple(f"no label: {table.name(row)}" for table, row in rows if table.labels[row] in _NO_LABEL)
@@ -96,13 +96,13 @@ def _read_table(file: Path) -> _Table:
         import pyarrow  # type: ignore[import-untyped]
         from pyarrow import compute, parquet
     except ImportError as error:
-        raise ConfigError(f'{file}: reading Parquet needs pyarrow: pip install "fedvit[server]"') from error
+        raise ConfigError("FV2011", f'{file}: reading Parquet needs pyarrow: pip install "fedvit[server]"') from error
     try:
         schema = parquet.read_schema(file)
         names = {choice: _first(choice, schema.names) for choice in (_IMAGE, _LABEL, _COARSE, _DOMAIN)}
         for needed in (_IMAGE, _LABEL):
             if names[needed] is None:
-                raise DataError(f"{file}: no column {' or '.join(needed)}; it has {', '.join(schema.names)}")
+                raise DataError("FV2011", f"{file}: no column {' or '.join(needed)}; it has {', '.join(schema.names)}")
         table = parquet.read_table(file, columns=[name for name in names.values() if name])
         columns = {
             choice: table[name].to_pylist() if name else [] for choice, name in names.items() if choice != _IMAGE
@@ -111,9 +111,11 @@ def _read_table(file: Path) -> _Table:
         if pyarrow.types.is_struct(images.type):
             images = compute.struct_field(images, "bytes")
         if not (pyarrow.types.is_binary(images.type) or pyarrow.types.is_large_binary(images.type)):
-            raise DataError(f"{file}: column {names[_IMAGE]} is {images.type}, expected bytes of encoded images")
+            raise DataError(
+                "FV2011", f"{file}: column {names[_IMAGE]} is {images.type}, expected bytes of encoded images"
+            )
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: no readable Parquet file: {error}") from error
+        raise DataError("FV2011", f"{file}: no readable Parquet file: {error}") from error
     return _Table(
         file=file,
         images=images,
@@ -147,10 +149,10 @@ def _classes(values: list[Any], names: tuple[str, ...], where: str) -> tuple[Ind
         return np.array([position[value] for value in values], dtype=np.int64), folder_names(present)
     if kinds != {int}:
         types = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise DataError(f"{where}: labels of type {types}, expected whole numbers, or texts")
+        raise DataError("FV2011", f"{where}: labels of type {types}, expected whole numbers, or texts")
     labels = np.array(values, dtype=np.int64)
     if not names:
         return number_classes(labels)
     if len(bad := labels[(labels < 0) | (labels >= len(names))]):
-        raise DataError(f"{where}: label {bad[0]}, expected 0..{len(names) - 1}")
+        raise DataError("FV2008", f"{where}: label {bad[0]}, expected 0..{len(names) - 1}")
     return labels, folder_names(names)

@@ -25,9 +25,9 @@ def read_pickle(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return unpickle(file)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        raise DataError("FV2008", f"{path}: {error.strerror or error}") from error
     except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError(error.code, f"{path}: {error}") from error
 
 
 def unpickle(file: BinaryIO) -> dict[str, Any]:
@@ -38,9 +38,9 @@ def unpickle(file: BinaryIO) -> dict[str, Any]:
         raise
     except Exception as error:
         # broad, because the unpickler raises nearly anything on damaged files (EOFError, KeyError, ...)
-        raise DataError(f"no readable pickle: {type(error).__name__}: {error}") from error
+        raise DataError("FV2009", f"no readable pickle: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"holds a {type(content).__name__}, expected a dictionary")
+        raise DataError("FV2009", f"holds a {type(content).__name__}, expected a dictionary")
     return {str(key): value.array if isinstance(value, _Array) else value for key, value in content.items()}
 
 
@@ -57,7 +57,7 @@ class _Dtype:
     def resolve(self) -> np.dtype[Any]:
         is_number = isinstance(self.code, str) and re.fullmatch("[biuf][1248]", self.code)
         if not is_number or self.order not in ("<", ">", "|"):
-            raise DataError(f"refused an array of type {self.code!r}, expected numbers")
+            raise DataError("FV2009", f"refused an array of type {self.code!r}, expected numbers")
         return np.dtype(f"{self.order}{self.code}")
 
 
@@ -72,7 +72,7 @@ class _Array:
         dtype = kind.resolve()
         raw = data.encode("latin1") if isinstance(data, str) else data  # a text where Python 2 wrote it
         if len(raw) != math.prod(shape) * dtype.itemsize:
-            raise DataError(f"an array of shape {shape} and type {dtype} has {len(raw)} bytes")
+            raise DataError("FV2009", f"an array of shape {shape} and type {dtype} has {len(raw)} bytes")
         self.array = np.frombuffer(raw, dtype).reshape(shape, order="F" if by_columns else "C")
 
 
@@ -87,5 +87,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) not in _KNOWN:
-            raise DataError(f"refused, the pickle names {module}.{name}, expected nothing but arrays of numbers")
+            raise DataError(
+                "FV2009", f"refused, the pickle names {module}.{name}, expected nothing but arrays of numbers"
+            )
         return _KNOWN[module, name]

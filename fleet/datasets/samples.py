@@ -64,7 +64,9 @@ class Annotations:
     def __post_init__(self) -> None:
         for name, others in (("coarse_labels", self.coarse_labels), ("domains", self.domains)):
             if others is not None and len(others) != len(self.labels):
-                raise ConfigError(f"{len(self.labels)} labels, but {len(others)} {name}; expected one per sample")
+                raise ConfigError(
+                    "FV2012", f"{len(self.labels)} labels, but {len(others)} {name}; expected one per sample"
+                )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -103,11 +105,11 @@ class Samples:
             ("domains", self.domains),
         ):
             if values is not None and len(values) != len(self.labels):
-                raise DataError(f"{self.dataset}: {len(values)} {what} for {len(self.labels)} labels")
+                raise DataError("FV2012", f"{self.dataset}: {len(values)} {what} for {len(self.labels)} labels")
         if unfit := [name for name in self.classes if not _is_folder_name(name)]:
-            raise DataError(f"{self.dataset}: class {unfit[0]!r} cannot be the name of a folder")
+            raise DataError("FV2012", f"{self.dataset}: class {unfit[0]!r} cannot be the name of a folder")
         if len(set(self.classes)) < len(self.classes):
-            raise DataError(f"{self.dataset}: two of the {len(self.classes)} classes have the same name")
+            raise DataError("FV2012", f"{self.dataset}: two of the {len(self.classes)} classes have the same name")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -150,7 +152,7 @@ def join_batches(path: Path, dataset: str, batches: Sequence[tuple[Pixels, Indic
     """Join images in memory with numbered classes. Raises DataError, naming the path, for images of different sizes."""
     shapes = {images.shape[1:] for images, _ in batches}
     if len(shapes) > 1:
-        raise DataError(f"{path}: images of different sizes, {' and '.join(map(str, sorted(shapes)))}")
+        raise DataError("FV2008", f"{path}: images of different sizes, {' and '.join(map(str, sorted(shapes)))}")
     labels, classes = number_classes(np.concatenate([labels for _, labels in batches]))
     images = ArrayImages(np.concatenate([images for images, _ in batches]), size)
     return Samples(dataset=dataset, size=size, images=images, labels=labels, classes=classes)

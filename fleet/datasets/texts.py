@@ -73,13 +73,13 @@ def _play(path: Path, context: int) -> Texts:
     try:
         text = path.read_bytes().decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path} as UTF-8 text: {error}") from error
+        raise DataError("FV2005", f"cannot read {path} as UTF-8 text: {error}") from error
     _, *pieces = _ROLE.split(text)  # what is before the first role belongs to none
     speeches: dict[str, str] = {}
     for role, speech in zip(pieces[::2], pieces[1::2], strict=True):
         speeches[role] = speeches.get(role, "") + speech.strip("\n") + "\n"
     if not speeches:
-        raise DataError(f"{path}: no line 'ROLE:' begins a speech; speeches are divided by empty lines")
+        raise DataError("FV2005", f"{path}: no line 'ROLE:' begins a speech; speeches are divided by empty lines")
     # characters that follow one another: each is predicted once
     return _join(path, speeches, TextSettings(context=context, stride=context))
 
@@ -92,19 +92,23 @@ def _leaf(path: Path, files: list[Path], context: int | None) -> Texts:
         try:
             content = msgspec.convert(json.loads(file.read_bytes()), _Leaf)
         except (OSError, ValueError, msgspec.ValidationError) as error:
-            raise DataError(f"{file}: not LEAF's JSON with 'users' and 'user_data': {error}") from error
+            raise DataError("FV2005", f"{file}: not LEAF's JSON with 'users' and 'user_data': {error}") from error
         for user in content.users:
             data: Any = content.user_data.get(user)
             if data is None or len(data.x) != len(data.y) or any(len(y) != 1 for y in data.y):
-                raise DataError(f"{file}: user {user!r} has no list of texts x with one character y for each")
+                raise DataError("FV2005", f"{file}: user {user!r} has no list of texts x with one character y for each")
             lengths |= {len(x) for x in data.x}
             pairs = zip(data.x, data.y, strict=True)
             samples[user] = samples.get(user, "") + "".join(x + y for x, y in pairs)
     if len(lengths) != 1 or 0 in lengths:
-        raise DataError(f"{path}: texts x of {sorted(lengths)} characters; expected the same number, at least 1")
+        raise DataError(
+            "FV2005", f"{path}: texts x of {sorted(lengths)} characters; expected the same number, at least 1"
+        )
     (length,) = lengths
     if context not in (None, length):
-        raise ConfigError(f"{path}: its samples have a context of {length} characters, {context} are asked for")
+        raise ConfigError(
+            "FV2005", f"{path}: its samples have a context of {length} characters, {context} are asked for"
+        )
     return _join(path, samples, TextSettings(context=length, stride=length + 1))
 
 

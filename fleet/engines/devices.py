@@ -277,8 +277,9 @@ class Devices:
             except torch.OutOfMemoryError as error:
                 if len(some) == 1:
                     raise FedvitError(
+                        "FV2108",
                         f"{self._accelerator}: its memory is too small for the work of one device ({some[0].name}): "
-                        f"{str(error).splitlines()[0]} Choose a smaller batch_size or model, or accelerator = 'cpu'"
+                        f"{str(error).splitlines()[0]} Choose a smaller batch_size or model, or accelerator = 'cpu'",
                     ) from error
                 self._at_once[method] = len(some) // 2
                 self._log(f"{self._accelerator}: memory is short; batches have {len(some) // 2} devices from now on")

@@ -118,7 +118,7 @@ def draw_training(images: Images, batch: Batch, phase: Train, generators: Sequen
         drawn.readable.append(readable)
         runs += _runs(readable, batch) if phase.update else 1
     if not drawn.epochs:
-        raise DataError(f"none of the {len(images)} training images can be decoded")
+        raise DataError("FV1403", f"none of the {len(images)} training images can be decoded")
     return drawn._replace(arrays={name: np.stack(values) for name, values in columns.items()}, runs=runs)
 
 

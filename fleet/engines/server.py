@@ -61,7 +61,7 @@ class TorchServer:
         config, plan, number, trained = self._config, self._plan, opened.number, self._trainer.trained
         if not results:
             first = trained[0]
-            raise EmptyCohort(f"round {number}: no device returned a result; {first.device}: {first.failure}")
+            raise EmptyCohort("FV1501", f"round {number}: no device returned a result; {first.device}: {first.failure}")
         self._trainer.show(f"round {number}/{config.rounds}: server step")
         uploads = []
         for one in trained:

@@ -39,7 +39,9 @@ def check_engine_config(config: RunConfig) -> None:
     for key, used in network.items():
         if used:
             value = msgspec.to_builtins(getattr(config, key))
-            raise ConfigError(f"{key} = {value!r} needs devices that answer at different times: use engine = 'onnx'")
+            raise ConfigError(
+                "FV2109", f"{key} = {value!r} needs devices that answer at different times: use engine = 'onnx'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class TorchSimulation:
     def _classes(self, opened: Mapping[Path, DeviceData]) -> tuple[str, ...]:
         classes = self.config.classes or tuple(sorted({name for data in opened.values() for name in data.classes}))
         if len(classes) < 2:
-            raise ConfigError(f"a run needs at least two classes, the devices have {list(classes)}")
+            raise ConfigError("FV1504", f"a run needs at least two classes, the devices have {list(classes)}")
         if left_out := sorted({name for data in opened.values() for name in data.empty} - set(classes)):
             self.display.line(f"class folders without an image on any device, not of this run: {', '.join(left_out)}")
         return classes

@@ -193,7 +193,7 @@ def make_result(cell: Cell, summary: RunView, *, wall_s: float) -> CellResult:
     """Collect the figures of a finished run. Raises ConfigError when no device could test its model."""
     rounds = [_make_round(entry) for entry in summary.rounds]
     if rounds[-1].accuracy is None:
-        raise ConfigError("no device has test images; raise test_share")
+        raise ConfigError("FV2106", "no device has test images; raise test_share")
     tasks = sum(entry.accepted for entry in summary.rounds)
     return CellResult(
         digest=cell.digest,

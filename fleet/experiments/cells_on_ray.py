@@ -41,7 +41,9 @@ class CellsOnRay:
         """Raises ConfigError for a cell that does not fit on any node."""
         for folder in cells:
             if why := self.cluster.lack_of(self.resources(folder)):
-                raise ConfigError(f"[ray], for {folder.cell.path}: {why}; change the table, or add such a node")
+                raise ConfigError(
+                    "FV2119", f"[ray], for {folder.cell.path}: {why}; change the table, or add such a node"
+                )
 
     def __call__(self, folder: CellFolder) -> "CellOnRay":
         if folder.parts not in self._parts:
@@ -114,7 +116,7 @@ class CellOnRay:
             return
         self._nowhere_since = self._nowhere_since or time.monotonic()
         if time.monotonic() - self._nowhere_since >= NODE_BACK_S:
-            raise FedvitError(f"{why}, for {NODE_BACK_S:.0f} s")
+            raise FedvitError("FV2120", f"{why}, for {NODE_BACK_S:.0f} s")
 
     def _restart(self, reason: str) -> None:
         if not self._left:

@@ -88,14 +88,16 @@ def _check_ending(grid: Grid, schedule: Schedule) -> None:
     """Raises FedvitError for a cell that failed, and for a search without usable values."""
     if failed := [entry for entry in schedule.over.values() if entry.failure]:
         raise FedvitError(
-            f"{len(failed)} of {schedule.total()} cells failed, the first: {failed[0].cell.path}: {failed[0].failure}"
+            "FV2104",
+            f"{len(failed)} of {schedule.total()} cells failed, the first: {failed[0].cell.path}: {failed[0].failure}",
         )
     for search in grid.searches:
         state = search_state(search, schedule.over)
         if state.over and not state.chosen:
             raise FedvitError(
+                "FV2113",
                 f"{search.method}/{search.partition}: no device could train with any of the values that were tried;"
-                f" {as_text(search.points[0].values)}: {state.tries[0].unusable}"
+                f" {as_text(search.points[0].values)}: {state.tries[0].unusable}",
             )
 
 
@@ -127,7 +129,7 @@ def select_cells(grid: Grid, only: tuple[str, ...]) -> Grid:
     names = sorted({f"{one.method}/{one.partition}" for one in every})
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"--only {pattern!r} names no cell; there are: {', '.join(names)}")
+            raise ConfigError("FV2105", f"--only {pattern!r} names no cell; there are: {', '.join(names)}")
 
     def is_selected(one: Cell | Search) -> bool:
         return not only or any(fnmatchcase(f"{one.method}/{one.partition}", pattern) for pattern in only)
@@ -186,7 +188,7 @@ def _lock(out: Path) -> int:
         handle = os.open(out / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another process uses {out}") from None
+        raise ConfigError("FV2105", f"another process uses {out}") from None
     except OSError as error:
-        raise StorageFailed(f"cannot use {out}: {error.strerror}") from error
+        raise StorageFailed("FV1701", f"cannot use {out}: {error.strerror}") from error
     return handle

@@ -210,9 +210,9 @@ def _complete_methods(experiment: Experiment, where: str) -> dict[str, list[Meth
                 for values in list_points(method.tune)
             ]
         except ConfigError as error:
-            raise ConfigError(f"{at}: {error}") from None
+            raise ConfigError(error.code, f"{at}: {error}") from None
     if unused := sorted(experiment.common.keys() - used):
-        raise ConfigError(f"{where}: [common]: none of the methods has an option {unused[0]!r}")
+        raise ConfigError("FV2107", f"{where}: [common]: none of the methods has an option {unused[0]!r}")
     return complete
 
 
@@ -223,7 +223,7 @@ def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], whe
     options = {option: value for option, value in method.items() if option not in ("method", "novel")}
     novel = experiment.novel
     if method["novel"] and not novel:
-        raise ConfigError(f"{where}: novel = {method['novel']!r} needs a table [novel] with novel devices")
+        raise ConfigError("FV2107", f"{where}: novel = {method['novel']!r} needs a table [novel] with novel devices")
     every = {
         "method": method["method"],
         "model": experiment.model.name,
@@ -241,7 +241,7 @@ def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], whe
         "model_options": experiment.model_options(table),
     }
     if twice := sorted(experiment.run.keys() & {*own, "seed", "broker", "trackers"}):
-        raise ConfigError(f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
+        raise ConfigError("FV2107", f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
     training = _complete_run({**experiment.run, **own}, where)
     if novel is None:
         return Runs(training, None)
@@ -268,7 +268,7 @@ def _check_novel_options(experiment: Experiment, methods: Mapping[str, list[Meth
     options = {option for points in methods.values() for point in points for option in point.options}
     unused = sorted(experiment.novel.options.keys() - options) if experiment.novel else []
     if unused:
-        raise ConfigError(f"{where}: [novel]: options: none of the methods has an option {unused[0]!r}")
+        raise ConfigError("FV2107", f"{where}: [novel]: options: none of the methods has an option {unused[0]!r}")
 
 
 def _complete_partition(name: str, table: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
@@ -278,4 +278,4 @@ def _complete_partition(name: str, table: dict[str, Any], where: str) -> tuple[s
     try:
         return kind, asdict(make_partition(kind, **options))
     except ConfigError as error:
-        raise ConfigError(f"{at}: {error}") from None
+        raise ConfigError(error.code, f"{at}: {error}") from None

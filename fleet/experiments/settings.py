@@ -146,7 +146,7 @@ def divide_named(table: dict[str, Any], key: str, where: str) -> tuple[str, dict
     """Return the name under `key`, and the rest of the table."""
     kind = table.get(key)
     if not isinstance(kind, str):
-        raise ConfigError(f"{where}: {key} = {kind!r}: expected the name of a {key}")
+        raise ConfigError("FV2107", f"{where}: {key} = {kind!r}: expected the name of a {key}")
     return kind, {option: value for option, value in table.items() if option != key}
 
 
@@ -177,48 +177,54 @@ def _convert(values: dict[str, Any], where: str) -> Experiment:
         for key in table if isinstance(table, dict) else ():
             if key not in keys:
                 hint = did_you_mean(key, keys, most=1) or f"; known keys are {', '.join(keys)}"
-                raise ConfigError(f"{where}{at}: unknown key {key!r}{hint}")
+                raise ConfigError("FV1002", f"{where}{at}: unknown key {key!r}{hint}")
     try:
         return msgspec.convert(values, Experiment)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).rpartition(" - at `$")
         if not reason:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError("FV2107", f"{where}: {error}") from None
         key = path.strip(".`")
         value = values.get(key)
         text = f" = {value!r}" if value is not None and not isinstance(value, dict) else ""
-        raise ConfigError(f"{where}: {key}{text}: {reason.lower().replace('`object`', 'a table')}") from None
+        raise ConfigError("FV2107", f"{where}: {key}{text}: {reason.lower().replace('`object`', 'a table')}") from None
 
 
 def _check_tuning(experiment: Experiment, where: str) -> None:
     if experiment.tuning and not any(map(read_tune, experiment.methods.values())):
-        raise ConfigError(f"{where}: [tuning]: none of the methods has a table {TUNE!r} of values to search among")
+        raise ConfigError(
+            "FV2111", f"{where}: [tuning]: none of the methods has a table {TUNE!r} of values to search among"
+        )
     tuning = experiment.tuning or TuningTable()
     if tuning.keep is not None and tuning.search != "halving":
-        raise ConfigError(f"{where}: [tuning]: keep = {tuning.keep} is for search = 'halving', not {tuning.search!r}")
+        raise ConfigError(
+            "FV2111", f"{where}: [tuning]: keep = {tuning.keep} is for search = 'halving', not {tuning.search!r}"
+        )
 
 
 def _check_settings(experiment: Experiment, where: str) -> None:
     if (experiment.image_size is None) == (experiment.context is None):
         raise ConfigError(
-            f"{where}: expected image_size, the side of images, or context, the characters of a sample of text"
+            "FV2006",
+            f"{where}: expected image_size, the side of images, or context, the characters of a sample of text",
         )
     tuning_seeds = (experiment.tuning and experiment.tuning.seeds) or ()
     for key, seeds in (("seeds", experiment.seeds), ("[tuning]: seeds", tuning_seeds)):
         if len(set(seeds)) != len(seeds):
-            raise ConfigError(f"{where}: {key} = {list(seeds)}: a seed is listed more than once")
+            raise ConfigError("FV2107", f"{where}: {key} = {list(seeds)}: a seed is listed more than once")
     try:
         check_dataset(experiment.dataset)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(error.code, f"{where}: {error}") from None
     check_writers(experiment.trackers, f"{where}: [trackers]")
     if experiment.reference is not None and experiment.reference not in experiment.methods:
         hint = suggest_names(experiment.reference, list(experiment.methods), "methods are")
-        raise ConfigError(f"{where}: reference = {experiment.reference!r} is no method of the file{hint}")
+        raise ConfigError("FV2107", f"{where}: reference = {experiment.reference!r} is no method of the file{hint}")
     if experiment.novel and experiment.novel.devices >= experiment.devices:
         raise ConfigError(
+            "FV2107",
             f"{where}: [novel]: devices = {experiment.novel.devices} leaves none of the experiment's"
-            f" {experiment.devices} devices for the training"
+            f" {experiment.devices} devices for the training",
         )
     experiment.ray.check(list(experiment.methods), list(experiment.partitions), where)
 
@@ -231,25 +237,27 @@ def _check_method(experiment: Experiment, table: dict[str, Any], where: str) -> 
         names = method.options.keys() | method.tune.keys()
         check_names(method.kind, names, str(model), options if isinstance(options, dict) else ())
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(error.code, f"{where}: {error}") from None
 
 
 def _check_tune(tune: dict[str, Any], own: dict[str, Any]) -> None:
     if isinstance(value := own.get(TUNE), list | dict):
-        raise ConfigError(f"{TUNE} = {value!r}: expected a table of options, each with a list of values")
+        raise ConfigError("FV2111", f"{TUNE} = {value!r}: expected a table of options, each with a list of values")
     for option, values in tune.items():
         at = f"{TUNE}: {option} = {values!r}"
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"{at}: expected a list of values to search among")
+            raise ConfigError("FV2111", f"{at}: expected a list of values to search among")
         for value in values:
             if not isinstance(value, int | float | str):
-                raise ConfigError(f"{at}: {value!r} is neither a number nor a name")
+                raise ConfigError("FV2111", f"{at}: {value!r} is neither a number nor a name")
             if isinstance(value, str):
                 check_name(value, at)  # it becomes part of a folder's name
             if values.count(value) > 1:
-                raise ConfigError(f"{at}: {value!r} is listed more than once")
+                raise ConfigError("FV2111", f"{at}: {value!r} is listed more than once")
         if option in own:
-            raise ConfigError(f"option {option} = {own[option]!r} is set and also to be tuned; keep one of the two")
+            raise ConfigError(
+                "FV2111", f"option {option} = {own[option]!r} is set and also to be tuned; keep one of the two"
+            )
 
 
 def _leading_comment(file: Path) -> str:

@@ -38,7 +38,7 @@ Option = bool | int | float
 def partition_options(name: str) -> dict[str, Option]:
     """Return the options of a partition, with their defaults. Raises ConfigError for an unknown name."""
     if name not in PARTITIONS:
-        raise ConfigError(f"partition {name!r} is not known; there are: {', '.join(PARTITIONS)}")
+        raise ConfigError("FV2002", f"partition {name!r} is not known; there are: {', '.join(PARTITIONS)}")
     return asdict(PARTITIONS[name]())
 
 
@@ -49,7 +49,9 @@ def make_partition(name: str, **options: Option | str) -> Partition:
     """
     defaults = partition_options(name)
     if unknown := [option for option in options if option not in defaults]:
-        raise ConfigError(f"partition {name} has no option {unknown[0]!r}; it has: {', '.join(defaults) or 'none'}")
+        raise ConfigError(
+            "FV2002", f"partition {name} has no option {unknown[0]!r}; it has: {', '.join(defaults) or 'none'}"
+        )
     types = {field.name: field.type for field in fields(PARTITIONS[name])}
     values: dict[str, Any] = {}
     for option, value in options.items():
@@ -57,7 +59,7 @@ def make_partition(name: str, **options: Option | str) -> Partition:
             values[option] = msgspec.convert(value, types[option], strict=False)
         except msgspec.ValidationError as error:
             kind = type(defaults[option]).__name__
-            raise ConfigError(f"partition {name}: {option} is {value!r}, expected {kind}") from error
+            raise ConfigError("FV2002", f"partition {name}: {option} is {value!r}, expected {kind}") from error
     return PARTITIONS[name](**values)
 
 
@@ -80,9 +82,9 @@ def deal_out(rule: Partition, samples: Indices | Annotations, devices: int, seed
     """Deal samples out by a rule, as `partition` does by a name."""
     annotations = samples if isinstance(samples, Annotations) else Annotations(labels=samples)
     if devices < 1:
-        raise ConfigError(f"partition: devices is {devices}, expected >= 1")
+        raise ConfigError("FV2003", f"partition: devices is {devices}, expected >= 1")
     if devices > len(annotations):
-        raise ConfigError(f"partition: {devices} devices, but only {len(annotations)} samples")
+        raise ConfigError("FV2003", f"partition: {devices} devices, but only {len(annotations)} samples")
     if seed < 0:
-        raise ConfigError(f"partition: seed is {seed}, expected >= 0")
+        raise ConfigError("FV2003", f"partition: seed is {seed}, expected >= 0")
     return rule(annotations, devices, np.random.default_rng(seed))

@@ -21,11 +21,14 @@ class CoarseIid(Partition):
     def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
         """Raises ConfigError when there are no coarse labels, or `devices` is not a multiple of their number."""
         if samples.coarse_labels is None:
-            raise ConfigError("partition coarse_iid needs coarse labels, the data set has none (CIFAR-100 has)")
+            raise ConfigError(
+                "FV2003", "partition coarse_iid needs coarse labels, the data set has none (CIFAR-100 has)"
+            )
         groups = np.unique(samples.coarse_labels)
         if devices % len(groups):
             raise ConfigError(
-                f"partition coarse_iid: {devices} devices, expected a multiple of the {len(groups)} coarse labels"
+                "FV2003",
+                f"partition coarse_iid: {devices} devices, expected a multiple of the {len(groups)} coarse labels",
             )
         parts = []
         for group in groups:

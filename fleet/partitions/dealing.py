@@ -40,8 +40,9 @@ def refuse_empty(name: str, parts: Sequence[Indices]) -> list[Indices]:
     for device, part in enumerate(parts):
         if not len(part):
             raise ConfigError(
+                "FV2003",
                 f"partition {name}: device {device} of {len(parts)} would get no sample, and a device without one"
-                " cannot take part; use fewer devices, another seed, or min_samples = 1 where the partition has it"
+                " cannot take part; use fewer devices, another seed, or min_samples = 1 where the partition has it",
             )
     return list(parts)
 
@@ -49,4 +50,4 @@ def refuse_empty(name: str, parts: Sequence[Indices]) -> list[Indices]:
 def refuse_concentration(name: str, value: float) -> None:
     """Raises ConfigError unless `value` can be the alpha of a Dirichlet distribution."""
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"partition: {name} is {value}, expected a number > 0")
+        raise ConfigError("FV2002", f"partition: {name} is {value}, expected a number > 0")

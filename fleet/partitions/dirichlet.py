@@ -30,24 +30,26 @@ class Dirichlet(Partition):
     def __post_init__(self) -> None:
         refuse_concentration("alpha", self.alpha)
         if self.min_samples < 0:
-            raise ConfigError(f"partition: min_samples is {self.min_samples}, expected >= 0")
+            raise ConfigError("FV2003", f"partition: min_samples is {self.min_samples}, expected >= 0")
 
     def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
         """Raises ConfigError when `min_samples` cannot be had, or did not come up in `DRAWS` draws."""
         labels = samples.labels
         if devices * self.min_samples > len(labels):
             raise ConfigError(
+                "FV2003",
                 f"partition: {devices} devices with at least {self.min_samples} samples each need"
-                f" {devices * self.min_samples} samples, the data set has {len(labels)}"
+                f" {devices * self.min_samples} samples, the data set has {len(labels)}",
             )
         for _ in range(DRAWS):
             parts = self._draw(labels, devices, rng)
             if parts is not None and min(len(part) for part in parts) >= self.min_samples:
                 return parts
         raise ConfigError(
+            "FV2003",
             f"partition: {DRAWS} draws with alpha {self.alpha} never gave each of {devices} devices"
             f" {self.min_samples} of the {len(labels)} samples; raise alpha, lower min_samples"
-            f"{'' if self.cap else ', set cap'} or use fewer devices"
+            f"{'' if self.cap else ', set cap'} or use fewer devices",
         )
 
     def _draw(self, labels: Indices, devices: int, rng: np.random.Generator) -> list[Indices] | None:

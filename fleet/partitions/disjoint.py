@@ -20,8 +20,9 @@ class Disjoint(Partition):
         if len(classes) % devices:
             fitting = [str(count) for count in range(1, len(classes) + 1) if len(classes) % count == 0]
             raise ConfigError(
+                "FV2003",
                 f"partition disjoint: {len(classes)} classes cannot be divided among {devices} devices;"
-                f" expected devices to be one of {', '.join(fitting)}"
+                f" expected devices to be one of {', '.join(fitting)}",
             )
         groups = np.split(rng.permutation(classes), devices)
         return [np.flatnonzero(np.isin(samples.labels, group)).astype(np.int64) for group in groups]

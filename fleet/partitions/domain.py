@@ -25,23 +25,25 @@ class Domain(Partition):
 
     def __post_init__(self) -> None:
         if self.per_domain < 1:
-            raise ConfigError(f"partition: per_domain is {self.per_domain}, expected >= 1")
+            raise ConfigError("FV2003", f"partition: per_domain is {self.per_domain}, expected >= 1")
         refuse_concentration("alpha", self.alpha)
         if self.min_samples < 0:
-            raise ConfigError(f"partition: min_samples is {self.min_samples}, expected >= 0")
+            raise ConfigError("FV2003", f"partition: min_samples is {self.min_samples}, expected >= 0")
 
     def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
         """Raises ConfigError when there are no domains, or `devices` is not `per_domain` for each of them."""
         if samples.domains is None:
             raise ConfigError(
+                "FV2003",
                 "partition domain needs the domain of every sample, the data set has none;"
-                " expected folders DOMAIN/CLASS/, or a Parquet column 'domain'"
+                " expected folders DOMAIN/CLASS/, or a Parquet column 'domain'",
             )
         domains = np.unique(samples.domains)
         if devices != len(domains) * self.per_domain:
             raise ConfigError(
+                "FV2003",
                 f"partition domain: {devices} devices, expected {len(domains) * self.per_domain}:"
-                f" per_domain {self.per_domain} for each of the {len(domains)} domains"
+                f" per_domain {self.per_domain} for each of the {len(domains)} domains",
             )
         return [
             part
@@ -56,5 +58,5 @@ class Domain(Partition):
         try:
             parts = divide(Annotations(labels=samples.labels[inside]), self.per_domain, rng)
         except ConfigError as error:
-            raise ConfigError(f"partition domain, in a domain of {len(inside)} samples: {error}") from error
+            raise ConfigError("FV2003", f"partition domain, in a domain of {len(inside)} samples: {error}") from error
         return [inside[part] for part in parts]

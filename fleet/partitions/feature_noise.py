@@ -24,7 +24,7 @@ class FeatureNoise(Iid):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.max_std) and self.max_std >= 0):
-            raise ConfigError(f"partition: max_std is {self.max_std}, expected gray levels >= 0")
+            raise ConfigError("FV2003", f"partition: max_std is {self.max_std}, expected gray levels >= 0")
 
     def noise_std(self, device: int, devices: int) -> float:
         return self.max_std * device / (devices - 1) if devices > 1 else 0.0

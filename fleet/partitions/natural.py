@@ -21,22 +21,24 @@ class Natural(Partition):
 
     def __post_init__(self) -> None:
         if self.min_samples < 1:
-            raise ConfigError(f"partition: min_samples is {self.min_samples}, expected >= 1")
+            raise ConfigError("FV2003", f"partition: min_samples is {self.min_samples}, expected >= 1")
 
     def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
         """Raises ConfigError when there are no sources, or fewer with enough samples than devices."""
         if samples.domains is None:
             raise ConfigError(
+                "FV2003",
                 "partition natural needs the source of every sample, the data set has none;"
-                " expected a text with ROLE: lines, LEAF's JSON, folders SOURCE/CLASS/, or a Parquet column 'domain'"
+                " expected a text with ROLE: lines, LEAF's JSON, folders SOURCE/CLASS/, or a Parquet column 'domain'",
             )
         counts = np.bincount(samples.domains)
         enough = np.flatnonzero(counts >= self.min_samples)
         if len(enough) < devices:
             raise ConfigError(
+                "FV2003",
                 f"partition natural: {devices} devices, but only {len(enough)} of {len(counts)} sources have"
                 f" {self.min_samples} samples or more, the largest {counts.max()}; use fewer devices, or lower"
-                " min_samples"
+                " min_samples",
             )
         chosen = np.sort(rng.choice(enough, devices, replace=False))
         return [np.flatnonzero(samples.domains == source).astype(np.int64) for source in chosen]

@@ -32,7 +32,7 @@ class Pachinko(Partition):
     def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
         """Raises ConfigError when the data set has no coarse labels."""
         if samples.coarse_labels is None:
-            raise ConfigError("partition pachinko needs coarse labels, the data set has none (CIFAR-100 has)")
+            raise ConfigError("FV2003", "partition pachinko needs coarse labels, the data set has none (CIFAR-100 has)")
         heaps = [  # by coarse, then by fine label: indices in random order, samples from the end
             [
                 rng.permutation(np.flatnonzero((samples.coarse_labels == coarse) & (samples.labels == fine))).tolist()

@@ -27,7 +27,7 @@ class Pathological(Partition):
 
     def __post_init__(self) -> None:
         if self.classes_per_device < 1:
-            raise ConfigError(f"partition: classes_per_device is {self.classes_per_device}, expected >= 1")
+            raise ConfigError("FV2003", f"partition: classes_per_device is {self.classes_per_device}, expected >= 1")
 
     def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
         """Raises ConfigError when q is not a whole number, or a device would get nothing."""
@@ -46,16 +46,18 @@ class Pathological(Partition):
     def _shares_per_class(self, classes: int, devices: int) -> int:
         if self.classes_per_device > classes:
             raise ConfigError(
-                f"partition: classes_per_device is {self.classes_per_device}, the data set has {classes} classes"
+                "FV2003",
+                f"partition: classes_per_device is {self.classes_per_device}, the data set has {classes} classes",
             )
         shares, left_over = divmod(self.classes_per_device * devices, classes)
         if left_over:
             step = classes // math.gcd(classes, self.classes_per_device)
             fewer, more = devices // step * step, (devices // step + 1) * step
             raise ConfigError(
+                "FV2003",
                 f"partition: {devices} devices with classes_per_device {self.classes_per_device} take"
                 f" {self.classes_per_device * devices} shares, which is no multiple of the {classes} classes;"
-                f" with {self.classes_per_device} classes each, use {f'{fewer} or ' if fewer else ''}{more} devices"
+                f" with {self.classes_per_device} classes each, use {f'{fewer} or ' if fewer else ''}{more} devices",
             )
         return shares
 

@@ -29,7 +29,7 @@ class BrokerProbe:
         self._transport.open()
         try:
             if not isinstance(self._next(time.monotonic() + CONNECT_S), Connected):
-                raise LinkDown(f"{self._transport.address}: no answer within {CONNECT_S:.0f} s")
+                raise LinkDown("FV1209", f"{self._transport.address}: no answer within {CONNECT_S:.0f} s")
         except LinkDown:
             self._transport.close()
             raise
@@ -47,11 +47,13 @@ class BrokerProbe:
         began = time.monotonic()
         until = began + timeout_s
         if not self._transport.publish(self._topic, bytes(size_bytes), qos=1):
-            raise LinkDown(f"{self._transport.address}: the connection was lost")
+            raise LinkDown("FV1209", f"{self._transport.address}: the connection was lost")
         while (event := self._next(until)) is not None:
             if isinstance(event, Acknowledged):
                 if event.refusal:
-                    raise LinkDown(f"{self._transport.address}: a message on {self._topic} is refused: {event.refusal}")
+                    raise LinkDown(
+                        "FV1209", f"{self._transport.address}: a message on {self._topic} is refused: {event.refusal}"
+                    )
                 return time.monotonic() - began
         return None
 
@@ -61,7 +63,7 @@ class BrokerProbe:
         except Empty:
             return None
         if isinstance(event, Disconnected):
-            raise LinkDown(event.reason)
+            raise LinkDown("FV1209", event.reason)
         return event
 
 
@@ -74,6 +76,8 @@ def measure_round_trip(address: Address, client_id: str, topic: str, tries: int 
         taken = []
         for _ in range(tries):
             if (seconds := probe.seconds(PROBE_BYTES)) is None:
-                raise LinkDown(f"{address}: connected, but no answer to a message on {topic} in {ANSWER_S:.0f} s")
+                raise LinkDown(
+                    "FV1209", f"{address}: connected, but no answer to a message on {topic} in {ANSWER_S:.0f} s"
+                )
             taken.append(seconds)
         return median(taken)

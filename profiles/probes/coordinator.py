@@ -38,7 +38,7 @@ def find_coordinator(
                 case Connected():
                     connected, until = True, time.monotonic() + timeout_s
                 case Disconnected(reason=reason):
-                    raise LinkDown(reason)
+                    raise LinkDown("FV1209", reason)
                 case Received(payload=payload) if (state := _state(payload)) is not None:
                     return state
             if connected:  # repeated, as its link to the broker may be interrupted

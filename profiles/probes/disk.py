@@ -47,7 +47,7 @@ def measure_disk(folder: Path, size_bytes: int = SIZE_BYTES) -> DiskSpeed:
                 pass
             read_s = time.perf_counter() - began
     except OSError as error:
-        raise StorageFailed(f"cannot write {size} bytes in {folder}: {error.strerror or error}") from error
+        raise StorageFailed("FV1701", f"cannot write {size} bytes in {folder}: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

@@ -64,11 +64,11 @@ def measure_speed(threads: int) -> Speed:
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
-        raise ProbeTooSlow(f"the speed probe was not done within {PATIENCE_S:.0f} s") from None
+        raise ProbeTooSlow("FV1420", f"the speed probe was not done within {PATIENCE_S:.0f} s") from None
     if ended.returncode != 0:
         lines = ended.stderr.strip().splitlines()
         why = f"signal {-ended.returncode}" if ended.returncode < 0 else lines[-1] if lines else "no output"
-        raise DeviceTrouble(f"the speed probe failed: {why}; `edge-client doctor` looks for the cause")
+        raise DeviceTrouble("FV1420", f"the speed probe failed: {why}; `edge-client doctor` looks for the cause")
     return msgspec.json.decode(ended.stdout, type=Speed)
 
 

@@ -39,11 +39,11 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "boards", "cancel", "devices", "export", "gc", "label", "logs", "methods", "pause", "plan", "profile",
-        "quarantine", "report", "rm", "runs", "show", "status", "submit", "unpause",
+        "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
+        "profile", "quarantine", "report", "rm", "runs", "show", "status", "submit", "unpause",
     )),
-    *(f"edge-client {name}" for name in ("doctor", "export", "gc", "predict", "profile", "rm", "status")),
-    *(f"fleet {name}" for name in ("demo", "experiment", "partition", "run")),
+    *(f"edge-client {name}" for name in ("doctor", "explain", "export", "gc", "predict", "profile", "rm", "status")),
+    *(f"fleet {name}" for name in ("demo", "experiment", "explain", "partition", "run")),
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {

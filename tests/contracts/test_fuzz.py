@@ -145,7 +145,7 @@ def test_agent_bears_a_hostile_coordinator(scene: Scene) -> None:
         topic=topics.to_device("victim"), upload_topic=topics.broadcast,
     )  # fmt: skip
     agent, stop = scene.agent(broker, "victim"), threading.Event()
-    device = Serving(lambda: agent.serve(stop), agent.transport.inbox)
+    device = Serving(lambda: agent.serve(stop), agent.link.transport.inbox)
     instance = peer.wait_for(Hello).instance
     task, stored, ended = scene.task(instance, 1), "blake3:" + "0" * 64, set[type]()
     peer.send(encode(Welcome(instance, 1, "")))
@@ -230,7 +230,7 @@ def test_coordinator_bears_hostile_devices(scene: Scene) -> None:
     )  # fmt: skip
     server = Serving(coordinator.serve, coordinator.transport.inbox)
     agent, stop = scene.agent(broker, "healthy"), threading.Event()
-    healthy = Serving(lambda: agent.serve(stop), agent.transport.inbox)
+    healthy = Serving(lambda: agent.serve(stop), agent.link.transport.inbox)
     peer.wait_for(CoordinatorState)
     peer.send(encode(make_hello(instance, classes)))
     task, upload = peer.wait_for(Task), peer.blobs.put(b"no tensors")

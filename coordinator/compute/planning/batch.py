@@ -24,7 +24,9 @@ def method_batch(method: Method, vit: PatchViT, images: ImageConfig = UNCHANGED)
     """
     if isinstance(vit, TextModel):
         if images != UNCHANGED:
-            raise ConfigError(f"[images] changes pictures, and model {vit.name!r} reads text: leave the table out")
+            raise ConfigError(
+                "FV1110", f"[images] changes pictures, and model {vit.name!r} reads text: leave the table out"
+            )
         text = Text(context=vit.context)
         return Batch(batch_size=method.samples_per_step, micro_batch=method.micro_batch, text=text)
     mean, std = vit.mean_std

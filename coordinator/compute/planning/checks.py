@@ -26,28 +26,33 @@ def check_run(config: RunConfig, where: str) -> None:
     try:
         _check(config)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(error.code, f"{where}: {error}") from None
 
 
 def check_region(config: RunConfig, where: str) -> None:
     """Raises ConfigError, which names `where`, if the mean of a region's updates cannot stand for them."""
     if config.mode != "rounds":
-        raise ConfigError(f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens")
+        raise ConfigError(
+            "FV2202", f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens"
+        )
     if config.variants:
-        raise ConfigError(f"{where}: variants: a region's devices train the tensors that the centre's task names")
+        raise ConfigError(
+            "FV2202", f"{where}: variants: a region's devices train the tensors that the centre's task names"
+        )
     if why := why_no_regions(config):
-        raise ConfigError(f"{where}: {why}")
+        raise ConfigError("FV1104", f"{where}: {why}")
     method = make_method(config.method, config.options)
     with torch.device("meta"):
         vit = build_model(
             method, config.model, max(2, len(config.classes)), seed=0, options=config.model_options, pretrained=False
         )
         if why := method.server_rule(vit).why_no_regions:
-            raise ConfigError(f"{where}: method {config.method!r} cannot be used in regions: {why}")
+            raise ConfigError("FV2202", f"{where}: method {config.method!r} cannot be used in regions: {why}")
         if method.sent_precision != "fp32" and method.names_with(vit, Role.GLOBAL):
             raise ConfigError(
+                "FV2202",
                 f"{where}: method {config.method!r} with weights sent as {method.sent_precision} cannot be used in "
-                "regions: they have no other weights to send to their devices"
+                "regions: they have no other weights to send to their devices",
             )
 
 
@@ -78,20 +83,24 @@ def _check(config: RunConfig) -> None:
                 other.check_fits(vit)
                 other.groups(vit)
                 if other.all_patches() != method.all_patches():
-                    raise ConfigError(f"{options} adds other tensors to the model than the run does")
+                    raise ConfigError("FV1112", f"{options} adds other tensors to the model than the run does")
             except ConfigError as error:
-                raise ConfigError(f"variants: {pattern!r}: {error}") from None
+                raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None
         config.updates.check(config.method, method.groups(vit), collects)
 
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
     """Check that this method's server can use uploads for an older state."""
     if config.mode == "buffered" and config.evaluation == "pre_aggregation":
-        raise ConfigError("evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'")
+        raise ConfigError(
+            "FV1015", "evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'"
+        )
     setting = "mode = 'buffered'" if config.mode == "buffered" else f"late = {config.late!r}"
     if config.mode == "rounds" and config.late == "refuse":
         return
     if why := rule.why_never_late:
-        raise ConfigError(f"{setting} cannot be used with method {config.method!r}: {why}")
+        raise ConfigError("FV1015", f"{setting} cannot be used with method {config.method!r}: {why}")
     if config.late == "discount" and not rule.discounts:
-        raise ConfigError(f"{setting} cannot be used with method {config.method!r}: its uploads have no weight")
+        raise ConfigError(
+            "FV1015", f"{setting} cannot be used with method {config.method!r}: its uploads have no weight"
+        )

@@ -103,7 +103,7 @@ class ConfigurationSearch:
             looked_at += self._search(method, possible, asked, planned)
         within_budget = [priced for priced in looked_at if not priced.over]
         if not within_budget:
-            raise OverBudget(_too_small(planned, looked_at))
+            raise OverBudget("FV1508", _too_small(planned, looked_at))
         within_budget.sort(key=lambda priced: (-priced.candidate.quality, priced.candidate.prediction.train_s or 0.0))
         chosen = within_budget[0]
         rejected = [
@@ -202,7 +202,7 @@ class ConfigurationSearch:
                     helping, candidates = others, without
             found += candidates
         if any(_find_needed(kind, found) > _limit(kind, planned.budget) for kind in asked.over):
-            raise OverBudget(_too_small(planned, self._with_room(found, planned)))
+            raise OverBudget("FV1508", _too_small(planned, self._with_room(found, planned)))
         yield from found
 
     def _with_room(self, candidates: list[Priced], planned: PlannedDevice) -> list[Priced]:

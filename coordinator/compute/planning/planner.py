@@ -198,7 +198,7 @@ class Plan:
         try:
             decode_program(raw)
         except BadPayload as error:
-            raise ConfigError(f"devices would refuse the Program of the method's options: {error}") from error
+            raise ConfigError("FV1116", f"devices would refuse the Program of the method's options: {error}") from error
         priced = PricedProgram(program, msgspec.to_builtins(method), costs)
         return Variant(self.blobs.put(raw).digest, priced, method)
 
@@ -337,7 +337,9 @@ def make_plan(
             if not names or not role.from_server_each_round or role is Role.GENERATED:
                 continue
             if groups.setdefault(group, names) != names:
-                raise ConfigError(f"variants of method {config.method!r} disagree on what is in group {group!r}")
+                raise ConfigError(
+                    "FV1116", f"variants of method {config.method!r} disagree on what is in group {group!r}"
+                )
     if start is not None:
         values = _start(values, start)
     rule = server_rule_of(base, vit)
@@ -392,10 +394,12 @@ def check_start_fits(shapes: Mapping[str, tuple[int, ...]], start: ServerState) 
     """Raises ConfigError where tensors of these shapes cannot begin with those of an earlier run's end."""
     common = [name for name in start.tensors if name in shapes]
     if start.tensors and not common:
-        raise ConfigError("start_from: that run and this one have no tensor in common")
+        raise ConfigError("FV1115", "start_from: that run and this one have no tensor in common")
     for name in common:
         if (there := start.tensors[name].shape) != shapes[name]:
-            raise ConfigError(f"start_from: tensor {name!r} has shape {there} there, this run's has {shapes[name]}")
+            raise ConfigError(
+                "FV1115", f"start_from: tensor {name!r} has shape {there} there, this run's has {shapes[name]}"
+            )
 
 
 def _start(values: Tensors, start: ServerState) -> Tensors:

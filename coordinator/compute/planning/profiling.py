@@ -67,7 +67,8 @@ class Request:
         if self.splits and SPLIT_OPTION not in method_class(self.config.method).__dataclass_fields__:
             able = sorted(name for name, kind in METHODS.items() if SPLIT_OPTION in kind.__dataclass_fields__)
             raise ConfigError(
-                f"--split: method {self.config.method!r} has no option {SPLIT_OPTION!r}; these have: {', '.join(able)}"
+                "FV1101",
+                f"--split: method {self.config.method!r} has no option {SPLIT_OPTION!r}; these have: {', '.join(able)}",
             )
         splits: Sequence[dict[str, Any]] = [{SPLIT_OPTION: split} for split in self.splits] or [{}]
         masks: Sequence[dict[str, Any]] = [{MASK_OPTION: mask} for mask in self.masks] or [{}]

@@ -152,7 +152,7 @@ def check_broker(settings: BrokerConfig) -> None:
         with BrokerProbe(address, f"coordinator-{secrets.token_hex(4)}", topic=""):
             pass  # it connects
     except LinkDown as error:
-        raise LinkDown(f"no connection to the broker: {error}") from None
+        raise LinkDown("FV1208", f"no connection to the broker: {error}") from None
 
 
 def _address_of(settings: BrokerConfig) -> Address:
@@ -194,11 +194,13 @@ def _deployed(settings: BrokerConfig, federation: str, operator_log: Callable[[s
     deployment = Deployment.open(Path(settings.deployment or ""))
     deployed = deployment.settings.federation
     if federation != deployed:
-        raise ConfigError(f"federation = {federation!r}: the deployment is for {deployed!r}")
+        raise ConfigError("FV1214", f"federation = {federation!r}: the deployment is for {deployed!r}")
     if settings.broker == "embedded":
-        raise ConfigError("broker = 'embedded' cannot ask for certificates; a deployment needs mosquitto")
+        raise ConfigError("FV1214", "broker = 'embedded' cannot ask for certificates; a deployment needs mosquitto")
     if settings.password is not None or settings.ca_file is not None:
-        raise ConfigError("password and ca_file cannot be used with a deployment: it has its own certificates")
+        raise ConfigError(
+            "FV1214", "password and ca_file cannot be used with a deployment: it has its own certificates"
+        )
     external = None if settings.broker in OWN else _address_of(settings)
     with served(deployment, operator_log, broker=external) as service:
         yield service

@@ -31,7 +31,7 @@ def cancel(store: Record, folder: Path, run: str) -> str:
     all runs. Returns what happens. Raises ConfigError if there is no such run, or if it has ended."""
     record = store.runs.read(run)
     if record.status in ("finished", "failed", "cancelled"):
-        raise ConfigError(f"run {run!r} is {record.status} already")
+        raise ConfigError("FV1612", f"run {run!r} is {record.status} already")
     store.runs.cancel(run)
     if not is_served(folder / run) and store.runs.read(run).status != "cancelled":  # its process was killed
         store.runs.update(run, status="cancelled")

@@ -15,11 +15,11 @@ def set_labels(store: Record, device: str, labels: Iterable[str], removed: Itera
     before, changed = store.devices.read_labels(device).get(device, {}), dict(map(parse_label, labels))
     gone = set(removed)
     if unknown := sorted(gone - before.keys()):
-        raise ConfigError(f"label {unknown[0]!r} of {device} was not set here, so that it cannot be removed")
+        raise ConfigError("FV1415", f"label {unknown[0]!r} of {device} was not set here, so that it cannot be removed")
     if both := sorted(gone & changed.keys()):
-        raise ConfigError(f"label {both[0]!r} is both set and removed")
+        raise ConfigError("FV1415", f"label {both[0]!r} is both set and removed")
     if (count := len((before.keys() - gone) | changed.keys())) > MAX_LABELS:
-        raise ConfigError(f"{device} would have {count} labels, a device can have {MAX_LABELS}")
+        raise ConfigError("FV1415", f"{device} would have {count} labels, a device can have {MAX_LABELS}")
     with store.database.together():
         for name in gone:
             store.devices.set_label(device, name, None)

@@ -10,9 +10,9 @@ def pause(store: Record, run: str) -> str:
     ended or is paused already."""
     record = store.runs.read(run)
     if record.status in ENDED:
-        raise ConfigError(f"run {run!r} is {record.status}: it cannot be paused")
+        raise ConfigError("FV1612", f"run {run!r} is {record.status}: it cannot be paused")
     if record.paused_at is not None:
-        raise ConfigError(f"run {run!r} is paused already, since {record.paused_at}")
+        raise ConfigError("FV1611", f"run {run!r} is paused already, since {record.paused_at}")
     store.runs.pause(run, paused=True)
     return "opens no new round; its open round is finished first"
 
@@ -20,6 +20,6 @@ def pause(store: Record, run: str) -> str:
 def unpause(store: Record, run: str) -> str:
     """Let a paused run open rounds again. Returns what happens. Raises ConfigError if it is not paused."""
     if store.runs.read(run).paused_at is None:
-        raise ConfigError(f"run {run!r} is not paused")
+        raise ConfigError("FV1611", f"run {run!r} is not paused")
     store.runs.pause(run, paused=False)
     return "opens rounds again"

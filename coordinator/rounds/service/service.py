@@ -323,7 +323,7 @@ class RunService:
         values: dict[str, Any] = {"federation": federation, **record.config}
         config = make_config(values, f"run {record.id}").run
         if config.federation != federation:
-            raise ConfigError(f"federation = {config.federation!r}: this service serves {federation!r}")
+            raise ConfigError("FV1023", f"federation = {config.federation!r}: this service serves {federation!r}")
         return config
 
     def _recorded(self, record: RunRecord, config: RunConfig) -> bool:

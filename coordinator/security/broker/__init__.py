@@ -26,21 +26,24 @@ def start_broker(
     user `fedvit`. Raises ConfigError if the choice, the address, the port or the password cannot be used.
     """
     if choice not in ("auto", "mosquitto", "embedded"):
-        raise ConfigError(f"broker {choice!r} is unknown; expected auto, mosquitto or embedded")
+        raise ConfigError("FV1204", f"broker {choice!r} is unknown; expected auto, mosquitto or embedded")
     if password is None and not _is_loopback(listen):
         raise ConfigError(
+            "FV1205",
             f"a broker on {listen} can be reached from other machines and needs a password; "
-            "set one, or listen on 127.0.0.1"
+            "set one, or listen on 127.0.0.1",
         )
     if password is not None and not password:
-        raise ConfigError("the password of the broker is empty")
+        raise ConfigError("FV1205", "the password of the broker is empty")
     program = None if choice == "embedded" else find_mosquitto()
     if program is None and choice == "mosquitto":
-        raise ConfigError("mosquitto was not found on this machine; install it, or choose the embedded broker")
+        raise ConfigError(
+            "FV1202", "mosquitto was not found on this machine; install it, or choose the embedded broker"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageFailed(f"cannot make folder {folder}: {error.strerror}") from error
+        raise StorageFailed("FV1701", f"cannot make folder {folder}: {error.strerror}") from error
     folder = folder.resolve()
     user = FLEET_USER if password is not None else None
     address = Address(_reachable(listen), claim_port(listen, port), user, password)

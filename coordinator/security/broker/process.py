@@ -167,7 +167,9 @@ class Broker:
             self._check_alive()
             if time.monotonic() > late_at:
                 self.stop()
-                raise ConfigError(f"{self.kind} accepted no connection within {START_S:.0f} s (log: {self.log_file})")
+                raise ConfigError(
+                    "FV1203", f"{self.kind} accepted no connection within {START_S:.0f} s (log: {self.log_file})"
+                )
             if time.monotonic() > slow_at:
                 operator_log(
                     f"{self.kind} is slow to start; waiting up to {START_S:.0f} s for it (log: {self.log_file})"
@@ -177,7 +179,7 @@ class Broker:
 
     def _check_alive(self) -> None:
         if not self.alive():
-            raise ConfigError(f"{self.kind} ended at once: {self._last_log_line()} (log: {self.log_file})")
+            raise ConfigError("FV1203", f"{self.kind} ended at once: {self._last_log_line()} (log: {self.log_file})")
 
     def _accepts(self) -> bool:
         try:
@@ -223,10 +225,11 @@ def claim_port(listen: str = "127.0.0.1", port: int = 0) -> int:
                 else:
                     return pick
     except OSError as error:
-        raise ConfigError(f"cannot listen on port {port} of {listen}: {error.strerror or error}") from error
+        raise ConfigError("FV1201", f"cannot listen on port {port} of {listen}: {error.strerror or error}") from error
     raise ConfigError(
+        "FV1201",
         f"port {port} on {listen} is in use by another program; "
-        "choose another with --broker.port (0: a free one), or use that broker with --broker mqtt://HOST:PORT"
+        "choose another with --broker.port (0: a free one), or use that broker with --broker mqtt://HOST:PORT",
     )
 
 
@@ -260,7 +263,7 @@ def _spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Pat
     threading.Thread(target=keep, name="broker-keeper", daemon=True).start()
     child = handed_over.get()
     if isinstance(child, OSError):
-        raise ConfigError(f"cannot start {command[0]}: {child.strerror or child}") from child
+        raise ConfigError("FV1203", f"cannot start {command[0]}: {child.strerror or child}") from child
     return child
 
 

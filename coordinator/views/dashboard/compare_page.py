@@ -94,7 +94,7 @@ async def show(site: Site, runs: list[str], methods: list[str]) -> None:
         async def refresh() -> None:
             known = await _read_groups(site)
             if unknown := [name for name in chosen_methods if name not in known]:
-                raise ConfigError(f"the folder of experiments has no results of {', '.join(unknown)}")
+                raise ConfigError("FV1803", f"the folder of experiments has no results of {', '.join(unknown)}")
             chosen = [*map(series_of_run, await site.reader(read_details, chosen_runs))]
             chosen += [series_of_group(known[name]) for name in chosen_methods]
             table.show(compared=_fact_sheet(chosen), differing=_setting_sheet(chosen), several=len(chosen) > 1)

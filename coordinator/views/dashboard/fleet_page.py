@@ -164,7 +164,7 @@ def newest_run(store: Record) -> str:
     """Find the newest run. Raises ConfigError if there is none."""
     record = next(iter(store.runs.read_all()), None)
     if record is None:
-        raise ConfigError("there is no run yet")
+        raise ConfigError("FV1807", "there is no run yet")
     return record.id
 
 

@@ -55,7 +55,7 @@ def read_details(store: Record, run: str, number: int) -> RoundDetails:
     store.runs.read(run)
     record = store.rounds.read(run, number)
     if record is None:
-        raise ConfigError(f"run {run!r} has no round {number}")
+        raise ConfigError("FV1806", f"run {run!r} has no round {number}")
     return RoundDetails(
         record,
         store.tasks.read_histories(run, [number]),

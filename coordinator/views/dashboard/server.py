@@ -33,11 +33,12 @@ def listen_on(address: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
+                "FV1802",
                 f"port {port} on {address} is in use by another program, or by another dashboard; choose another with "
-                "--port (0: a free one)"
+                "--port (0: a free one)",
             ) from error
         raise ConfigError(
-            f"the dashboard cannot listen on {address}, port {port}: {error.strerror or error}"
+            "FV1802", f"the dashboard cannot listen on {address}, port {port}: {error.strerror or error}"
         ) from error
 
 

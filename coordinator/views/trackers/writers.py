@@ -20,8 +20,9 @@ def check_writers(config: TrackersConfig, where: str) -> None:
         library = WRITERS[name].library
         if find_spec(library) is None:
             raise ConfigError(
+                "FV1016",
                 f"{where}: writers: {name!r} needs the package {library!r}, which is not installed: "
-                f"pip install 'fedvit[{name}]', or leave the writer out"
+                f"pip install 'fedvit[{name}]', or leave the writer out",
             )
 
 

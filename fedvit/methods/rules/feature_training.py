@@ -67,7 +67,7 @@ class FeatureTraining(ServerRule):
         """
         fresh = {upload.device: upload.digest for upload in uploads}
         if not fresh:
-            raise EmptyCohort(f"round {context.round}: no device uploaded features")
+            raise EmptyCohort("FV1502", f"round {context.round}: no device uploaded features")
         older = {device: digest for device, digest in state.uploads.items() if device not in fresh} if self.keep else {}
         shelves = {device: reader_of(context.load(digest)) for device, digest in (older | fresh).items()}
         dropped = self._choose_dropped(list(older), {device: shelf.stored_bytes for device, shelf in shelves.items()})
@@ -75,7 +75,7 @@ class FeatureTraining(ServerRule):
         buckets = _by_shape([shelves[device] for device in sorted(kept)])
         items = sum(len(bucket.labels) for bucket in buckets)
         if not items:
-            raise EmptyCohort(f"round {context.round}: the uploads of {len(kept)} devices hold no feature")
+            raise EmptyCohort("FV1502", f"round {context.round}: the uploads of {len(kept)} devices hold no feature")
         names = list(state.tensors)
         device = torch.device(context.accelerator)
         values = [torch.nn.Parameter(torch.tensor(state.tensors[name], device=device)) for name in names]

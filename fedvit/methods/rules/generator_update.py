@@ -86,7 +86,7 @@ class GeneratorUpdate(ServerRule):
         """Devices are processed in groups of AT_ONCE_BYTES. Raises EmptyCohort when no upload holds a sample."""
         uploads = [upload for upload in uploads if upload.samples > 0]
         if not uploads:
-            raise EmptyCohort(f"round {context.round}: no accepted result holds a training image")
+            raise EmptyCohort("FV1502", f"round {context.round}: no accepted result holds a training image")
         place = torch.device(context.accelerator)
         parameters: dict[str, Tensor] = {}
 

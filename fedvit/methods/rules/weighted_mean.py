@@ -67,5 +67,5 @@ def cohort_weights(uploads: Sequence[Upload], round_number: int) -> dict[str, fl
     """
     samples = sum(upload.samples for upload in uploads)
     if not samples:
-        raise EmptyCohort(f"round {round_number}: no accepted result holds a training image")
+        raise EmptyCohort("FV1502", f"round {round_number}: no accepted result holds a training image")
     return {upload.device: upload.samples / samples for upload in uploads}

@@ -172,7 +172,7 @@ def test_compute_is_chosen_for_all_cases(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def stop(cases: list[Case], *_: Any, **__: Any) -> None:
         asked.extend(cases)
-        raise ConfigError("enough")
+        raise ConfigError("FV0002", "enough")
 
     monkeypatch.setattr("bench.step.run_step_bench", stop)
     for flags in ([], ["--compute", "fp32"], ["--compute", "int8"]):

@@ -92,8 +92,8 @@ def one_line(done: "subprocess.CompletedProcess[str]", code: int) -> str:
 def test_runs_are_listed_newest_first(out: Path) -> None:
     lines = said("runs", "--runs", out).output.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["half", "done"]
-    assert lines[2].split()[-3:] == ["0/3", "-", "0.0"]
-    assert lines[3].split()[-3:] == ["1/3", "0.700", "0.0"]  # (4/5 + 3/5) / 2
+    assert lines[2].split()[-4:] == ["0/3", "–", "0", "B"]
+    assert lines[3].split()[-4:-2] == ["1/3", "0.700"]  # (4/5 + 3/5) / 2
 
 
 def test_runs_as_json(out: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_typing_error_in_the_file_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("rounds = 3\nquorun = 0.5\n")
     line = one_line(as_process("start", "--config", file, "--runs", tmp_path / "runs"), ConfigError.exit_code)
-    assert line == f"coordinator: {file}: unknown key 'quorun'; did you mean 'quorum'?"
+    assert line == f"coordinator: {file}: unknown key 'quorun'; did you mean 'quorum'? [FV1002]"
     assert not (tmp_path / "runs").exists()
 
 

@@ -50,7 +50,7 @@ def test_blobs_of_a_failed_batch_are_not_kept(store: BlobStore) -> None:
     def half_done() -> None:
         with store.commit_together() as batched_commit:
             batched_commit.put(b"content")
-            raise StorageFailed("no more")
+            raise StorageFailed("FV0010", "no more")
 
     with pytest.raises(StorageFailed, match="no more"):
         half_done()

@@ -102,7 +102,7 @@ def test_errors_of_a_kind_that_only_the_worker_knows_are_of_the_next_general_one
     class Torn(errors.Damaged):
         """Of some library."""
 
-    assert type(travelled(Torn("a file"))) is errors.Damaged
+    assert type(travelled(Torn("FV0015", "a file"))) is errors.Damaged
 
 
 def travelled(error: Exception) -> Exception:

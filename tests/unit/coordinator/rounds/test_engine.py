@@ -126,7 +126,7 @@ class World:
 
     def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
         if not results:
-            raise EmptyCohort("nothing came")
+            raise EmptyCohort("FV0007", "nothing came")
         return Stepped(saved=SavedState({}, None, {}), figures={"norm": 1.0}, damaged={}, needed=set())
 
 

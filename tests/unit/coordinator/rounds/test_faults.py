@@ -17,7 +17,9 @@ from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.scheduler import TaskScheduler
 from fedvit.errors import BadPayload
 from fedvit.tensors import Tensors
+from fedvit.transport.blob_receiver import BlobReceiver
 from fedvit.transport.exchange import BlobExchange
+from fedvit.transport.url_transfers import UrlReceiver
 from fedvit.wire.messages import (
     BlobAck,
     BlobNack,
@@ -217,9 +219,9 @@ HANDLERS: dict[str, tuple[type, str, Answer]] = {
     "Declined": (ResultCollector, "on_declined", decline),
     "Progress": (TaskScheduler, "on_progress", say_progress),
     "BlobNack": (Recovery, "can_serve", fetch),
-    "BlobPut": (BlobExchange, "on_put", put),
+    "BlobPut": (UrlReceiver, "on_put", put),
     "BlobAck": (BlobExchange, "on_ack", fetch),
-    "chunk": (BlobExchange, "heard", honest),
+    "chunk": (BlobReceiver, "heard", honest),
 }
 
 
@@ -271,7 +273,7 @@ def test_a_task_that_fits_no_message_is_the_end_of_that_task_alone(
 
     def too_large(inbox: Inbox, device: str, message: FromCoordinator) -> None:
         if device == "bad" and isinstance(message, Task):
-            raise BadPayload("a Task message of 70000 bytes exceeds the limit of 65536 bytes")
+            raise BadPayload("FV0006", "a Task message of 70000 bytes exceeds the limit of 65536 bytes")
         send(inbox, device, message)
 
     monkeypatch.setattr(Inbox, "send", too_large)

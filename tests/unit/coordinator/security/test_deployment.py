@@ -355,8 +355,8 @@ def test_a_new_device_takes_the_place_of_an_old_one(stage: Stage, tmp_path: Path
     [
         (lambda text: text[:-3], "copied|wrong character"),
         (lambda text: text[:40] + ("A" if text[40] != "A" else "B") + text[41:], "copied|wrong character"),
-        (lambda text: text[3:], "must begin with"),
-        (lambda text: "", "must begin with"),
+        (lambda text: text[3:], "begins with"),
+        (lambda text: "", "begins with"),
         (lambda text: text + "é", "copied|wrong character"),
     ],
 )

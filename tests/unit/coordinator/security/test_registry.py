@@ -69,7 +69,7 @@ def test_change_that_fails_changes_nothing(deployment: Deployment) -> None:
         with deployment.change() as rows:
             rows.put_device("pi-1", Certificate("a1", NOW, NOW + 100.0), NOW)
             rows.revocations.revoke("pi-1", NOW)
-            raise ConfigError("no")
+            raise ConfigError("FV0002", "no")
 
     with pytest.raises(ConfigError, match="no"):
         fails()

@@ -159,7 +159,7 @@ def test_record_that_cannot_be_read_is_reported_and_fails_nothing(
     collector = collector_of(stage)
 
     def broken(*_: object) -> None:
-        raise StorageFailed("the disk is gone")
+        raise StorageFailed("FV0010", "the disk is gone")
 
     monkeypatch.setattr(stage.store.runs, "count", broken)
     found = samples(collector)

@@ -31,7 +31,7 @@ def fast(threads: int) -> Speed:
 
 
 def dead(threads: int) -> Speed:
-    raise OverBudget("the process was ended by SIGILL")
+    raise OverBudget("FV0008", "the process was ended by SIGILL")
 
 
 def place(address: Address, state: Path | None, policy: OwnerPolicy | None = None, threads: int = 1) -> Installation:

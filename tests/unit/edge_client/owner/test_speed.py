@@ -29,7 +29,7 @@ def never(threads: int) -> Speed:
 
 
 def failing(threads: int) -> Speed:
-    raise LinkDown("the engine died")
+    raise LinkDown("FV0004", "the engine died")
 
 
 def kept_speed(state: Path, threads: int) -> Speed | None:

@@ -86,7 +86,7 @@ def test_what_cannot_be_read_for_want_of_something_else_is_not_deleted(
     digest = blobs.put(b"content").digest
 
     def failing(path: Path, digest: str) -> bool:
-        raise StorageFailed("too many open files")
+        raise StorageFailed("FV0010", "too many open files")
 
     monkeypatch.setattr(fedvit.blobs, "is_whole", failing)
     with pytest.raises(StorageFailed, match="too many"):

@@ -358,7 +358,7 @@ def test_what_goes_wrong_with_a_batch_is_raised_where_it_is_used() -> None:
     def batches() -> Iterator[Fed]:
         yield fed(0)
         yield fed(1)
-        raise DataError("the third cannot be made")
+        raise DataError("FV0003", "the third cannot be made")
 
     seen = []
     with pytest.raises(DataError, match="the third cannot be made"):  # noqa: PT012 - what came before counts, too
@@ -386,7 +386,7 @@ def test_who_leaves_early_leaves_no_thread() -> None:
     with pytest.raises(Stopped):  # noqa: PT012 - as the loop over batches does
         for item in leaving:
             if item.epoch == 3:
-                raise Stopped("enough")
+                raise Stopped("FV0001", "enough")
     leaving.close()  # type: ignore[attr-defined]
     assert makers() == []
 

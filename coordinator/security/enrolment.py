@@ -212,7 +212,7 @@ class EnrolmentService:
 
 
 def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -> None:
-    """Raises PeerRefused, with a message for the person at the device."""
+    """Raise PeerRefused, with a message for the person at the device."""
     if token.withdrawn:
         raise PeerRefused(
             "FV1302",

@@ -69,7 +69,7 @@ class Deployment:
 
     @classmethod
     def create(cls, folder: Path, settings: Settings) -> "Deployment":
-        """Raises ConfigError if `folder` is not empty, StorageFailed if it cannot be written.
+        """Raise ConfigError if `folder` is not empty, StorageFailed if it cannot be written.
 
         The folder is created completely or not at all.
         """

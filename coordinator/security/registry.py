@@ -170,8 +170,8 @@ class TokenRows:
         self.new.append(token)
 
     def use(self, token_id: str, request: str, certificate: str) -> None:
-        token = update(_TOKENS).where(_TOKENS.c.id == token_id)
-        self._connection.execute(token.values(request=request, certificate=certificate))
+        values = {"request": request, "certificate": certificate}
+        self._connection.execute(update(_TOKENS).where(_TOKENS.c.id == token_id).values(**values))
 
     def withdraw(self, device: str) -> None:
         """Withdraw all unused tokens for this device."""
@@ -240,8 +240,6 @@ class Rows:
         self.tokens = TokenRows(self)
         self.revocations = RevocationRows(self)
 
-    # --- the counters --------------------------------------------------------------------------------
-
     def generation(self) -> int:
         generation: int = self.connection.execute(select(_COUNTERS.c.generation)).scalar_one()
         return generation
@@ -305,8 +303,7 @@ class Rows:
             self.connection.execute(query, [{"of": name, "at": when_s} for name, when_s in seen.items()])
 
     def count_misuse(self, name: str) -> None:
-        more = update(_DEVICES).where(_DEVICES.c.name == name).values(misuses=_DEVICES.c.misuses + 1)
-        self.connection.execute(more)
+        self.connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(misuses=_DEVICES.c.misuses + 1))
 
 
 class Registry:

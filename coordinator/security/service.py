@@ -110,7 +110,7 @@ class Service:
         assert self._log is not None
         if not self.broker.up:
             return  # it reads its lists when it starts
-        if self._log.reloaded and not self._log.to_end:
+        if self._log.has_reloaded and not self._log.to_end:
             self._on_applied()
         elif time.monotonic() > self._apply_until:
             if self._revoking:

@@ -48,7 +48,7 @@ def entry(board: Board) -> dict[str, Any]:
 def boards_table(width: int) -> Table:
     """One line per board, in its default power mode, and one per other power mode."""
 
-    def drawn(*, every: bool) -> Table:
+    def draw(*, every: bool) -> Table:
         made = table(None)
         column(made, "board", justify="left")
         if every:
@@ -71,7 +71,7 @@ def boards_table(width: int) -> Table:
             )
         return made
 
-    return first_that_fits(width, lambda: drawn(every=True), lambda: drawn(every=False))
+    return first_that_fits(width, lambda: draw(every=True), lambda: draw(every=False))
 
 
 def board_page(board: Board) -> Group:

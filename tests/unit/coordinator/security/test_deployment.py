@@ -317,7 +317,7 @@ def test_tokens_that_are_worth_nothing(stage: Stage, tmp_path: Path) -> None:
     elsewhere = make_deployment(tmp_path / "elsewhere")
     ports = {"port": deployment.settings.port, "enrolment_port": deployment.settings.enrolment_port}
     with pytest.raises(PeerRefused, match="does not know this token"):
-        join(make_token(elsewhere, "pi-foreign", 60.0), folder, **ports)
+        join(msgspec.structs.replace(make_token(elsewhere, "pi-foreign", 60.0), **ports), folder)
     assert Identity.find(folder) is None
 
 

@@ -51,8 +51,7 @@ from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint, broker_en
 from coordinator.rounds.service.cancelling import Cancellation
 from coordinator.run_view import run_settings
 from coordinator.views.report.words import settings_words
-from coordinator.views.trackers.following import following
-from coordinator.views.trackers.writers import check_writers
+from coordinator.views.trackers.following import check_writers, following
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
 from fedvit.errors import ConfigError, FedvitError, LinkDown

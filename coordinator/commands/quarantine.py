@@ -25,8 +25,8 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
     """
     from coordinator.rounds.service.releasing import release
     from coordinator.run_view import read_standings
-    from coordinator.views.tables import Column, Sheet, columns
     from profiles.report.console import Console
+    from profiles.report.tables import Column, Sheet, columns
 
     store = existing_store(folder, writes=bool(released))
     try:

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-Value = float | str | None
-"""What a cell of a table stands for; None: not known."""
-
-
 @dataclass(frozen=True)
 class Segment:
     """One part of a bar; `colour` is a class of the style sheet."""
@@ -70,17 +66,6 @@ def on_one_scale(charts: Sequence[Chart]) -> list[Chart]:
     """The same charts, of which a bar of the same length stands for the same amount."""
     largest = max((chart.scale for chart in charts), default=0.0)
     return [replace(chart, least_scale=largest) for chart in charts]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table: headings, and rows of texts; the first `names` columns are words, the others numbers."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    names: int = 1
-    values: Sequence[Sequence[Value]] = ()
-    """What the texts stand for, to sort by; needed by a table that can be sorted."""
 
 
 def environment(*packages: str) -> "Environment":

@@ -19,9 +19,9 @@ from coordinator.views.dashboard.series import (
     series_of_group,
     series_of_run,
 )
-from coordinator.views.tables import Column, Sheet, text_of
 from fedvit.errors import ConfigError
 from profiles.report.curves import COSTS, curve
+from profiles.report.tables import Column, Sheet, text_of
 
 MOST = 8
 """Side by side: as many as there are colours."""

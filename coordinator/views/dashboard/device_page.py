@@ -14,8 +14,8 @@ from coordinator.run_view import DeviceView, Standing, read_standings, view_devi
 from coordinator.views.dashboard import actions, charts
 from coordinator.views.dashboard.fleet_page import is_served
 from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, follow, page, refusal_sheet, status_of
-from coordinator.views.tables import Column, Sheet
 from fedvit.resources import ResourceUse
+from profiles.report.tables import Column, Sheet
 
 ROUNDS = 50
 """Rounds of one page of the history."""

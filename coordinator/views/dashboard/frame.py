@@ -18,9 +18,9 @@ from coordinator.security.folder import Deployment
 from coordinator.views.dashboard.charts import Options
 from coordinator.views.dashboard.experiments import Experiments
 from coordinator.views.dashboard.reader import Reader
-from coordinator.views.tables import Column, Sheet, clock, text_of
 from fedvit.errors import ConfigError, FedvitError
 from profiles.report.page import environment
+from profiles.report.tables import Column, Sheet, clock, text_of
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -53,7 +53,7 @@ class Site:
 @cache
 def templates() -> "Environment":
     """Return the templates of the pages, with what all of them use."""
-    pages = environment("coordinator.views.dashboard", "coordinator.views")
+    pages = environment("coordinator.views.dashboard")
     pages.filters |= {"clock": clock}
     pages.globals |= {"text": text_of, "anchor": anchor}
     return pages

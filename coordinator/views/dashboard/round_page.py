@@ -10,8 +10,8 @@ from coordinator.record.record import Record
 from coordinator.record.tables import RefusalRecord, RoundRecord
 from coordinator.record.tasks import TaskHistory
 from coordinator.views.dashboard.frame import Part, Site, anchor, follow, page, refusal_sheet, status_of
-from coordinator.views.tables import Column, Sheet, columns
 from fedvit.errors import ConfigError
+from profiles.report.tables import Column, Sheet, columns
 
 MOST_TASKS = 1000
 """Tasks of one page, the slowest first."""

@@ -21,7 +21,7 @@ from coordinator.views.terminal import (
     draw_run,
     draw_runs,
 )
-from profiles.report.terminal import shortened
+from profiles.report.tables import shorten
 from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
 from tests.support.reports import private_report, run_report
 
@@ -173,7 +173,7 @@ def test_few_devices_have_columns_and_many_have_the_range(fleets: dict[str, RunV
 @pytest.mark.parametrize("width", range(70))
 def test_names_are_shortened_in_their_middle(width: int) -> None:
     name = "abcdefghijklmnopqrstuvwxyz0123456789"
-    short = shortened(name, width)
+    short = shorten(name, width)
     assert len(short) == min(width, len(name))
     if width < len(name) and width > 2:
         begin, _, end = short.partition("…")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.api import existing_store
+from coordinator.api import open_existing_record
 from coordinator.run_view import RoundView, RunView, show_document
 from coordinator.views.report.document import read_report
 from coordinator.views.terminal import draw_run
@@ -92,7 +92,7 @@ class FinishedRun:
     def _repr_html_(self) -> str:
         from coordinator.views.report.page import run_piece  # matplotlib: memory that counts in a cell of an experiment
 
-        store = existing_store(self.folder.parent)
+        store = open_existing_record(self.folder.parent)
         try:
             return run_piece(read_report(store, self.name))
         finally:

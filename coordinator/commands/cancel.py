@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import open_existing_record
 from coordinator.rounds.service.cancelling import cancel as cancel_run
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
@@ -19,7 +20,7 @@ from fedvit.files import private_files
 def cancel(run: str, folder: Path, as_json: bool) -> None:
     """Cancel RUN: at once if it is queued, within seconds if it is being served. It cannot be resumed."""
 
-    store = existing_store(folder, writes=True)
+    store = open_existing_record(folder, writes=True)
     try:
         done = cancel_run(store, folder, run)
         status = store.runs.read(run).status

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.commands.flags import literal
-from coordinator.config import SECTIONS, TABLES, BrokerConfig, RunConfig, ServiceConfig
+from coordinator.config import SECTIONS, TABLES, BrokerConfig, RunConfig, ServiceConfig, merge_tables
 from fedvit.command_line import SectionOption
 from fedvit.errors import ConfigError
 
@@ -46,26 +46,6 @@ config_flags = flags_of(("", RunConfig), *TABLES.items(), ("broker", BrokerConfi
 service_flags = flags_of(("", ServiceConfig), ("broker", BrokerConfig))
 
 
-def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """Merge the flags that were set into a copy of a file's values."""
-    merged = {**values}
-    for path, value in flags.items():
-        if value is not None:
-            table, _, key = path.rpartition(".")
-            _merge(merged, {table: {key: value}} if table else {key: value})
-    return merged
-
-
-def _merge(into: dict[str, Any], given: dict[str, Any]) -> None:
-    """Merge tables key by key. A value in place of a table is kept, so that make_config refuses it."""
-    for key, value in given.items():
-        if not isinstance(value, dict):
-            into[key] = value
-        elif isinstance(before := into.get(key, {}), dict):
-            into[key] = {**before}
-            _merge(into[key], value)
-
-
 # --- one flag -----------------------------------------------------------------------------------------
 
 
@@ -89,7 +69,7 @@ class _Flag(SectionOption):
         entries: dict[str, Any] = {}
         for text in value:
             try:
-                _merge(entries, _entry(text, inner[1]))
+                merge_tables(entries, _entry(text, inner[1]))
             except ValueError:
                 raise ConfigError("FV1003", f"{self.opts[0]} {text!r} must be written {self.metavar}") from None
         return entries

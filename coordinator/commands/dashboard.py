@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import open_to_watch, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import open_to_watch
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write

@@ -80,10 +80,10 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
 
 def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) -> str:
     """Add strikes and quarantine of a run, by default the newest; returns its name. Raises ConfigError if none."""
-    from coordinator.commands.flags import existing_store
+    from coordinator.record.opening import open_existing_record
     from coordinator.run_view import read_standings
 
-    store = existing_store(runs)
+    store = open_existing_record(runs)
     try:
         run = run or next((record.id for record in store.runs.read_all()), None)
         if run is None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import existing_store, newest_run, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import newest_run, open_existing_record
 from export.bundle.command import out_flag, precisions_flag, write
 from fedvit.command_line import Command, json_flag
 
@@ -43,7 +44,7 @@ def export(
     from profiles.probes.host import usable_cores
 
     check_new(out)
-    store = existing_store(folder)
+    store = open_existing_record(folder)
     try:
         run = run or newest_run(store, folder)
         trained = trained_by(store, folder, run, device, f"coordinator {version('fedvit')}")

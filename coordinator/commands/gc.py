@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
 from coordinator.commands.removals import keep_mirrors_flag, print_removals
+from coordinator.record.opening import open_existing_record
 from coordinator.record.retention import collect
 from fedvit.command_line import Command, json_flag
 
@@ -28,7 +29,7 @@ def gc(
 ) -> None:
     """Remove runs and details beyond the policy, and unreferenced files. Runs that are being served are not changed."""
 
-    store = existing_store(folder, writes=True)
+    store = open_existing_record(folder, writes=True)
     try:
         removed = list(
             collect(

@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import open_existing_record
 from coordinator.rounds.service.labelling import set_labels
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
@@ -27,7 +28,7 @@ def label(device: str, labels: tuple[str, ...], removed: tuple[str, ...], folder
     `coordinator start` from the device's next connection on.
     """
 
-    store = existing_store(folder, writes=bool(labels or removed))
+    store = open_existing_record(folder, writes=bool(labels or removed))
     try:
         set_labels(store, device, labels, removed)
         found = store.devices.read_labels(device).get(device, {})

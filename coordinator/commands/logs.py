@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import open_existing_record
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.terminal import escape_line
@@ -18,7 +19,7 @@ from fedvit.terminal import escape_line
 @json_flag
 def logs(device: str, folder: Path, run: str | None, as_json: bool) -> None:
     """Print the last log lines of DEVICE, as it sent them with each task that it could not do; the newest last."""
-    store = existing_store(folder)
+    store = open_existing_record(folder)
     try:
         if run is not None:
             store.runs.read(run)

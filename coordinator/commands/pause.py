@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import open_existing_record
 from coordinator.record.record import Record
 from coordinator.rounds.service.pausing import pause as pause_run
 from fedvit.command_line import Command, json_flag
@@ -25,7 +26,7 @@ def pause(run: str, folder: Path, as_json: bool) -> None:
 
 def change_pause(run: str, folder: Path, as_json: bool, change: Callable[[Record, str], str]) -> None:
     """Pause or unpause a run, and print since when it is paused."""
-    store = existing_store(folder, writes=True)
+    store = open_existing_record(folder, writes=True)
     try:
         done = change(store, run)
         paused_at = store.runs.read(run).paused_at

@@ -7,9 +7,10 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
 from coordinator.commands.prediction_flags import request_flags, request_of
 from coordinator.config import RunConfig, make_config
+from coordinator.record.opening import open_existing_record
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.files import private_files
@@ -64,7 +65,7 @@ def _recorded(run: str, folder: Path) -> RunConfig:
     given = [flag for name, flag in OF_THE_RUN.items() if source(name) is ParameterSource.COMMANDLINE]
     if given:
         raise ConfigError("FV1901", f"--run {run} has its own method and model: leave out {', '.join(given)}")
-    store = existing_store(folder)
+    store = open_existing_record(folder)
     try:
         return make_config(store.runs.read(run).config, f"run {run}").run
     finally:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import open_existing_record
 from fedvit.command_line import Command, json_flag
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
     from profiles.report.console import Console
     from profiles.report.tables import Column, Sheet, columns
 
-    store = existing_store(folder, writes=bool(released))
+    store = open_existing_record(folder, writes=bool(released))
     try:
         store.runs.read(run)
         for device in released:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import existing_store, newest_run, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import newest_run, open_existing_record
 from fedvit.command_line import Command, json_flag
 from fedvit.files import atomic_write
 
@@ -23,7 +24,7 @@ def report(run: str | None, folder: Path, out: Path | None, table: Path | None, 
     from coordinator.views.terminal import draw_report
     from profiles.report.console import Console
 
-    store = existing_store(folder)
+    store = open_existing_record(folder)
     try:
         document = read_report(store, run or newest_run(store, folder))
     finally:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
 from coordinator.commands.removals import keep_mirrors_flag, print_removals
+from coordinator.record.opening import open_existing_record
 from coordinator.record.retention import remove_runs
 from fedvit.command_line import Command, json_flag
 
@@ -19,7 +20,7 @@ from fedvit.command_line import Command, json_flag
 def rm(runs: tuple[str, ...], force: bool, keep_mirrors: bool, folder: Path, as_json: bool) -> None:
     """Remove runs: their rows of the record, their folders and their mirrors."""
 
-    store = existing_store(folder, writes=True)
+    store = open_existing_record(folder, writes=True)
     try:
         removed = remove_runs(store, folder, list(dict.fromkeys(runs)), force=force, keep_mirrors=keep_mirrors)
     finally:

@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import open_existing_record
 from fedvit.command_line import Command, json_flag
 
 
@@ -19,7 +20,7 @@ def runs(folder: Path, as_json: bool) -> None:
     from coordinator.views.terminal import draw_runs
     from profiles.report.console import Console
 
-    store = existing_store(folder)
+    store = open_existing_record(folder)
     try:
         listed = list_runs(store, folder)
     finally:

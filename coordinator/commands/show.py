@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from coordinator.commands.config_flags import flags_of, merge_flags
-from coordinator.commands.flags import existing_store, newest_run, runs_flag
-from coordinator.config import TrackersConfig, make_config
+from coordinator.commands.config_flags import flags_of
+from coordinator.commands.flags import runs_flag
+from coordinator.config import TrackersConfig, make_config, merge_flags
+from coordinator.record.opening import newest_run, open_existing_record
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
@@ -41,7 +42,7 @@ def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any
     from coordinator.views.terminal import MOST_ROUNDS
 
     track = track or any(value is not None for value in flags.values())
-    store = existing_store(folder, writes=track)
+    store = open_existing_record(folder, writes=track)
     try:
         run = run or newest_run(store, folder)
         if track:

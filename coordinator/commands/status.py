@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from coordinator.commands.flags import existing_store, newest_run, runs_flag
+from coordinator.commands.flags import runs_flag
+from coordinator.record.opening import newest_run, open_existing_record
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.hints import command
@@ -28,7 +29,7 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
     from coordinator.rounds.status import lines, read_status
     from coordinator.run_view import read_head
 
-    store = existing_store(folder)
+    store = open_existing_record(folder)
     if run is None and _service_status(store, folder, as_json=as_json):
         return
     record = store.runs.read(run or newest_run(store, folder))

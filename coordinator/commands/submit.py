@@ -7,13 +7,23 @@ from typing import Any
 import click
 import msgspec
 
-from coordinator.commands.config_flags import merge_flags, run_flags
-from coordinator.commands.flags import has_record, runs_flag
-from coordinator.commands.start import check_new, check_start_from, check_trackers, open_private_record, usual_name
-from coordinator.config import RunConfig, check_blobs, check_settings, make_config, read_toml, why_not_asked
+from coordinator.commands.config_flags import run_flags
+from coordinator.commands.flags import runs_flag
+from coordinator.config import (
+    RunConfig,
+    check_blobs,
+    check_settings,
+    make_config,
+    merge_flags,
+    read_toml,
+    why_not_asked,
+)
+from coordinator.record.opening import has_record, open_private_record
 from coordinator.record.record import Record
 from coordinator.record.tables import ENDED
 from coordinator.rounds.service.status import labels_seen, read_service_status
+from coordinator.start_request import usual_name
+from coordinator.starting import check_new, check_start_from, check_trackers
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.files import private_files

@@ -101,3 +101,23 @@ def _alone(kind: type[Struct], key: str) -> type[Struct]:
 
 def _hint(kind: type[Struct], key: str) -> Any:
     return next(field.type for field in msgspec.structs.fields(kind) if field.name == key)
+
+
+def merge_flags(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Merge the flags that were set into a copy of a file's values."""
+    merged = {**values}
+    for path, value in flags.items():
+        if value is not None:
+            table, _, key = path.rpartition(".")
+            merge_tables(merged, {table: {key: value}} if table else {key: value})
+    return merged
+
+
+def merge_tables(into: dict[str, Any], added: dict[str, Any]) -> None:
+    """Merge tables key by key. A value in place of a table is kept, so that make_config refuses it."""
+    for key, value in added.items():
+        if not isinstance(value, dict):
+            into[key] = value
+        elif isinstance(before := into.get(key, {}), dict):
+            into[key] = {**before}
+            merge_tables(into[key], value)

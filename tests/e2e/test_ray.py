@@ -186,7 +186,7 @@ def test_a_cell_resumes_when_its_node_is_gone_and_another_is_killed(
 
     killed = "its process was killed, as the system does when memory runs out; run fewer cells at the same time"
     last = stage.log("fleet").strip().splitlines()[-1]
-    assert last == f"fleet: 1 of 2 cells failed, the first: {places['fedper'].cell.path}: {killed}"
+    assert last == f"fleet: 1 of 2 cells failed, the first: {places['fedper'].cell.path}: {killed} [FV2104]"
     results = json.loads((out / "results.json").read_text())
     assert {cell["method"]: cell["failure"] for cell in results["cells"]} == {"fedavg": None, "fedper": killed}
     assert "ray" not in results["settings"]

@@ -116,7 +116,7 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     which a run that fails holds up nobody."""
     where = {"devices_where": "site=berlin"}
     stage.submit("dropped", **where, variants=SLOW, rounds=9)
-    stage.submit("kept", **where, variants=SLOW, rounds=2, metrics={"writers": ["tensorboard"]})
+    stage.submit("kept", **where, variants=SLOW, rounds=2, trackers={"writers": ["tensorboard"]})
     stage.submit("never", **where)
     stage.submit("wrong", **where, start_from="never")
     stage.submit("unfit", **where, model="lstm_small_text", model_options={}, options={}, variants={})

@@ -13,11 +13,29 @@ from coordinator.record.tables import SavedState, TaskRecord
 from coordinator.rounds.status import MEMBERS, AtWork, Member, Status, read_status
 from coordinator.run_view import RunLine, RunView
 from fedvit.resources import Budget, ResourceUse
-from fedvit.wire.messages import Result
+from fedvit.wire.messages import Manifest, Result
 from profiles.prediction import Expected, Prediction
 
 RUN = "20261121-034500-eftvit-ab12"
 PROTOCOL = "tested as the planner said"
+DIGEST = "blake3:" + "5" * 64
+CONFIG: dict[str, Any] = {"method": "fedavg", "options": {"lr": 0.5}, "cohort": 1.0, "devices": 1, "classes": ["a"]}
+
+
+def reopen(store: Record) -> Record:
+    """Open a record again, as the next process does."""
+    store.close()
+    assert store.database.folder
+    return open_record(store.database.folder)
+
+
+def make_result(number: int = 1, **changes: Any) -> Result:
+    """Make a training result of run `r` in which no field has its default."""
+    use = ResourceUse(
+        train_s=1.5, step_s=0.25, steps=6, flops=10**15, peak_rss_bytes=2**40, received_bytes=1, sent_bytes=2
+    )
+    result = Result("r", number, "train", 20, {"loss": 0.125, "other": 1e-300}, use, Manifest(DIGEST, 100, 1024))
+    return msgspec.structs.replace(result, **changes)
 
 
 def add_result(store: Record, device: str, result: Result, used_in: int | None = None) -> None:

@@ -20,9 +20,8 @@ from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
 from coordinator.cli import cli
-from coordinator.commands.config_flags import merge_flags
 from coordinator.compute.accelerator import choose_accelerator
-from coordinator.config import RunConfig, make_config
+from coordinator.config import RunConfig, make_config, merge_flags
 from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, StorageFailed
@@ -93,8 +92,8 @@ def one_line(done: "subprocess.CompletedProcess[str]", code: int) -> str:
 def test_runs_are_listed_newest_first(out: Path) -> None:
     lines = said("runs", "--runs", out).output.splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["half", "done"]
-    assert lines[2].split()[-3:] == ["0/3", "-", "0.0"]
-    assert lines[3].split()[-3:] == ["1/3", "0.700", "0.0"]  # (4/5 + 3/5) / 2
+    assert lines[2].split()[-4:] == ["0/3", "–", "0", "B"]
+    assert lines[3].split()[-4:-2] == ["1/3", "0.700"]  # (4/5 + 3/5) / 2
 
 
 def test_runs_as_json(out: Path) -> None:
@@ -184,7 +183,7 @@ def test_a_typing_error_in_the_file_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("rounds = 3\nquorun = 0.5\n")
     line = one_line(as_process("start", "--config", file, "--runs", tmp_path / "runs"), ConfigError.exit_code)
-    assert line == f"coordinator: {file}: unknown key 'quorun'; did you mean 'quorum'?"
+    assert line == f"coordinator: {file}: unknown key 'quorun'; did you mean 'quorum'? [FV1002]"
     assert not (tmp_path / "runs").exists()
 
 
@@ -377,17 +376,25 @@ def test_methods_that_cannot_be_shown(arguments: tuple[str, ...], complaint: str
         (
             ["start", "--method", "fedav"],
             "flags: unknown method 'fedav'; did you mean 'fedavg'",
-            "torch timm",
+            "torch numpy sqlalchemy",
         ),
-        (["start", "--resume", "nosuch"], "no run 'nosuch'", "torch timm"),
+        (["start", "--resume", "nosuch"], "no run 'nosuch'", "torch numpy"),
         (
             ["start", "-o", "maks=0.5"],
             "flags: method 'eftvit' has no option 'maks'; did you mean 'mask'?",
-            "torch timm",
+            "torch numpy sqlalchemy",
         ),
-        (["start", "--model", "vit_tiny_patch16_22"], "did you mean 'vit_tiny_patch16_224'", "torch timm"),
-        (["start", "--model-option", "dept=2"], "model 'vit_small_images' has no option 'dept'; did you mean", "torch"),
-        (["start", "--variant", "pi-*:lrr=1"], "variants: 'pi-*': method 'eftvit' has no option 'lrr'", "torch timm"),
+        (["start", "--model", "vit_tiny_patch16_22"], "did you mean 'vit_tiny_patch16_224'", "torch numpy sqlalchemy"),
+        (
+            ["start", "--model-option", "dept=2"],
+            "model 'vit_small_images' has no option 'dept'; did you mean",
+            "torch numpy sqlalchemy",
+        ),
+        (
+            ["start", "--variant", "pi-*:lrr=1"],
+            "variants: 'pi-*': method 'eftvit' has no option 'lrr'",
+            "torch numpy sqlalchemy",
+        ),
         (["submit", "--method", "fedav"], "unknown method 'fedav'; did you mean 'fedavg'", "torch"),
         (["show", "dome"], "no run 'dome'; did you mean 'done'? The newest runs are: half, done", "torch numpy"),
         (["runs"], None, "torch numpy"),

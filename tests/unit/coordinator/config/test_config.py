@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from coordinator.commands.config_flags import config_flags, merge_flags
+from coordinator.commands.config_flags import config_flags
 from coordinator.commands.start import start
 from coordinator.compute.planning.checks import checked_config
 from coordinator.config import (
@@ -26,6 +26,7 @@ from coordinator.config import (
     StartConfig,
     TrackersConfig,
     UpdatesConfig,
+    merge_flags,
     read_toml,
 )
 from fedvit.errors import ConfigError

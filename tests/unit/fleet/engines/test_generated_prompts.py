@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.commands.flags import existing_store
+from coordinator.record.opening import open_existing_record
 from coordinator.run_view import GeneratorRound
 from coordinator.views.report.document import read_report
 from coordinator.views.report.page import run_page
@@ -61,7 +61,7 @@ def test_attention_is_neither_uniform_nor_on_one_prompt(trained: FinishedRun) ->
 
 
 def test_report_shows_the_generator(trained: FinishedRun) -> None:
-    store = existing_store(trained.folder.parent)
+    store = open_existing_record(trained.folder.parent)
     try:
         page = run_page(read_report(store, trained.name))
     finally:

@@ -1,0 +1,188 @@
+"""The service of `coordinator serve`: its broker, its leadership, and the runs that it serves."""
+
+import os
+import signal
+import threading
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.compute.messages import Compute
+from coordinator.compute.process import Worker
+from coordinator.config import (
+    AlertsConfig,
+    BrokerConfig,
+    RunConfig,
+    ServiceConfig,
+    make_service_config,
+    merge_flags,
+    read_toml,
+)
+from coordinator.metrics_page import show_prometheus
+from coordinator.record.database import address_in, use_database
+from coordinator.record.leadership import Leadership
+from coordinator.record.opening import open_private_record
+from coordinator.record.record import Record
+from coordinator.record.retention import lock_service
+from coordinator.rounds.alerts import webhook_of
+from coordinator.rounds.display import line_display
+from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
+from coordinator.rounds.service.service import RunHost, RunService
+from coordinator.running import make_link
+from coordinator.views.trackers.following import following
+from fedvit import monitoring
+from fedvit.errors import ConfigError
+from fedvit.hints import command
+from fedvit.logs import configure_logging
+from fedvit.systemd import Notifier
+from fedvit.transport.base import Transport
+
+if TYPE_CHECKING:
+    from coordinator.views.prometheus import Observed
+
+
+class ServiceProcess:
+    """Serves submitted runs, with the options of the command and the keys of its configuration."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        own = ("file", "folder", "url", "standby", "quiet", "metrics_address")
+        file, self._folder, url, self._standby, quiet, self._metrics_address = (options.pop(name) for name in own)
+        self._config, self._broker = _read_settings(file, options, standby=self._standby)
+        self._notifier = Notifier.from_environment()
+        if url is not None:
+            use_database(self._folder, url)
+        webhook_of(AlertsConfig())  # of the environment, before runs begin
+        self._stop = _stop_on_signals()
+        self._display = line_display(quiet)
+        self._workers = _Workers()
+
+    def run(self) -> None:
+        """Serve until stopped, which raises click.Abort."""
+        folder, display = self._folder, self._display
+        with ExitStack() as stack:
+            monitor = stack.enter_context(monitoring.serve_metrics(self._metrics_address))
+            stack.callback(self._workers.close)
+            leadership = self._lead(stack)
+            store = open_private_record(folder, stack)
+            if leadership:
+                store.database.lead_in(leadership.term)
+            endpoint = stack.enter_context(
+                broker_endpoint(self._broker, self._config.federation, folder / "broker", display.line)
+            )
+            configure_logging(file=folder / "service.log", stderr=False)
+            link = make_link(endpoint, self._broker)
+            service = RunService(
+                RunHost(folder, store, display, self._workers.worker_of, following),
+                self._config,
+                link=link,
+                endpoint=endpoint,
+                stop=self._stop,
+                on_turn=self._notifier.alive,
+                leadership=leadership,
+            )
+            submit = command("coordinator", "submit", "CONFIG", runs=folder)
+            display.line(f"serving the runs of {folder}, {self._config.side_by_side} at a time; `{submit}` adds one")
+            show_prometheus(monitor, display, partial(_observe, service, link, store, folder))
+            self._notifier.ready()
+            try:
+                service.serve()
+            finally:
+                self._notifier.stopping()
+            display.line("stopped; the same command resumes the runs")
+        raise click.Abort  # for KeyboardInterrupt, click prints an empty line
+
+    def _lead(self, stack: ExitStack) -> Leadership | None:
+        """Become the leader, after a wait with --standby; a record in a file has no leader, and is locked instead.
+
+        Raises ConfigError if another service leads, click.Abort if this one is stopped before it leads.
+        """
+        leadership = _leadership(self._folder, standby=self._standby, stack=stack)
+        if leadership is None or leadership.try_to_lead():
+            return leadership
+        if not self._standby:
+            raise ConfigError(
+                "FV1605",
+                f"the runs of {self._folder} are being served by another `coordinator serve`, at the same database; "
+                "--standby waits, and takes over when it ends",
+            )
+        self._display.line(f"standing by for the runs of {self._folder}: another service leads")
+        self._notifier.ready()
+        self._workers.prepare()
+        if not leadership.wait(self._stop, self._display.line, self._notifier.alive):
+            raise click.Abort
+        self._display.line("the other service no longer leads: this one takes over")
+        return leadership
+
+
+def _read_settings(file: Path | None, flags: dict[str, Any], *, standby: bool) -> tuple[ServiceConfig, BrokerConfig]:
+    """Read the configuration of a service. Raises ConfigError."""
+    values = merge_flags(read_toml(file) if file else {}, flags)
+    config, broker = make_service_config(federation_of(values), str(file) if file else "flags")
+    if standby and broker.broker in OWN:
+        raise ConfigError(
+            "FV1604",
+            f"broker = {broker.broker!r} would end with this coordinator: --standby needs the address of a broker that "
+            "both services use, by --broker mqtts://HOST",
+        )
+    return config, broker
+
+
+def _stop_on_signals() -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _observe(service: RunService, link: Transport, store: Record, folder: Path) -> "Observed":
+    """Collect what the page of metrics shows."""
+    from coordinator.views.prometheus import Observed, Served  # imports prometheus_client, which is optional
+
+    def list_served() -> list[Served]:
+        return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]
+
+    return Observed(link, service.is_connected, store, folder, list_served, {"service": service.loop})
+
+
+def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> Leadership | None:
+    """Make the leadership of a record in PostgreSQL; with a record in a file, lock the folder instead.
+
+    Raises ConfigError if it is locked, or has no standby.
+    """
+    if (url := address_in(folder)) is not None:
+        leadership = Leadership(url)
+        stack.callback(leadership.close)
+        return leadership
+    if standby:
+        raise ConfigError(
+            "FV1604",
+            f"--standby: the record of {folder} is not in PostgreSQL, which decides which service leads; begin a new "
+            "folder of runs with --record postgresql://USER:PASSWORD@HOST:PORT/DATABASE",
+        )
+    stack.callback(os.close, lock_service(folder))
+    return None
+
+
+class _Workers:
+    """Starts the worker process of each run."""
+
+    def __init__(self) -> None:
+        self._prepared: Worker | None = None
+
+    def prepare(self) -> None:
+        """Start a process for the first run, which loads torch in the meantime."""
+        self._prepared = Worker()
+        self._prepared.start()
+
+    def worker_of(self, run: str, config: RunConfig, folder: Path) -> Compute:
+        worker, self._prepared = self._prepared or Worker(), None
+        worker.begin(run=run, config=config, folder=folder, log_file=folder / "coordinator.log")
+        return worker
+
+    def close(self) -> None:
+        if self._prepared:
+            self._prepared.close()

@@ -66,11 +66,11 @@ def clock(at: str | None) -> str:
     return NOTHING if at is None else at.replace("T", " ")[:19]
 
 
-def text_of(name: str, value: Any) -> str:
+def format_value(name: str, value: Any) -> str:
     """Write a value in the unit of its name.
 
-    >>> text_of("step_s", 0.02), text_of("bytes_up", 10**6), text_of("accuracy", None), text_of("rounds", 3)
-    ('20.0 ms', '1.00 MB', '–', '3')
+    >>> format_value("step_s", 0.02), format_value("bytes_up", 10**6), format_value("accuracy", None)
+    ('20.0 ms', '1.00 MB', '–')
     """
     if value is None:
         return NOTHING
@@ -103,7 +103,7 @@ class Sheet:
         """Rows of cells as text."""
         return [
             [
-                self._unknown if value is None else text_of(column.name, value)
+                self._unknown if value is None else format_value(column.name, value)
                 for column, value in zip(self.columns, row, strict=True)
             ]
             for row in self.values

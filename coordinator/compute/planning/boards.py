@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from profiles.catalogue import Board, Figure, PowerMode, boards, sources
-from profiles.report.page import quantity, scaled, size
+from profiles.report.page import abbreviate, quantity, size
 from profiles.report.tables import Column, Sheet
 
 MARK_STYLES = {"measured": "green", "published": "", "derived": "cyan", "unverified": "yellow"}
@@ -117,7 +117,7 @@ def _value(place: str, figure: Figure) -> str:
     """In the unit that the place's name ends in."""
     for ending, unit in (("bytes_per_s", "B/s"), ("flops_per_s", "FLOP/s"), ("ops_per_s", "OP/s"), ("_hz", "Hz")):
         if place.endswith(ending):
-            return scaled(figure.value, unit)
+            return abbreviate(figure.value, unit)
     if place.endswith("_w"):
         return quantity(figure.value, "W")
     return size(figure.value) if place.endswith("bytes") or place == "usable memory" else f"{figure.value:g}"

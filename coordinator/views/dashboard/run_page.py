@@ -13,7 +13,7 @@ from coordinator.record.record import Record
 from coordinator.record.tasks import TaskHistory
 from coordinator.run_view import RunView, read_run
 from coordinator.views.dashboard import actions, charts
-from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, describe_kind, follow, page, status_of
+from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, describe_kind, find_status, follow, page
 from coordinator.views.report.classes import class_sheet, make_confusion
 from coordinator.views.report.document import ClassAccuracy, read_classes
 from fedvit.resources import Budget
@@ -107,7 +107,7 @@ def _times(run: RunView) -> charts.Options:
         "transfers and waiting": waiting,
         "server": [entry.server_s for entry in run.rounds],
     }
-    return charts.stacked(_numbers(run), parts, x_name="round", y_name="s")
+    return charts.stack_bars(_numbers(run), parts, x_name="round", y_name="s")
 
 
 def _volume(run: RunView) -> charts.Options:
@@ -115,7 +115,7 @@ def _volume(run: RunView) -> charts.Options:
         "down": [entry.bytes_down / 1e6 for entry in run.rounds],
         "up": [entry.bytes_up / 1e6 for entry in run.rounds],
     }
-    return charts.stacked(_numbers(run), parts, x_name="round", y_name="MB")
+    return charts.stack_bars(_numbers(run), parts, x_name="round", y_name="MB")
 
 
 def _energy(run: RunView) -> charts.Options:
@@ -248,7 +248,7 @@ async def show(site: Site, run: str) -> None:
 
         async def refresh() -> None:
             seen = await site.reader(read_details, run)
-            view, status = seen.run, status_of(site, run)
+            view, status = seen.run, find_status(site, run)
             live = view.status in ("running", "waiting")
             awaited = status.waiting_for if status and live and not status.is_stale() else []
             forecast = None if view.rounds else read_forecast(site.folder / run)

@@ -28,7 +28,7 @@ LOOK_EVERY_S = 1.0
 RETRY_S = 10.0
 """Interval between attempts after an error."""
 PATIENCE_S = 10.0
-"""How long the end of a run waits for a writer without progress."""
+"""Longest wait of a run's end for a writer without progress."""
 MOST_ROUNDS = 50
 """Most rounds that are written at a time."""
 
@@ -143,19 +143,19 @@ class Follower:
                 self._writer.end(self._store.runs.read(self._run).status)
         except Exception as error:  # noqa: BLE001 - an error of a library must not end the run
             self._newest = None  # it may have written more than is known
-            self._failed(error)
+            self._report_failure(error)
             return False
         if self._trouble:
             self._trouble = False
             self._operator_log(f"metrics are written to {self._writer.where} again; none are missing")
         return True
 
-    def _failed(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         log.warning("metrics not written", extra={"run": self._run, "where": self._writer.where, "reason": repr(error)})
         if not self._trouble and not self._abandoned:
             self._trouble = True
             self._operator_log(
-                f"metrics are not written to {self._writer.where}: {_in_short(error)}. {self._writer.remedy}. "
+                f"metrics are not written to {self._writer.where}: {_shorten_error(error)}. {self._writer.remedy}. "
                 "The run continues; missing metrics are written once that works"
             )
 
@@ -166,7 +166,7 @@ class Follower:
         )
 
 
-def _in_short(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     """The error as one short line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror

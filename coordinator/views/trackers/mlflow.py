@@ -20,7 +20,7 @@ MOST_ENTRIES = 900
 """Metrics in one request; MLflow takes 1000."""
 MOST_PARAMS = 100
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "interrupted": "KILLED"}
-"""How a run ended -> MLflow's status."""
+"""End of a run -> MLflow's status."""
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_CONFIGURE_LOGGING": "0",  # its messages use the logging of this process
@@ -61,7 +61,7 @@ class MlflowWriter(Writer):
             self._id = known.run
             client.update_run(self._id, status="RUNNING")
             return newest
-        self._id = self._created(client)
+        self._id = self._create_run(client)
         atomic_write(self._run.folder / FILE, msgspec.json.encode(MlflowRun(client.tracking_uri, self._id)))
         return 0
 
@@ -82,8 +82,8 @@ class MlflowWriter(Writer):
         assert self._client is not None
         self._client.set_terminated(self._id, MLFLOW_STATUS.get(status, "KILLED"))
 
-    def _created(self, client: "MlflowClient") -> str:
-        """A new run of MLflow, with the configuration as its parameters."""
+    def _create_run(self, client: "MlflowClient") -> str:
+        """Create a run of MLflow, with the configuration as its parameters."""
         from mlflow.entities import Param
 
         run = client.create_run(_experiment(client, self._config.mlflow_experiment), run_name=self._run.name)
@@ -94,7 +94,7 @@ class MlflowWriter(Writer):
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
-    """The experiment's id. If several runs begin at the same time, one of them creates it."""
+    """Return the experiment's id. If several runs begin at the same time, one of them creates it."""
     from mlflow import MlflowException
 
     found = client.get_experiment_by_name(name)

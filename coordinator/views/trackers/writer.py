@@ -47,7 +47,7 @@ class Writer(ABC):
     library: ClassVar[str]
     """The required package; the extra of fedvit with the writer's name installs it."""
     remedy: ClassVar[str]
-    """What the operator can do if it cannot write: a sentence."""
+    """Advice for the operator if it cannot write: a sentence."""
 
     def __init__(self, run: RunInfo, config: TrackersConfig) -> None:
         self._run = run

@@ -117,7 +117,7 @@ class RunHead(Struct, frozen=True, kw_only=True):
 
 
 class RunProgress(RunHead, frozen=True, kw_only=True):
-    """How far a run is."""
+    """Progress of a run."""
 
     rounds: int
     mean_accuracy: float | None  # of its newest evaluation
@@ -197,7 +197,7 @@ def read_run(store: Record, run: str, accuracy_of: int | None = None, refusals_o
 
 
 def list_runs(store: Record, folder: Path) -> list[RunLine]:
-    """All runs, newest first; `folder` is that of the runs."""
+    """List all runs, newest first; `folder` is that of the runs."""
     return [
         RunLine(**msgspec.structs.asdict(entry), bytes=folder_bytes(folder / entry.run))
         for entry in list_progress(store)
@@ -205,7 +205,7 @@ def list_runs(store: Record, folder: Path) -> list[RunLine]:
 
 
 def list_progress(store: Record) -> list[RunProgress]:
-    """How far all runs are, newest first."""
+    """Read the progress of all runs, newest first."""
     return [
         RunProgress(
             **_head(store, record),
@@ -255,7 +255,7 @@ def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any], table: str
 
 
 def read_round(store: Record, run: str, number: int) -> RoundView:
-    """A closed round from its totals, without accuracies by device. Raises ConfigError if there is none."""
+    """Read a closed round from its totals, without accuracies by device. Raises ConfigError if there is none."""
     entry = store.rounds.read(run, number)
     if entry is None or entry.totals is None:
         raise ConfigError("FV1623", f"run {run!r} has no round {number} that is closed")

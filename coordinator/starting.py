@@ -30,7 +30,7 @@ from coordinator.record.tables import ENDED, RunRecord
 from coordinator.rounds.alerts import webhook_of
 from coordinator.rounds.display import choose_display
 from coordinator.start_request import StartRequest, usual_name
-from coordinator.views.trackers.writers import check_writers
+from coordinator.views.trackers.following import check_writers
 from fedvit.errors import ConfigError
 from fedvit.wire.topics import check_name
 

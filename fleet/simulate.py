@@ -21,8 +21,7 @@ from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Interrupted
 from coordinator.run_view import read_run
-from coordinator.views.trackers.following import following
-from coordinator.views.trackers.writers import check_writers
+from coordinator.views.trackers.following import check_writers, following
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.transport.memory import MemoryBroker, MemoryTransport

@@ -2,12 +2,13 @@
 
 import json
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.text import Text
 
 from coordinator.commands.flags import deployment_flag
 from coordinator.record.opening import open_existing_record
@@ -19,8 +20,7 @@ from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.hints import command
 from profiles.report.console import Console
-from profiles.report.terminal import column
-from profiles.report.terminal import table as new_table
+from profiles.report.tables import Column, Sheet
 
 
 @click.command(
@@ -59,33 +59,20 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
     if as_json:
         click.echo(json.dumps(listed, indent=2))
         return
-    table = new_table(None)
-    column(table, "device", justify="left")
-    table.add_column(Text("state"), overflow="fold")
-    for heading in ("joined, UTC", "last seen", "certificate until"):
-        column(table, heading, justify="left")
-    has_battery = bool(run) and any(entry["battery_percent"] is not None for entry in listed)
+    times = {"joined_at": "joined, UTC", "last_seen_at": "last seen", "expires_at": "certificate until"}
+    shown = [
+        Column("device", "device", itemgetter("device")),
+        Column("state", "state", _state, is_long=True),
+        *(Column(name, heading, _read_time(name.removesuffix("_at"))) for name, heading in times.items()),
+    ]
     if run:
-        column(table, "version", justify="left")
-        if has_battery:
-            column(table, "battery", justify="left")
-        table.add_column(Text(f"in run {run}"), overflow="fold")
-    for entry in listed:
-        standing: list[str | Text] = []
-        if run:
-            standing = [
-                Text(entry["software"] or "-"),
-                *([_battery(entry)] if has_battery else []),
-                Text(_standing(entry)),
-            ]
-        table.add_row(
-            Text(entry["device"]),
-            _state(entry) + (f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""),
-            *(_short(entry[key]) for key in ("joined", "last_seen", "expires")),
-            *standing,
-        )  # fmt: skip
+        shown.append(Column("version", "version", itemgetter("software")))
+        if any(entry["battery_percent"] is not None for entry in listed):
+            shown.append(Column("battery", "battery", _battery))
+        shown.append(Column("standing", f"in run {run}", _standing, is_long=True))
     console = Console()
     enroll = command("coordinator", "enroll", "NAME", deployment=folder)
+    table = Sheet(listed, shown, unknown="-").draw(None, console.width)
     console.print(table if listed else f"no device has joined; {enroll} makes a token for one")
     for token in waiting:
         console.print(f"a token for {token.device} can be used until {_iso(token.expires_at)}")
@@ -119,7 +106,8 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
 
 def _state(entry: dict[str, Any]) -> str:
     by = " by this machine's clock" if entry["clock_in_doubt"] and entry["state"] != "revoked" else ""
-    return f"{entry['state']}{by}"
+    misuse = f", misused the broker {entry['misuses']} times" if entry["misuses"] else ""
+    return f"{entry['state']}{by}{misuse}"
 
 
 def _battery(entry: dict[str, Any]) -> str:
@@ -156,6 +144,6 @@ def _iso(seconds: float | None) -> str | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def _short(text: str | None) -> str:
-    """A time to the minute."""
-    return (text or "never").replace("T", " ")[:16]
+def _read_time(key: str) -> Callable[[dict[str, Any]], str]:
+    """Return a reader of a time, to the minute."""
+    return lambda entry: (entry[key] or "never").replace("T", " ")[:16]

@@ -12,6 +12,7 @@ from coordinator.run_view import Standing, read_standings
 from coordinator.views.tables import Column, Sheet, columns
 from fedvit.command_line import Command, json_flag
 from profiles.report.console import Console
+from profiles.report.tables import Column, Sheet, columns
 
 
 @click.command(cls=Command, examples=["coordinator quarantine RUN", "coordinator quarantine RUN --release pi-3"])

@@ -70,8 +70,7 @@ def print_run(view: "RunView") -> None:
 def write_missing(store: "Record", run: str, folder: Path, flags: dict[str, Any]) -> None:
     """Write the rounds that trackers lack."""
     from coordinator.record.retention import lock_run
-    from coordinator.views.trackers.following import write_all
-    from coordinator.views.trackers.writers import check_writers, make_writers
+    from coordinator.views.trackers.following import check_writers, make_writers, write_all
 
     config = make_config(store.runs.read(run).config, f"run {run}").run
     values = merge_flags({"trackers": msgspec.to_builtins(config.trackers)}, flags)

@@ -15,7 +15,7 @@ from rich.text import Text
 from fedvit.logs import as_json, json_line
 from fedvit.terminal import guard_streams
 from profiles.report.console import Console
-from profiles.report.terminal import shortened
+from profiles.report.tables import shorten
 
 QUIET = ("done", "failed", "declined", "offline", "deadline", "crashed", "revoked")
 """States of devices that are listed last."""
@@ -117,7 +117,7 @@ def drawn(view: View, width: int, height: int) -> Group:
     for device in shown:
         loss = "" if device.loss is None else f"loss {device.loss:.3f}"
         bar = ProgressBar(total=max(1, device.total), completed=device.done, width=bar_width)
-        name = Text(f"  {shortened(device.name, name_width)}", no_wrap=True)
+        name = Text(f"  {shorten(device.name, name_width)}", no_wrap=True)
         table.add_row(name, Text(device.state, style="dim", no_wrap=True), bar, Text(loss, no_wrap=True))
     lines: list[RenderableType] = [Text(view.headline, style="bold", no_wrap=True, overflow="ellipsis"), table]
     if rest:

@@ -1,9 +1,9 @@
 """Reads the metrics of a coordinator from its runs and its record at each scrape, in the thread of the scrape."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
@@ -13,7 +13,7 @@ from coordinator.record.record import Record
 from coordinator.record.tables import RunStatus
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.tasks import TaskState
-from coordinator.run_view import read_devices, read_newest_round
+from coordinator.run_view import DeviceView, RoundView, read_devices, read_newest_round
 from fedvit.errors import FedvitError
 from fedvit.prometheus import loop_metrics, transport_metrics
 from fedvit.timings import LoopWatch
@@ -21,6 +21,8 @@ from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import TaskKind
 from profiles.probes.host import free_disk_bytes
+
+T = TypeVar("T")
 
 MOST_DEVICES = 1000
 """Devices of a run, the first by name, that have a metric of their own: Prometheus keeps a series for each."""
@@ -42,7 +44,7 @@ class Served(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What a collector reads. `loops`: further loops of the process by name, each with its inbox's transport."""
+    """Sources of a collector. `loops`: further loops of the process by name, each with its inbox's transport."""
 
     link: Transport
     is_connected: Callable[[], bool]
@@ -62,7 +64,7 @@ class CoordinatorCollector(Collector):
         return [*self._observed.loops.values(), *(run.loop for run in self._observed.served())]
 
     def why_not_ready(self) -> str | None:
-        """The reason why devices cannot be served now; None if they can."""
+        """Return the reason why devices cannot be served now; None if they can."""
         try:
             self._observed.store.runs.count()
         except FedvitError as error:  # first: without the record, a coordinator gives up its broker, too
@@ -83,14 +85,14 @@ class CoordinatorCollector(Collector):
         inboxes += [(run.run, run.coordinator.transport.inbox.qsize(), run.coordinator.exchange) for run in served]
         yield from transport_metrics(observed.link, inboxes)
         yield from loop_metrics({**observed.loops, **{run.run: run.loop for run in served}})
-        yield from _of_runs(served)
-        yield from self._of_record(served)
+        yield from _read_families(RUN_FAMILIES, {run.run: run.coordinator for run in served})
+        yield from self._read_record(served)
 
-    def _of_record(self, served: Sequence[Served]) -> Iterator[Metric]:
+    def _read_record(self, served: Sequence[Served]) -> Iterator[Metric]:
         """Metrics of the record; if it cannot be read, only that."""
         store = self._observed.store
         try:
-            families = [*_of_all_runs(store), *_of_rounds(store, [run.run for run in served])]
+            families = [*_read_record(store, served)]
         except FedvitError:
             families = []
         yield GaugeMetricFamily("fedvit_record_up", "Whether the record can be read.", bool(families))
@@ -108,44 +110,12 @@ class CoordinatorCollector(Collector):
         yield from families
 
 
-def _of_runs(served: Sequence[Served]) -> Iterator[Metric]:
-    """What the processes of runs know."""
-    info = GaugeMetricFamily(
-        "fedvit_run_info", "Always 1; a run that is being served.", labels=["run", "method", "model"]
-    )
-    number = GaugeMetricFamily("fedvit_round", "The current or last round.", labels=["run"])
-    planned = GaugeMetricFamily("fedvit_rounds_planned", "Rounds of the whole run.", labels=["run"])
-    awaited = GaugeMetricFamily(
-        "fedvit_round_awaited_devices", "Devices of the open round that have not answered.", labels=["run"]
-    )
-    devices = GaugeMetricFamily("fedvit_devices", "Devices by what they do.", labels=["run", "state"])
-    results = CounterMetricFamily(
-        "fedvit_results", "Tasks by how they ended, since the process began.", labels=["run", "kind", "outcome"]
-    )
-    refusals = CounterMetricFamily(
-        "fedvit_refusals", "Refusals by reason, since the process began.", labels=["run", "reason"]
-    )
-    uploads = GaugeMetricFamily("fedvit_uploads_waiting", "Uploads that wait for their turn.", labels=["run"])
-    for run, coordinator in ((run.run, run.coordinator) for run in served):
-        state, config = coordinator.state, coordinator.state.config
-        info.add_metric([run, config.method, config.model], 1)
-        number.add_metric([run], state.number)
-        planned.add_metric([run], config.rounds)
-        opened = state.opened
-        awaited.add_metric([run], len(opened.waiting_for()) if opened else 0)
-        for name, count in _device_states(coordinator).items():
-            devices.add_metric([run, name], count)
-        for kind in KINDS:
-            for outcome in OUTCOMES:
-                results.add_metric([run, kind, outcome], state.tasks.ended[kind, TaskState(outcome)])
-        for reason, count in dict(state.refusals).items():
-            refusals.add_metric([run, reason], count)
-        uploads.add_metric([run], len(coordinator.uploads.waiting()))
-    yield from (info, number, planned, awaited, devices, results, refusals, uploads)
+Values = float | None | Mapping[Any, float | None]
+"""The value of a run, or its values by label or tuple of labels; None: not measured."""
 
 
-def _device_states(coordinator: Coordinator) -> dict[str, int]:
-    """Number of devices in each of DEVICE_STATES."""
+def _count_devices(coordinator: Coordinator) -> Values:
+    """Count the devices in each of DEVICE_STATES."""
     counts = dict.fromkeys(DEVICE_STATES, 0)
     tasks, presence = coordinator.state.tasks, coordinator.state.presence
     for device in presence.all():
@@ -161,51 +131,117 @@ def _device_states(coordinator: Coordinator) -> dict[str, int]:
     return counts
 
 
-def _of_all_runs(store: Record) -> Iterator[Metric]:
-    runs = GaugeMetricFamily("fedvit_runs", "Runs of the record by status.", labels=["status"])
-    known = store.runs.count()
-    for status in RUN_STATUSES:
-        runs.add_metric([status], known.get(status, 0))
-    yield runs
+class RunFigures(NamedTuple):
+    """Closed rounds and devices of a run that is being served."""
+
+    evaluated: RoundView | None  # the newest
+    closed: RoundView | None
+    devices: list[DeviceView]
 
 
-def _of_rounds(store: Record, served: Sequence[str]) -> Iterator[Metric]:
-    """The newest closed and evaluated rounds, and the devices, of runs that are being served."""
-    accuracy = GaugeMetricFamily(
-        "fedvit_accuracy_ratio", "Accuracy over devices in the newest evaluation.", labels=["run", "over"]
-    )
-    loss = GaugeMetricFamily("fedvit_train_loss", "Mean training loss of the newest closed round.", labels=["run"])
-    seconds = GaugeMetricFamily("fedvit_round_seconds", "Duration of the newest closed round.", labels=["run", "part"])
-    cohort = GaugeMetricFamily("fedvit_round_devices", "Devices of the newest closed round.", labels=["run", "were"])
-    down = CounterMetricFamily(
-        "fedvit_download_bytes", "Bytes that devices received, in closed rounds.", labels=["run"]
-    )
-    up = CounterMetricFamily("fedvit_upload_bytes", "Bytes that devices sent, in closed rounds.", labels=["run"])
-    peak = GaugeMetricFamily(
-        "fedvit_device_peak_rss_bytes", "Most resident memory of a device in closed rounds.", labels=["run", "device"]
-    )
-    unlisted = GaugeMetricFamily(
+class Family(NamedTuple, Generic[T]):
+    """A metric of runs, read from the subject that stands for a run."""
+
+    name: str
+    text: str
+    read: Callable[[T], Values]
+    labels: tuple[str, ...] = ()  # beside `run`
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+
+
+def _read_families(families: Sequence[Family[T]], subjects: Mapping[str, T]) -> Iterator[Metric]:
+    """Read all metrics of all runs, by the runs' names."""
+    for family in families:
+        metric = family.kind(family.name, family.text, labels=["run", *family.labels])
+        for run, subject in subjects.items():
+            values = family.read(subject)
+            for labels, value in (values if isinstance(values, Mapping) else {(): values}).items():
+                if value is not None:
+                    names = (labels,) if isinstance(labels, str) else labels
+                    metric.add_metric([run, *names], value)
+        yield metric
+
+
+def _count_results(coordinator: Coordinator) -> Values:
+    ended = coordinator.state.tasks.ended
+    return {(kind, outcome): ended[kind, TaskState(outcome)] for kind in KINDS for outcome in OUTCOMES}
+
+
+RUN_FAMILIES: tuple[Family[Coordinator], ...] = (
+    Family(
+        "fedvit_run_info", "Always 1; a run that is being served.",
+        lambda run: {(run.state.config.method, run.state.config.model): 1}, ("method", "model"),
+    ),
+    Family("fedvit_round", "The current or last round.", lambda run: run.state.number),
+    Family("fedvit_rounds_planned", "Rounds of the whole run.", lambda run: run.state.config.rounds),
+    Family(
+        "fedvit_round_awaited_devices", "Devices of the open round that have not answered.",
+        lambda run: len(opened.waiting_for()) if (opened := run.state.opened) else 0,
+    ),
+    Family("fedvit_devices", "Devices by what they do.", _count_devices, ("state",)),
+    Family(
+        "fedvit_results", "Tasks by how they ended, since the process began.", _count_results, ("kind", "outcome"),
+        CounterMetricFamily,
+    ),
+    Family(
+        "fedvit_refusals", "Refusals by reason, since the process began.",
+        lambda run: dict(run.state.refusals), ("reason",),
+        CounterMetricFamily,
+    ),
+    Family("fedvit_uploads_waiting", "Uploads that wait for their turn.", lambda run: len(run.uploads.waiting())),
+)  # fmt: skip
+"""Metrics that the processes of runs have."""
+RECORD_FAMILIES: tuple[Family[RunFigures], ...] = (
+    Family(
+        "fedvit_accuracy_ratio", "Accuracy over devices in the newest evaluation.",
+        lambda run: {over: getattr(run.evaluated, f"accuracy_{over}", None) for over in ("mean", "lowest", "highest")},
+        ("over",),
+    ),
+    Family(
+        "fedvit_train_loss", "Mean training loss of the newest closed round.",
+        lambda run: run.closed.train_loss if run.closed else None,
+    ),
+    Family(
+        "fedvit_round_seconds", "Duration of the newest closed round.",
+        lambda run: {"devices": run.closed.devices_s, "server": run.closed.server_s} if run.closed else {},
+        ("part",),
+    ),
+    Family(
+        "fedvit_round_devices", "Devices of the newest closed round.",
+        lambda run: {"asked": run.closed.cohort, "accepted": run.closed.accepted} if run.closed else {},
+        ("were",),
+    ),
+    Family(
+        "fedvit_download_bytes", "Bytes that devices received, in closed rounds.",
+        lambda run: sum(device.bytes_down for device in run.devices), kind=CounterMetricFamily,
+    ),
+    Family(
+        "fedvit_upload_bytes", "Bytes that devices sent, in closed rounds.",
+        lambda run: sum(device.bytes_up for device in run.devices), kind=CounterMetricFamily,
+    ),
+    Family(
+        "fedvit_device_peak_rss_bytes", "Most resident memory of a device in closed rounds.",
+        lambda run: {device.device: device.peak_rss_bytes for device in run.devices[:MOST_DEVICES]}, ("device",),
+    ),
+    Family(
         "fedvit_devices_unlisted", f"Devices beyond the first {MOST_DEVICES}, without metrics of their own.",
-        labels=["run"],
-    )  # fmt: skip
-    for run in served:
-        if evaluated := read_newest_round(store, run, evaluated=True):
-            for over in ("mean", "lowest", "highest"):
-                if (value := getattr(evaluated, f"accuracy_{over}")) is not None:
-                    accuracy.add_metric([run, over], value)
-        if closed := read_newest_round(store, run):
-            if closed.train_loss is not None:
-                loss.add_metric([run], closed.train_loss)
-            for part, took_s in (("devices", closed.devices_s), ("server", closed.server_s)):
-                if took_s is not None:
-                    seconds.add_metric([run, part], took_s)
-            cohort.add_metric([run, "asked"], closed.cohort)
-            cohort.add_metric([run, "accepted"], closed.accepted)
-        views = read_devices(store, run)
-        down.add_metric([run], sum(view.bytes_down for view in views))
-        up.add_metric([run], sum(view.bytes_up for view in views))
-        for view in views[:MOST_DEVICES]:
-            if view.peak_rss_bytes is not None:
-                peak.add_metric([run, view.device], view.peak_rss_bytes)
-        unlisted.add_metric([run], max(0, len(views) - MOST_DEVICES))
-    yield from (accuracy, loss, seconds, cohort, down, up, peak, unlisted)
+        lambda run: max(0, len(run.devices) - MOST_DEVICES),
+    ),
+)  # fmt: skip
+"""Metrics that the record has of the runs that are being served."""
+
+
+def _read_record(store: Record, served: Sequence[Served]) -> Iterator[Metric]:
+    """Read the runs by status, and the newest figures of those that are being served."""
+    runs = GaugeMetricFamily("fedvit_runs", "Runs of the record by status.", labels=["status"])
+    counts = store.runs.count()
+    for status in RUN_STATUSES:
+        runs.add_metric([status], counts.get(status, 0))
+    yield runs
+    figures = {
+        run: RunFigures(
+            read_newest_round(store, run, evaluated=True), read_newest_round(store, run), read_devices(store, run)
+        )
+        for run in (one.run for one in served)
+    }
+    yield from _read_families(RECORD_FAMILIES, figures)

@@ -21,10 +21,10 @@ from coordinator.views.report.words import (
     run_verdict,
     settings_words,
 )
-from coordinator.views.tables import Column, Sheet, columns
 from fedvit.quantities import format_count
 from profiles.report.page import percent, quantity
-from profiles.report.terminal import STYLES, natural_width
+from profiles.report.tables import Column, Sheet, columns, natural_width
+from profiles.report.terminal import STYLES
 
 MOST_ROUNDS = 40
 """Most rounds that tables by round show."""

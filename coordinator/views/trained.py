@@ -119,7 +119,7 @@ def export_hint(store: Record, runs: Path, run: str) -> str:
     device: tuple[str, ...] = ()
     if program.with_role(Role.GENERATED):
         names = (entry.device for entry in read_run(store, run).devices)
-        name = next((name for name in names if _variant_of(record, name) is None), None)
+        name = next((name for name in names if _find_variant(record, name) is None), None)
         if name is None:
             return on_device
         device = ("--device", name)
@@ -147,7 +147,7 @@ def _elsewhere(program: Program, run: str, why: str) -> str:
     )
 
 
-def _variant_of(record: RunRecord, device: str) -> str | None:
+def _find_variant(record: RunRecord, device: str) -> str | None:
     """Return the name or pattern of a device's own variant; None if it has none."""
     variants = make_config(record.config, f"run {record.id}").run.variants
     return next((entry for entry in variants if fnmatchcase(device, entry) or entry == device), None)
@@ -173,7 +173,7 @@ def _read_generated(
             f"method {program.method!r} makes a model for each device: choose one by --device; "
             f"the run's devices are: {', '.join(known)}",
         )
-    if pattern := _variant_of(record, device):
+    if pattern := _find_variant(record, device):
         raise ConfigError(
             "FV1904", _elsewhere(program, record.id, f"device {device!r} has a variant of its own ({pattern!r})")
         )

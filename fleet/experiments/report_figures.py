@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from profiles.report.curves import COSTS, added_up, curve, mean_over_seeds
+from profiles.report.curves import COSTS, add_up, curve, mean_over_seeds
 from profiles.report.experiment import EmbeddedDevice, ExperimentOutcome
 from profiles.report.figures import svg
 
@@ -45,7 +45,7 @@ def draw_costs(outcome: ExperimentOutcome, partition: str) -> list[str]:
     points = {
         method: mean_over_seeds(
             [
-                added_up(entry.point for entry in cell.result.rounds)
+                add_up(entry.point for entry in cell.result.rounds)
                 for cell in outcome.find_cells(method, partition)
                 if cell.result
             ]

@@ -1,12 +1,14 @@
 """Rows, headings and notes of an experiment's report, the same for a terminal, Markdown and HTML."""
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from fleet.experiments.cells import as_text
 from fleet.experiments.outcome import CONFIDENCE, find_leader
 from profiles.report.experiment import Comparison, ExperimentOutcome, Interval, SearchOutcome
+from profiles.report.tables import Column, Sheet
 
 COST_HEADINGS = (
     "method", "partition", "accuracy", "± devices", "by image", "down MB", "up MB", "GFLOP", "wall s", "memory MB",
@@ -36,7 +38,6 @@ NOVEL = (
     "accuracy of devices that joined after the training and learnt their own part alone, mean over them, then over"
     f" seeds, and its {CONFIDENCE:.0%} interval; what all devices share stood still"
 )
-SEARCH_HEADINGS = ("values", "", "rounds", "validation accuracy")
 VALIDATION = (
     "validation accuracy: on images set apart from each device's training images, mean over devices after the last"
     " round, then over the search's seeds; no test image was seen"
@@ -50,52 +51,61 @@ class Section(NamedTuple):
     """A table with its title and the note below it."""
 
     title: str
-    headings: Sequence[str]
-    rows: Rows
+    sheet: Sheet
     note: str
-    names: int = 1  # leading columns of words
     is_titled: bool = True  # in Markdown
 
 
-def make_sections(outcome: ExperimentOutcome, before_interval: str = " ") -> list[Section]:
+def make_sheet(headings: Sequence[str], rows: Sequence[tuple[str, ...]], names: int = 1) -> Sheet:
+    """Make a table of texts; the first `names` columns are wrapped if they do not fit, figures never."""
+    words = [Column("name", heading, itemgetter(at), is_long=True) for at, heading in enumerate(headings[:names])]
+    figures = [
+        Column("figure", heading.replace(" ", "\n"), itemgetter(at))
+        for at, heading in enumerate(headings[names:], start=names)
+    ]
+    return Sheet(rows, words + figures)
+
+
+def make_sections(outcome: ExperimentOutcome) -> list[Section]:
     """Make the tables between accuracy and costs, as far as the experiment has their figures."""
     columns = ("method", *outcome.partitions)
     name = outcome.experiment
     sections = []
     if outcome.differences:
-        rows = _difference_rows(outcome, before_interval)
-        sections.append(Section(f"{name}: difference in accuracy to {outcome.reference}", columns, rows, DIFFERENCES))
+        sheet = make_sheet(columns, _difference_rows(outcome))
+        sections.append(Section(f"{name}: difference in accuracy to {outcome.reference}", sheet, DIFFERENCES))
     if outcome.gains:
-        headings = ("method", "partition", *GAIN_COLUMNS)
-        rows = _gain_rows(outcome)
-        sections.append(Section(f"{name}: gain over {outcome.reference}", headings, rows, GAINS, names=2))
-    if rows := _mean_rows(outcome, lambda entry: (entry.generic, entry.generic_interval), before_interval):
-        sections.append(Section("generic model", columns, rows, GENERIC))
-    if rows := _mean_rows(outcome, lambda entry: (entry.novel, entry.novel_interval), before_interval):
-        sections.append(Section("novel devices", columns, rows, NOVEL))
+        sheet = make_sheet(("method", "partition", *GAIN_COLUMNS), _gain_rows(outcome), names=2)
+        sections.append(Section(f"{name}: gain over {outcome.reference}", sheet, GAINS))
+    if rows := _mean_rows(outcome, lambda entry: (entry.generic, entry.generic_interval)):
+        sections.append(Section("generic model", make_sheet(columns, rows), GENERIC))
+    if rows := _mean_rows(outcome, lambda entry: (entry.novel, entry.novel_interval)):
+        sections.append(Section("novel devices", make_sheet(columns, rows), NOVEL))
     if rows := _progress_rows(outcome):
-        sections.append(Section("progress", _progress_headings(outcome), rows, PROGRESS, 2, is_titled=False))
+        sheet = make_sheet(_progress_headings(outcome), rows, names=2)
+        sections.append(Section("progress", sheet, PROGRESS, is_titled=False))
     return sections
 
 
-def accuracy_rows(outcome: ExperimentOutcome, before_interval: str = " ") -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Each method with its accuracy on each partition, and whether it leads there."""
-    leaders = {partition: find_leader(outcome, partition) for partition in outcome.partitions}
-    return [
-        (
-            method,
-            [
-                (_accuracy(outcome, method, partition, before_interval), method == leader)
-                for partition, leader in leaders.items()
-            ],
+def accuracy_sheet(outcome: ExperimentOutcome) -> Sheet:
+    """Make the table of each method's accuracy on each partition; the leader of a partition is bold."""
+
+    def read_accuracy(partition: str) -> Column:
+        leader = find_leader(outcome, partition)
+        return Column(
+            "accuracy",
+            partition,
+            lambda method: _accuracy(outcome, method, partition),
+            lambda method: "bold" if method == leader else "",
         )
-        for method in outcome.methods
-    ]
+
+    method = Column("name", "method", lambda method: method, is_long=True)
+    return Sheet(outcome.methods, [method, *map(read_accuracy, outcome.partitions)])
 
 
-def cost_rows(outcome: ExperimentOutcome) -> Rows:
-    """One row for each method on each partition, under COST_HEADINGS."""
-    return [_cost_row(entry) for entry in outcome.comparisons]
+def cost_sheet(outcome: ExperimentOutcome) -> Sheet:
+    """Make the table with a row for each method on each partition."""
+    return make_sheet(COST_HEADINGS, [_cost_row(entry) for entry in outcome.comparisons], names=2)
 
 
 def describe_spread(outcome: ExperimentOutcome) -> str:
@@ -129,9 +139,9 @@ def search_note(search: SearchOutcome) -> str:
     return "; ".join([f"chosen: {as_text(search.chosen)}", *edges])
 
 
-def search_rows(search: SearchOutcome) -> Rows:
-    """One row for each combination of values, under SEARCH_HEADINGS."""
-    return [
+def search_sheet(search: SearchOutcome) -> Sheet:
+    """Make the table with a row for each combination of values."""
+    rows = [
         (
             as_text(one.values),
             "chosen" if one.values == search.chosen else f"unusable: {one.unusable}" if one.unusable else "",
@@ -140,6 +150,7 @@ def search_rows(search: SearchOutcome) -> Rows:
         )
         for one in search.tried
     ]
+    return make_sheet(("values", "", "rounds", "validation accuracy"), rows, names=2)
 
 
 def protocol_lines(outcome: ExperimentOutcome) -> list[str]:
@@ -185,9 +196,9 @@ def setting_rows(outcome: ExperimentOutcome) -> list[tuple[str, str]]:
     return lines
 
 
-def _difference_rows(outcome: ExperimentOutcome, before_interval: str) -> Rows:
+def _difference_rows(outcome: ExperimentOutcome) -> Rows:
     return [
-        (method, *(_difference(outcome, method, partition, before_interval) for partition in outcome.partitions))
+        (method, *(_difference(outcome, method, partition) for partition in outcome.partitions))
         for method in outcome.methods
         if method != outcome.reference
     ]
@@ -206,7 +217,6 @@ def _gain_rows(outcome: ExperimentOutcome) -> Rows:
 def _mean_rows(
     outcome: ExperimentOutcome,
     figure: Callable[[Comparison], tuple[float | None, Interval | None]],
-    before_interval: str,
 ) -> Rows:
     """One row for each method that has the figure on any partition."""
     rows = []
@@ -214,10 +224,7 @@ def _mean_rows(
         entries = [outcome.comparison(method, partition) for partition in outcome.partitions]
         figures = [figure(entry) if entry else (None, None) for entry in entries]
         if any(mean is not None for mean, _ in figures):
-            cells = [
-                f"{_figure(mean)}{f'{before_interval}{_interval(interval)}' if interval else ''}"
-                for mean, interval in figures
-            ]
+            cells = [f"{_figure(mean)}{_interval(interval)}" for mean, interval in figures]
             rows.append((method, *cells))
     return rows
 
@@ -243,26 +250,26 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _accuracy(outcome: ExperimentOutcome, method: str, partition: str, before_interval: str) -> str:
+def _accuracy(outcome: ExperimentOutcome, method: str, partition: str) -> str:
     entry = outcome.comparison(method, partition)
     if entry is None:
         return "-"
     has_single_seeds = all(len(other.seeds) == 1 for other in outcome.comparisons)
     deviation = entry.std_over_devices if has_single_seeds else entry.std_over_seeds
     plus_minus = "" if deviation is None else f" ± {deviation:.3f}"
-    interval = f"{before_interval}{_interval(entry.interval)}" if entry.interval else ""
-    return f"{entry.accuracy:.3f}{plus_minus}{interval}{_fewer(outcome, entry.seeds)}"
+    return f"{entry.accuracy:.3f}{plus_minus}{_interval(entry.interval)}{_fewer(outcome, entry.seeds)}"
 
 
-def _difference(outcome: ExperimentOutcome, method: str, partition: str, before_interval: str) -> str:
+def _difference(outcome: ExperimentOutcome, method: str, partition: str) -> str:
     entry = outcome.difference(method, partition)
     if entry is None:
         return "-"
-    return f"{entry.mean:+.3f}{before_interval}{_interval(entry.interval)}{_fewer(outcome, entry.seeds)}"
+    return f"{entry.mean:+.3f}{_interval(entry.interval)}{_fewer(outcome, entry.seeds)}"
 
 
-def _interval(interval: Interval) -> str:
-    return f"[{interval.low:.3f}, {interval.high:.3f}]"
+def _interval(interval: Interval | None) -> str:
+    """Write an interval on a line of its own in a terminal."""
+    return f"\n[{interval.low:.3f}, {interval.high:.3f}]" if interval else ""
 
 
 def _fewer(outcome: ExperimentOutcome, seeds: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from coordinator.config import ImageConfig, TrackersConfig, read_toml
-from coordinator.views.trackers.writers import check_writers
+from coordinator.views.trackers.following import check_writers
 from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_names

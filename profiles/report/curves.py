@@ -55,7 +55,7 @@ COSTS: dict[str, Callable[[Point], float | None]] = {
 """By the name of their axis."""
 
 
-def added_up(rounds: Iterable[Point]) -> list[Point]:
+def add_up(rounds: Iterable[Point]) -> list[Point]:
     """Points of single rounds, with the costs of all rounds before."""
 
     def add(before: Point, own: Point) -> Point:
@@ -68,7 +68,7 @@ def added_up(rounds: Iterable[Point]) -> list[Point]:
 
 
 def mean_over_seeds(runs: Sequence[Sequence[Point]]) -> list[Point]:
-    """Of the rounds that all runs have."""
+    """Means over the rounds that all runs have."""
     return [
         Point(
             points[0].round,

@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-Value = float | str | None
-"""What a cell of a table stands for; None: not known."""
-
-
 @dataclass(frozen=True)
 class Segment:
     """One part of a bar; `colour` is a class of the style sheet."""
@@ -49,7 +45,7 @@ class Chart:
 
     @property
     def scale(self) -> float:
-        """What the full width stands for. A limit is on it unless it would make the bars vanish."""
+        """Value of the full width. It includes a limit unless the bars would vanish."""
         longest = max((bar.total for bar in self.bars), default=0.0) or 1.0
         limits = [bar.limit for bar in self.bars if bar.limit is not None and bar.limit <= 2.5 * longest]
         return max(self.least_scale, 1.02 * max([longest, *limits]))
@@ -58,7 +54,7 @@ class Chart:
         return f"{100 * value / self.scale:.2f}%"
 
     def shows(self, bar: Bar) -> bool:
-        """Whether the bar's limit lies on the scale."""
+        """Return whether the bar's limit lies on the scale."""
         return bar.limit is not None and bar.limit <= self.scale
 
     @property
@@ -67,35 +63,24 @@ class Chart:
 
 
 def on_one_scale(charts: Sequence[Chart]) -> list[Chart]:
-    """The same charts, of which a bar of the same length stands for the same amount."""
+    """Put charts on one scale: bars of the same length stand for the same amount."""
     largest = max((chart.scale for chart in charts), default=0.0)
     return [replace(chart, least_scale=largest) for chart in charts]
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table: headings, and rows of texts; the first `names` columns are words, the others numbers."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    names: int = 1
-    values: Sequence[Sequence[Value]] = ()
-    """What the texts stand for, to sort by; needed by a table that can be sorted."""
-
-
 def environment(*packages: str) -> "Environment":
-    """Templates of these packages and of this one."""
+    """Make an environment with the templates of these packages and of this one."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined  # a terminal's tables do without
 
     loaders = [PackageLoader(package, ".") for package in (*packages, "profiles.report")]
-    made = Environment(
+    templates = Environment(
         loader=ChoiceLoader(loaders),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
+    templates.filters |= {
         "duration": duration,
         "size": size,
         "count": count,
@@ -103,7 +88,7 @@ def environment(*packages: str) -> "Environment":
         "percent": percent,
         "quantity": quantity,
     }
-    return made
+    return templates
 
 
 # --- numbers for people ---------------------------------------------------------------------------------
@@ -132,7 +117,7 @@ def size(bytes_: float | None) -> str:
     >>> [size(value) for value in (512, 59_700_000, 4_294_967_296, None)]
     ['512 B', '59.7 MB', '4.29 GB', 'not measured']
     """
-    return scaled(bytes_, "B")
+    return abbreviate(bytes_, "B")
 
 
 def count(value: float | None, unit: str = "") -> str:
@@ -140,7 +125,7 @@ def count(value: float | None, unit: str = "") -> str:
     >>> count(602e9, "FLOP"), count(14_926_090), count(None)
     ('602 GFLOP', '14.9 M', 'not measured')
     """
-    return scaled(value, unit)
+    return abbreviate(value, unit)
 
 
 def share(value: float | None) -> str:
@@ -174,11 +159,11 @@ def quantity(value: float | None, unit: str) -> str:
     if unit == "bytes":
         return size(value)
     if unit in ("FLOP", "J"):
-        return scaled(value, unit)
+        return abbreviate(value, unit)
     return f"{value:,.4g} {unit}".rstrip()
 
 
-def scaled(value: float | None, unit: str) -> str:
+def abbreviate(value: float | None, unit: str) -> str:
     if value is None:
         return NOT_MEASURED
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -1,6 +1,7 @@
 """The page on the predicted cost of a method's variants on devices."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 from fedvit.resources import Budget, BudgetKind
@@ -9,7 +10,6 @@ from profiles.report.document import ProfiledDevice, ProfileDocument
 from profiles.report.page import (
     Bar,
     Chart,
-    Grid,
     Segment,
     count,
     duration,
@@ -19,7 +19,8 @@ from profiles.report.page import (
     quantity,
     size,
 )
-from profiles.report.verdict import BUDGETS, crosscheck_words, device_name, profile_verdict
+from profiles.report.tables import Column, Sheet, columns
+from profiles.report.verdict import BUDGETS, crosscheck_words, device_name, list_predictions, profile_verdict
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ MEMORY_PHASES = {"train": "training", "upload": "uploading", "evaluate": "testin
 
 
 def profile_page(document: ProfileDocument) -> str:
-    """One page that needs no other file."""
+    """Make one page that needs no other file."""
     page, labels = environment().get_template("profile.html"), [variant.label for variant in document.variants]
     return page.render(
         document=document,
@@ -43,33 +44,33 @@ def profile_page(document: ProfileDocument) -> str:
         matrix=[(device, [_cell(prediction) for prediction in device.predictions]) for device in document.devices],
         flops=_flops_by_variant(document),
         bytes_=_bytes_by_variant(document),
-        blocks=_compared(labels, [_flops_by_block(variant.cost) for variant in document.variants]),
-        times=_compared(labels, [_times(document, number) for number in range(len(labels))]),
-        energies=_compared(labels, [_energies(document, number) for number in range(len(labels))])
+        blocks=_pair_charts(labels, [_flops_by_block(variant.cost) for variant in document.variants]),
+        times=_pair_charts(labels, [_times(document, number) for number in range(len(labels))]),
+        energies=_pair_charts(labels, [_energies(document, number) for number in range(len(labels))])
         if any(prediction.energy_j is not None for device in document.devices for prediction in device.predictions)
         else [],
-        memory=_compared(document.devices, [_memory(document, device) for device in document.devices]),
-        variant_table=variant_table(document),
-        prediction_table=prediction_table(document),
-        memory_table=_memory_table(document),
-        block_table=_block_table(document),
+        memory=_pair_charts(document.devices, [_memory(document, device) for device in document.devices]),
+        variant_table=Sheet(document.variants, _VARIANT_COLUMNS),
+        prediction_table=Sheet(list_predictions(document), _PREDICTION_COLUMNS, unknown="not known"),
+        memory_table=_memory_sheet(document),
+        block_table=_block_sheet(document),
         published_table=_published_table(document),
         checked=crosscheck_words(document.crosscheck) if document.crosscheck else "",
     )
 
 
 def per_image(cost: ProgramCost, flops: int) -> float:
-    """Of one image, from FLOPs of an optimizer step."""
+    """FLOPs of one image, from those of an optimizer step."""
     return flops / cost.batch_size
 
 
 def limits(device: ProfiledDevice) -> str:
-    """A device's budget in words."""
+    """Write a device's budget in words."""
     return ", ".join(budget_words(device.budget).values()) or "not limited"
 
 
 def budget_words(budget: Budget) -> dict[BudgetKind, str]:
-    """Each limit that there is."""
+    """Write each limit of a budget."""
     words: dict[BudgetKind, str] = {}
     if budget.memory_bytes is not None:
         words["memory"] = f"{size(budget.memory_bytes)} of memory"
@@ -88,16 +89,16 @@ def _tiles(document: ProfileDocument) -> list[tuple[str, str]]:
     flops = sorted(per_image(cost, cost.flops_forward + cost.flops_backward) for cost in costs)
     peaks = sorted(prediction.peak_rss_bytes for device in document.devices for prediction in device.predictions)
     return [
-        (_span(trained, ""), "numbers trained on a device"),
-        (_span(flops, "FLOP"), "for one image, forward and backward"),
-        (_span([cost.bytes_up for cost in costs], "B"), "uploaded in a round"),
-        (_span(peaks, "B"), "memory at its highest"),
+        (_format_span(trained, ""), "numbers trained on a device"),
+        (_format_span(flops, "FLOP"), "for one image, forward and backward"),
+        (_format_span([cost.bytes_up for cost in costs], "B"), "uploaded in a round"),
+        (_format_span(peaks, "B"), "memory at its highest"),
     ]
 
 
-def _span(values: list[int] | list[float], unit: str) -> str:
+def _format_span(values: list[int] | list[float], unit: str) -> str:
     """
-    >>> _span([1_500_000, 3_000_000], "B"), _span([500, 3_000_000], "B"), _span([7], "B")
+    >>> _format_span([1_500_000, 3_000_000], "B"), _format_span([500, 3_000_000], "B"), _format_span([7], "B")
     ('1.50 to 3.00 MB', '500 B to 3.00 MB', '7 B')
     """
     low, high = count(min(values), unit), count(max(values), unit)
@@ -106,8 +107,8 @@ def _span(values: list[int] | list[float], unit: str) -> str:
     return f"{low.split()[0] if low.split()[1:] == high.split()[1:] else low} to {high}"
 
 
-def _compared(names: Sequence[T], charts: Sequence[Chart]) -> list[tuple[T, Chart]]:
-    """Charts of one kind, on one scale."""
+def _pair_charts(names: Sequence[T], charts: Sequence[Chart]) -> list[tuple[T, Chart]]:
+    """Pair charts of one kind, on one scale, with their names."""
     return list(zip(names, on_one_scale(charts), strict=True))
 
 
@@ -238,91 +239,80 @@ def _phase_label(variant: str, phase: MemoryPhase, *, many: bool) -> str:
 # --- tables ---------------------------------------------------------------------------------------------
 
 
-def variant_table(document: ProfileDocument) -> Grid:
-    """What follows from the Programs alone."""
-    headings = (
-        "variant", "patches kept", "batch", "of a run", "trained", "frozen", "stays local", "forward / image",
-        "backward / image", "steps", "FLOP / round", "FLOP / test image", "once", "down", "up",
-    )  # fmt: skip
-    rows = [
-        (
-            variant.label,
-            str(cost.kept_patches),
-            str(cost.batch_size),
-            str(cost.run_size),
-            f"{cost.parameters_trained:,}",
-            f"{cost.parameters_frozen:,}",
-            f"{cost.parameters_local:,}",
-            count(per_image(cost, cost.flops_forward), "FLOP"),
-            count(per_image(cost, cost.flops_backward), "FLOP"),
-            f"{cost.steps:,}",
-            count(cost.flops_round, "FLOP"),
-            count(cost.flops_evaluate, "FLOP"),
-            size(cost.bytes_once),
-            size(cost.bytes_down),
-            size(cost.bytes_up),
-        )
-        for variant in document.variants
-        for cost in (variant.cost,)
-    ]
-    return Grid(headings, rows)
+_VARIANT_COLUMNS = (
+    Column("variant", "variant", lambda variant: variant.label),
+    *(
+        Column(name, heading, attrgetter(f"cost.{name}"))
+        for name, heading in {
+            "kept_patches": "patches kept",
+            "batch_size": "batch",
+            "run_size": "of a run",
+            "parameters_trained": "trained",
+            "parameters_frozen": "frozen",
+            "parameters_local": "stays local",
+        }.items()
+    ),
+    Column("flops", "forward / image", lambda variant: per_image(variant.cost, variant.cost.flops_forward)),
+    Column("flops", "backward / image", lambda variant: per_image(variant.cost, variant.cost.flops_backward)),
+    *(
+        Column(name, heading, attrgetter(f"cost.{name}"))
+        for name, heading in {
+            "steps": "steps",
+            "flops_round": "FLOP / round",
+            "flops_evaluate": "FLOP / test image",
+            "bytes_once": "once",
+            "bytes_down": "down",
+            "bytes_up": "up",
+        }.items()
+    ),
+)
+_PREDICTION_COLUMNS = (
+    *columns({"device": "device", "variant": "variant"}),
+    *(
+        Column(name, heading, attrgetter(f"prediction.{name}"))
+        for name, heading in {
+            "step_s": "step",
+            "train_s": "training",
+            "evaluate_s": "testing",
+            "bound": "bound by",
+            "peak_rss_bytes": "peak memory",
+            "power_w": "power",
+            "energy_j": "energy",
+        }.items()
+    ),
+    Column("over", "over", lambda row: ", ".join(BUDGETS[kind] for kind in row.prediction.over) or "nothing"),
+)
 
 
-def prediction_table(document: ProfileDocument) -> Grid:
-    """One row for each device and variant."""
-    headings = (
-        "device", "variant", "step", "training", "testing", "bound by", "peak memory", "power", "energy", "over",
-    )  # fmt: skip
-    rows = [
-        (
-            device_name(device),
-            variant.label,
-            duration(prediction.step_s),
-            duration(prediction.train_s),
-            duration(prediction.evaluate_s),
-            prediction.bound or "not known",
-            size(prediction.peak_rss_bytes),
-            quantity(prediction.power_w, "W"),
-            quantity(prediction.energy_j, "J"),
-            ", ".join(BUDGETS[kind] for kind in prediction.over) or "nothing",
-        )
-        for device in document.devices
-        for variant, prediction in zip(document.variants, device.predictions, strict=True)
-    ]
-    return Grid(headings, [tuple(cell.replace("not measured", "not known") for cell in row) for row in rows], names=2)
+def _memory_sheet(document: ProfileDocument) -> Sheet:
+    def read_part(name: str) -> Column:
+        return Column("bytes", name, lambda row: row[1].parts.get(name, 0))
+
+    rows = [(row, phase) for row in list_predictions(document) for phase in row.prediction.memory]
+    return Sheet(
+        rows,
+        [
+            Column("device", "device", lambda row: row[0].device),
+            Column("variant", "variant", lambda row: row[0].variant),
+            Column("phase", "phase", lambda row: MEMORY_PHASES[row[1].phase]),
+            *map(read_part, _part_names(document)),
+            Column("bytes", "together", lambda row: row[1].total_bytes),
+        ],
+    )
 
 
-def _memory_table(document: ProfileDocument) -> Grid:
-    names = _part_names(document)
-    rows = [
-        (
-            device_name(device),
-            variant.label,
-            MEMORY_PHASES[phase.phase],
-            *(size(phase.parts.get(name, 0)) for name in names),
-            size(phase.total_bytes),
-        )
-        for device in document.devices
-        for variant, prediction in zip(document.variants, device.predictions, strict=True)
-        for phase in prediction.memory
-    ]
-    return Grid(("device", "variant", "phase", *names, "together"), rows, names=3)
-
-
-def _block_table(document: ProfileDocument) -> Grid:
-    rows = [
-        (
-            variant.label,
-            entry.block,
-            entry.kind,
-            {True: "yes", False: "no", None: "not said"}[entry.trained],
-            count(per_image(variant.cost, entry.forward), "FLOP"),
-            count(per_image(variant.cost, entry.backward), "FLOP"),
-        )
-        for variant in document.variants
-        for entry in variant.cost.flops
-    ]
-    return Grid(("variant", "block", "part", "trained", "forward / image", "backward / image"), rows, names=4)
+def _block_sheet(document: ProfileDocument) -> Sheet:
+    return Sheet(
+        [(variant, entry) for variant in document.variants for entry in variant.cost.flops],
+        [
+            Column("variant", "variant", lambda row: row[0].label),
+            Column("block", "block", lambda row: row[1].block),
+            Column("part", "part", lambda row: row[1].kind),
+            Column("trained", "trained", lambda row: {True: "yes", False: "no", None: "not said"}[row[1].trained]),
+            Column("flops", "forward / image", lambda row: per_image(row[0].cost, row[1].forward)),
+            Column("flops", "backward / image", lambda row: per_image(row[0].cost, row[1].backward)),
+        ],
+    )
 
 
 def _published_table(document: ProfileDocument) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 from fedvit.resources import BudgetKind
+from profiles.prediction import Prediction
 from profiles.report.document import CrossCheck, ProfiledDevice, ProfileDocument
 
 Tone = Literal["good", "mild", "bad"]
@@ -47,6 +48,23 @@ def profile_verdict(document: ProfileDocument) -> Verdict:
 
 def device_name(device: ProfiledDevice) -> str:
     return f"{device.id} at {device.mode}" if device.mode else device.id
+
+
+class DevicePrediction(NamedTuple):
+    """The predicted cost of a variant on a device."""
+
+    device: str
+    variant: str
+    prediction: Prediction
+
+
+def list_predictions(document: ProfileDocument) -> list[DevicePrediction]:
+    """List all pairs of a device and a variant, by device."""
+    return [
+        DevicePrediction(device_name(device), variant.label, prediction)
+        for device in document.devices
+        for variant, prediction in zip(document.variants, device.predictions, strict=True)
+    ]
 
 
 def crosscheck_words(check: CrossCheck) -> str:

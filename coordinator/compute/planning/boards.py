@@ -1,16 +1,17 @@
 """Shows the catalogue of boards: a list, and all figures of one board with their sources."""
 
 import re
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from profiles.catalogue import Board, Figure, boards, sources
-from profiles.report.page import quantity, scaled, size
-from profiles.report.terminal import column, first_that_fits, table
+from profiles.catalogue import Board, Figure, PowerMode, boards, sources
+from profiles.report.page import abbreviate, quantity, size
+from profiles.report.tables import Column, Sheet
 
 MARK_STYLES = {"measured": "green", "published": "", "derived": "cyan", "unverified": "yellow"}
 
@@ -45,45 +46,41 @@ def entry(board: Board) -> dict[str, Any]:
     }
 
 
+class _BoardMode(NamedTuple):
+    """A board in a power mode; None: it has none."""
+
+    board: Board
+    mode: str | None
+
+
+_BOARD_COLUMNS = (
+    Column("board", "board", lambda row: f"{row.board.id}@{row.mode}" if row.mode else row.board.id),
+    Column("name", "name", lambda row: row.board.name),
+    Column("memory", "memory\nGiB", lambda row: f"{row.board.memory.ram_bytes.value / 2**30:g}"),
+    Column("cores", "cores", lambda row: sum(count for _, count, _ in row.board.training_cores(row.mode))),
+    Column("peak", "peak\nGFLOP/s", lambda row: f"{row.board.peak_flops_per_s(row.mode) / 1e9:.0f}"),
+    Column("training", "training\nViT-B", lambda row: f"{row.board.training_flops_per_s(768, row.mode) / 1e9:.0f}"),
+    Column("stream", "memory\nGB/s", lambda row: f"{row.board.stream_bytes_per_s.value / 1e9:.1f}"),
+    Column("load", "load\nW", lambda row: None if (w := row.board.load_w(row.mode)) is None else f"{w:.0f}"),
+    Column("installs", "installs", lambda row: "yes" if row.board.software.installs else "only in a container"),
+)
+_FIGURE_COLUMNS = (
+    Column("figure", "figure", itemgetter(0)),
+    Column("value", "value", lambda row: _value(*row)),
+    Column("mark", "mark", lambda row: row[1].mark, lambda row: MARK_STYLES[row[1].mark]),
+    Column("source", "source", lambda row: sources().get(row[1].source, row[1].source), is_long=True),
+)
+
+
 def boards_table(width: int) -> Table:
-    """One line per board, in its default power mode, and one per other power mode."""
-
-    def draw(*, every: bool) -> Table:
-        made = table(None)
-        column(made, "board", justify="left")
-        if every:
-            column(made, "name", justify="left")
-        for heading in ("memory\nGiB", "cores", "peak\nGFLOP/s", "training\nViT-B", "memory\nGB/s", "load\nW"):
-            column(made, heading)
-        column(made, "installs", justify="left")
-        for board, mode in ((each, mode) for each in boards() for mode in each.modes or [None]):
-            load_w = board.load_w(mode)
-            made.add_row(
-                Text(f"{board.id}@{mode}" if mode else board.id),
-                *((Text(board.name),) if every else ()),
-                f"{board.memory.ram_bytes.value / 2**30:g}",
-                str(sum(count for _, count, _ in board.training_cores(mode))),
-                f"{board.peak_flops_per_s(mode) / 1e9:.0f}",
-                f"{board.training_flops_per_s(768, mode) / 1e9:.0f}",
-                f"{board.stream_bytes_per_s.value / 1e9:.1f}",
-                "-" if load_w is None else f"{load_w:.0f}",
-                "yes" if board.software.installs else "only in a container",
-            )
-        return made
-
-    return first_that_fits(width, lambda: draw(every=True), lambda: draw(every=False))
+    """Draw one line per board, in its default power mode, and one per other power mode."""
+    rows = [_BoardMode(board, mode) for board in boards() for mode in board.modes or [None]]
+    return Sheet(rows, _BOARD_COLUMNS, unknown="-").draw(None, width, optional=("name",))
 
 
 def board_page(board: Board) -> Group:
     """Every figure of one board, with its mark and source."""
-    figures = table("figures")
-    for heading in ("figure", "value", "mark"):
-        column(figures, heading, justify="right" if heading == "value" else "left")
-    figures.add_column("source", overflow="fold")
-    for place, figure in {**board.figures(), "usable memory": board.usable_bytes}.items():
-        mark = Text(figure.mark, MARK_STYLES[figure.mark])
-        source = Text(sources().get(figure.source, figure.source))
-        figures.add_row(Text(place), _value(place, figure), mark, source)
+    figures = Sheet({**board.figures(), "usable memory": board.usable_bytes}.items(), _FIGURE_COLUMNS)
     parts: list[RenderableType] = [
         Text(f"{board.id}: {board.name}", style="bold"),
         Text(f"storage: {', '.join(board.connections.storage)}; network: {', '.join(board.connections.network)}"),
@@ -94,36 +91,33 @@ def board_page(board: Board) -> Group:
     parts += [Text(f"beside the processor: {name}") for name in beside]
     if board.modes:
         parts += [Text(), _modes(board)]
-    return Group(*parts, Text(), figures)
+    return Group(*parts, Text(), figures.draw("figures"))
 
 
 def _modes(board: Board) -> Table:
-    modes = table("power modes")
-    column(modes, "mode", justify="left")
-    for heading in ("cores", "clock\nGHz", "peak\nGFLOP/s", "training\nViT-B", "limit\nW"):
-        column(modes, heading)
-    column(modes, "mark", justify="left")
-    modes.add_column("source", overflow="fold")
-    for name, mode in board.modes.items():
-        cores = board.training_cores(name)
-        modes.add_row(
-            Text(f"{board.id}@{name}", style="bold" if name == board.default_mode else ""),
-            " + ".join(str(count) for _, count, _ in cores),
-            " + ".join(f"{clock_hz / 1e9:.2f}" for _, _, clock_hz in cores),
-            f"{board.peak_flops_per_s(name) / 1e9:.0f}",
-            f"{board.training_flops_per_s(768, name) / 1e9:.0f}",
-            "-" if mode.load_w is None else f"{mode.load_w:g}",
-            Text(mode.mark, MARK_STYLES[mode.mark]),
-            sources().get(mode.source, mode.source),
-        )
-    return modes
+    def read_style(row: tuple[str, PowerMode]) -> str:
+        return "bold" if row[0] == board.default_mode else ""
+
+    def clocks_ghz(row: tuple[str, PowerMode]) -> str:
+        return " + ".join(f"{clock_hz / 1e9:.2f}" for _, _, clock_hz in board.training_cores(row[0]))
+
+    columns = (
+        Column("mode", "mode", lambda row: f"{board.id}@{row[0]}", read_style),
+        Column("cores", "cores", lambda row: " + ".join(str(count) for _, count, _ in board.training_cores(row[0]))),
+        Column("clock", "clock\nGHz", clocks_ghz),
+        Column("peak", "peak\nGFLOP/s", lambda row: f"{board.peak_flops_per_s(row[0]) / 1e9:.0f}"),
+        Column("training", "training\nViT-B", lambda row: f"{board.training_flops_per_s(768, row[0]) / 1e9:.0f}"),
+        Column("limit", "limit\nW", lambda row: None if row[1].load_w is None else f"{row[1].load_w:g}"),
+        *_FIGURE_COLUMNS[2:],
+    )
+    return Sheet(board.modes.items(), columns, unknown="-").draw("power modes")
 
 
 def _value(place: str, figure: Figure) -> str:
     """In the unit that the place's name ends in."""
     for ending, unit in (("bytes_per_s", "B/s"), ("flops_per_s", "FLOP/s"), ("ops_per_s", "OP/s"), ("_hz", "Hz")):
         if place.endswith(ending):
-            return scaled(figure.value, unit)
+            return abbreviate(figure.value, unit)
     if place.endswith("_w"):
         return quantity(figure.value, "W")
     return size(figure.value) if place.endswith("bytes") or place == "usable memory" else f"{figure.value:g}"

@@ -1,6 +1,7 @@
 """The report of a plan: each device's configuration, and other candidates."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,7 +12,7 @@ from coordinator.compute.planning.configuration_search import HEADROOM, Candidat
 from coordinator.compute.planning.profiling import NothingFits
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget
-from profiles.report.terminal import column, table
+from profiles.report.tables import Column, Sheet
 from profiles.report.verdict import BUDGETS
 
 
@@ -23,7 +24,7 @@ def plan_report(chosen: Sequence[Choice | NothingFits], width: int) -> Group:
         if isinstance(each, NothingFits):
             parts.append(Text(each.refused, style="bold red"))
         else:
-            parts.append(_table(each))
+            parts.append(_draw_choice(each, width))
         parts.append(Text())
     parts.append(
         Text(f"A plan fills at most {HEADROOM:.0%} of a memory budget: predictions are not exact.", style="dim")
@@ -31,30 +32,31 @@ def plan_report(chosen: Sequence[Choice | NothingFits], width: int) -> Group:
     return Group(*parts)
 
 
-def _table(choice: Choice) -> Table:
-    drawn = table(None)
-    column(drawn, "", justify="left")
-    drawn.add_column("options", overflow="fold")
-    for heading in ("quality", "memory", "step", "round"):
-        column(drawn, heading)
-    drawn.add_column("over budget", overflow="fold")
-    candidates = [("gets", choice.chosen), *(("", candidate) for candidate in choice.runners_up)]
-    candidates += [("no", candidate) for candidate in choice.rejected]
-    for mark, candidate in candidates:
-        drawn.add_row(mark, *_cells(candidate), style="bold" if mark == "gets" else "")
-    return drawn
+def _draw_choice(choice: Choice, width: int) -> Table:
+    rows = [("gets", choice.chosen), *(("", candidate) for candidate in choice.runners_up)]
+    rows += [("no", candidate) for candidate in choice.rejected]
+    return Sheet(rows, [column._replace(style=_find_style) for column in _COLUMNS], unknown="-").draw(None, width)
 
 
-def _cells(candidate: Candidate) -> tuple[str, ...]:
-    prediction = candidate.prediction
-    return (
-        _options(candidate.changes),
-        f"{candidate.quality:.0%}",
-        format_bytes(prediction.peak_rss_bytes),
-        "-" if prediction.step_s is None else format_seconds(prediction.step_s),
-        "-" if prediction.train_s is None else format_seconds(prediction.train_s),
-        ", ".join(BUDGETS[kind] for kind in prediction.over),
-    )
+def _find_style(row: tuple[str, Candidate]) -> str:
+    return "bold" if row[0] == "gets" else ""
+
+
+_COLUMNS = (
+    Column("mark", "", itemgetter(0)),
+    Column("options", "options", lambda row: _options(row[1].changes), is_long=True),
+    Column("quality", "quality", lambda row: f"{row[1].quality:.0%}"),
+    Column("memory", "memory", lambda row: format_bytes(row[1].prediction.peak_rss_bytes)),
+    Column("step", "step", lambda row: _format_time(row[1].prediction.step_s)),
+    Column("round", "round", lambda row: _format_time(row[1].prediction.train_s)),
+    Column(
+        "over", "over budget", lambda row: ", ".join(BUDGETS[kind] for kind in row[1].prediction.over), is_long=True
+    ),
+)
+
+
+def _format_time(time_s: float | None) -> str | None:
+    return None if time_s is None else format_seconds(time_s)
 
 
 def _options(changes: dict[str, Any]) -> str:

@@ -7,16 +7,16 @@ MOST_POINTS = 400
 """Points of one line: more are not seen, and take long to send."""
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#8a8a8a")
-"""Those of the reports, which people who see no red or green can tell apart."""
+"""Colours of the reports; people who see no red or green can tell them apart."""
 Values = Sequence[float | None]
 Options = dict[str, Any]
-"""Of one chart."""
+"""Options of one chart."""
 
 
-def thinned(count: int) -> list[int]:
+def select_points(count: int) -> list[int]:
     """The places of at most MOST_POINTS of `count` points, with the first and the last.
 
-    >>> thinned(3), len(thinned(100_000)) <= MOST_POINTS, thinned(100_000)[-1]
+    >>> select_points(3), len(select_points(100_000)) <= MOST_POINTS, select_points(100_000)[-1]
     ([0, 1, 2], True, 99999)
     """
     step = -(-count // (MOST_POINTS - 1)) or 1
@@ -26,7 +26,7 @@ def thinned(count: int) -> list[int]:
 
 def lines(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> Options:
     """Lines over one scale."""
-    kept = thinned(len(x))
+    kept = select_points(len(x))
     series = [
         _line(name, [[x[place], values[place]] for place in kept], COLOURS[number % len(COLOURS)])
         for number, (name, values) in enumerate(named.items())
@@ -34,10 +34,10 @@ def lines(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_nam
     return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}
 
 
-def overlaid(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str, y_name: str) -> Options:
+def overlay_lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str, y_name: str) -> Options:
     """Lines that each have points of their own."""
     series = [
-        _line(name, [list(points[place]) for place in thinned(len(points))], COLOURS[number % len(COLOURS)])
+        _line(name, [list(points[place]) for place in select_points(len(points))], COLOURS[number % len(COLOURS)])
         for number, (name, points) in enumerate(curves.items())
     ]
     return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(curves))}
@@ -45,7 +45,7 @@ def overlaid(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str
 
 def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name: str, y_name: str) -> Options:
     """A line within the range from `low` to `high`, where both are known."""
-    kept = thinned(len(x))
+    kept = select_points(len(x))
     floor = [[x[place], low[place]] for place in kept]
     above = [[x[place], _difference(high[place], low[place])] for place in kept]
     hidden = {"lineStyle": {"opacity": 0}, "symbol": "none", "stack": "range", "silent": True}
@@ -60,9 +60,9 @@ def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name:
     return _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}
 
 
-def stacked(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> Options:
+def stack_bars(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> Options:
     """Bars that add up."""
-    kept = thinned(len(x))
+    kept = select_points(len(x))
     series = [
         {
             "type": "bar", "stack": "all", "name": name, "itemStyle": {"color": COLOURS[number % len(COLOURS)]},
@@ -74,20 +74,20 @@ def stacked(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_n
 
 
 def histogram(values: Sequence[float], *, x_name: str, y_name: str) -> Options:
-    """How many values from 0 to 1 lie in each tenth."""
+    """Bars that count the values from 0 to 1 in each tenth."""
     counts = [0] * 10
     for value in values:
         counts[min(9, int(10 * value))] += 1
-    made = _frame(x_name, y_name)
-    made["xAxis"] |= {"type": "category", "data": [f"{place / 10:.1f}" for place in range(10)]}
+    options = _frame(x_name, y_name)
+    options["xAxis"] |= {"type": "category", "data": [f"{place / 10:.1f}" for place in range(10)]}
     series = {"type": "bar", "name": y_name, "itemStyle": {"color": COLOURS[0]}, "data": counts, "barCategoryGap": "8%"}
-    return made | {"series": [series]}
+    return options | {"series": [series]}
 
 
-def scaled(value: float | None, unit: float) -> float | None:
+def scale(value: float | None, unit: float) -> float | None:
     """A value in a unit, to three places behind the point.
 
-    >>> scaled(512_000_000, 1e6), scaled(None, 1e6)
+    >>> scale(512_000_000, 1e6), scale(None, 1e6)
     (512.0, None)
     """
     return None if value is None else round(value / unit, 3)

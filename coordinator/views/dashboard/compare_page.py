@@ -16,12 +16,12 @@ from coordinator.views.dashboard.series import (
     Series,
     find_differences,
     group_cells,
-    series_of_group,
-    series_of_run,
+    make_group_series,
+    make_run_series,
 )
-from coordinator.views.tables import Column, Sheet, text_of
 from fedvit.errors import ConfigError
 from profiles.report.curves import COSTS, curve
+from profiles.report.tables import Column, Sheet, format_value
 
 MOST = 8
 """Side by side: as many as there are colours."""
@@ -37,7 +37,7 @@ def read_details(store: Record, names: tuple[str, ...]) -> list[RunView]:
 def _against(x_name: str) -> Callable[[list[Series]], charts.Options]:
     def draw(chosen: list[Series]) -> charts.Options:
         curves = {one.name: curve(one.points, COSTS[x_name]) for one in chosen}
-        return charts.overlaid(curves, x_name=x_name, y_name="accuracy")
+        return charts.overlay_lines(curves, x_name=x_name, y_name="accuracy")
 
     return draw
 
@@ -55,7 +55,7 @@ FACTS = {
 
 
 def _fact_sheet(chosen: list[Series]) -> Sheet:
-    rows = [(heading, *(text_of(name, one.facts[name]) for one in chosen)) for name, heading in FACTS.items()]
+    rows = [(heading, *(format_value(name, one.facts[name]) for one in chosen)) for name, heading in FACTS.items()]
     return _series_sheet("figure", chosen, rows)
 
 
@@ -95,8 +95,8 @@ async def show(site: Site, runs: list[str], methods: list[str]) -> None:
             known = await _read_groups(site)
             if unknown := [name for name in chosen_methods if name not in known]:
                 raise ConfigError("FV1803", f"the folder of experiments has no results of {', '.join(unknown)}")
-            chosen = [*map(series_of_run, await site.reader(read_details, chosen_runs))]
-            chosen += [series_of_group(known[name]) for name in chosen_methods]
+            chosen = [*map(make_run_series, await site.reader(read_details, chosen_runs))]
+            chosen += [make_group_series(known[name]) for name in chosen_methods]
             table.show(compared=_fact_sheet(chosen), differing=_setting_sheet(chosen), several=len(chosen) > 1)
             figures.show(chosen)
 

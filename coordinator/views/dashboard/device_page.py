@@ -13,9 +13,9 @@ from coordinator.rounds.status import read_members
 from coordinator.run_view import DeviceView, Standing, read_standings, view_device
 from coordinator.views.dashboard import actions, charts
 from coordinator.views.dashboard.fleet_page import is_served
-from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, follow, page, refusal_sheet, status_of
-from coordinator.views.tables import Column, Sheet
+from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, find_status, follow, page, refusal_sheet
 from fedvit.resources import ResourceUse
+from profiles.report.tables import Column, Sheet
 
 ROUNDS = 50
 """Rounds of one page of the history."""
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
     @property
     def use(self) -> ResourceUse:
-        """What the device measured; nothing where there is no result."""
+        """Figures that the device measured; nothing without a result."""
         return self.task.use or ResourceUse()
 
 
@@ -89,9 +89,9 @@ def _by_round(name: str, unit: str, of: Callable[[Entry], float | None]) -> Call
 def _memory(seen: DeviceDetails) -> charts.Options:
     measured = _list_measured(seen)
     budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry in measured]
-    lines = {"peak": [charts.scaled(entry.use.peak_rss_bytes, 1e6) for entry in measured]}
+    lines = {"peak": [charts.scale(entry.use.peak_rss_bytes, 1e6) for entry in measured]}
     if any(budgets):
-        lines["budget"] = [charts.scaled(budget, 1e6) for budget in budgets]
+        lines["budget"] = [charts.scale(budget, 1e6) for budget in budgets]
     return charts.lines(_numbers(measured), lines, x_name="round", y_name="MB")
 
 
@@ -107,7 +107,7 @@ def _numbers(entries: list[Entry]) -> list[float]:
 FIGURES = {
     "Megabytes of peak memory by round, beside the budget": _memory,
     "Milliseconds of a training step by round": _by_round(
-        "step", "ms", lambda entry: charts.scaled(entry.use.step_s, 1e-3)
+        "step", "ms", lambda entry: charts.scale(entry.use.step_s, 1e-3)
     ),
     "Degrees Celsius by round": _by_round("temperature", "°C", lambda entry: entry.use.temperature_c),
     "Accuracy on the device's own test images by round": _by_round(
@@ -160,8 +160,8 @@ async def show(site: Site, run: str, device: str, until: int | None) -> None:
         async def refresh() -> None:
             seen = await site.reader(read_details, run, device, until)
             member = next((member for member in read_members(site.folder / run) if member.device == device), None)
-            revoked = device in await asyncio.to_thread(site.revoked)
-            served = is_served(seen.status, status_of(site, run))
+            revoked = device in await asyncio.to_thread(site.list_revoked)
+            served = is_served(seen.status, find_status(site, run))
             head.show(run=run, device=device, seen=seen, member=member, served=served, revoked=revoked)
             figures.show(seen)
             history = _history_sheet(seen.history, run)

@@ -12,7 +12,7 @@ from coordinator.record.tables import Asked
 from coordinator.rounds.status import Member, Status, read_members
 from coordinator.run_view import DeviceView, Standing, read_run, read_standings
 from coordinator.views.dashboard import charts
-from coordinator.views.dashboard.frame import Part, Site, follow, link, page, status_of
+from coordinator.views.dashboard.frame import Part, Site, find_status, follow, link, page
 from fedvit.errors import ConfigError
 
 _LINK = """params => {
@@ -137,13 +137,13 @@ def _row(
         "round": seen.asked[name].last if name in seen.asked else None,
         "rounds": device.rounds if device else 0,
         "accuracy": device.accuracy if device else None,
-        "memory_mb": charts.scaled(device.peak_rss_bytes if device else None, 1e6),
-        "budget_mb": charts.scaled(budget, 1e6),
+        "memory_mb": charts.scale(device.peak_rss_bytes if device else None, 1e6),
+        "budget_mb": charts.scale(budget, 1e6),
         "temperature_c": device.temperature_c if device else None,
         "throttled": YES_NO[device.throttled if device else None],
         "battery": device.battery_percent if device else None,
         "charging": YES_NO[device.charging if device else None],
-        "step_ms": charts.scaled(device.step_s if device else None, 1e-3),
+        "step_ms": charts.scale(device.step_s if device else None, 1e-3),
         "energy_j": device.energy_j if device else None,
         "strikes": standing.strikes if standing else 0,
         "quarantine": standing.quarantine or "" if standing else "",
@@ -178,8 +178,8 @@ async def show(site: Site, run: str | None) -> None:
 
         async def read_rows() -> list[dict[str, Any]]:
             seen = await site.reader(read_details, name)
-            members, revoked = read_members(site.folder / name), await asyncio.to_thread(site.revoked)
-            fresh = rows(name, seen, members, status_of(site, name), revoked)
+            members, revoked = read_members(site.folder / name), await asyncio.to_thread(site.list_revoked)
+            fresh = rows(name, seen, members, find_status(site, name), revoked)
             head.show(run=name, devices=len(fresh), states=_count_states(fresh))
             return fresh
 

@@ -18,9 +18,9 @@ from coordinator.security.folder import Deployment
 from coordinator.views.dashboard.charts import Options
 from coordinator.views.dashboard.experiments import Experiments
 from coordinator.views.dashboard.reader import Reader
-from coordinator.views.tables import Column, Sheet, clock, text_of
 from fedvit.errors import ConfigError, FedvitError
 from profiles.report.page import environment
+from profiles.report.tables import Column, Sheet, clock, format_value
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -34,7 +34,7 @@ PAGES = (("/", "Runs"), ("/fleet", "Fleet"), ("/compare", "Compare"))
 
 @dataclass(frozen=True)
 class Site:
-    """What all pages share."""
+    """Settings and sources that all pages share."""
 
     reader: Reader
     folder: Path  # of the runs
@@ -42,7 +42,7 @@ class Site:
     deployment: Deployment | None  # the devices' certificates
     acts: bool  # whether a password was given, so that operators may change something
 
-    def revoked(self) -> set[str]:
+    def list_revoked(self) -> set[str]:
         """Devices whose certificates were revoked."""
         if self.deployment is None:
             return set()
@@ -53,9 +53,9 @@ class Site:
 @cache
 def templates() -> "Environment":
     """Return the templates of the pages, with what all of them use."""
-    pages = environment("coordinator.views.dashboard", "coordinator.views")
+    pages = environment("coordinator.views.dashboard")
     pages.filters |= {"clock": clock}
-    pages.globals |= {"text": text_of, "anchor": anchor}
+    pages.globals |= {"text": format_value, "anchor": anchor}
     return pages
 
 
@@ -141,7 +141,7 @@ async def follow(refresh: Callable[[], Awaitable[None]]) -> None:
     ui.timer(EVERY_S, attempt, immediate=False)
 
 
-def status_of(site: Site, run: str) -> Status | None:
+def find_status(site: Site, run: str) -> Status | None:
     """Return what the run's coordinator does; None if none has served it, or its file cannot be read."""
     try:
         return read_status(site.folder / run)

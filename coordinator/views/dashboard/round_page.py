@@ -9,9 +9,9 @@ from msgspec import Struct
 from coordinator.record.record import Record
 from coordinator.record.tables import RefusalRecord, RoundRecord
 from coordinator.record.tasks import TaskHistory
-from coordinator.views.dashboard.frame import Part, Site, anchor, follow, page, refusal_sheet, status_of
-from coordinator.views.tables import Column, Sheet, columns
+from coordinator.views.dashboard.frame import Part, Site, anchor, find_status, follow, page, refusal_sheet
 from fedvit.errors import ConfigError
+from profiles.report.tables import Column, Sheet, columns
 
 MOST_TASKS = 1000
 """Tasks of one page, the slowest first."""
@@ -142,7 +142,7 @@ async def show(site: Site, run: str, number: int) -> None:
         part = Part("round.html", "body")
 
         async def refresh() -> None:
-            seen, status = await site.reader(read_details, run, number), status_of(site, run)
+            seen, status = await site.reader(read_details, run, number), find_status(site, run)
             awaited = status.waiting_for if status and not status.is_stale() else []
             states = {one.device: one.state for one in awaited if one.round == number}
             scale, drawn = bars(seen.record, seen.tasks, states)

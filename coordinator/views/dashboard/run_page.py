@@ -1,7 +1,7 @@
 """The page of one run: progress, accuracy with its spread, bytes, energy, time, refusals, plans."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
 
@@ -13,11 +13,12 @@ from coordinator.record.record import Record
 from coordinator.record.tasks import TaskHistory
 from coordinator.run_view import RunView, read_run
 from coordinator.views.dashboard import actions, charts
-from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, describe_kind, follow, page, status_of
+from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, describe_kind, find_status, follow, page
 from coordinator.views.report.classes import class_sheet, make_confusion
 from coordinator.views.report.document import ClassAccuracy, read_classes
-from coordinator.views.tables import Column, Sheet, columns
 from fedvit.resources import Budget
+from profiles.prediction import Expected
+from profiles.report.tables import Column, Sheet, columns
 
 NEWEST_ROUNDS = 20
 """Rounds that the table has; the charts have all."""
@@ -28,14 +29,16 @@ MOST_AWAITED = 20
 
 
 class Plan(NamedTuple):
-    """Devices of a round with equal plans, predicted beside measured; medians over these devices."""
+    """Tasks of a round with equal plans."""
 
     changes: str
     budget: Budget
-    devices: int
-    peak_rss_bytes: tuple[float | None, float | None]  # predicted, measured
-    train_s: tuple[float | None, float | None]
-    bytes_up: tuple[float | None, float | None]
+    tasks: list[TaskHistory]
+
+    def find_median(self, read: Callable[[TaskHistory], float | None]) -> float | None:
+        """Median over the tasks that have the figure."""
+        values = [value for task in self.tasks if (value := read(task)) is not None]
+        return median(values) if values else None
 
 
 class RunDetails(Struct, frozen=True):
@@ -63,34 +66,16 @@ def read_details(store: Record, run: str) -> RunDetails:
 
 def group_plans(tasks: Iterable[TaskHistory]) -> list[Plan]:
     """Group a round's tasks by their plans, the most frequent first."""
-    alike: dict[tuple[str, Budget], list[TaskHistory]] = {}
+    plans: dict[tuple[str, Budget], Plan] = {}
     for task in tasks:
         if task.expected is not None:
-            changes = ", ".join(f"{name} = {value}" for name, value in task.expected.changes.items())
-            alike.setdefault((changes, task.expected.budget), []).append(task)
-    plans = []
-    for (changes, budget), of in sorted(alike.items(), key=lambda entry: -len(entry[1])):
-        predicted = [task.expected for task in of if task.expected is not None]
-        measured = [task.use for task in of if task.use is not None]
-        plans.append(
-            Plan(
-                changes or "as configured",
-                budget,
-                len(of),
-                (
-                    _find_median(e.prediction.peak_rss_bytes for e in predicted),
-                    _find_median(m.peak_rss_bytes for m in measured),
-                ),
-                (_find_median(e.prediction.train_s for e in predicted), _find_median(m.train_s for m in measured)),
-                (_find_median(e.bytes_up for e in predicted), _find_median(m.upload_bytes for m in measured)),
-            )
-        )
-    return plans
+            key = (_describe_changes(task.expected), task.expected.budget)
+            plans.setdefault(key, Plan(*key, [])).tasks.append(task)
+    return sorted(plans.values(), key=lambda plan: -len(plan.tasks))
 
 
-def _find_median(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return median(present) if present else None
+def _describe_changes(expected: Expected) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in expected.changes.items()) or "as configured"
 
 
 # --- charts ---------------------------------------------------------------------------------------------
@@ -122,7 +107,7 @@ def _times(run: RunView) -> charts.Options:
         "transfers and waiting": waiting,
         "server": [entry.server_s for entry in run.rounds],
     }
-    return charts.stacked(_numbers(run), parts, x_name="round", y_name="s")
+    return charts.stack_bars(_numbers(run), parts, x_name="round", y_name="s")
 
 
 def _volume(run: RunView) -> charts.Options:
@@ -130,7 +115,7 @@ def _volume(run: RunView) -> charts.Options:
         "down": [entry.bytes_down / 1e6 for entry in run.rounds],
         "up": [entry.bytes_up / 1e6 for entry in run.rounds],
     }
-    return charts.stacked(_numbers(run), parts, x_name="round", y_name="MB")
+    return charts.stack_bars(_numbers(run), parts, x_name="round", y_name="MB")
 
 
 def _energy(run: RunView) -> charts.Options:
@@ -152,15 +137,28 @@ FIGURES = {
 
 # --- tables ---------------------------------------------------------------------------------------------
 
+
+def _compare_figure(
+    name: str, heading: str, predict: Callable[[Expected], float | None], measured: str | None = None
+) -> tuple[Column, Column]:
+    """Make two columns of a plan: medians over its tasks of the forecast, and of the devices' own figure."""
+
+    def read_measured(task: TaskHistory) -> float | None:
+        return getattr(task.use, measured or name) if task.use else None
+
+    return (
+        Column(name, f"{heading} predicted", lambda plan: plan.find_median(lambda task: predict(task.expected))),
+        Column(name, "measured", lambda plan: plan.find_median(read_measured)),
+    )
+
+
 _PLAN_COLUMNS = [
-    *columns({"changes": "options", "devices": "devices"}),
+    Column("changes", "options"),
+    Column("devices", "devices", lambda plan: len(plan.tasks)),
     Column("memory_bytes", "memory budget", lambda plan: plan.budget.memory_bytes or "none"),
-    Column("peak_rss_bytes", "memory predicted", lambda plan: plan.peak_rss_bytes[0]),
-    Column("peak_rss_bytes", "measured", lambda plan: plan.peak_rss_bytes[1]),
-    Column("train_s", "training predicted", lambda plan: plan.train_s[0]),
-    Column("train_s", "measured", lambda plan: plan.train_s[1]),
-    Column("bytes_up", "upload predicted", lambda plan: plan.bytes_up[0]),
-    Column("bytes_up", "measured", lambda plan: plan.bytes_up[1]),
+    *_compare_figure("peak_rss_bytes", "memory", lambda expected: expected.prediction.peak_rss_bytes),
+    *_compare_figure("train_s", "training", lambda expected: expected.prediction.train_s),
+    *_compare_figure("bytes_up", "upload", lambda expected: expected.bytes_up, "upload_bytes"),
 ]
 _AWAITED_COLUMNS = [
     Column("device", "device"),
@@ -213,7 +211,7 @@ def _board_sheet(boards: Iterable[BoardForecast]) -> Sheet:
     def option(board: BoardForecast) -> str:
         if board.expected is None:
             return f"Refused. {board.refused}"
-        return ", ".join(f"{name} = {value}" for name, value in board.expected.changes.items()) or "as configured"
+        return _describe_changes(board.expected)
 
     def read_plan(name: str, heading: str) -> Column:
         return Column(name, heading, lambda board: board.expected and getattr(board.expected, name))
@@ -250,7 +248,7 @@ async def show(site: Site, run: str) -> None:
 
         async def refresh() -> None:
             seen = await site.reader(read_details, run)
-            view, status = seen.run, status_of(site, run)
+            view, status = seen.run, find_status(site, run)
             live = view.status in ("running", "waiting")
             awaited = status.waiting_for if status and live and not status.is_stale() else []
             forecast = None if view.rounds else read_forecast(site.folder / run)

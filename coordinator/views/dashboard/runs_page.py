@@ -4,7 +4,7 @@ from markupsafe import Markup
 
 from coordinator.run_view import RunProgress, list_progress
 from coordinator.views.dashboard.frame import Part, Site, anchor, follow, page
-from coordinator.views.tables import Column, Sheet, columns
+from profiles.report.tables import Column, Sheet, columns
 
 _TONES = {"finished": "good", "failed": "bad", "interrupted": "mild", "cancelled": "mild"}
 

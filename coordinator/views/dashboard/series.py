@@ -1,4 +1,4 @@
-"""What is laid over each other: runs, and methods of experiments, with accuracy beside what it cost."""
+"""Series for comparisons: runs, and methods of experiments, with their accuracy and costs."""
 
 from collections.abc import Iterable, Mapping
 from statistics import fmean
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from coordinator.run_view import RoundView, RunView
 from coordinator.views.dashboard.frame import link
-from profiles.report.curves import Point, added_up, mean_over_seeds
+from profiles.report.curves import Point, add_up, mean_over_seeds
 from profiles.report.experiment import CellResult, ExperimentOutcome
 
 GRID = ("methods", "partitions", "common", "tuning")
@@ -23,7 +23,7 @@ class Series(NamedTuple):
     points: list[Point]
 
 
-def series_of_run(run: RunView) -> Series:
+def make_run_series(run: RunView) -> Series:
     return Series(
         run.run,
         link("/run", run=run.run),
@@ -38,7 +38,7 @@ def series_of_run(run: RunView) -> Series:
             "energy_j": run.energy_j,
         },
         {"method": run.method, "model": run.model, "seed": run.seed, **run.settings},
-        added_up(map(_round_of_run, run.rounds)),
+        add_up(map(_make_point, run.rounds)),
     )
 
 
@@ -54,20 +54,20 @@ class CellGroup(NamedTuple):
 
 def group_cells(outcomes: Mapping[str, ExperimentOutcome]) -> dict[str, CellGroup]:
     """Group the finished cells by name."""
-    found: dict[str, CellGroup] = {}
+    groups: dict[str, CellGroup] = {}
     for folder, outcome in outcomes.items():
         for cell in outcome.cells:
             name = f"{folder}/{cell.method}/{cell.partition}"
             if cell.result:
-                one = found.setdefault(name, CellGroup(name, outcome, cell.method, cell.partition, []))
+                one = groups.setdefault(name, CellGroup(name, outcome, cell.method, cell.partition, []))
                 one.results.append(cell.result)
-    return found
+    return groups
 
 
-def series_of_group(one: CellGroup) -> Series:
+def make_group_series(one: CellGroup) -> Series:
     """Make a series of the means over the finished seeds."""
     outcome, results = one.outcome, one.results
-    points = mean_over_seeds([added_up(entry.point for entry in result.rounds) for result in results])
+    points = mean_over_seeds([add_up(entry.point for entry in result.rounds) for result in results])
     peaks = [result.peak_rss_bytes for result in results if result.peak_rss_bytes is not None]
     evaluated = [point.accuracy for point in points if point.accuracy is not None]
     down, up = (
@@ -110,7 +110,7 @@ def _flat(table: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]
             yield f"{above}{key}", value
 
 
-def _round_of_run(entry: RoundView) -> Point:
+def _make_point(entry: RoundView) -> Point:
     seconds = (entry.devices_s or 0.0) + (entry.server_s or 0.0)
     return Point(
         entry.round, entry.accuracy_mean, (entry.bytes_down + entry.bytes_up) / 1e6, entry.flops / 1e12, seconds

@@ -17,7 +17,7 @@ from coordinator.views.dashboard.frame import Site
 from fedvit.errors import ConfigError
 
 ANSWER_S = 60.0
-"""How long a page may take to be made: on a busy machine, from a long run."""
+"""Longest time to make a page: on a busy machine, from a long run."""
 _RUNS, _METHODS = Query([]), Query([])  # arguments that may come several times
 
 

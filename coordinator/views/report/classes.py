@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.views.report.document import ClassAccuracy
-from coordinator.views.tables import Column, Sheet, columns
+from profiles.report.tables import Column, Sheet, columns
 
 MOST_CLASSES = 20
 """Most columns of a matrix that are readable; the table of classes names frequent wrong answers in any case."""

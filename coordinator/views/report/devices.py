@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from coordinator.views.report.document import DeviceReport
-from coordinator.views.tables import Column, Sheet
+from profiles.report.tables import Column, Sheet
 
 
 def _median(figure: str, side: str) -> Callable[[DeviceReport], float | None]:

@@ -13,11 +13,11 @@ from coordinator.views.report.classes import class_sheet, make_confusion
 from coordinator.views.report.devices import device_sheet
 from coordinator.views.report.document import DeviceReport, DeviceRound, RunReport
 from coordinator.views.report.words import feature_words, generator_words, privacy_words, run_verdict, setting_words
-from coordinator.views.tables import Column, Sheet, columns
 from fedvit.quantities import format_count
 from profiles.report.figures import svg
 from profiles.report.page import Bar, Chart, Segment, duration, environment, percent, quantity, share, size
 from profiles.report.profile_page import budget_words
+from profiles.report.tables import Column, Sheet, columns
 from profiles.report.verdict import BUDGETS
 
 MOST_ROWS = 400
@@ -60,7 +60,7 @@ _ROUND_COLUMNS = columns(
 
 def run_page(report: RunReport) -> str:
     """Make one page that needs no other file."""
-    pages = environment("coordinator.views.report", "coordinator.views")
+    pages = environment("coordinator.views.report")
     pages.filters["setting"] = setting_words
     run = report.run
     rows = [DeviceRow(device.device, entry) for device in report.devices for entry in device.rounds]
@@ -119,7 +119,7 @@ def run_page(report: RunReport) -> str:
 def run_piece(report: RunReport) -> str:
     """Make what a notebook shows of a run: a piece of a page, without the page's style."""
     return (
-        environment("coordinator.views.report", "coordinator.views")
+        environment("coordinator.views.report")
         .get_template("report_piece.html")
         .render(
             run=report.run,

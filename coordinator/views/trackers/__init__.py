@@ -1,4 +1,1 @@
-"""Writes the figures of a run's rounds, read from the record, to other tools.
-
-Every writer is a module here, and a row of `writers.WRITERS`.
-"""
+"""Trackers: write the figures of a run's rounds to other tools."""

@@ -1,29 +1,54 @@
-"""Writers that follow a run: each reads the record in its own thread, so that it neither fails nor delays the run."""
+"""Writers that follow a run: each reads the record in its own thread, so that it neither fails nor delays the run.
+
+Every writer is a module of this package, and a row of `WRITERS`.
+"""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
-from coordinator.config import RunConfig
+from coordinator.config import RunConfig, TrackersConfig
+from coordinator.config.trackers import WriterName
 from coordinator.record.record import Record
-from coordinator.views.trackers.figures import read_rounds
-from coordinator.views.trackers.writer import Writer
-from coordinator.views.trackers.writers import make_writers
+from coordinator.views.trackers.mlflow import MlflowWriter
+from coordinator.views.trackers.tensorboard import TensorBoardWriter
+from coordinator.views.trackers.writer import RunInfo, Writer, flatten_settings, read_rounds
+from fedvit.errors import ConfigError
 from fedvit.hints import command
 
 log = logging.getLogger(__name__)
 
+WRITERS: dict[WriterName, type[Writer]] = {"tensorboard": TensorBoardWriter, "mlflow": MlflowWriter}
 LOOK_EVERY_S = 1.0
 """Interval of reading new rounds from the record."""
 RETRY_S = 10.0
 """Interval between attempts after an error."""
 PATIENCE_S = 10.0
-"""How long the end of a run waits for a writer without progress."""
+"""Longest wait of a run's end for a writer without progress."""
 MOST_ROUNDS = 50
 """Most rounds that are written at a time."""
+
+
+def check_writers(config: TrackersConfig, where: str) -> None:
+    """Raise ConfigError, which begins with `where`, if the library of a writer is not installed."""
+    for name in config.writers:
+        library = WRITERS[name].library
+        if find_spec(library) is None:
+            raise ConfigError(
+                "FV1016",
+                f"{where}: writers: {name!r} needs the package {library!r}, which is not installed: "
+                f"pip install 'fedvit[{name}]', or leave the writer out",
+            )
+
+
+def make_writers(run: str, config: RunConfig, folder: Path) -> list[Writer]:
+    """Make the configured writers; `run` is the run's name for them, `folder` its folder."""
+    info = RunInfo(run, folder, flatten_settings(config))
+    return [WRITERS[name](info, config.trackers) for name in config.trackers.writers]
 
 
 @contextmanager
@@ -118,19 +143,19 @@ class Follower:
                 self._writer.end(self._store.runs.read(self._run).status)
         except Exception as error:  # noqa: BLE001 - an error of a library must not end the run
             self._newest = None  # it may have written more than is known
-            self._failed(error)
+            self._report_failure(error)
             return False
         if self._trouble:
             self._trouble = False
             self._operator_log(f"metrics are written to {self._writer.where} again; none are missing")
         return True
 
-    def _failed(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         log.warning("metrics not written", extra={"run": self._run, "where": self._writer.where, "reason": repr(error)})
         if not self._trouble and not self._abandoned:
             self._trouble = True
             self._operator_log(
-                f"metrics are not written to {self._writer.where}: {_in_short(error)}. {self._writer.remedy}. "
+                f"metrics are not written to {self._writer.where}: {_shorten_error(error)}. {self._writer.remedy}. "
                 "The run continues; missing metrics are written once that works"
             )
 
@@ -141,7 +166,7 @@ class Follower:
         )
 
 
-def _in_short(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     """The error as one short line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror

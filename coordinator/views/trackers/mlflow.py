@@ -1,15 +1,14 @@
 """A run of MLflow, on a tracking server or in a database. The package `mlflow-skinny` is enough."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from coordinator.record.tables import RunStatus
-from coordinator.views.trackers.figures import LAST_OF_ROUND
-from coordinator.views.trackers.writer import TaggedRound, Writer
+from coordinator.views.trackers.writer import LAST_OF_ROUND, TaggedRound, Writer
 from fedvit.files import atomic_write
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ MOST_ENTRIES = 900
 """Metrics in one request; MLflow takes 1000."""
 MOST_PARAMS = 100
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "interrupted": "KILLED"}
-"""How a run ended -> MLflow's status."""
+"""End of a run -> MLflow's status."""
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_CONFIGURE_LOGGING": "0",  # its messages use the logging of this process
@@ -31,10 +30,8 @@ MLFLOW_ENVIRONMENT = {
 }
 """Defaults for MLflow; the environment overrides them."""
 
-_T = TypeVar("_T")
 
-
-class Known(msgspec.Struct, frozen=True):
+class MlflowRun(msgspec.Struct, frozen=True):
     """The content of FILE."""
 
     uri: str
@@ -64,8 +61,8 @@ class MlflowWriter(Writer):
             self._id = known.run
             client.update_run(self._id, status="RUNNING")
             return newest
-        self._id = self._created(client)
-        atomic_write(self._run.folder / FILE, msgspec.json.encode(Known(client.tracking_uri, self._id)))
+        self._id = self._create_run(client)
+        atomic_write(self._run.folder / FILE, msgspec.json.encode(MlflowRun(client.tracking_uri, self._id)))
         return 0
 
     def write(self, rounds: Sequence[TaggedRound]) -> None:
@@ -78,26 +75,26 @@ class MlflowWriter(Writer):
             for number, closed_at, figures in rounds
             for tag, value in figures.items()
         ]
-        for part in _parts(entries, MOST_ENTRIES):
-            self._client.log_batch(self._id, metrics=part)
+        for first in range(0, len(entries), MOST_ENTRIES):
+            self._client.log_batch(self._id, metrics=entries[first : first + MOST_ENTRIES])
 
     def end(self, status: RunStatus) -> None:
         assert self._client is not None
         self._client.set_terminated(self._id, MLFLOW_STATUS.get(status, "KILLED"))
 
-    def _created(self, client: "MlflowClient") -> str:
-        """A new run of MLflow, with the configuration as its parameters."""
+    def _create_run(self, client: "MlflowClient") -> str:
+        """Create a run of MLflow, with the configuration as its parameters."""
         from mlflow.entities import Param
 
         run = client.create_run(_experiment(client, self._config.mlflow_experiment), run_name=self._run.name)
         params = [Param(key, str(value)) for key, value in self._run.settings.items()]
-        for part in _parts(params, MOST_PARAMS):
-            client.log_batch(run.info.run_id, params=part)
+        for first in range(0, len(params), MOST_PARAMS):
+            client.log_batch(run.info.run_id, params=params[first : first + MOST_PARAMS])
         return str(run.info.run_id)
 
 
 def _experiment(client: "MlflowClient", name: str) -> str:
-    """The experiment's id. If several runs begin at the same time, one of them creates it."""
+    """Return the experiment's id. If several runs begin at the same time, one of them creates it."""
     from mlflow import MlflowException
 
     found = client.get_experiment_by_name(name)
@@ -124,13 +121,8 @@ def _newest_step(client: "MlflowClient", run: str) -> int | None:
         raise
 
 
-def _read(file: Path) -> Known | None:
+def _read(file: Path) -> MlflowRun | None:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Known)
+        return msgspec.json.decode(file.read_bytes(), type=MlflowRun)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
-
-
-def _parts(entries: list[_T], most: int) -> Iterator[list[_T]]:
-    for first in range(0, len(entries), most):
-        yield entries[first : first + most]

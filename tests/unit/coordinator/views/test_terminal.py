@@ -21,7 +21,6 @@ from coordinator.views.terminal import (
     draw_run,
     draw_runs,
 )
-from profiles.report.terminal import shortened
 from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
 from tests.support.reports import private_report, run_report
 
@@ -168,18 +167,6 @@ def test_few_devices_have_columns_and_many_have_the_range(fleets: dict[str, RunV
     ]  # fmt: skip
     wide = drawn(draw_accuracy(many, 150), 150)[1].split()
     assert wide == ["round", *FLEETS["dozen"], "mean", "std", "by", "image"], "without the curve"
-
-
-@pytest.mark.parametrize("width", range(70))
-def test_names_are_shortened_in_their_middle(width: int) -> None:
-    name = "abcdefghijklmnopqrstuvwxyz0123456789"
-    short = shortened(name, width)
-    assert len(short) == min(width, len(name))
-    if width < len(name) and width > 2:
-        begin, _, end = short.partition("…")
-        assert name.startswith(begin)
-        assert name.endswith(end)
-        assert 0 <= len(begin) - len(end) <= 1
 
 
 def test_tables_by_round_show_the_newest_of_many(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from coordinator.config import RunConfig
 from coordinator.record.record import Record
 from coordinator.views.trackers.following import following
-from coordinator.views.trackers.mlflow import FILE, MLFLOW_ENVIRONMENT, Known
+from coordinator.views.trackers.mlflow import FILE, MLFLOW_ENVIRONMENT, MlflowRun
 from tests.support.records import RUN
 from tests.support.waiting import wait_until
 
@@ -33,7 +33,7 @@ def wait_for_rounds(folder: Path, uri: str, rounds: list[int]) -> None:
     def are_written() -> bool:
         if not (folder / FILE).is_file():
             return False
-        known = msgspec.json.decode((folder / FILE).read_bytes(), type=Known)
+        known = msgspec.json.decode((folder / FILE).read_bytes(), type=MlflowRun)
         if known.uri != uri:
             return False
         history = MlflowClient(tracking_uri=uri).get_metric_history(known.run, "devices/accepted")
@@ -100,10 +100,10 @@ def test_a_run_that_mlflow_lost_is_written_anew(
 
     file = tmp_path / RUN / FILE
     file.parent.mkdir()
-    file.write_bytes(msgspec.json.encode(Known(uri, "0" * 32)))
+    file.write_bytes(msgspec.json.encode(MlflowRun(uri, "0" * 32)))
     with following(RUN, configured("mlflow", mlflow_uri=uri), store, tmp_path / RUN, print):
         pass
-    known = msgspec.json.decode(file.read_bytes(), type=Known)
+    known = msgspec.json.decode(file.read_bytes(), type=MlflowRun)
     history = MlflowClient(tracking_uri=uri).get_metric_history(known.run, "loss/train")
     assert [(entry.step, entry.value) for entry in history] == [(1, 1.5)]
 

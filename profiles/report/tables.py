@@ -1,6 +1,7 @@
-"""Tables of views: columns are declared once, and drawn in a terminal, in a page or as CSV.
+"""Tables of all reports: columns are declared once, and drawn in a terminal, in a page, in Markdown or as CSV.
 
 The unit in a column's name decides how its values are written, so a new field needs only its name and a heading.
+A line break in a heading or a text is one in a terminal, and a space elsewhere.
 """
 
 import csv
@@ -9,13 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from rich import box
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from profiles.report.console import Console
 from profiles.report.page import duration, percent, quantity, share, size
-from profiles.report.terminal import column as add_column
-from profiles.report.terminal import natural_width, shortened
-from profiles.report.terminal import table as new_table
 
 NOTHING = "–"
 """Text for a figure that was not measured."""
@@ -28,6 +29,8 @@ _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     (r"accuracy|loss", share),
     (r"flops", lambda value: quantity(value, "FLOP")),
     (r"_j$", lambda value: quantity(value, "J")),
+    (r"^(parameters|steps)", lambda value: f"{value:,}"),
+    (r"_w$", lambda value: quantity(value, "W")),
     (r"_c$", lambda value: f"{value:.1f} °C"),
     (r"epsilon$", lambda value: f"{value:.3g}"),
     (r"_at$|^at$", lambda value: clock(value)),
@@ -41,6 +44,8 @@ class Column(NamedTuple):
     name: str  # with its unit
     heading: str
     value: Callable[[Any], Any] | None = None  # of a row; by default the row's attribute of the column's name
+    style: Callable[[Any], str] | None = None  # of a row's cell: "bold" everywhere, a colour in a terminal
+    is_long: bool = False  # it holds sentences or long names, which are wrapped
 
     def read(self, row: Any) -> Any:
         """Return the value of a row."""
@@ -61,11 +66,11 @@ def clock(at: str | None) -> str:
     return NOTHING if at is None else at.replace("T", " ")[:19]
 
 
-def text_of(name: str, value: Any) -> str:
+def format_value(name: str, value: Any) -> str:
     """Write a value in the unit of its name.
 
-    >>> text_of("step_s", 0.02), text_of("bytes_up", 10**6), text_of("accuracy", None), text_of("rounds", 3)
-    ('20.0 ms', '1.00 MB', '–', '3')
+    >>> format_value("step_s", 0.02), format_value("bytes_up", 10**6), format_value("accuracy", None)
+    ('20.0 ms', '1.00 MB', '–')
     """
     if value is None:
         return NOTHING
@@ -80,19 +85,27 @@ def text_of(name: str, value: Any) -> str:
 class Sheet:
     """Values of rows, ready to be drawn."""
 
-    def __init__(self, rows: Iterable[Any], columns: Sequence[Column], *, omit_empty: bool = False) -> None:
+    def __init__(
+        self, rows: Iterable[Any], columns: Sequence[Column], *, omit_empty: bool = False, unknown: str = NOTHING
+    ) -> None:
+        rows = list(rows)
         values = [[column.read(row) for column in columns] for row in rows]
         shown = [
             place for place in range(len(columns)) if not omit_empty or any(row[place] is not None for row in values)
         ]
         self.columns = [columns[place] for place in shown]
         self.values = [[row[place] for place in shown] for row in values]
+        self.styles = [[column.style(row) if column.style else "" for column in self.columns] for row in rows]
+        self._unknown = unknown
 
     @property
     def texts(self) -> list[list[str]]:
         """Rows of cells as text."""
         return [
-            [text_of(column.name, value) for column, value in zip(self.columns, row, strict=True)]
+            [
+                self._unknown if value is None else format_value(column.name, value)
+                for column, value in zip(self.columns, row, strict=True)
+            ]
             for row in self.values
         ]
 
@@ -104,18 +117,27 @@ class Sheet:
         return any(isinstance(row[place], str) and re.match(r"[^-+−–\d]", row[place]) for row in self.values)
 
     def is_long(self, place: int) -> bool:
-        """Return whether a column holds sentences, which are wrapped."""
-        return self.columns[place].name in ("reason", "what", "quarantine")
+        """Return whether a column holds sentences or long names, which are wrapped."""
+        return self.columns[place].is_long or self.columns[place].name in ("reason", "what", "quarantine")
 
     def csv(self) -> str:
-        """A line of names, and one for each row; what was not measured is empty."""
+        """The table as CSV: a line of names, and one for each row; what was not measured is empty."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([column.name for column in self.columns])
         writer.writerows(self.values)
         return file.getvalue()
 
-    def draw(self, title: str | None, width: int, optional: Sequence[str] = ()) -> Table:
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        rows = [
+            [f"**{text}**" if style == "bold" else text for text, style in zip(*row, strict=True)]
+            for row in zip(self.texts, self.styles, strict=True)
+        ]
+        lines = [[column.heading for column in self.columns], ["---"] * len(self.columns), *rows]
+        return "\n".join(f"| {' | '.join(cells)} |".replace("\n", " ") for cells in lines)
+
+    def draw(self, title: str | None, width: int = 80, optional: Sequence[str] = ()) -> Table:
         """Draw the table for a terminal: columns of `optional` are left out, the first one first, until it fits.
 
         Numbers are never cut or wrapped; names of devices are shortened in their middle."""
@@ -134,21 +156,40 @@ class Sheet:
         return [] if place is None else [row[place] for row in self.values]
 
     def _draw(self, title: str | None, places: Sequence[int], name_width: int) -> Table:
-        table = new_table(title)
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0
+        )
         for place in places:
-            heading = self.columns[place].heading
-            if self.is_long(place):
-                table.add_column(heading, overflow="fold")
-            else:
-                is_name = self.columns[place].name == "device"
-                add_column(
-                    table, "" if is_name and not name_width else heading, "left" if self.is_text(place) else "right"
-                )
-        for row in self.texts:
-            table.add_row(*(Text(self._cell(place, row[place], name_width)) for place in places))
+            is_hidden = self.columns[place].name == "device" and not name_width
+            table.add_column(
+                Text("" if is_hidden else self.columns[place].heading),  # brackets in a name are no markup
+                justify="left" if self.is_long(place) or self.is_text(place) else "right",
+                no_wrap=not self.is_long(place),
+                overflow="fold" if self.is_long(place) else "ellipsis",
+            )
+        for texts, styles in zip(self.texts, self.styles, strict=True):
+            table.add_row(*(Text(self._cell(place, texts[place], name_width), styles[place]) for place in places))
         return table
 
     def _cell(self, place: int, text: str, name_width: int) -> str:
         if self.columns[place].name == "device":
-            return shortened(text, name_width)
+            return shorten(text, name_width)
         return "" if self.is_long(place) and not name_width else text
+
+
+def natural_width(table: Table) -> int:
+    """Width of a table that nothing bounds."""
+    console = Console(width=10_000)
+    return Measurement.get(console, console.options, table).maximum
+
+
+def shorten(name: str, width: int) -> str:
+    """Cut a name to at most `width` letters: its middle is left out, for names of a fleet differ at their ends.
+
+    >>> shorten("device-with-a-long-name-17", 12), shorten("device-3", 12)
+    ('device…me-17', 'device-3')
+    """
+    if len(name) <= width:
+        return name
+    tail = max(0, width - 1) // 2
+    return f"{name[: max(0, width - 1 - tail)]}…{name[len(name) - tail :]}" if width else ""

@@ -7,7 +7,7 @@ import pytest
 from coordinator.config import RunConfig, make_config
 from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
-from coordinator.views.trackers.figures import LAST_OF_ROUND, read_rounds, settings_of
+from coordinator.views.trackers.writer import LAST_OF_ROUND, flatten_settings, read_rounds
 from tests.support.records import RUN
 
 Configured = Callable[..., RunConfig]
@@ -42,7 +42,7 @@ def test_settings_are_one_level_of_plain_values(configured: Configured) -> None:
         "options": {"lr": 0.5}, "variants": {"jetson-*": {"lr": 0.25}}, "classes": ["ant", "bee"],
         "privacy": {"clip": 2.0}, "trackers": {"writers": ["mlflow"]},
     }  # fmt: skip
-    settings = settings_of(make_config(values, "test").run)
+    settings = flatten_settings(make_config(values, "test").run)
     assert settings["options.lr"] == 0.5
     assert settings["variants"] == '{"jetson-*": {"lr": 0.25}}'
     assert settings["classes"] == '["ant", "bee"]'

@@ -9,7 +9,6 @@ from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import open_existing_record
 from coordinator.rounds.service.releasing import release
 from coordinator.run_view import Standing, read_standings
-from coordinator.views.tables import Column, Sheet, columns
 from fedvit.command_line import Command, json_flag
 from profiles.report.console import Console
 from profiles.report.tables import Column, Sheet, columns

@@ -412,7 +412,7 @@ def test_a_broker_that_only_pretends(tmp_path: Path) -> None:
         thread.start()
         try:
             with pytest.raises(LinkDown, match=r"no answer came|no coordinator answers"):
-                join(token, tmp_path / "identity", patience_s=2.0, **ports)
+                join(msgspec.structs.replace(token, **ports), tmp_path / "identity", patience_s=2.0)
         finally:
             ended.set()
             thread.join()

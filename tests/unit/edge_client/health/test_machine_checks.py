@@ -62,7 +62,7 @@ def test_kernels_that_are_not_installed(context: DoctorContext, monkeypatch: pyt
 
 
 def use_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device where this package is installed, in processes that it starts, too."""
+    """Install this package, also for processes that the device starts."""
     monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{Path(__file__).parents[4]}")
     monkeypatch.setattr("fedvit.kernels.find_library", lambda: kernels_in(folder))
 

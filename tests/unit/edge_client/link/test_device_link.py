@@ -27,7 +27,7 @@ from tests.support.agents import (
 )
 
 
-def crowded(world: World, digits: Path, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def add_classes(world: World, digits: Path, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the device's folder has so many classes."""
     names = tuple(f"class-{number:06}" for number in range(classes))
     data = replace(DeviceData.open(digits), classes=names)
@@ -37,8 +37,8 @@ def crowded(world: World, digits: Path, classes: int, monkeypatch: pytest.Monkey
 def test_class_folders_that_fit_into_no_hello_travel_as_a_blob(
     world: World, fedavg: Setting, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is served again, to the next process of the coordinator, after a task has tidied up what no task names."""
-    crowded(world, digits, 8000, monkeypatch)
+    """The blob is served again, to the next coordinator process, after a task has tidied up what no task names."""
+    add_classes(world, digits, 8000, monkeypatch)
     world.device()
     server = world.server
     hello, *_ = [message for message in server.heard if isinstance(message, Hello)]
@@ -54,7 +54,7 @@ def test_class_folders_that_fit_into_no_hello_travel_as_a_blob(
 def test_class_folders_that_fit_into_no_blob_are_said_before_anything_is_connected(
     world: World, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crowded(world, digits, 100_000, monkeypatch)
+    add_classes(world, digits, 100_000, monkeypatch)
     with pytest.raises(DataError, match=r"^100000 class folders cannot be announced: .* at most 1048576 may be"):
         world.device(joined=False)
 

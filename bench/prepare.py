@@ -38,7 +38,7 @@ def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = No
         values = plan.rule.generate(plan.state, "device-0", config.seed) if generated else plan.state.tensors
         names = [name for name in program.names(group) if name in values]
         digest = blobs.put(pack({name: values[name] for name in names})).digest
-        digests[group] = digest if generated else plan.sent(plan.first, group, digest)
+        digests[group] = digest if generated else plan.find_sent_blob(plan.first, group, digest)
     (folder / START).write_text(json.dumps({"program": plan.first.digest, "groups": digests}))
     write_products(folder, product_side)
 

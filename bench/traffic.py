@@ -66,7 +66,7 @@ def _send_down(case: Case, plan: Plan, home: Path, progress: Progress) -> Iterat
             for state in (plan.state, later):
                 saved = save_state(state, plan.groups, blobs, updates, saved)
                 sizes.append(sum(_count_fetched(saved, group, blobs, owned) for group in plan.groups))
-                owned = set(map(saved.sent, plan.groups))
+                owned = set(map(saved.find_sent_digest, plan.groups))
         first, second = sizes
         uncoded = uncoded or second
         yield _make_row(case, "down", codec, (first, second), uncoded)
@@ -74,7 +74,7 @@ def _send_down(case: Case, plan: Plan, home: Path, progress: Progress) -> Iterat
 
 def _count_fetched(saved: SavedState, group: str, blobs: BlobStore, owned: set[str]) -> int:
     """Count the bytes of a group whose newest values the device does not have."""
-    target = blobs.manifest(saved.sent(group))
+    target = blobs.manifest(saved.find_sent_digest(group))
     steps = saved.references[group].delta_chain(blobs) if group in saved.references else ()
     for step in steps:
         if not step.base or step.base in owned:

@@ -18,7 +18,7 @@ from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
 from coordinator.record.record import Record
 from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
-from coordinator.record.totals import evaluated, trained, with_result
+from coordinator.record.totals import add_evaluation, add_training, with_result
 from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes
 from fedvit.resources import BudgetKind
@@ -312,7 +312,7 @@ def _under_way(
     """Rounds whose totals do not include all results yet: open rounds, and the last one while it is evaluated."""
     for entry in store.rounds.read_open(run):
         results = store.tasks.read_used_in(run, entry.round)
-        yield entry.round, trained(RoundTotals(cohort=len(entry.cohort)), results), results
+        yield entry.round, add_training(RoundTotals(cohort=len(entry.cohort)), results), results
     record = store.rounds.read(run, last)
     if (
         record
@@ -320,11 +320,11 @@ def _under_way(
         and not record.evaluated
         and (results := store.tasks.read_used_in(run, last, "evaluate"))
     ):
-        yield last, evaluated(record.totals, results).totals, results
+        yield last, add_evaluation(record.totals, results).totals, results
 
 
 def _accuracies(results: list[ResultRecord]) -> dict[str, float]:
-    return evaluated(RoundTotals(cohort=0), [result for result in results if result.kind == "evaluate"]).accuracy
+    return add_evaluation(RoundTotals(cohort=0), [result for result in results if result.kind == "evaluate"]).accuracy
 
 
 def _newest(values: Iterator[float | None]) -> float | None:

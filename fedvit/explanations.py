@@ -25,8 +25,8 @@ class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """What an error code means. The texts are Markdown without links."""
 
     title: str
-    meaning: str
     remedy: str
+    meaning: str = ""  # what the title does not say
     page: str = ""  # of docs/, with an anchor, that says more
 
 
@@ -62,10 +62,9 @@ def make_command(program: str) -> click.Command:
         if as_json:
             click.echo(msgspec.json.encode({"code": wanted, **msgspec.structs.asdict(explanation)}).decode())
             return
-        texts = [f"{wanted}: {explanation.title}", explanation.meaning, explanation.remedy]
-        if explanation.page:
-            texts.append(f"More: docs/{explanation.page}")
-        click.echo("\n\n".join(textwrap.fill(text, LINE_CHARACTERS, break_long_words=False) for text in texts))
+        more = f"More: docs/{explanation.page}" if explanation.page else ""
+        texts = [f"{wanted}: {explanation.title}", explanation.meaning, explanation.remedy, more]
+        click.echo("\n\n".join(textwrap.fill(text, LINE_CHARACTERS, break_long_words=False) for text in texts if text))
 
     return explain
 
@@ -85,8 +84,11 @@ def render_page() -> str:
     for section in read_sections():
         lines.append(f"\n## {section.title}\n")
         for code, explanation in section.codes.items():
-            more = f" More: [{explanation.page}]({explanation.page})." if explanation.page else ""
-            lines.append(f"\n### {code}: {explanation.title}\n\n{explanation.meaning}\n\n{explanation.remedy}{more}\n")
+            remedy = explanation.remedy
+            if explanation.page:
+                remedy = f"{remedy.removesuffix('.')} ([{explanation.page}]({explanation.page}))."
+            texts = f"### {code}: {explanation.title}", explanation.meaning, remedy
+            lines += [f"\n{text}\n" for text in texts if text]
     return "".join(lines)
 
 

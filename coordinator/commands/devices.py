@@ -6,17 +6,21 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from coordinator.commands.flags import deployment_flag
+from coordinator.record.opening import open_existing_record
+from coordinator.run_view import read_standings
+from coordinator.security import clock
+from coordinator.security.folder import Deployment
+from coordinator.security.registry import Device
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.hints import command
-
-if TYPE_CHECKING:
-    from coordinator.security.registry import Device
+from profiles.report.console import Console
+from profiles.report.tables import Column, Sheet
 
 
 @click.command(
@@ -38,10 +42,6 @@ if TYPE_CHECKING:
 @json_flag
 def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: bool, as_json: bool) -> None:
     """List the devices of a deployment: when they joined, were last seen, and when their certificates expire."""
-    from coordinator.security import clock
-    from coordinator.security.folder import Deployment
-    from profiles.report.console import Console
-    from profiles.report.tables import Column, Sheet
 
     if run and runs is None:
         raise ConfigError("FV1318", f"--run {run}: --runs is missing, the folder of all runs")
@@ -50,8 +50,8 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
         clock.confirm_clock(deployment)
     with deployment.registry.read() as rows:
         doubt = clock.find_doubt(deployment, rows.clock_s())
-        listed = [_as_json(device, deployment.authority.begin_s, doubt) for device in rows.devices()]
-        waiting = rows.open_tokens(time.time())
+        listed = [_as_json(device, deployment.authority.begin_s, doubt) for device in rows.read_devices()]
+        waiting = rows.tokens.read_open(time.time())
     if runs is not None:
         run = _add_standings(listed, runs, run)
     if doubt:
@@ -80,8 +80,6 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
 
 def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) -> str:
     """Add strikes and quarantine of a run, by default the newest; returns its name. Raises ConfigError if none."""
-    from coordinator.record.opening import open_existing_record
-    from coordinator.run_view import read_standings
 
     store = open_existing_record(runs)
     try:
@@ -126,7 +124,7 @@ def _standing(entry: dict[str, Any]) -> str:
     return f"{strikes} strike{'' if strikes == 1 else 's'}" if strikes else "-"
 
 
-def _as_json(device: "Device", begin_s: float, doubt: str | None) -> dict[str, Any]:
+def _as_json(device: Device, begin_s: float, doubt: str | None) -> dict[str, Any]:
     """A device for people and programs; `begin_s` is where all certificates begin, `doubt` the doubt of the clock."""
     now_s = time.time()
     state = "expired" if device.expires_at < now_s else "not yet valid" if now_s < begin_s else "valid"

@@ -65,7 +65,7 @@ def _wait_for_device(deployment: Deployment, token: str, name: str, valid_s: flo
 def _is_used(deployment: Deployment, token_id: str, name: str) -> bool:
     """Return whether the device has joined. Raises ConfigError if the token was withdrawn."""
     with deployment.registry.read() as rows:
-        token = rows.token(token_id)
+        token = rows.tokens.find(token_id)
     if token is None or token.withdrawn:
         raise ConfigError(
             "FV1302", f"this token for {name} was withdrawn: {name} has joined with another one, or was revoked"

@@ -41,7 +41,7 @@ def plan(run: str | None, folder: Path, as_json: bool, **request: Any) -> None:
 
     Ends with exit code 8 if nothing fits one of them.
     """
-    wanted = request_of(request, config=_recorded(run, folder) if run else None)
+    wanted = request_of(request, config=_read_recorded(run, folder) if run else None)
     from coordinator.compute.planning.forecast import write_forecast
     from coordinator.compute.planning.plan_report import plan_report
     from coordinator.compute.planning.profiling import NothingFits, choose_configurations, forecast_of
@@ -59,7 +59,7 @@ def plan(run: str | None, folder: Path, as_json: bool, **request: Any) -> None:
         raise OverBudget("FV1508", f"nothing fits the budget of {', '.join(none)}")
 
 
-def _recorded(run: str, folder: Path) -> RunConfig:
+def _read_recorded(run: str, folder: Path) -> RunConfig:
     """The configuration of a run. Raises ConfigError if there is no such run, or a flag contradicts it."""
     source = click.get_current_context().get_parameter_source
     given = [flag for name, flag in OF_THE_RUN.items() if source(name) is ParameterSource.COMMANDLINE]

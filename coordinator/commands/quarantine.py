@@ -1,17 +1,17 @@
 """`coordinator quarantine`: lists and releases devices with strikes or in quarantine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import open_existing_record
+from coordinator.rounds.service.releasing import release
+from coordinator.run_view import Standing, read_standings
 from fedvit.command_line import Command, json_flag
-
-if TYPE_CHECKING:
-    from coordinator.run_view import Standing
+from profiles.report.console import Console
+from profiles.report.tables import Column, Sheet, columns
 
 
 @click.command(cls=Command, examples=["coordinator quarantine RUN", "coordinator quarantine RUN --release pi-3"])
@@ -24,10 +24,6 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
 
     A released device that had been sent away must be restarted.
     """
-    from coordinator.rounds.service.releasing import release
-    from coordinator.run_view import read_standings
-    from profiles.report.console import Console
-    from profiles.report.tables import Column, Sheet, columns
 
     store = open_existing_record(folder, writes=bool(released))
     try:
@@ -47,6 +43,6 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
     console.print(sheet.draw("devices with strikes", console.width) if standings else "no device has a strike")
 
 
-def _describe(standing: "Standing") -> str:
+def _describe(standing: Standing) -> str:
     until = "" if standing.until_round is None else f"until round {standing.until_round}: "
     return f"{until}{standing.quarantine}" if standing.quarantine else "-"

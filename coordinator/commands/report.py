@@ -6,8 +6,12 @@ import click
 
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import newest_run, open_existing_record
+from coordinator.views.report.devices import device_sheet
+from coordinator.views.report.document import encode_report, read_report
+from coordinator.views.terminal import draw_report
 from fedvit.command_line import Command, json_flag
 from fedvit.files import atomic_write
+from profiles.report.console import Console
 
 
 @click.command(cls=Command, examples=["coordinator report RUN --out report.html --csv devices.csv"])
@@ -20,9 +24,6 @@ from fedvit.files import atomic_write
 @json_flag
 def report(run: str | None, folder: Path, out: Path | None, table: Path | None, as_json: bool) -> None:
     """Report RUN, by default the newest: accuracy, bytes, time, memory, energy; predicted beside measured."""
-    from coordinator.views.report.document import encode_report, read_report
-    from coordinator.views.terminal import draw_report
-    from profiles.report.console import Console
 
     store = open_existing_record(folder)
     try:
@@ -35,8 +36,6 @@ def report(run: str | None, folder: Path, out: Path | None, table: Path | None, 
         console = Console()
         console.print(draw_report(document, console.width))
     if table:
-        from coordinator.views.report.devices import device_sheet
-
         atomic_write(table, device_sheet(document.devices).csv().encode())
         click.echo(f"written: {table}", err=True)
     if out:

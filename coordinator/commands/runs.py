@@ -8,7 +8,10 @@ import msgspec
 
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import open_existing_record
+from coordinator.run_view import list_runs
+from coordinator.views.terminal import draw_runs
 from fedvit.command_line import Command, json_flag
+from profiles.report.console import Console
 
 
 @click.command(cls=Command, examples=["coordinator runs", "coordinator runs --runs /srv/fedvit/runs --json"])
@@ -16,9 +19,6 @@ from fedvit.command_line import Command, json_flag
 @json_flag
 def runs(folder: Path, as_json: bool) -> None:
     """List all runs, newest first."""
-    from coordinator.run_view import list_runs
-    from coordinator.views.terminal import draw_runs
-    from profiles.report.console import Console
 
     store = open_existing_record(folder)
     try:

@@ -70,7 +70,7 @@ def submit(file: Path | None, name: str | None, folder: Path, as_json: bool, **f
 
 
 def _check_earlier_run(config: RunConfig, store: Record | None) -> None:
-    """Raises ConfigError if the run that this one starts from does not exist, or has ended without a round."""
+    """Raise ConfigError if the run that this one starts from does not exist, or has ended without a round."""
     if config.start_from is None:
         return
 

@@ -24,7 +24,7 @@ from coordinator.compute.messages import (
 )
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.planner import Plan, make_plan
-from coordinator.compute.process import drained
+from coordinator.compute.process import drain
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.references import snapshot
 from coordinator.compute.restore import newest_state
@@ -73,7 +73,7 @@ class Engine:
         return self._blobs.found()
 
     def take_warnings(self) -> list[str]:
-        return drained(self._warnings)
+        return drain(self._warnings)
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -149,8 +149,11 @@ class Engine:
     ) -> PlannedTask:
         """A device's Program for the round, and the digests of the tensors that the server sends. Raises OverBudget."""
         plan, saved = self._server_step.plan, request.saved
-        variant, expected = plan.given(device, request.round, target)
-        groups = {group: plan.sent(variant, group, saved.sent(group)) for group in variant.program.common_groups()}
+        variant, expected = plan.choose_variant(device, request.round, target)
+        groups = {
+            group: plan.find_sent_blob(variant, group, saved.find_sent_digest(group))
+            for group in variant.program.common_groups()
+        }
         sent = [known for group, known in saved.references.items() if groups.get(group) == known.digest]
         for group in variant.program.with_role(Role.GENERATED):
             generated = plan.rule.generate(state.value, device, self._config.seed)

@@ -60,7 +60,7 @@ class VerifiedBlobs(BlobStore):
         return whole
 
     def check(self, digest: str, *, anew: bool = False) -> None:
-        """Raises DamagedBlob."""
+        """Raise DamagedBlob."""
         if not self.is_intact(digest, anew=anew):
             raise DamagedBlob(digest, self.path(digest))
 

@@ -179,7 +179,7 @@ class Compute(Protocol):
     """Called with a description of the current step, in the thread that asks."""
 
     def ask(self, request: Request[Answer]) -> Answer:
-        """Raises the errors that the request documents, DamagedBlob, and StorageFailed."""
+        """Raise the errors that the request documents, DamagedBlob, and StorageFailed."""
         ...
 
     def damaged(self) -> list[str]:

@@ -190,7 +190,7 @@ class Worker:
                 return answer
 
     def damaged(self) -> list[str]:
-        return drained(self._damaged)
+        return drain(self._damaged)
 
     def take_warnings(self) -> list[str]:
         if self._busy.acquire(blocking=False):  # otherwise the asking thread handles it
@@ -201,7 +201,7 @@ class Worker:
                     self._start_again()
             finally:
                 self._busy.release()
-        return drained(self._warnings)
+        return drain(self._warnings)
 
     def close(self) -> None:
         self._closed.set()
@@ -309,7 +309,7 @@ def how_it_ended(code: int) -> str:
     return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
 
 
-def drained(lines: "SimpleQueue[str]") -> list[str]:
+def drain(lines: "SimpleQueue[str]") -> list[str]:
     found: list[str] = []
     while True:
         try:

@@ -33,7 +33,7 @@ def newest_state(step: ServerStep, copies: str) -> tuple[SavedState, list[int]]:
     saved = record.state if record and record.state else save_state(plan.state, plan.groups, blobs, updates)
     damaged = _find_damaged(broken[0][1], blobs) if broken else []
     for record, recorded in reversed(broken):
-        saved = _Recomputation(step, record, recorded, damaged, copies).closed(saved)
+        saved = _Recomputation(step, record, recorded, damaged, copies).recompute(saved)
     references = {group: _usable(reference, blobs) for group, reference in saved.references.items()}
     return msgspec.structs.replace(saved, references=references), [record.round for record, _ in reversed(broken)]
 
@@ -66,7 +66,7 @@ class _Recomputation:
         self._find_damaged = damaged
         self._copies = copies
 
-    def closed(self, before: SavedState) -> SavedState:
+    def recompute(self, before: SavedState) -> SavedState:
         step, number = self._step, self._number
         step.progress(f"round {number}: its state is damaged on this disk and is recomputed")
         results = step.results(number)

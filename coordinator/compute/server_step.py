@@ -15,7 +15,7 @@ from coordinator.compute.planning.planner import Plan
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
-from coordinator.record.privacy import expected_cohort, round_figures
+from coordinator.record.privacy import compute_cohort_size, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
@@ -43,7 +43,7 @@ class ServerStep:
 
     def outliers(self, number: int) -> list[Outlier]:
         """Results of a round that are far out of scale."""
-        return self._screened(number, self.results(number)).outliers
+        return self._screen_uploads(number, self.results(number)).outliers
 
     def take(self, number: int, saved: SavedState, drawn: tuple[int, int] | None) -> Stepped:
         """Compute the next state, and the figures for the round's record.
@@ -53,7 +53,7 @@ class ServerStep:
         config, results = self.config, self.results(number)
         if not results:
             raise EmptyCohort("FV1501", f"none of the asked devices returned a result for round {number}")
-        screened = self._screened(number, results)
+        screened = self._screen_uploads(number, results)
         kept = self._without_quarantined(saved.uploads, number)
         damaged = self._find_damaged_uploads(kept, results)
         kept = {device: digest for device, digest in kept.items() if device not in damaged}
@@ -72,7 +72,7 @@ class ServerStep:
 
         Raises EmptyCohort if no usable result is left.
         """
-        screened = self._screened(number, self.results(number))
+        screened = self._screen_uploads(number, self.results(number))
         program, first = self.plan.variant("", number).program, self.plan.values
         names = [name for group in program.with_role(Role.SHARED) for name in program.names(group)]
         mean = Mean().combine(weight_deltas(screened.uploads, number), names)
@@ -101,7 +101,7 @@ class ServerStep:
     def _screen(self) -> Screen:
         return Screen.of(self.config.robust)
 
-    def _screened(self, number: int, results: list[ResultRecord]) -> Screened:
+    def _screen_uploads(self, number: int, results: list[ResultRecord]) -> Screened:
         if self._newest is None or self._newest[0] != results:
             self._newest = results, self._screen.apply(self._uploads(number, results))
         return self._newest[1]
@@ -168,4 +168,4 @@ def aggregator_of(config: RunConfig, round_number: int) -> Aggregator:
         return make_aggregator(config.robust.aggregator, config.robust.malicious_share)
     assert privacy.clip is not None  # PrivacyConfig requires both
     draw = np.random.default_rng([config.seed, round_number] if privacy.deterministic_noise else secrets.randbits(256))
-    return PrivateMean(privacy.clip, privacy.noise_multiplier, expected_cohort(config), draw)
+    return PrivateMean(privacy.clip, privacy.noise_multiplier, compute_cohort_size(config), draw)

@@ -24,7 +24,7 @@ MOSTLY = 0.5
 
 
 def check_start(request: Check) -> Checked:
-    """Raises ConfigError, beginning with `where` of the request, and Damaged if an earlier run's state is damaged."""
+    """Raise ConfigError, beginning with `where` of the request, and Damaged if an earlier run's state is damaged."""
     config = request.config
     check_run(config, request.where)
     if request.is_region:

@@ -126,7 +126,7 @@ class BlobsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def check_blobs(config: BlobsConfig, where: str) -> None:
-    """Raises ConfigError, which begins with `where`, if the library of the object store is not installed."""
+    """Raise ConfigError, which begins with `where`, if the library of the object store is not installed."""
     if config.url is not None and find_spec("obstore") is None:
         raise ConfigError(
             "FV1017",

@@ -50,7 +50,7 @@ class BudgetConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def check_memory_budget(budget: BudgetConfig) -> None:
-    """Raises ConfigError if a device's program and its engine alone take more memory than the budget."""
+    """Raise ConfigError if a device's program and its engine alone take more memory than the budget."""
     limit_bytes = budget.limits().memory_bytes
     if limit_bytes is None:
         return

@@ -41,7 +41,7 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError("FV1014", f"{clip} = {limit} must be above 0")
 
     def check(self, method: str, roles: set[Role], collects: bool, robust: RobustConfig) -> None:
-        """Raises ConfigError if the noise would not cover what the method sends, or not with the stated epsilon."""
+        """Raise ConfigError if the noise would not cover what the method sends, or not with the stated epsilon."""
         if self.feature_noise and not collects:
             raise ConfigError("FV1014", f"feature_noise = {self.feature_noise}: method {method!r} uploads no features")
         if not self.noise_multiplier:

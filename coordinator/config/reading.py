@@ -21,7 +21,7 @@ class StartConfig(Struct, frozen=True):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises ConfigError, naming the file, and the line if it is not TOML."""
+    """Raise ConfigError, naming the file, and the line if it is not TOML."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
@@ -41,7 +41,7 @@ def make_config(values: dict[str, Any], where: str) -> StartConfig:
 
 
 def check_settings(config: RunConfig, where: str) -> None:
-    """Raises ConfigError, beginning with `where`, for an unknown method, model or option, or a value out of range.
+    """Raise ConfigError, beginning with `where`, for an unknown method, model or option, or a value out of range.
 
     Does not import torch.
     """

@@ -14,7 +14,7 @@ CENTRE = "centre"
 
 
 def check_kind(home: Path, *, is_region: bool) -> None:
-    """Raises ConfigError if the run in a folder is that of a region, and is resumed as another one, or vice versa."""
+    """Raise ConfigError if the run in a folder is that of a region, and is resumed as another one, or vice versa."""
     if is_region and not (home / CENTRE).is_dir():
         raise ConfigError("FV2205", f"run {home.name!r} is not that of a region: choose another --run")
     if not is_region and (home / CENTRE).is_dir():

@@ -46,7 +46,7 @@ def _difference(key: str, before: Any, asked: Any, given: Any) -> tuple[str, Any
 
 
 def _check_change(run: str, key: str, before: Any, asked: Any) -> None:
-    """Raises ConfigError if a resumed run cannot have the new value."""
+    """Raise ConfigError if a resumed run cannot have the new value."""
     if key == "rounds":
         if asked > before:
             return

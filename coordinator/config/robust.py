@@ -51,7 +51,7 @@ class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ConfigError("FV1013", f"{key} = {value} must be at least {least:g}")
 
     def check(self, method: str, roles: set[Role]) -> None:
-        """Raises ConfigError, naming the method, if there is nothing to aggregate."""
+        """Raise ConfigError, naming the method, if there is nothing to aggregate."""
         if self.aggregator != "mean" and Role.SHARED not in roles:
             raise ConfigError(
                 "FV1013",

@@ -208,7 +208,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("FV1009", f"pretrained = {self.pretrained!r}: there is no such file")
 
     def check_privacy_of_modes(self) -> None:
-        """Raises ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""
+        """Raise ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""
         late = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
         if self.robust.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
             raise ConfigError(

@@ -58,7 +58,7 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return {self.down, self.down_whole} != {NONE}
 
     def check(self, method: str, groups: dict[str, tuple[Role, list[str]]], collects: bool) -> None:
-        """Raises ConfigError, naming the method, for a codec of tensors that it never sends."""
+        """Raise ConfigError, naming the method, for a codec of tensors that it never sends."""
         sender = f"method {method!r}"
         back = [group for group, (role, names) in groups.items() if role.is_sent_back and names]
         for group in self.up_groups:

@@ -138,7 +138,7 @@ class Backups:
         return number - 1 if self._repairs else number
 
     def check_record(self) -> None:
-        """Raises Damaged if the record lacks a round that a copy has: SQLite cannot detect lost transactions."""
+        """Raise Damaged if the record lacks a round that a copy has: SQLite cannot detect lost transactions."""
         closed = self._find_closed()
         for copy in self.copies():
             copied = self._read_copied(copy)

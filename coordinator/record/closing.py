@@ -31,7 +31,7 @@ def sum_up_training(
     cohort = int(
         (row.figures or {}).get("cohort", len(row.cohort))
     )  # in mode buffered including devices of earlier rounds
-    made = totals.trained(RoundTotals(cohort=cohort), results)
+    made = totals.add_training(RoundTotals(cohort=cohort), results)
     connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made)))
     seal(connection, ROUNDS, this)
 
@@ -46,7 +46,7 @@ def sum_up_evaluation(
         if results is None:
             results = read_used_results(connection, run, number, "evaluate")
         add_to_devices(connection, run, number, results, ())
-        made, accuracy = totals.evaluated(msgspec.convert(row.totals, RoundTotals), results)
+        made, accuracy = totals.add_evaluation(msgspec.convert(row.totals, RoundTotals), results)
         connection.execute(update(ROUNDS).where(this).values(totals=msgspec.to_builtins(made), accuracy=accuracy))
     seal(connection, ROUNDS, this)
 

@@ -81,7 +81,7 @@ def address_in(folder: Path) -> str | None:
 
 
 def _address_in(file: Path) -> str:
-    """Raises StorageFailed if the file cannot be read."""
+    """Raise StorageFailed if the file cannot be read."""
     try:
         return file.read_text().strip()
     except OSError as error:
@@ -228,7 +228,7 @@ class Database:
         fence(self._engine, term)
 
     def check_leads(self) -> None:
-        """Raises LeadershipLost if another process has taken over from this one, which led."""
+        """Raise LeadershipLost if another process has taken over from this one, which led."""
         if self.term:
             with self.transaction() as connection:
                 check_term(connection, self.term)
@@ -241,7 +241,7 @@ class Database:
             return services_of(connection)
 
     def check_reachable(self) -> None:
-        """Raises DatabaseGone if the database's server does not answer."""
+        """Raise DatabaseGone if the database's server does not answer."""
         with self.transaction() as connection:
             connection.execute(select(1))
 

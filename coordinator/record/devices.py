@@ -139,7 +139,7 @@ class Devices:
     def read_refusals(
         self, run: str, newest: int | None = None, *, round_number: int | None = None, device: str | None = None
     ) -> list[RefusalRecord]:
-        """Return all refusals, or those of a round or a device, in order; `newest`: only so many of the newest."""
+        """Return all refusals, or those of a round or a device, in order; `newest` limits their number."""
         query = select(REFUSALS).where(REFUSALS.c.run == run)
         if round_number is not None:
             query = query.where(REFUSALS.c.round == round_number)

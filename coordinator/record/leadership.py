@@ -99,7 +99,7 @@ def fence(engine: Engine, term: int) -> None:
 
 
 def check_term(connection: Connection, term: int) -> None:
-    """Raises LeadershipLost if the term is over; otherwise it is not before the end of this transaction."""
+    """Raise LeadershipLost if the term is over; if it is not, it lasts to the end of this transaction."""
     row = select(LEADERSHIP.c.term).where(LEADERSHIP.c.term == term).with_for_update(read=True)
     if connection.execute(row).first() is None:
         raise _make_lost_error(connection, connection.engine.url, term)
@@ -170,7 +170,7 @@ class Leadership:
         return self._error is None and _now_s() - self._confirmed_at < CURRENT_S
 
     def check(self) -> None:
-        """Raises LeadershipLost if another process has taken over."""
+        """Raise LeadershipLost if another process has taken over."""
         if self._error is not None:
             raise self._error
 

@@ -61,7 +61,7 @@ def open_store(config: BlobsConfig, run: str) -> ObjectStoreClient:
 
 
 def check_folder(config: BlobsConfig) -> None:
-    """Raises FileNotFoundError if the store is a folder that is not there: files would be put below a missing mount."""
+    """Raise FileNotFoundError if the store is a folder that is not there: files would be put below a missing mount."""
     if config.scheme == "file" and not Path(config.folder).is_dir():
         raise FileNotFoundError(f"there is no folder {config.folder}")
 

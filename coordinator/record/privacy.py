@@ -28,10 +28,10 @@ class Step(NamedTuple):
     cohort: int
 
 
-def expected_cohort(config: RunConfig) -> int:
-    """Devices of a round, from the configuration alone: the denominator of private means.
+def compute_cohort_size(config: RunConfig) -> int:
+    """Compute the number of devices of a round from the configuration alone: the denominator of private means.
 
-    >>> expected_cohort(RunConfig(devices=20, cohort=0.25)), expected_cohort(RunConfig(devices=20, cohort=8))
+    >>> compute_cohort_size(RunConfig(devices=20, cohort=0.25)), compute_cohort_size(RunConfig(devices=20, cohort=8))
     (5, 8)
     """
     if isinstance(config.cohort, float):
@@ -45,11 +45,11 @@ def cohort_seed(config: RunConfig) -> int:
     return secrets.randbits(63) if private else config.seed
 
 
-# --- what was spent -----------------------------------------------------------------------------------
+# --- epsilon ------------------------------------------------------------------------------------------
 
 
-def spent(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) -> float:
-    """Epsilon of all steps together, for the run's delta and accounting. A mapping gives the number of equal steps."""
+def compute_epsilon(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) -> float:
+    """Compute epsilon of all steps together, for the run's delta. A mapping gives the number of equal steps."""
     times = Counter(steps)
     if not times:
         return 0.0
@@ -68,8 +68,8 @@ def spent(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) ->
     return float(accountant.get_epsilon(privacy.delta))
 
 
-def spent_on_rows(rows: int, noise_multiplier: float, delta: float) -> float:
-    """Epsilon of `rows` noisy feature rows together; replacing one changes it by up to twice the clip."""
+def compute_epsilon_of_rows(rows: int, noise_multiplier: float, delta: float) -> float:
+    """Compute epsilon of `rows` noisy feature rows together; replacing one changes it by up to twice the clip."""
     return _gaussian(noise_multiplier / 2 / math.sqrt(rows), delta) if rows else 0.0
 
 
@@ -104,7 +104,7 @@ def round_figures(
         steps = Counter([Step(privacy.noise_multiplier, population, cohort)])
         for (noise, there, drawn), count in counts_before(store, run, NOISE, POPULATION, COHORT).items():
             steps[Step(noise, int(there), int(drawn))] += count
-        figures[EPSILON] = spent(steps, privacy)
+        figures[EPSILON] = compute_epsilon(steps, privacy)
     if privacy.feature_noise and feature_rows:
         most = max(feature_rows)
         figures |= {FEATURE_NOISE: privacy.feature_noise, FEATURE_ROWS: float(most)}
@@ -114,5 +114,5 @@ def round_figures(
             for (noise, before), count in counts_before(store, run, FEATURE_NOISE, FEATURE_ROWS).items()
         )
         for name, count in ((ROW_EPSILON, 1), (UPLOAD_EPSILON, most), (DEVICE_EPSILON, math.ceil(rows))):
-            figures[name] = spent_on_rows(count, privacy.feature_noise, privacy.delta)
+            figures[name] = compute_epsilon_of_rows(count, privacy.feature_noise, privacy.delta)
     return figures

@@ -149,7 +149,7 @@ class _DoomedRun(NamedTuple):
 
 
 def _find_run(store: Record, folder: Path, name: str, why: str, keep_mirrors: bool) -> _DoomedRun:
-    """Raises StorageFailed if the run's mirror cannot be used."""
+    """Raise StorageFailed if the run's mirror cannot be used."""
     removals = [_removal_of_run(folder, name, why)]
     mirror = None if keep_mirrors else run_mirror(store.runs.read(name))
     sizes = mirror.sizes() if mirror else {}

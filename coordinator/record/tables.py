@@ -107,7 +107,7 @@ class SavedState(Struct, frozen=True):
     uploads: dict[str, str]
     references: dict[str, Reference] = {}  # of groups that are sent coded
 
-    def sent(self, group: str) -> str:
+    def find_sent_digest(self, group: str) -> str:
         """The digest that devices use."""
         return self.references[group].digest if group in self.references else self.groups[group]
 

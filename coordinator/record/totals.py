@@ -17,8 +17,8 @@ class Evaluation(NamedTuple):
     accuracy: dict[str, float]
 
 
-def trained(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTotals:
-    """Totals with the training results of the round's server step."""
+def add_training(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTotals:
+    """Add the training results of the round's server step."""
     losses = [result.metrics["loss"] for result in results if "loss" in result.metrics]
     return msgspec.structs.replace(
         _with_costs(totals, results),
@@ -28,8 +28,8 @@ def trained(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTotals
     )
 
 
-def evaluated(totals: RoundTotals, results: Sequence[ResultRecord]) -> Evaluation:
-    """Totals with the results of the evaluation."""
+def add_evaluation(totals: RoundTotals, results: Sequence[ResultRecord]) -> Evaluation:
+    """Add the results of the evaluation."""
     tested = [result for result in results if result.samples]
     accuracy = {result.device: result.metrics["correct"] / result.samples for result in tested}
     totals = _with_costs(totals, results)

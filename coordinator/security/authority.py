@@ -67,7 +67,7 @@ class Authority:
 
     @classmethod
     def load(cls, certificate: bytes, key: bytes) -> "Authority":
-        """Raises ConfigError if the PEM files were not made by `create`."""
+        """Raise ConfigError if the PEM files were not made by `create`."""
         try:
             private = load_pem_private_key(key, password=None)
             found = x509.load_pem_x509_certificate(certificate)

@@ -76,7 +76,7 @@ class BrokerLog:
         self._expected = list(devices)
 
     @property
-    def reloaded(self) -> bool:
+    def has_reloaded(self) -> bool:
         """Return whether the broker has reloaded its lists, as far as the log was read."""
         return self._expected_from is None
 

@@ -112,7 +112,7 @@ class EnrolmentService:
 
     def _on_join(self, token_id: str, raw: bytes) -> None:
         with self._deployment.registry.read() as rows:
-            token = rows.token(token_id)
+            token = rows.tokens.find(token_id)
         if token is None:
             raise BadPayload("FV1304", f"token {token_id} is unknown")
         message = unseal(raw, token.secret_bytes, FROM_DEVICE)
@@ -132,23 +132,23 @@ class EnrolmentService:
 
     def _grant(self, rows: Rows, token_id: str, message: JoinRequest) -> bytes:
         """The certificate for a request, DER; the same again for the same request. Raises PeerRefused."""
-        token = rows.token(token_id)
+        token = rows.tokens.find(token_id)
         if token is None:
             raise BadPayload("FV1304", f"token {token_id} is no longer known")
         digest = sha256(message.request).hexdigest()
-        known = rows.device(token.device)
+        known = rows.find_device(token.device)
         if token.request == digest and token.certificate and known and known.revoked_at is None:
             return base64.b64decode(token.certificate)
         _check_token(token, message, known)
         if known is not None:
-            rows.discard(known.name)
+            rows.revocations.revoke_certificates(known.name)
         if doubt := self._check_clock():
             raise PeerRefused("FV1303", f"the clock of the server is in doubt: {doubt}")
         certificate = self._issue(token.device, message.request)
         rows.put_device(token.device, _record(certificate), now())
         der = certificate.public_bytes(Encoding.DER)
-        rows.use_token(token.id, digest, base64.b64encode(der).decode())
-        rows.withdraw_tokens(token.device)  # otherwise another device could take its place with one of them
+        rows.tokens.use(token.id, digest, base64.b64encode(der).decode())
+        rows.tokens.withdraw(token.device)  # otherwise another device could take its place with one of them
         log.info("device enrolled", extra={"device": token.device})
         self.news.put(f"{token.device} has joined this deployment")
         return der
@@ -161,14 +161,14 @@ class EnrolmentService:
             raise BadPayload("FV2311", f"a {type(message).__name__} is not a request for renewal")
         self._seen[device] = now()
         with self._deployment.registry.read() as rows:
-            if not _may_be_renewed(rows.device(device)):
+            if not _may_be_renewed(rows.find_device(device)):
                 return
         if self._check_clock():
             log.warning("certificate not renewed: the clock may be wrong", extra={"device": device})
             return
         certificate = self._issue(device, message.request)
         with self._deployment.change() as rows:
-            if not _may_be_renewed(rows.device(device)):  # it was revoked or renewed meanwhile
+            if not _may_be_renewed(rows.find_device(device)):  # it was revoked or renewed meanwhile
                 return
             rows.drop_expired(device, now())
             rows.add_certificate(device, _record(certificate))
@@ -212,7 +212,7 @@ class EnrolmentService:
 
 
 def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -> None:
-    """Raises PeerRefused, with a message for the person at the device."""
+    """Raise PeerRefused, with a message for the person at the device."""
     if token.withdrawn:
         raise PeerRefused(
             "FV1302",

@@ -69,7 +69,7 @@ class Deployment:
 
     @classmethod
     def create(cls, folder: Path, settings: Settings) -> "Deployment":
-        """Raises ConfigError if `folder` is not empty, StorageFailed if it cannot be written.
+        """Raise ConfigError if `folder` is not empty, StorageFailed if it cannot be written.
 
         The folder is created completely or not at all.
         """
@@ -153,12 +153,12 @@ class Deployment:
         """Change devices or tokens; the files that a broker has to reload are written first."""
         with self.registry.change() as rows:
             yield rows
-            if rows.revocations_changed:
+            if rows.revocations.has_changed:
                 self._write_revocations(rows)
-            if rows.tokens_forgotten:
+            if rows.tokens.has_forgotten:
                 self._write_logins(rows)
-            elif rows.new_tokens:
-                self._add_logins(rows.new_tokens)
+            elif rows.tokens.new:
+                self._add_logins(rows.tokens.new)
 
     def _write_new(self) -> None:
         atomic_write(self.folder / "deployment.json", msgspec.json.format(msgspec.json.encode(self.settings)))
@@ -183,9 +183,9 @@ class Deployment:
             self._write_logins(rows)
 
     def _write_revocations(self, rows: Rows) -> None:
-        rules = device_rules(self.settings.federation, COORDINATOR, rows.list_revoked_devices())
+        rules = device_rules(self.settings.federation, COORDINATOR, rows.revocations.list_devices())
         atomic_write(self.folder / "devices.acl", rules.encode())
-        serials = [int(serial, 16) for serial in rows.list_revoked_serials()]
+        serials = [int(serial, 16) for serial in rows.revocations.list_serials()]
         revocations = self.authority.revocations(serials, rows.generation() + 1, now())
         atomic_write(self.folder / "revoked.pem", revocations)
 
@@ -197,7 +197,7 @@ class Deployment:
         """Write all logins. Existing lines are reused, since each takes milliseconds to compute."""
         existing = self._logins.read_text(errors="replace").splitlines() if self._logins.exists() else []
         known = {found[1]: f"{line}\n" for line in existing if (found := _LOGIN.fullmatch(line))}
-        lines = [known.get(token.id) or _login(token) for token in rows.tokens()]
+        lines = [known.get(token.id) or _login(token) for token in rows.tokens.read_all()]
         atomic_write(self._logins, "".join(lines).encode(), private=True)
 
     def _add_logins(self, tokens: Sequence[OpenToken]) -> None:
@@ -275,14 +275,14 @@ def make_token(deployment: Deployment, device: str, valid_s: float, *, replaces:
         secrets.token_hex(8), device, base64.b64encode(secret).decode(), now() + valid_s, replaces=replaces
     )
     with deployment.change() as rows:
-        if not replaces and rows.device(device) is not None:
+        if not replaces and rows.find_device(device) is not None:
             raise ConfigError(
                 "FV1306",
                 f"a device called {device!r} has joined already; choose another name, or let a new device take its "
                 f"place: {command('coordinator', 'enroll', device, '--replace', deployment=deployment.folder)}",
             )
-        rows.forget_tokens(now())
-        rows.add_token(made)
+        rows.tokens.forget(now())
+        rows.tokens.add(made)
     return Token(
         made.id,
         secret,

@@ -22,7 +22,6 @@ from sqlalchemy import (
     Float,
     Integer,
     MetaData,
-    Select,
     String,
     Table,
     bindparam,
@@ -138,162 +137,173 @@ class OpenToken(Struct, frozen=True):
         return base64.b64decode(self.secret)
 
 
-class Rows:
-    """The registry within one transaction. Methods that change something may only be called within `Registry.change`.
+class TokenRows:
+    """The tokens of a registry, within one transaction.
 
-    `revocations_changed`, `new_tokens` and `tokens_forgotten` say which files of the broker have to be written.
+    `new` and `has_forgotten` say how the broker's file of logins has to be written.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.revocations_changed = False
-        self.new_tokens: list[OpenToken] = []
-        self.tokens_forgotten = False
+    def __init__(self, rows: "Rows") -> None:
+        self._rows = rows
+        self._connection = rows.connection
+        self.new: list[OpenToken] = []
+        self.has_forgotten = False
 
-    # --- queries -------------------------------------------------------------------------------------
+    def find(self, token_id: str) -> OpenToken | None:
+        return next(self._read(_TOKENS.c.id == token_id), None)
 
-    def generation(self) -> int:
-        found: int = self._connection.execute(select(_COUNTERS.c.generation)).scalar_one()
-        return found
+    def read_all(self) -> list[OpenToken]:
+        """Return all tokens that are remembered, including used and expired ones."""
+        return list(self._read(_TOKENS.c.id.is_not(None)))
 
-    def clock_s(self) -> float:
-        """The newest date at which this machine's clock was plausible."""
-        found: float = self._connection.execute(select(_COUNTERS.c.clock_s)).scalar_one()
-        return found
+    def read_open(self, now_s: float, device: str | None = None) -> list[OpenToken]:
+        """Return the tokens with which any device, or the one of that name, can still join."""
+        return list(self._read(_is_open(now_s) if device is None else _is_open(now_s) & (_TOKENS.c.device == device)))
 
-    def device(self, name: str) -> Device | None:
-        found = self._devices(_DEVICES.c.name == name, _CERTIFICATES.c.device == name)
-        return found[0] if found else None
-
-    def devices(self) -> list[Device]:
-        """All devices, by name."""
-        return self._devices(None, None)
-
-    def _devices(
-        self, of_devices: ColumnElement[bool] | None, of_certificates: ColumnElement[bool] | None
-    ) -> list[Device]:
-        certificates: dict[str, list[Certificate]] = {}
-        query = select(_CERTIFICATES).order_by(_CERTIFICATES.c.issued_at)
-        for row in self._mappings(query if of_certificates is None else query.where(of_certificates)):
-            entry = Certificate(row["serial"], row["issued_at"], row["expires_at"])
-            certificates.setdefault(row["device"], []).append(entry)
-        known = select(_DEVICES).order_by(_DEVICES.c.name)
-        return [
-            Device(certificates=certificates.get(row["name"], []), **row)
-            for row in self._mappings(known if of_devices is None else known.where(of_devices))
-        ]
-
-    def token(self, token_id: str) -> OpenToken | None:
-        return next(self._tokens(_TOKENS.c.id == token_id), None)
-
-    def tokens(self) -> list[OpenToken]:
-        """All tokens that are remembered, including used and expired ones."""
-        return list(self._tokens(_TOKENS.c.id.is_not(None)))
-
-    def open_tokens(self, now_s: float, device: str | None = None) -> list[OpenToken]:
-        """Tokens with which any device, or the one of that name, can still join."""
-        return list(self._tokens(_is_open(now_s) if device is None else _is_open(now_s) & (_TOKENS.c.device == device)))
-
-    def _tokens(self, which: ColumnElement[bool]) -> Iterator[OpenToken]:
-        for row in self._mappings(select(_TOKENS).where(which).order_by(_TOKENS.c.expires_at)):
+    def _read(self, which: ColumnElement[bool]) -> Iterator[OpenToken]:
+        for row in self._connection.execute(select(_TOKENS).where(which).order_by(_TOKENS.c.expires_at)).mappings():
             yield OpenToken(**row)
 
-    def list_revoked_devices(self) -> list[str]:
+    def add(self, token: OpenToken) -> None:
+        self._connection.execute(insert(_TOKENS).values(**msgspec.structs.asdict(token)))
+        self._rows.raise_generation()
+        self.new.append(token)
+
+    def use(self, token_id: str, request: str, certificate: str) -> None:
+        values = {"request": request, "certificate": certificate}
+        self._connection.execute(update(_TOKENS).where(_TOKENS.c.id == token_id).values(**values))
+
+    def withdraw(self, device: str) -> None:
+        """Withdraw all unused tokens for this device."""
+        unused = update(_TOKENS).where(_TOKENS.c.device == device, _TOKENS.c.request.is_(None))
+        self._connection.execute(unused.values(withdrawn=True))
+
+    def forget(self, now_s: float) -> None:
+        """Delete tokens that expired more than FORGET_TOKENS_S ago."""
+        old = delete(_TOKENS).where(_TOKENS.c.expires_at <= now_s - FORGET_TOKENS_S)
+        if self._connection.execute(old).rowcount:
+            self.has_forgotten = True
+
+    def remove(self, device: str) -> None:
+        self._connection.execute(delete(_TOKENS).where(_TOKENS.c.device == device))
+        self.has_forgotten = True
+
+
+class RevocationRows:
+    """The revocations of a registry, within one transaction.
+
+    `has_changed` says whether the broker's list of revocations has to be written.
+    """
+
+    def __init__(self, rows: "Rows") -> None:
+        self._rows = rows
+        self._connection = rows.connection
+        self.has_changed = False
+
+    def list_devices(self) -> list[str]:
         query = select(_DEVICES.c.name).where(_DEVICES.c.revoked_at.is_not(None)).order_by(_DEVICES.c.name)
         return list(self._connection.execute(query).scalars())
 
-    def list_revoked_serials(self) -> list[str]:
+    def list_serials(self) -> list[str]:
         return list(self._connection.execute(select(_REVOKED.c.serial)).scalars())
 
-    def list_revoked_since(self, generation: int) -> list[str]:
-        """Devices with a certificate that was revoked after this generation."""
+    def list_since(self, generation: int) -> list[str]:
+        """Return the devices with a certificate that was revoked after this generation."""
         query = select(_REVOKED.c.device).where(_REVOKED.c.generation > generation).distinct()
         return list(self._connection.execute(query.order_by(_REVOKED.c.device)).scalars())
-
-    def _mappings(self, query: Select[Any]) -> Iterator[dict[str, Any]]:
-        return (dict(row) for row in self._connection.execute(query).mappings())
-
-    # --- devices --------------------------------------------------------------------------------------
-
-    def put_device(self, name: str, certificate: Certificate, when_s: float) -> None:
-        """Add a device that has joined; replaces one of the same name."""
-        self.remove_device(name)
-        values = {"name": name, "joined_at": when_s, "last_seen": when_s, "misuses": 0}
-        self._connection.execute(insert(_DEVICES).values(**values))
-        self.add_certificate(name, certificate)
-
-    def remove_device(self, name: str) -> None:
-        self._connection.execute(delete(_CERTIFICATES).where(_CERTIFICATES.c.device == name))
-        self._connection.execute(delete(_DEVICES).where(_DEVICES.c.name == name))
-
-    def add_certificate(self, name: str, certificate: Certificate) -> None:
-        self._connection.execute(insert(_CERTIFICATES).values(device=name, **msgspec.structs.asdict(certificate)))
-
-    def drop_expired(self, name: str, now_s: float) -> None:
-        """Forget the certificates of a device that have expired."""
-        of_device = _CERTIFICATES.c.device == name
-        self._connection.execute(delete(_CERTIFICATES).where(of_device, _CERTIFICATES.c.expires_at <= now_s))
-
-    def note_seen(self, seen: Mapping[str, float]) -> None:
-        query = update(_DEVICES).where(_DEVICES.c.name == bindparam("of")).values(last_seen=bindparam("at"))
-        if seen:
-            self._connection.execute(query, [{"of": name, "at": when_s} for name, when_s in seen.items()])
-
-    def count_misuse(self, name: str) -> None:
-        counted = update(_DEVICES).where(_DEVICES.c.name == name).values(misuses=_DEVICES.c.misuses + 1)
-        self._connection.execute(counted)
 
     def revoke(self, name: str, when_s: float) -> None:
         """Revoke a device: all its certificates, and its name at the broker."""
         self._connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(revoked_at=when_s))
-        self.discard(name)
+        self.revoke_certificates(name)
 
-    def discard(self, name: str) -> None:
+    def revoke_certificates(self, name: str) -> None:
         """Revoke the current certificates of a device."""
         query = select(_CERTIFICATES.c.serial).where(_CERTIFICATES.c.device == name)
         self.revoke_serials(name, list(self._connection.execute(query).scalars()))
 
     def revoke_serials(self, name: str, serials: Iterable[str]) -> None:
         """Revoke these certificates, which were issued for `name`."""
-        generation = self._next_generation()
+        generation = self._rows.raise_generation()
         for serial in serials:
             added = insert(_REVOKED).values(serial=serial, device=name, generation=generation)
             again = added.on_conflict_do_update(index_elements=["serial"], set_={"generation": generation})
             self._connection.execute(again)
-        self.revocations_changed = True
+        self.has_changed = True
+
+
+class Rows:
+    """The registry within one transaction; only within `Registry.change` may it be changed."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.tokens = TokenRows(self)
+        self.revocations = RevocationRows(self)
+
+    def generation(self) -> int:
+        generation: int = self.connection.execute(select(_COUNTERS.c.generation)).scalar_one()
+        return generation
+
+    def raise_generation(self) -> int:
+        """Count a change of a file that the broker reads; return the new generation."""
+        self.connection.execute(update(_COUNTERS).values(generation=_COUNTERS.c.generation + 1))
+        return self.generation()
+
+    def clock_s(self) -> float:
+        """Return the newest date at which this machine's clock was plausible."""
+        clock_s: float = self.connection.execute(select(_COUNTERS.c.clock_s)).scalar_one()
+        return clock_s
 
     def set_clock(self, when_s: float) -> None:
-        self._connection.execute(update(_COUNTERS).values(clock_s=when_s))
+        self.connection.execute(update(_COUNTERS).values(clock_s=when_s))
 
-    # --- tokens ---------------------------------------------------------------------------------------
+    # --- devices --------------------------------------------------------------------------------------
 
-    def add_token(self, token: OpenToken) -> None:
-        self._connection.execute(insert(_TOKENS).values(**msgspec.structs.asdict(token)))
-        self._next_generation()
-        self.new_tokens.append(token)
+    def find_device(self, name: str) -> Device | None:
+        return next(iter(self._read_devices(_DEVICES.c.name == name, _CERTIFICATES.c.device == name)), None)
 
-    def use_token(self, token_id: str, request: str, certificate: str) -> None:
-        used = update(_TOKENS).where(_TOKENS.c.id == token_id)
-        self._connection.execute(used.values(request=request, certificate=certificate))
+    def read_devices(self) -> list[Device]:
+        """Return all devices, by name."""
+        return self._read_devices(_DEVICES.c.name.is_not(None), _CERTIFICATES.c.device.is_not(None))
 
-    def withdraw_tokens(self, device: str) -> None:
-        """Withdraw all unused tokens for this device."""
-        unused = update(_TOKENS).where(_TOKENS.c.device == device, _TOKENS.c.request.is_(None))
-        self._connection.execute(unused.values(withdrawn=True))
+    def _read_devices(self, of_devices: ColumnElement[bool], of_certificates: ColumnElement[bool]) -> list[Device]:
+        certificates: dict[str, list[Certificate]] = {}
+        query = select(_CERTIFICATES).where(of_certificates).order_by(_CERTIFICATES.c.issued_at)
+        for row in self.connection.execute(query).mappings():
+            entry = Certificate(row["serial"], row["issued_at"], row["expires_at"])
+            certificates.setdefault(row["device"], []).append(entry)
+        devices = select(_DEVICES).where(of_devices).order_by(_DEVICES.c.name)
+        return [
+            Device(certificates=certificates.get(row["name"], []), **row)
+            for row in self.connection.execute(devices).mappings()
+        ]
 
-    def forget_tokens(self, now_s: float) -> None:
-        """Delete tokens that expired more than FORGET_TOKENS_S ago."""
-        old = delete(_TOKENS).where(_TOKENS.c.expires_at <= now_s - FORGET_TOKENS_S)
-        if self._connection.execute(old).rowcount:
-            self.tokens_forgotten = True
+    def put_device(self, name: str, certificate: Certificate, when_s: float) -> None:
+        """Add a device that has joined; replaces one of the same name."""
+        self.remove_device(name)
+        values = {"name": name, "joined_at": when_s, "last_seen": when_s, "misuses": 0}
+        self.connection.execute(insert(_DEVICES).values(**values))
+        self.add_certificate(name, certificate)
 
-    def remove_tokens(self, device: str) -> None:
-        self._connection.execute(delete(_TOKENS).where(_TOKENS.c.device == device))
-        self.tokens_forgotten = True
+    def remove_device(self, name: str) -> None:
+        self.connection.execute(delete(_CERTIFICATES).where(_CERTIFICATES.c.device == name))
+        self.connection.execute(delete(_DEVICES).where(_DEVICES.c.name == name))
 
-    def _next_generation(self) -> int:
-        self._connection.execute(update(_COUNTERS).values(generation=_COUNTERS.c.generation + 1))
-        return self.generation()
+    def add_certificate(self, name: str, certificate: Certificate) -> None:
+        self.connection.execute(insert(_CERTIFICATES).values(device=name, **msgspec.structs.asdict(certificate)))
+
+    def drop_expired(self, name: str, now_s: float) -> None:
+        """Forget the certificates of a device that have expired."""
+        of_device = _CERTIFICATES.c.device == name
+        self.connection.execute(delete(_CERTIFICATES).where(of_device, _CERTIFICATES.c.expires_at <= now_s))
+
+    def note_seen(self, seen: Mapping[str, float]) -> None:
+        query = update(_DEVICES).where(_DEVICES.c.name == bindparam("of")).values(last_seen=bindparam("at"))
+        if seen:
+            self.connection.execute(query, [{"of": name, "at": when_s} for name, when_s in seen.items()])
+
+    def count_misuse(self, name: str) -> None:
+        self.connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(misuses=_DEVICES.c.misuses + 1))
 
 
 class Registry:
@@ -330,9 +340,9 @@ class Registry:
     def check(self) -> None:
         """Verify the whole database. Raises Damaged."""
         with self._transaction("BEGIN") as connection:
-            found = connection.execute(text("PRAGMA quick_check(1)")).scalar()
-            if found != "ok":
-                raise self._make_damaged_error(" ".join(str(found).split()))
+            verdict = connection.execute(text("PRAGMA quick_check(1)")).scalar()
+            if verdict != "ok":
+                raise self._make_damaged_error(" ".join(str(verdict).split()))
 
     def create(self) -> None:
         """Create the database and its tables."""

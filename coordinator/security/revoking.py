@@ -18,16 +18,16 @@ def revoke_device(deployment: Deployment, name: str) -> list[str]:
     Raises ConfigError if there is no such device, LinkDown if the deployment's coordinator does not apply it.
     """
     with deployment.change() as rows:
-        known = rows.device(name)
-        if known is None and not rows.open_tokens(time.time(), name):
-            devices = [device.name for device in rows.devices()]
+        known = rows.find_device(name)
+        if known is None and not rows.tokens.read_open(time.time(), name):
+            devices = [device.name for device in rows.read_devices()]
             known_names = ", ".join(devices[:MOST_NAMED]) + (", ..." if len(devices) > MOST_NAMED else "")
             raise ConfigError(
                 "FV1316", f"no device is called {name!r} in {deployment.folder}; there are: {known_names or 'none'}"
             )
-        rows.withdraw_tokens(name)
+        rows.tokens.withdraw(name)
         if known is not None:
-            rows.revoke(name, time.time())
+            rows.revocations.revoke(name, time.time())
         generation = rows.generation()
     until = time.monotonic() + APPLY_S
     while is_served(deployment) and read_applied_generation(deployment) < generation:

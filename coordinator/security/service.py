@@ -88,13 +88,13 @@ class Service:
     def all_revoked(self) -> list[str]:
         """Devices that are revoked now."""
         with self._deployment.registry.read() as rows:
-            return rows.list_revoked_devices()
+            return rows.revocations.list_devices()
 
     def _apply(self) -> None:
         """Let the broker reload its lists, which were written before the generation increased."""
         with self._deployment.registry.read() as rows:
             self._applying = rows.generation()
-            self._revoking = rows.list_revoked_since(self._applied)
+            self._revoking = rows.revocations.list_since(self._applied)
         if self.broker is None or self._log is None:
             self._operator_log(_reload_theirs(self._deployment.run / "mosquitto.pid"))
             self._on_applied()
@@ -110,7 +110,7 @@ class Service:
         assert self._log is not None
         if not self.broker.up:
             return  # it reads its lists when it starts
-        if self._log.reloaded and not self._log.to_end:
+        if self._log.has_reloaded and not self._log.to_end:
             self._on_applied()
         elif time.monotonic() > self._apply_until:
             if self._revoking:
@@ -135,7 +135,7 @@ class Service:
 
     def _on_applied(self) -> None:
         with self._deployment.registry.read() as rows:
-            devices = [rows.device(name) for name in self._revoking]
+            devices = [rows.find_device(name) for name in self._revoking]
         self._applied = self._applying
         self._report()
         for device in devices:
@@ -154,12 +154,12 @@ class Service:
         if name == COORDINATOR:
             return
         with self._deployment.change() as rows:
-            device = rows.device(name)
+            device = rows.find_device(name)
             if device is None or device.revoked_at is not None:
                 return
             rows.count_misuse(name)
             if shut_out:
-                rows.revoke(name, time.time())
+                rows.revocations.revoke(name, time.time())
         log.warning("broker misused", extra={"device": name, "reason": what})
         revoke = command("coordinator", "revoke", name, deployment=self._deployment.folder)
         remedy = "it is shut out" if shut_out else f"to shut it out: {revoke}"

@@ -1,6 +1,5 @@
 """`edge-client export`: the device's own model as ONNX files."""
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,6 @@ def command(
         state=folder,
         data=images,
         threads=threads,
-        made_by=f"edge-client {version('fedvit')}",
         vault_key=settings.vault_key,
     )
     write(

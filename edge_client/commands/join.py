@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import click
+import msgspec
 
 from edge_client.commands.options import program_options, read_settings
 from edge_client.link.identity import host_and_port
@@ -42,18 +43,22 @@ def command(
 
     settings = read_settings(context, own)
     host, port = host_and_port(settings.broker) if settings.broker else (None, None)
+    invitation = Token.parse(token)
+    invitation = msgspec.structs.replace(
+        invitation,
+        host=host or invitation.host,
+        port=port or invitation.port,
+        enrolment_port=enrolment_port or invitation.enrolment_port,
+    )
     joined = join(
-        Token.parse(token),
+        invitation,
         identity_folder(settings.state),
-        host=host,
-        port=port,
-        enrolment_port=enrolment_port,
         replace=replace,
         patience_s=patience,
         report=lambda line: click.echo(line, err=True),
     )
-    known = joined.identity.membership
-    click.echo(f"joined as {known.device!r}; certificate: {joined.identity.certificate}")
+    device = joined.identity.membership.device
+    click.echo(f"joined as {device!r}; certificate: {joined.identity.certificate}")
     if joined.trouble:
         click.echo(f"but a first connection failed: {joined.trouble}\n{hint_for(joined.trouble)}", err=True)
     state = ("--state", settings.state) if settings.state else ()

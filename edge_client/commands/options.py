@@ -19,10 +19,10 @@ BROKER_VARIABLE = "FEDVIT_BROKER"
 """In the environment: the broker's address, which may hold a password that a command line would show to all users."""
 
 
-def _labels(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+def _labels(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
     """Raises ConfigError naming the label that cannot be used."""
     labels = dict[str, str]()
-    for text in given:
+    for text in texts:
         key, value = parse_label(text)
         if labels.setdefault(key, value) != value:
             raise ConfigError(

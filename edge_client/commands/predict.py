@@ -72,7 +72,7 @@ def _images_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
 
-    found = sorted(file for file in path.rglob("*") if file.is_file() and is_image_name(file.name))
-    if not found:
+    images = sorted(file for file in path.rglob("*") if file.is_file() and is_image_name(file.name))
+    if not images:
         raise DataError("FV1403", f"{path}: this folder holds no image")
-    return found
+    return images

@@ -154,17 +154,17 @@ def log_images(device: str, images: GrowingFolder) -> None:
 
 def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
     """Return the stored compute speed; with `measure` a missing one is measured now, which takes seconds."""
-    known = read_stored(state, threads)
-    if known and known.speed:
+    stored = read_stored(state, threads)
+    if stored and stored.speed:
         log.info("compute speed is known from an earlier start")
-    elif known or measure:
-        if not known:
+    elif stored or measure:
+        if not stored:
             log.info("measuring the compute speed")
-        known = known or find_speed(state, threads, measure_speed)
-        log.info("compute speed", extra={"origin": known.origin})
+        stored = stored or find_speed(state, threads, measure_speed)
+        log.info("compute speed", extra={"origin": stored.origin})
     else:
         log.info("compute speed is not known: --profile or 'edge-client profile' measures it")
-    return known.speed if known else None
+    return stored.speed if stored else None
 
 
 def default_disk_budget(state: Path) -> int | None:

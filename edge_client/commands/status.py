@@ -27,9 +27,9 @@ def command(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
 
     settings = read_settings(context, own)
     folder = state_folder(settings.data, settings.state)
-    found, running = read_status(status_file(folder)), in_use(folder)
+    status, running = read_status(status_file(folder)), in_use(folder)
     if as_json:
-        shown = {**msgspec.to_builtins(found), "running": running}
+        shown = {**msgspec.to_builtins(status), "running": running}
         click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
     else:
-        click.echo(lines(found, running=running))
+        click.echo(lines(status, running=running))

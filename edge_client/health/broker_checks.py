@@ -61,10 +61,10 @@ def check_coordinator(context: DoctorContext) -> Iterator[Finding]:
     """Without a coordinator in its federation the device would wait for ever."""
     federation = context.topics.federation
     try:
-        found = find_coordinator(context.address, context.topics, context.device)
+        coordinator = find_coordinator(context.address, context.topics, context.device)
     except (LinkDown, ConfigError):
         return  # reported by check_broker
-    if found is None:
+    if coordinator is None:
         yield Finding(
             check="coordinator",
             level="warning",
@@ -73,10 +73,10 @@ def check_coordinator(context: DoctorContext) -> Iterator[Finding]:
             "serves with --federation",
         )
         return
-    doing = f"run {found.run!r}" if found.run else "coordinator serve"
-    what = f"{doing} on {found.host or 'a host without a name'} serves federation {federation!r}"
+    doing = f"run {coordinator.run!r}" if coordinator.run else "coordinator serve"
+    what = f"{doing} on {coordinator.host or 'a host without a name'} serves federation {federation!r}"
     yield Finding(check="coordinator", level="ok", what=what)
-    if found.clock_s and (compared := compare_clocks(context, found.clock_s)):
+    if coordinator.clock_s and (compared := compare_clocks(context, coordinator.clock_s)):
         what, hint = compared
         yield Finding(check="clock", level="warning", what=what, hint=hint)
 

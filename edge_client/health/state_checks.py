@@ -28,13 +28,13 @@ def check_state(context: DoctorContext) -> Iterator[Finding]:
     if context.state is None:
         yield Finding(check="state", level="ok", what="not checked: neither --data nor --state is given")
         return
-    there = context.state.exists()
+    existed = context.state.exists()
     try:
         context.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         trial = context.state / f".trial-{secrets.token_hex(8)}"
         trial.write_bytes(b"x")
         trial.unlink()
-        if not there:
+        if not existed:
             context.state.rmdir()
     except OSError as error:
         who = f"user {os.getuid()}" if hasattr(os, "getuid") else "this user"
@@ -134,10 +134,10 @@ def find_undecoded(context: DoctorContext) -> dict[str, Unusable]:
     if context.state is None or context.data is None:
         return {}
     try:
-        found = read_status(status_file(context.state)).doing.unusable
+        unusable = read_status(status_file(context.state)).doing.unusable
     except ConfigError:  # it has not run yet
         return {}
-    return {reason: files for reason, files in found.items() if reason == DAMAGED}
+    return {reason: files for reason, files in unusable.items() if reason == DAMAGED}
 
 
 def _by_kind(files: list[tuple[str, str]]) -> str:

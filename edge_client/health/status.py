@@ -212,9 +212,9 @@ def _rows(status: Status, running: bool) -> Iterator[tuple[str, str]]:
     yield "images", f"{train} for training, {test} for testing"
     for name, count in doing.classes.items():
         yield "", f"{name}: {count.train} + {count.test}"
-    for reason, found in doing.unusable.items():
-        more = ", ..." if found.count > len(found.examples) else ""
-        yield "not used", f"{found.count} {reason}: {', '.join(found.examples)}{more}"
+    for reason, files in doing.unusable.items():
+        more = ", ..." if files.count > len(files.examples) else ""
+        yield "not used", f"{files.count} {reason}: {', '.join(files.examples)}{more}"
     peak = "" if status.peak_rss_bytes is None else f", {format_bytes(status.peak_rss_bytes)} at most in the last task"
     budget = "no budget" if status.memory_budget_bytes is None else f"budget {format_bytes(status.memory_budget_bytes)}"
     yield "memory", f"{format_bytes(status.rss_bytes)}{peak}, {budget}"

@@ -67,9 +67,6 @@ def join(
     token: Token,
     folder: Path,
     *,
-    host: str | None = None,
-    port: int | None = None,
-    enrolment_port: int | None = None,
     replace: bool = False,
     patience_s: float = PATIENCE_S,
     report: Callable[[str], None] = lambda _: None,
@@ -79,19 +76,18 @@ def join(
     Raises ConfigError when this device has joined already, PeerRefused when the token is not valid (any more),
     LinkDown without an answer within `patience_s`, BadPayload when the answer is not authentic.
     """
-    if (known := Identity.find(folder)) and not replace:
+    if (former := Identity.find(folder)) and not replace:
         raise ConfigError(
             "FV1306",
-            f"this device has joined already, as {known.membership.device!r} ({folder}); --replace replaces it",
+            f"this device has joined already, as {former.membership.device!r} ({folder}); --replace replaces it",
         )
-    host = host or token.host
     request = _request(folder, token)
-    address = Address(host, enrolment_port or token.enrolment_port)
+    address = Address(token.host, token.enrolment_port)
     report(f"asking {address} for a certificate as {token.device!r}")
     granted = _ask(token, request, address, patience_s, report)
     if sha256(granted.authority).digest() != token.authority:
         raise PeerRefused("FV1307", "the answer names another authority than the token; it is not used")
-    membership = Membership(device=token.device, federation=token.federation, host=host, port=port or token.port)
+    membership = Membership(device=token.device, federation=token.federation, host=token.host, port=token.port)
     _keep(folder, token, granted, membership)
     identity = Identity(folder)
     return Joined(identity, _try(identity))
@@ -109,9 +105,9 @@ def _request(folder: Path, token: Token) -> bytes:
         raise StorageFailed("FV1701", f"cannot make folder {folder}: {error.strerror}") from error
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, token.device)])
-    made = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())
     atomic_write(key_file, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), private=True)
-    atomic_write(request_file, made.public_bytes(Encoding.DER), private=True)
+    atomic_write(request_file, request.public_bytes(Encoding.DER), private=True)
     return request_file.read_bytes()
 
 
@@ -119,10 +115,10 @@ def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membersh
     """Write the identity; the membership comes last, as it marks the identity as complete."""
     for former in ("membership.json", NEXT_CERTIFICATE):
         (folder / former).unlink(missing_ok=True)
-    made = {
+    files = {
         name: folder / f"joining-{token.id}.{kind}" for name, kind in (("key.pem", "key"), ("request.der", "request"))
     }
-    for name, file in made.items():
+    for name, file in files.items():
         atomic_write(folder / name, file.read_bytes(), private=True)
     for name, der in (("certificate.pem", granted.certificate), ("authority.pem", granted.authority)):
         atomic_write(folder / name, ssl.DER_cert_to_PEM_cert(der).encode(), private=True)

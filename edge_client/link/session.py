@@ -28,11 +28,11 @@ RETURN_SPREAD_S = 4.0
 """Devices that lost their broker reconnect at random times within this interval, or a longer one that the coordinator
 of a large fleet announces."""
 SAME_ID_PATIENCE_S = 75.0
-"""How long a device waits for its own last will when the coordinator reports that its id is in use: a little more than
+"""Longest wait for the device's own last will when the coordinator reports that its id is in use: a little more than
 1.5 keepalives."""
 OTHER_VERSION_PATIENCE_S = 20.0
-"""How long a device that received another wire version waits for a welcome in its own, so that a single stray message
-does not end it."""
+"""Longest wait for a welcome after a message in another wire version, so that a single stray message does not end the
+device."""
 
 
 class Session:

@@ -27,8 +27,8 @@ from fedvit.terminal import escape_line, write_styled
 SKIP, UNDO, QUIT, ACCEPT = " ", "u", "q", "\n"
 KEYS = [key for key in string.digits[1:] + "0" + string.ascii_letters if key not in (UNDO, QUIT)]
 _ESCAPE = "\x1b"
-_LINES_BELOW = 8
-"""Of the terminal, for text."""
+_TEXT_LINES = 8
+"""Terminal lines below the image."""
 
 
 class Guess(NamedTuple):
@@ -43,16 +43,14 @@ Guesser = Callable[[Path], Guess]
 def newest_guesser(
     *, device: str, state: Path, data: DeviceData | None, threads: int, vault_key: Path | None = None
 ) -> Guesser | None:
-    """What this device's model of its newest run says about an image; None if it has taken part in none.
+    """Return the guesser of this device's newest run; None if the device has taken part in no run.
 
     Raises ConfigError when the model is not whole here, and StorageFailed.
     """
     runs = Vault(state / "vault").runs()
     if not runs:
         return None
-    trained, _ = load_own_model(
-        runs[0], device=device, state=state, data=data, threads=threads, made_by="", vault_key=vault_key
-    )
+    trained, _ = load_own_model(runs[0], device=device, state=state, data=data, threads=threads, vault_key=vault_key)
     graph = RunGraph(trained.graph, trained.values, trained.batch, threads)
     return lambda path: _guess(graph, trained.batch, trained.classes, path)
 
@@ -225,7 +223,7 @@ def _screen(labelling: Labelling, guess: Guess | None, keys: dict[str, str]) -> 
     assert labelling.current is not None
     columns, rows = shutil.get_terminal_size()
     try:
-        picture = draw_image(read_thumbnail(labelling.current, columns, 2 * max(rows - _LINES_BELOW, 4)))
+        picture = draw_image(read_thumbnail(labelling.current, columns, 2 * max(rows - _TEXT_LINES, 4)))
     except DataError as error:
         picture = escape_line(str(error))
     guessed = (

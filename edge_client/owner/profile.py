@@ -23,7 +23,7 @@ from profiles.probes.meter import Meter, Sensors
 from profiles.probes.thermal import Clock, Zone, clocks
 
 IDLE_S = 1.0
-"""How long the power of the idle device is measured."""
+"""Duration of the measurement of the idle device's power."""
 
 Report = Callable[[str], None]
 T = TypeVar("T")
@@ -86,9 +86,9 @@ def measure_self(
     celsius, slowing = sensors.thermometer.celsius(), sensors.brakes.read()
     report_step("compute speed")
     began = time.monotonic()
-    busy_w, known = _power(sensors, lambda: find_speed(installation.state, threads, measure, fresh=fresh))
-    if known.speed is None:
-        why["compute speed"] = known.origin.removeprefix("not measured: ")
+    busy_w, compute = _power(sensors, lambda: find_speed(installation.state, threads, measure, fresh=fresh))
+    if compute.speed is None:
+        why["compute speed"] = compute.origin.removeprefix("not measured: ")
     if time.monotonic() - began < IDLE_S:  # too short to measure the power under load
         busy_w = None
     report_step("disk")
@@ -108,8 +108,8 @@ def measure_self(
         host=host(root),
         threads=threads,
         base_rss_bytes=base_rss_bytes,
-        speed=known.speed,
-        speed_origin=known.origin,
+        speed=compute.speed,
+        speed_origin=compute.origin,
         free_disk_bytes=free_disk_bytes(installation.state) if installation.state else None,
         disk=disk,
         broker=str(installation.address),

@@ -59,15 +59,15 @@ class Known(NamedTuple):
 def read_stored(state: Path, threads: int) -> Known | None:
     """Return the outcome of the measurement under the same conditions; None if there was none."""
     try:
-        kept = msgspec.json.decode((state / FILE).read_bytes(), type=_Kept)
+        entry = msgspec.json.decode((state / FILE).read_bytes(), type=_Kept)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # a damaged file: the speed is measured again
         return None
-    if kept.conditions != Conditions.now(threads):
+    if entry.conditions != Conditions.now(threads):
         return None
-    if kept.speed:
-        return Known(kept.speed, f"stored in {state / FILE}")
-    why = f"not measured: {kept.given_up}; `edge-client profile --fresh` tries it again"
-    return Known(None, why) if kept.given_up else None
+    if entry.speed:
+        return Known(entry.speed, f"stored in {state / FILE}")
+    why = f"not measured: {entry.given_up}; `edge-client profile --fresh` tries it again"
+    return Known(None, why) if entry.given_up else None
 
 
 def find_speed(state: Path | None, threads: int, measure: Measure, *, fresh: bool = False) -> Known:
@@ -75,8 +75,8 @@ def find_speed(state: Path | None, threads: int, measure: Measure, *, fresh: boo
 
     Raises StorageFailed when it cannot be written.
     """
-    if state and not fresh and (known := read_stored(state, threads)):
-        return known
+    if state and not fresh and (stored := read_stored(state, threads)):
+        return stored
     speed, given_up = None, None
     try:
         speed, origin = measure(threads), "measured now"
@@ -87,6 +87,6 @@ def find_speed(state: Path | None, threads: int, measure: Measure, *, fresh: boo
         given_up = str(error)
     if state is None:
         return Known(speed, origin)
-    kept = _Kept(conditions=Conditions.now(threads), speed=speed, given_up=given_up)
-    atomic_write(state / FILE, msgspec.json.format(msgspec.json.encode(kept)))
+    entry = _Kept(conditions=Conditions.now(threads), speed=speed, given_up=given_up)
+    atomic_write(state / FILE, msgspec.json.format(msgspec.json.encode(entry)))
     return Known(speed, f"{origin}, stored in {state / FILE}")

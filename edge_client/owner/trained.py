@@ -5,6 +5,7 @@ tensors from the vault, tuned on the device's images if the method tunes, with t
 method stores them.
 """
 
+from importlib.metadata import version
 from pathlib import Path
 
 from edge_client.storage.evaluation import own_groups, start_values
@@ -27,7 +28,6 @@ def load_own_model(
     state: Path,
     data: DeviceData | None,
     threads: int,
-    made_by: str,
     vault_key: Path | None = None,
 ) -> tuple[TrainedModel, DeviceData | None]:
     """The device's model of a run, and its images under the run's classes.
@@ -74,7 +74,7 @@ def load_own_model(
         model=program.model,
         round=note.round,
         device=device,
-        made_by=made_by,
+        made_by=f"edge-client {version('fedvit')}",
         personal_tensors=personal,
         adapted=bool(evaluate.adapt),
         remembered=int(inputs["gathered/weight"].sum()) if evaluate.gather else 0,
@@ -88,6 +88,6 @@ def _note(vault: Vault, run: str) -> TaskNote:
     except BadPayload as error:  # no run can have this name
         raise ConfigError(error.code, str(error)) from error
     if note is None:
-        known = ", ".join(vault.runs()[:5]) or "none yet"
-        raise ConfigError("FV1424", f"no run {run!r} in {vault.folder}; this device has worked for: {known}")
+        runs = ", ".join(vault.runs()[:5]) or "none yet"
+        raise ConfigError("FV1424", f"no run {run!r} in {vault.folder}; this device has worked for: {runs}")
     return note

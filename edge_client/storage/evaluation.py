@@ -50,9 +50,9 @@ def start_values(
 
 def blobs_of_model(program: Program, note: TaskNote, vault: Vault) -> set[str]:
     """The blobs of the device's own model of a run (edge_client.owner.trained), beside the tensors in the vault."""
-    given = {_find_blob(program, note, group) for group in program.groups.keys() - own_groups(program, note, vault)}
+    values = {_find_blob(program, note, group) for group in program.groups.keys() - own_groups(program, note, vault)}
     graphs = {program.graphs[name].digest for name in program.graphs_for("evaluate")}
-    return {note.program, *graphs, *(digest for digest in given if digest)}
+    return {note.program, *graphs, *(digest for digest in values if digest)}
 
 
 def _find_blob(program: Program, task: Task | TaskNote, group: str) -> str | None:

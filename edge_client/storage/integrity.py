@@ -102,8 +102,8 @@ class Integrity:
     def reports(self) -> tuple[str, ...]:
         """The findings since the last call."""
         with self._lock:
-            found, self._found = tuple(self._found), []
-        return found
+            findings, self._found = tuple(self._found), []
+        return findings
 
     def _discard(self, digest: str) -> None:
         path = self._blobs.path(digest)
@@ -132,10 +132,10 @@ class Integrity:
         others = dict(self._others())
         self.verified.keep_only(blobs.keys() | others.keys())
         for path, digest in [*blobs.items(), *others.items()]:
-            found = digest
-            for found in _read_slowly(path, digest):  # noqa: B007 - the last one counts
+            actual = digest
+            for actual in _read_slowly(path, digest):  # noqa: B007 - the last one counts
                 yield
-            if found == digest:
+            if actual == digest:
                 continue
             self.verified.forget(path)
             if path in others:

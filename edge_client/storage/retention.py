@@ -108,10 +108,10 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
     vault = Vault(state / VAULT)
     for run in runs:
         try:
-            there = vault.path(run).is_dir()
+            exists = vault.path(run).is_dir()
         except BadPayload as error:
             raise ConfigError(error.code, str(error)) from error
-        if not there:
+        if not exists:
             raise ConfigError(
                 "FV1423", f"no run {run!r} in {vault.folder}; known runs: {', '.join(vault.runs()[:5]) or 'none'}"
             )

@@ -61,13 +61,13 @@ def batch_rows(
 
 def ahead(batches: Iterator[Fed]) -> Iterator[Fed]:
     """The same batches; the next one is prepared while the caller works on one, as decoding takes time."""
-    made: queue.Queue[Fed | Exception | None] = queue.Queue(maxsize=1)
+    ready: queue.Queue[Fed | Exception | None] = queue.Queue(maxsize=1)
     over = threading.Event()
 
     def put(item: Fed | Exception | None) -> None:
         while not over.is_set():
             try:
-                made.put(item, timeout=0.1)
+                ready.put(item, timeout=0.1)
                 return
             except queue.Full:
                 continue
@@ -85,7 +85,7 @@ def ahead(batches: Iterator[Fed]) -> Iterator[Fed]:
     thread = threading.Thread(target=work, name="batches", daemon=True)
     thread.start()
     try:
-        while (item := made.get()) is not None:
+        while (item := ready.get()) is not None:
             if isinstance(item, Exception):
                 raise item
             yield item
@@ -105,8 +105,8 @@ def training_feeds(
     """Graph inputs of one batch, padded to `length`, and which of `rows` could be read."""
     if isinstance(images, TextSplit):
         readable = np.ones(len(rows), dtype=np.bool_)
-        given = {"tokens": images.tokens[rows], "labels": images.labels[rows], "weight": readable.astype(np.float32)}
-        return {f"batch/{name}": _pad(values, length) for name, values in given.items()}, readable
+        sample = {"tokens": images.tokens[rows], "labels": images.labels[rows], "weight": readable.astype(np.float32)}
+        return {f"batch/{name}": _pad(values, length) for name, values in sample.items()}, readable
     pictures, readable = images.load(rows, batch.image_size)
     pictures = augment(pictures, batch, picture_rng)
     masked = batch.kept_patches < batch.patches
@@ -144,8 +144,8 @@ def whole_samples(images: Split, chosen: Indices, batch: Batch) -> Iterator[tupl
         yield rows, readable, {"batch/patches": _pad(patches, batch.answer_size)}
 
 
-def chosen_rows(count: int, capacity: int, rng: np.random.Generator) -> Indices:
-    """All rows, or a random choice of as many as fit, ascending."""
+def choose_rows(count: int, capacity: int, rng: np.random.Generator) -> Indices:
+    """Return all rows, or a random choice of as many as fit, ascending."""
     return np.arange(count) if count <= capacity else np.sort(rng.choice(count, capacity, replace=False))
 
 

@@ -12,7 +12,7 @@ from fedvit.program import MAX_PROGRAM_BYTES
 from fedvit.wire.messages import Manifest
 
 REPEATED_FETCHES = 2
-"""How often a task fetches a blob again after this device's disk damaged it."""
+"""Number of times that a task fetches a blob again after this device's disk damaged it."""
 
 Manifests = dict[str, Manifest]
 

@@ -9,10 +9,10 @@ from fedvit.program import Collect
 from fedvit.tensors import Array, Tensors
 
 
-def clipped(tensors: Tensors, norm: float) -> Tensors:
-    """Deltas scaled down together, so that their Euclidean norm is at most `norm`.
+def clip_update(tensors: Tensors, norm: float) -> Tensors:
+    """Scale deltas down together, so that their Euclidean norm is at most `norm`.
 
-    >>> clipped({"w": np.float32([3, 4])}, 1.0)["w"].tolist() == np.float32([0.6, 0.8]).tolist()
+    >>> clip_update({"w": np.float32([3, 4])}, 1.0)["w"].tolist() == np.float32([0.6, 0.8]).tolist()
     True
     """
     length = float(np.sqrt(sum(float(np.square(value.astype(np.float64)).sum()) for value in tensors.values())))

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from edge_client.health.guard import Tally
-from edge_client.work.batches import ahead, chosen_rows, facts_of, training_batches, whole_samples
+from edge_client.work.batches import ahead, choose_rows, facts_of, training_batches, whole_samples
 from edge_client.work.sampler import make_sampler
 from edge_client.work.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Split
@@ -29,7 +30,7 @@ from fedvit.wire.messages import MAX_CONFUSED_CLASSES, ClassCount
 log = logging.getLogger(__name__)
 
 INPUTS = {"batch/patches", "batch/tokens"}
-"""What a device feeds of samples without labels: of images and of text."""
+"""Graph inputs that a sample without a label has: one for images, one for text."""
 
 
 class Stopped(FedvitError):
@@ -150,7 +151,8 @@ class Runtime:
         self, program: Program, start: Mapping[str, Array], images: Split, seeds: Seeds, lr_scale: float, watch: Watch
     ) -> Trained:
         """Run all training phases from the round's start values. Raises Stopped, BadPayload, DataError."""
-        return self._run_phases(program, program.train, start, images, seeds.generators(5), lr_scale, watch)
+        phases = [msgspec.structs.replace(phase, lr=phase.lr * lr_scale) for phase in program.train]
+        return self._run_phases(program, phases, start, images, seeds.generators(5), watch)
 
     def _run_phases(
         self,
@@ -159,7 +161,6 @@ class Runtime:
         start: Mapping[str, Array],
         images: Split,
         generators: Sequence[np.random.Generator],
-        lr_scale: float,
         watch: Watch,
     ) -> Trained:
         order_rng, picture_rng, mask_rng, sample_rng, number_rng = generators
@@ -171,7 +172,7 @@ class Runtime:
             times: list[float] = []
             for counts in (tally, watch.tally):
                 counts.phases.append(times)
-            loop = self._steps(program, phase, values, start, facts_of(program, phase, images, number_rng), lr_scale)
+            loop = self._steps(program, phase, values, start, facts_of(program, phase, images, number_rng))
             collect = phase.collect
             sampler = make_sampler(collect, images.labels, phase.epochs, sample_rng) if collect else None
             losses: dict[int, list[tuple[float, int]]] = {}
@@ -197,10 +198,10 @@ class Runtime:
                 raise DataError("FV1403", f"none of the {len(images)} training images can be decoded")
             last_epoch = losses[max(losses)]
             result.loss = sum(loss * count for loss, count in last_epoch) / sum(count for _, count in last_epoch)
-            values.update(loop.trained)
-            result.tensors.update(loop.trained)
+            values.update(loop.tensors)
+            result.tensors.update(loop.tensors)
             if sampler and collect:
-                features, labels = sampler.collected(collect.shape)
+                features, labels = sampler.collect(collect.shape)
                 result.collected |= {collect.output: features, LABELS: labels}
         result.samples = len(images) - len(lost)
         result.steps, result.step_s, result.flops = tally.steps, tally.step_s, tally.flops
@@ -249,11 +250,11 @@ class Runtime:
         evaluate, flops = program.evaluate, 0
         if evaluate.adapt:
             quiet = Watch(lambda *_: None, watch.stopped)
-            adapted = self._run_phases(program, evaluate.adapt, values, images, training, 1.0, quiet)
+            adapted = self._run_phases(program, evaluate.adapt, values, images, training, quiet)
             values, flops = {**values, **adapted.tensors}, adapted.flops
         feeds = {f"tensor/{name}": value for name, value in values.items()}
         if gather := evaluate.gather:
-            rows = chosen_rows(len(images), gather.capacity, choice_rng)
+            rows = choose_rows(len(images), gather.capacity, choice_rng)
             feeds |= self._gather(program, gather, feeds, images, rows, watch)
             flops += program.graphs[gather.graph].flops * -(-len(rows) // program.batch.answer_size)
         return feeds, flops
@@ -293,7 +294,6 @@ class Runtime:
         values: Mapping[str, Array],
         start: Mapping[str, Array],
         facts: Mapping[str, Any],
-        lr_scale: float,
     ) -> Steps:
-        given = (self._graph(program, phase.graph), program, phase, values, start, facts, lr_scale)
-        return SummedSteps(*given, update=self._graph(program, phase.update)) if phase.update else WholeSteps(*given)
+        task = (self._graph(program, phase.graph), program, phase, values, start, facts)
+        return SummedSteps(*task, update=self._graph(program, phase.update)) if phase.update else WholeSteps(*task)

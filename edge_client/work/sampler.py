@@ -17,8 +17,8 @@ class Sampler(Protocol):
     def record(self, epoch: int, rows: Array, readable: Array, values: Array) -> None:
         """Store the values of the chosen images of a batch; `rows` are indices of the device's images."""
 
-    def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        """(values (n, *shape) float32, labels (n,) int64)."""
+    def collect(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """Return the stored values, (n, *shape) float32, and their labels, (n,) int64."""
 
 
 class MedianSampler:
@@ -59,7 +59,7 @@ class MedianSampler:
         for position in self.positions(epoch, rows, readable):
             self._kept.append((np.array(values[position]), int(self._labels[rows[position]])))
 
-    def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    def collect(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         values = np.stack([value for value, _ in self._kept]) if self._kept else np.zeros((0, *shape), np.float32)
         return values, np.array([label for _, label in self._kept], np.int64)
 
@@ -73,8 +73,8 @@ class BalancedSampler(MedianSampler):
     def _most(self, candidates: list[int]) -> int:
         return min([self.limit, *candidates])
 
-    def collected(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        values, labels = super().collected(shape)
+    def collect(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        values, labels = super().collect(shape)
         _, counts = np.unique(labels, return_counts=True)
         fewest = int(counts.min()) if len(counts) else 0
         chosen = sorted(row for label in set(labels.tolist()) for row in np.flatnonzero(labels == label)[:fewest])

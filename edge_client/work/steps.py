@@ -37,9 +37,9 @@ class Graph:
         self.inputs = {node.name: node for node in session.get_inputs()}
         self.outputs = {node.name: node for node in session.get_outputs()}
 
-    def require(self, known: set[str]) -> None:
-        """Raises BadPayload when the graph reads an input that is not in `known`."""
-        if missing := [name for name in self.inputs if name not in known]:
+    def require(self, provided: set[str]) -> None:
+        """Raises BadPayload when the graph reads an input that is not in `provided`."""
+        if missing := [name for name in self.inputs if name not in provided]:
             raise BadPayload("FV2310", f"the graph reads {missing[0]!r}, which the program does not provide")
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,13 +105,12 @@ class Steps(ABC):
         values: Mapping[str, Array],
         start: Mapping[str, Array],
         facts: Mapping[str, Any],
-        lr_scale: float,
     ) -> None:
         self.count = 0  # steps so far
         self.trained_names = [name for group in phase.groups for name in program.names(group)]
         self._phase = phase
         self._scalars = {
-            "hyper/lr": np.array(phase.lr * lr_scale, np.float32),
+            "hyper/lr": np.array(phase.lr, np.float32),
             "hyper/step": np.zeros((), np.float32),
             "hyper/last": np.zeros((), np.float32),
         }
@@ -125,7 +124,7 @@ class Steps(ABC):
 
     @property
     @abstractmethod
-    def trained(self) -> Tensors:
+    def tensors(self) -> Tensors:
         """The tensors as they are now."""
 
     def step(self, feeds: Mapping[str, Array], *, last: bool) -> Stepped:
@@ -169,7 +168,7 @@ class WholeSteps(Steps):
         self._bind_fixed(set(self._now))
 
     @property
-    def trained(self) -> Tensors:
+    def tensors(self) -> Tensors:
         return {name: self._now[f"tensor/{name}"] for name in self.trained_names}
 
     def _step(self, feeds: Mapping[str, Array]) -> Stepped:
@@ -213,7 +212,7 @@ class SummedSteps(Steps):
         self._updates = [self._update_of(update, piece, slots) for piece in _pieces(length)]
 
     @property
-    def trained(self) -> Tensors:
+    def tensors(self) -> Tensors:
         return self._views(self._values)
 
     def _views(self, vector: Any) -> Tensors:

@@ -18,9 +18,9 @@ from edge_client.storage.delta_chains import DeltaChain, make_blob
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.evaluation import own_groups, start_values
 from edge_client.storage.repair import repair_run
-from edge_client.work.private import clipped, noisy_rows
+from edge_client.work.private import clip_update, noisy_rows
 from edge_client.work.runtime import Runtime, Seeds, Stopped, Trained, Watch
-from edge_client.work.uplink import coded_upload
+from edge_client.work.uplink import encode_upload
 from fedvit.data.folder import DeviceData
 from fedvit.engine import load_engine, trim_memory
 from fedvit.errors import BadPayload
@@ -197,7 +197,7 @@ class TaskExecutor:
         """Store a training's result in the vault, and return it. Raises Stopped for one that must not be sent."""
         task, storage = execution.task, self.storage
         residual = storage.vault.residual(task.run)
-        tensors, new_residual = coded_upload(program, upload.deltas, upload.collected, residual.tensors)
+        tensors, new_residual = encode_upload(program, upload.deltas, upload.collected, residual.tensors)
         written = (tensors, upload.local, new_residual, residual.tensors)
         written_bytes = sum(value.nbytes for part in written for value in part.values())
         storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run))
@@ -262,7 +262,7 @@ class TaskExecutor:
         }
         deltas = delta({name: trained.tensors.get(name, values[name]) for name in back}, back)
         if program.clip_delta is not None:
-            deltas = clipped(deltas, program.clip_delta)
+            deltas = clip_update(deltas, program.clip_delta)
         collected = dict(trained.collected)
         for phase in program.train:
             if phase.collect:

@@ -7,8 +7,8 @@ from fedvit.tensors import Tensors
 from fedvit.updates import NONE, decode_one, make_codec
 
 
-def coded_upload(program: Program, deltas: Tensors, collected: Tensors, residual: Tensors) -> tuple[Tensors, Tensors]:
-    """A result's coded tensors, and the residual: what coding left out, to be added to the next deltas.
+def encode_upload(program: Program, deltas: Tensors, collected: Tensors, residual: Tensors) -> tuple[Tensors, Tensors]:
+    """Return a result's coded tensors, and the residual that coding left out and that is added to the next deltas.
 
     `residual` is that of earlier results; `deltas` is consumed, so that no two copies of a model are held. Features
     are coded without a residual, as the next round has other features. Raises BadPayload for numbers that the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coordinator.rounds.tasks import Work
-from edge_client.work.batches import chosen_rows, facts_of
+from edge_client.work.batches import choose_rows, facts_of
 from edge_client.work.sampler import Sampler, make_sampler
 from fedvit.data.folder import Flags
 from fedvit.data.images import Indices
@@ -296,7 +296,7 @@ class Cohort:
     ) -> Named:
         """What a graph gives of each device's chosen training images, as inputs of the prediction."""
         chosen = [
-            _only(one, chosen_rows(len(one), gather.capacity, choice))
+            _only(one, choose_rows(len(one), gather.capacity, choice))
             for one, choice in zip(train, choices, strict=True)
         ]
         batched = self._made((method, gather), lambda: gather_step(method, self._vit, gather))

@@ -18,9 +18,9 @@ from coordinator.compute.references import snapshot
 from coordinator.config import RunConfig
 from coordinator.record.tables import Reference
 from coordinator.rounds.tasks import Work
-from edge_client.work.private import clipped, noisy_rows
+from edge_client.work.private import clip_update, noisy_rows
 from edge_client.work.runtime import Seeds
-from edge_client.work.uplink import coded_upload
+from edge_client.work.uplink import encode_upload
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, FedvitError
@@ -227,12 +227,12 @@ class Devices:
     def _upload(self, program: Program, device: Device, deltas: Tensors, collected: Tensors, seeds: Seeds) -> Tensors:
         """The result's tensors, as the device would code them."""
         if program.clip_delta is not None:
-            deltas = clipped(deltas, program.clip_delta)
+            deltas = clip_update(deltas, program.clip_delta)
         for phase in program.train:
             if phase.collect:
                 output = phase.collect.output
                 collected[output] = noisy_rows(collected[output], phase.collect, seeds)
-        upload, device.residual = coded_upload(program, deltas, collected, device.residual)
+        upload, device.residual = encode_upload(program, deltas, collected, device.residual)
         return upload
 
     def _test_together(

@@ -283,7 +283,7 @@ def test_revoked_certificate_does_not_connect(stage: Stage) -> None:
     assert address.cert_file is not None
     serial = x509.load_pem_x509_certificate(address.cert_file.read_bytes()).serial_number
     with stage.deployment.change() as rows:
-        rows.revoke_serials("revoked", [f"{serial:x}"])
+        rows.revocations.revoke_serials("revoked", [f"{serial:x}"])
     wait_until(lambda: not connects(), "it is not revoked")
 
 
@@ -364,7 +364,7 @@ def test_token_that_is_not_valid_is_refused(stage: Stage, act: str) -> None:
         request = msgspec.structs.replace(request, device="pi-6")
     if act == "withdrawn":
         with stage.deployment.change() as rows:
-            rows.withdraw_tokens(token.device)
+            rows.tokens.withdraw(token.device)
     assert isinstance(ask(stage, token, [seal(request, token.secret, FROM_DEVICE)])[-1], JoinRefused)
 
 

@@ -250,7 +250,7 @@ def test_revoked_at_once(stage: Stage) -> None:
         Client(stage.pi_1, "pi-1", [HOME.to_device("pi-1"), HOME.broadcast(DIGEST)]) as pi_1,
     ):
         with deployment.change() as rows:
-            rows.revoke("pi-5", time.time())
+            rows.revocations.revoke("pi-5", time.time())
         stage.broker.reload()
         wait_until(lambda: not Client(lost, "again").connected, "the revocation")
         pi_5.publish(HOME.from_device("pi-5"), b"too late")

@@ -630,7 +630,7 @@ def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tm
         choose(tab, "Revoke")
         tab.until("document.body.innerText.includes('a is revoked')")
         with deployment.registry.read() as rows:
-            assert rows.list_revoked_devices() == ["a"]
+            assert rows.revocations.list_devices() == ["a"]
         tab.go(f"{address}/run?run={RUN}", "document.querySelector('#tiles')")
         choose(tab, "Pause")
         tab.until("document.querySelector('#paused')")

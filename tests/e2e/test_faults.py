@@ -16,7 +16,7 @@ from fedvit.tensors import pack
 from fedvit.wire.messages import BlobNack, Failed, Hello, Manifest, Progress, Refused, Result, ResultAck, Task, encode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk
-from tests.support.messages import hello
+from tests.support.devices import hello
 from tests.support.programs import DEVICES, ROUNDS, Observer, Stage, program, wait_for
 
 TOPICS = Topics("home")

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -386,3 +386,39 @@ def with_epochs(program: Program, epochs: int) -> Program:
 def assert_same_bits(one: Tensors, other: Tensors) -> None:
     assert one.keys() == other.keys()
     assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+class Run(NamedTuple):
+    """Three rounds of a device."""
+
+    uploads: list[bytes]
+    local: bytes
+    told: list[str]
+
+
+def run_rounds(world: World, setting: Setting, program: Program, spoil: Callable[[Device], object]) -> Run:
+    """Three rounds. After the second the device is stopped, `spoil` is done to its disk, and it starts again."""
+    device = world.device()
+    uploads, told = list[bytes](), list[str]()
+    for number in range(1, 4):
+        result = world.result(setting, program=program, round=number)
+        told += result.damaged
+        uploads.append(pack(world.server.fetch(result.upload)))
+        world.server.acknowledge(result)
+        world.server.wait(lambda: device.vault.pending() == [])  # noqa: B023 - called now
+        if number == 2:
+            device.stop()
+            spoil(device)
+            device = start_again(world)
+    local = device.vault.local("run")
+    assert local is not None
+    return Run(uploads, pack(local), told)
+
+
+def start_again(world: World) -> Device:
+    """Without a word to it that would make it tidy up."""
+    world.server.heard.clear()
+    world.server._read = 0
+    device = world.device(joined=False)
+    world.server.welcome()
+    return device

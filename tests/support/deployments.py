@@ -114,7 +114,7 @@ def make_device(
         end = certificate.not_valid_after_utc.timestamp()
         entry = Certificate(f"{certificate.serial_number:x}", issued_s, end)
         with deployment.change() as rows:
-            if rows.device(name) is None:
+            if rows.find_device(name) is None:
                 rows.put_device(name, entry, issued_s)
             else:
                 rows.add_certificate(name, entry)

@@ -20,8 +20,8 @@ from fedvit.resources import ResourceUse
 from fedvit.tensors import pack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import FromCoordinator, Manifest, Result, TaskKind
+from tests.support.devices import hello
 from tests.support.displays import Lines
-from tests.support.messages import hello
 
 Kind = TypeVar("Kind", bound=FromCoordinator)
 HALF = (0.5, 0.5, 0.5)

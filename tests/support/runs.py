@@ -49,8 +49,8 @@ from fedvit.wire.messages import (
     decode,
 )
 from tests.support.devices import SpeakingDevice, drained
+from tests.support.devices import hello as make_hello
 from tests.support.displays import Lines
-from tests.support.messages import hello as make_hello
 from tests.support.waiting import WAIT_S, wait_until
 
 Configure = Callable[..., RunConfig]

@@ -95,14 +95,14 @@ def _entry(name: str, method: Method, vit: PatchViT) -> MethodEntry:
     groups = {group: (role, names) for group, (role, names) in method.groups(vit).items() if names}
     collected = [phase.collect for phase in phases_of(method, vit) if phase.collect]
 
-    def held(*roles: Role) -> list[str]:
+    def list_tensors(*roles: Role) -> list[str]:
         return [tensor for role, names in groups.values() if role in roles for tensor in names]
 
     def parameters(*roles: Role) -> int:
-        return sum(tensors[tensor].numel() for tensor in held(*roles))
+        return sum(tensors[tensor].numel() for tensor in list_tensors(*roles))
 
     def size(*roles: Role) -> int:
-        return sum(tensors[tensor].nbytes for tensor in held(*roles))
+        return sum(tensors[tensor].nbytes for tensor in list_tensors(*roles))
 
     return MethodEntry(
         name=name,
@@ -132,21 +132,21 @@ def _entry(name: str, method: Method, vit: PatchViT) -> MethodEntry:
 
 def _on_device(roles: dict[str, Role]) -> str:
     parts = ((text, [group for group in roles if roles[group] is role]) for role, text in _ON_DEVICE.items())
-    return "; ".join(text.format(listed(groups)) for text, groups in parts if groups)
+    return "; ".join(text.format(join_names(groups)) for text, groups in parts if groups)
 
 
 def _travels(roles: dict[str, Role], collected: list[str]) -> str:
     down = [group for group, role in roles.items() if role.from_server_each_round]
     up = [group for group, role in roles.items() if role.is_sent_back]
-    sent = ([f"changes of {listed(up)}"] if up else []) + [f"{output} of chosen images" for output in collected]
-    parts = ([f"down: {listed(down)}"] if down else []) + ([f"up: {' and '.join(sent)}"] if sent else [])
+    sent = ([f"changes of {join_names(up)}"] if up else []) + [f"{output} of chosen images" for output in collected]
+    parts = ([f"down: {join_names(down)}"] if down else []) + ([f"up: {' and '.join(sent)}"] if sent else [])
     return "; ".join(parts) or "nothing"
 
 
-def listed(groups: Sequence[str]) -> str:
+def join_names(groups: Sequence[str]) -> str:
     """Names in a list; consecutive numbers as a range.
 
-    >>> listed(["norm", "block.2", "block.3", "block.4", "head"])
+    >>> join_names(["norm", "block.2", "block.3", "block.4", "head"])
     'norm, block.2 to block.4, head'
     """
     named = [re.fullmatch(r"(.*?)(\d*)", group) for group in groups]

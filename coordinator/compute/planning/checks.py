@@ -22,7 +22,7 @@ def checked_config(values: dict[str, Any], where: str) -> StartConfig:
 
 
 def check_run(config: RunConfig, where: str) -> None:
-    """Raises ConfigError, which names `where`, when options of method or model are wrong, or do not fit other keys."""
+    """Raise ConfigError, which names `where`, when options of method or model are wrong, or do not fit other keys."""
     try:
         _check(config)
     except ConfigError as error:
@@ -30,7 +30,7 @@ def check_run(config: RunConfig, where: str) -> None:
 
 
 def check_region(config: RunConfig, where: str) -> None:
-    """Raises ConfigError, which names `where`, if the mean of a region's updates cannot stand for them."""
+    """Raise ConfigError, which names `where`, if the mean of a region's updates cannot stand for them."""
     if config.mode != "rounds":
         raise ConfigError(
             "FV2202", f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens"

@@ -54,7 +54,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     runners_up: list[Candidate]  # within the budget, but of lower quality or slower
 
 
-def expected_of(candidate: Candidate, cost: ProgramCost, budget: Budget) -> Expected:
+def make_expected(candidate: Candidate, cost: ProgramCost, budget: Budget) -> Expected:
     """The expected cost of a task of a device that gets this candidate."""
     return Expected(
         prediction=candidate.prediction,
@@ -364,7 +364,7 @@ _NAMES: dict[BudgetKind, str] = {
 def _find_needed(kind: BudgetKind, candidates: Sequence[Priced]) -> float:
     """The smallest budget that is sufficient for one of them."""
 
-    def needed(priced: Priced) -> float:
+    def amount_of(priced: Priced) -> float:
         prediction, cost = priced.candidate.prediction, priced.cost
         return {
             "memory": math.ceil(prediction.peak_rss_bytes / HEADROOM),
@@ -373,7 +373,7 @@ def _find_needed(kind: BudgetKind, candidates: Sequence[Priced]) -> float:
             "upload": cost.bytes_up,
         }[kind]
 
-    return min(needed(priced) for priced in candidates)
+    return min(amount_of(priced) for priced in candidates)
 
 
 def _limit(kind: BudgetKind, budget: Budget) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from coordinator.compute.planning.batch import choose_batch
-from coordinator.compute.planning.configuration_search import ConfigurationSearch, cost_on, expected_of
+from coordinator.compute.planning.configuration_search import ConfigurationSearch, cost_on, make_expected
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.trade_offs import trade_offs
 from coordinator.config import PrivacyConfig, RunConfig
@@ -126,8 +126,10 @@ class Plan:
             self.variants[method] = self._make(method)
         return self.variants[method]
 
-    def given(self, device: str, round_number: int, target: PlannedDevice | None) -> tuple[Variant, Expected | None]:
-        """The variant of a device in a round, within its budget, and its expected cost.
+    def choose_variant(
+        self, device: str, round_number: int, target: PlannedDevice | None
+    ) -> tuple[Variant, Expected | None]:
+        """Choose the variant of a device in a round, within its budget; return it with its expected cost.
 
         It is made at the first request. Without a profile there is no expectation. Raises OverBudget if nothing fits.
         """
@@ -152,7 +154,7 @@ class Plan:
         else:
             method, choice = self.search.find(method, target)
             variant, candidate, cost = self._variant(method), choice.chosen, choice.cost
-        expected = expected_of(candidate, cost, target.budget)
+        expected = make_expected(candidate, cost, target.budget)
         return variant, msgspec.structs.replace(expected, changes=changed | candidate.changes)
 
     def _with_faster_products(self, method: Method, target: PlannedDevice) -> tuple[Method, dict[str, str]]:
@@ -270,8 +272,8 @@ class Plan:
         collect = msgspec.structs.replace(phase.collect, codec=self.config.updates.features)
         return msgspec.structs.replace(phase, collect=collect)
 
-    def sent(self, variant: Variant, group: str, digest: str) -> str:
-        """The blob that a device of this variant is sent for the blob `digest` of a common group."""
+    def find_sent_blob(self, variant: Variant, group: str, digest: str) -> str:
+        """Find the blob that a device of this variant is sent for the blob `digest` of a common group."""
         method = variant.method
         if method.sent_precision == "fp32" or variant.program.groups[group].role.is_trained_on_device:
             return digest
@@ -391,7 +393,7 @@ def _begin_at(vit: PatchViT, start: ServerState) -> None:
 
 
 def check_start_fits(shapes: Mapping[str, tuple[int, ...]], start: ServerState) -> None:
-    """Raises ConfigError where tensors of these shapes cannot begin with those of an earlier run's end."""
+    """Raise ConfigError where tensors of these shapes cannot begin with those of an earlier run's end."""
     common = [name for name in start.tensors if name in shapes]
     if start.tensors and not common:
         raise ConfigError("FV1115", "start_from: that run and this one have no tensor in common")

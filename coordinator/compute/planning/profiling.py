@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.compute.planning.checks import check_run
-from coordinator.compute.planning.configuration_search import Choice, expected_of
+from coordinator.compute.planning.configuration_search import Choice, make_expected
 from coordinator.compute.planning.forecast import BoardForecast, Forecast
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.planner import Plan, make_plan
@@ -218,7 +218,7 @@ def forecast_of(request: Request, chosen: Sequence[Choice | NothingFits]) -> For
             else BoardForecast(
                 board=name,
                 budget=each.budget,
-                expected=expected_of(each.chosen, each.cost, each.budget),
+                expected=make_expected(each.chosen, each.cost, each.budget),
                 refused=None,
             )
             for name, each in zip(names, chosen, strict=True)

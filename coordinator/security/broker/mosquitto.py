@@ -1,4 +1,4 @@
-"""mosquitto with a configuration of ours: found on this machine, limits and password set."""
+"""Start the mosquitto of this machine with our configuration: limits and password."""
 
 import base64
 import hashlib
@@ -78,7 +78,7 @@ def find_mosquitto() -> Path | None:
 
 
 def start_mosquitto(program: Path, folder: Path, listen: str, address: Address) -> Broker:
-    """Raises ConfigError when it does not come up, StorageFailed when `folder` cannot be written."""
+    """Raise ConfigError when it does not come up, StorageFailed when `folder` cannot be written."""
     password_file = folder / "mosquitto.passwords"
     if address.password is not None:
         atomic_write(password_file, password_line(FLEET_USER, address.password).encode(), private=True)
@@ -90,7 +90,7 @@ def start_mosquitto(program: Path, folder: Path, listen: str, address: Address) 
 def run_mosquitto(
     program: Path, config: Path, address: Address, log_file: Path, operator_log: Callable[[str], None] = log.warning
 ) -> Broker:
-    """Raises ConfigError when it does not come up; `operator_log` is called if it is slow."""
+    """Raise ConfigError when it does not come up; `operator_log` is called if it is slow."""
     kind = f"mosquitto {_version(program)} ({program})"
     command = [str(program), "-c", str(config)]
     return Broker(

@@ -47,7 +47,7 @@ class Site:
         if self.deployment is None:
             return set()
         with self.deployment.registry.read() as rows:
-            return set(rows.list_revoked_devices())
+            return set(rows.revocations.list_devices())
 
 
 @cache

@@ -1,7 +1,7 @@
 """Tiny programs, really exported, and a device's digits; made once per session."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -66,8 +66,20 @@ def log() -> Log:
 
 
 @pytest.fixture
-def world(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def worlds(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], World]]:
+    """Make federations of one device."""
     monkeypatch.setattr(resending, "AGAIN_S", 600.0)  # what is said again is said for another reason
-    world = World(digits, tmp_path)
-    yield world
-    world.stop()
+    made: list[World] = []
+
+    def make() -> World:
+        made.append(World(digits, tmp_path / f"world-{len(made)}" if made else tmp_path))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.stop()
+
+
+@pytest.fixture
+def world(worlds: Callable[[], World]) -> World:
+    return worlds()

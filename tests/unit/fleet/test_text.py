@@ -89,7 +89,7 @@ def test_model_of_text_makes_no_bundle(parts: Path, tmp_path: Path, graph_cache:
     outcome = run(parts, tmp_path, graph_cache, method="local", rounds=1)
     state = outcome.folder / "state" / "device-0"
     with pytest.raises(ConfigError, match="run 'run' has a model of text: bundles are of models that read images"):
-        load_own_model("run", device="device-0", state=state, data=None, threads=1, made_by="a test")
+        load_own_model("run", device="device-0", state=state, data=None, threads=1)
 
 
 EXPERIMENT = """

@@ -84,8 +84,8 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_errors_of_the_worker_are_the_same_here(kind: type[FedvitError]) -> None:
-    again = travelled(kind("what came"))
-    assert (type(again), str(again)) == (kind, "what came")
+    again = travelled(kind("FV1203", "what came"))
+    assert (type(again), str(again), getattr(again, "code", None)) == (kind, "what came", "FV1203")
 
 
 def test_errors_keep_what_others_ask_of_them() -> None:

@@ -12,10 +12,10 @@ from coordinator.config import RunConfig
 from coordinator.record.privacy import (
     Step,
     cohort_seed,
-    expected_cohort,
+    compute_cohort_size,
+    compute_epsilon,
+    compute_epsilon_of_rows,
     round_figures,
-    spent,
-    spent_on_rows,
 )
 from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
@@ -82,12 +82,12 @@ class TestNoise:
 class TestSpent:
     def test_one_round_is_the_gaussian_mechanism(self) -> None:
         """Balle and Wang 2018, arXiv:1805.06530: sigma 1, delta 1e-5 give 4.377, below the classic bound's 4.845."""
-        assert spent([Step(1.0, 10, 10)], config(delta=1e-5).privacy) == pytest.approx(4.377178, abs=1e-5)
+        assert compute_epsilon([Step(1.0, 10, 10)], config(delta=1e-5).privacy) == pytest.approx(4.377178, abs=1e-5)
 
     def test_rounds_add_up_as_in_the_library(self) -> None:
         """16 rounds of noise 8 are one of noise 2; an accountant by Renyi divergence may only say more."""
-        sixteen = spent([Step(8.0, 10, 10)] * 16, config().privacy)
-        assert sixteen == pytest.approx(spent([Step(2.0, 10, 10)], config().privacy))
+        sixteen = compute_epsilon([Step(8.0, 10, 10)] * 16, config().privacy)
+        assert sixteen == pytest.approx(compute_epsilon([Step(2.0, 10, 10)], config().privacy))
         import dp_accounting  # seconds, which only the process that tests this need spend
         from dp_accounting import rdp
 
@@ -104,22 +104,28 @@ class TestSpent:
             dp_accounting.SampledWithoutReplacementDpEvent(100, 10, dp_accounting.GaussianDpEvent(2.0)), 30
         )
         sampled = config(noise_multiplier=4.0, clip=1.0, accounting="sampled").privacy
-        tenth = spent([Step(4.0, 100, 10)] * 30, sampled)
+        tenth = compute_epsilon([Step(4.0, 100, 10)] * 30, sampled)
         assert tenth == pytest.approx(accountant.get_epsilon(1e-5))
-        assert spent([Step(4.0, 100, 100)] * 30, sampled) > tenth
+        assert compute_epsilon([Step(4.0, 100, 100)] * 30, sampled) > tenth
 
     def test_no_round_costs_nothing(self) -> None:
-        assert spent([], config().privacy) == 0
+        assert compute_epsilon([], config().privacy) == 0
 
     def test_rows(self) -> None:
         """To replace a row moves it by two clips: noise 8 of one row is noise 4 of a sum, of four it is 2."""
-        assert spent_on_rows(1, 8.0, 1e-5) == pytest.approx(spent([Step(4.0, 1, 1)], config().privacy))
-        assert spent_on_rows(4, 8.0, 1e-5) == pytest.approx(spent([Step(2.0, 1, 1)], config().privacy))
+        assert compute_epsilon_of_rows(1, 8.0, 1e-5) == pytest.approx(
+            compute_epsilon([Step(4.0, 1, 1)], config().privacy)
+        )
+        assert compute_epsilon_of_rows(4, 8.0, 1e-5) == pytest.approx(
+            compute_epsilon([Step(2.0, 1, 1)], config().privacy)
+        )
 
 
 @pytest.mark.parametrize(("share", "expected"), [(1.0, 4), (0.5, 2), (0.1, 1), (3, 3), (9, 4)])
 def test_the_denominator_is_of_the_configuration(share: float | int, expected: int) -> None:
-    assert expected_cohort(checked_config({"method": "fedavg", "devices": 4, "cohort": share}, "test").run) == expected
+    assert (
+        compute_cohort_size(checked_config({"method": "fedavg", "devices": 4, "cohort": share}, "test").run) == expected
+    )
 
 
 def test_a_restart_forgets_nothing(runs: Path) -> None:
@@ -140,7 +146,7 @@ def test_a_restart_forgets_nothing(runs: Path) -> None:
     store.runs.create("later", {"start_from": "r"})
     last = round_figures(store, "later", private, population=4, cohort=2, feature_rows=[])
     store.close()
-    assert last["dp_epsilon"] == pytest.approx(spent([Step(1.0, 4, 4)], private.privacy))
+    assert last["dp_epsilon"] == pytest.approx(compute_epsilon([Step(1.0, 4, 4)], private.privacy))
 
 
 def test_features_add_up_over_rounds(runs: Path) -> None:
@@ -153,9 +159,9 @@ def test_features_add_up_over_rounds(runs: Path) -> None:
     store.rounds.close("r", 1, SavedState({}, None, {}), first)
     second = round_figures(store, "r", private, population=1, cohort=1, feature_rows=[3])
     store.close()
-    assert second["dp_row_epsilon"] == first["dp_row_epsilon"] == spent_on_rows(1, 20.0, 1e-5)
-    assert second["dp_upload_epsilon"] == spent_on_rows(3, 20.0, 1e-5)
-    assert second["dp_device_epsilon"] == spent_on_rows(9, 20.0, 1e-5)
+    assert second["dp_row_epsilon"] == first["dp_row_epsilon"] == compute_epsilon_of_rows(1, 20.0, 1e-5)
+    assert second["dp_upload_epsilon"] == compute_epsilon_of_rows(3, 20.0, 1e-5)
+    assert second["dp_device_epsilon"] == compute_epsilon_of_rows(9, 20.0, 1e-5)
     assert "dp_epsilon" not in second
 
 

@@ -8,7 +8,7 @@ from coordinator.rounds import membership
 from coordinator.rounds.membership import Arrival
 from coordinator.rounds.open_round import Missing
 from fedvit.wire.messages import DeviceState, Manifest, Refused, Welcome
-from tests.support.messages import hello
+from tests.support.devices import hello
 from tests.support.parts import Parts
 
 

@@ -3,7 +3,7 @@
 from coordinator.rounds.open_round import Missing, OpenRound, RoundPlan
 from coordinator.rounds.presence import Presence
 from fedvit.wire.messages import DeviceState
-from tests.support.messages import hello, result
+from tests.support.devices import hello, result
 
 
 def test_open_round_waits_for_its_cohort_in_order_and_closes_when_all_have_answered() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.rounds.presence import LONGEST_BACKOFF_S, Presence
 from fedvit.wire.messages import DeviceState
-from tests.support.messages import hello
+from tests.support.devices import hello
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from coordinator.rounds.deadlines import Deadline
 from coordinator.rounds.open_round import Missing
 from coordinator.rounds.tasks import TaskState
 from fedvit.wire.messages import BlobNack, DeviceState, Extended, Progress, Task
-from tests.support.messages import hello
+from tests.support.devices import hello
 from tests.support.parts import Parts
 
 

@@ -25,7 +25,7 @@ from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire import messages
 from fedvit.wire.messages import MAX_MESSAGE_BYTES, DeltaStep, Manifest, encode
 from fedvit.wire.topics import Topics
-from tests.support.messages import hello
+from tests.support.devices import hello
 
 PROGRAM: Any = type("NothingFetched", (), {"list_fetched_once": staticmethod(list)})
 

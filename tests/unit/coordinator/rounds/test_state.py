@@ -19,7 +19,7 @@ from fedvit.errors import LinkDown
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import TaskKind
 from fedvit.wire.topics import Topics
-from tests.support.messages import hello, result
+from tests.support.devices import hello, result
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from coordinator.rounds.presence import Presence
 from fedvit.wire.messages import DeviceState
 from tests.support.children import in_child
-from tests.support.messages import hello
+from tests.support.devices import hello
 
 FULL_RECORD = """
 # The record may grow by nothing; then it may again.

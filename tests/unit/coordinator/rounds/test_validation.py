@@ -28,7 +28,7 @@ from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.updates import make_codec
 from fedvit.wire.messages import ClassCount, Manifest, Result
-from tests.support.messages import hello
+from tests.support.devices import hello
 
 CLASSES = ("ant", "bee", "cow")
 DIGEST = "blake3:" + "5" * 64

@@ -68,13 +68,13 @@ def test_change_that_fails_changes_nothing(deployment: Deployment) -> None:
     def fails() -> None:
         with deployment.change() as rows:
             rows.put_device("pi-1", Certificate("a1", NOW, NOW + 100.0), NOW)
-            rows.revoke("pi-1", NOW)
+            rows.revocations.revoke("pi-1", NOW)
             raise ConfigError("FV0002", "no")
 
     with pytest.raises(ConfigError, match="no"):
         fails()
     with deployment.registry.read() as rows:
-        assert (rows.devices(), rows.list_revoked_serials(), rows.generation()) == ([], [], 0)
+        assert (rows.read_devices(), rows.revocations.list_serials(), rows.generation()) == ([], [], 0)
     assert "pi-1" not in (deployment.folder / "devices.acl").read_text()
 
 
@@ -113,7 +113,7 @@ def test_several_processes_change_the_registry_at_once(deployment: Deployment) -
     processes = [subprocess.Popen([*command, f"process-{number}"]) for number in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     with deployment.registry.read() as rows:
-        tokens = rows.tokens()
+        tokens = rows.tokens.read_all()
         assert rows.generation() == len({token.device for token in tokens}) == 20
     assert sorted(line.split(":")[0] for line in logins(deployment)) == sorted(token.id for token in tokens)
 
@@ -138,17 +138,17 @@ def test_revocation_names_the_device_whose_connections_must_end(deployment: Depl
     for name in ("pi-1", "pi-2", "pi-3"):
         device_joins(deployment, name)
     with deployment.change() as rows:
-        rows.revoke("pi-1", NOW)
+        rows.revocations.revoke("pi-1", NOW)
         first = rows.generation()
     with deployment.change() as rows:
-        rows.discard("pi-2")
+        rows.revocations.revoke_certificates("pi-2")
     with deployment.registry.read() as rows:
-        assert (rows.list_revoked_since(0), rows.list_revoked_since(first)) == (["pi-1", "pi-2"], ["pi-2"])
-        assert rows.list_revoked_devices() == ["pi-1"]
+        assert (rows.revocations.list_since(0), rows.revocations.list_since(first)) == (["pi-1", "pi-2"], ["pi-2"])
+        assert rows.revocations.list_devices() == ["pi-1"]
     with deployment.change() as rows:
-        rows.revoke("pi-1", NOW)  # once more: its connections are ended once more
+        rows.revocations.revoke("pi-1", NOW)  # once more: its connections are ended once more
     with deployment.registry.read() as rows:
-        assert rows.list_revoked_since(first + 1) == ["pi-1"]
+        assert rows.revocations.list_since(first + 1) == ["pi-1"]
     rules = (deployment.folder / "devices.acl").read_text()
     assert "user pi-1\ntopic deny #" in rules
     assert "pi-2" not in rules
@@ -159,8 +159,8 @@ def test_tokens_of_long_ago_are_forgotten_and_their_logins(deployment: Deploymen
     late = make_token(deployment, "pi-2", -FORGET_TOKENS_S + 60.0)
     new = make_token(deployment, "pi-3", 60.0)
     with deployment.registry.read() as rows:
-        assert rows.token(old.id) is None
-        assert {token.id for token in rows.tokens()} == {late.id, new.id}
+        assert rows.tokens.find(old.id) is None
+        assert {token.id for token in rows.tokens.read_all()} == {late.id, new.id}
     assert {line.split(":")[0] for line in logins(deployment)} == {late.id, new.id}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edge_client.health.guard import LEAST_STEPS, Guard, Guarded, Tally, memory_message
+from edge_client.health.guard import LEAST_STEPS, Guard, Guarded, Tally
 from fedvit.resources import Budget, BudgetKind
 from fedvit.wire.messages import TaskKind
 from profiles.probes.host import resident_bytes
@@ -187,10 +187,6 @@ def test_the_peak_is_that_of_the_task(process: str) -> None:
     assert first > 200 * MIB
     assert 20 * MIB < second < first - 150 * MIB
     assert third > first + 90 * MIB
-
-
-def test_words_of_memory() -> None:
-    assert memory_message(10, 40_000_000, 52_400_000).startswith("the program and its engine alone take 52.4 MB")
 
 
 def test_use_has_the_charge_of_a_battery(tmp_path: Path) -> None:

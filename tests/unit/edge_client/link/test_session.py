@@ -1,35 +1,24 @@
 """The joining of a device: hello, welcome, refusals, and their repetition."""
 
 import time
-from dataclasses import replace
-from pathlib import Path
 
-import msgspec
 import pytest
 
 from edge_client.link import resending
 from edge_client.link import session as session_module
-from fedvit.data.folder import DeviceData
-from fedvit.errors import DataError, PeerRefused
-from fedvit.tensors import pack
-from fedvit.wire.limits import BrokerLimits
+from fedvit.errors import PeerRefused
 from fedvit.wire.messages import (
     BlobAck,
-    DeviceState,
     Hello,
-    Manifest,
     Progress,
     Refused,
-    Result,
     Welcome,
-    decode_class_list,
     encode,
     leading_epoch,
 )
 from tests.support.agents import (
     FAR_OFF,
     PROFILE,
-    Setting,
     World,
 )
 
@@ -39,38 +28,6 @@ def test_a_device_announces_itself(world: World) -> None:
     hello = world.server.expect(Hello)
     assert hello == Hello(hello.instance, "9.9", PROFILE, ("0", "1", "2"), 20, 12, {}, 1)
     assert len(hello.instance) == 16
-
-
-def crowded(world: World, digits: Path, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the device's folder has so many classes."""
-    names = tuple(f"class-{number:06}" for number in range(classes))
-    data = replace(DeviceData.open(digits), classes=names)
-    monkeypatch.setattr(DeviceData, "open", lambda folder: data)
-
-
-def test_class_folders_that_fit_into_no_hello_travel_as_a_blob(
-    world: World, fedavg: Setting, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is served again, to the next process of the coordinator, after a task has tidied up what no task names."""
-    crowded(world, digits, 8000, monkeypatch)
-    world.device()
-    server = world.server
-    hello, *_ = [message for message in server.heard if isinstance(message, Hello)]
-    assert hello.classes == ()
-    for _ in range(2):
-        raw = server.fetch_bytes(hello.class_list)
-        assert decode_class_list(raw) == tuple(f"class-{number:06}" for number in range(8000))
-        assert hello.class_list is not None
-        server.blobs.path(hello.class_list.digest).unlink()
-        world.failure(fedavg, groups={})
-
-
-def test_class_folders_that_fit_into_no_blob_are_said_before_anything_is_connected(
-    world: World, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crowded(world, digits, 100_000, monkeypatch)
-    with pytest.raises(DataError, match=r"^100000 class folders cannot be announced: .* at most 1048576 may be"):
-        world.device(joined=False)
 
 
 def test_every_epoch_of_the_coordinator_gets_one_hello(world: World) -> None:
@@ -131,54 +88,16 @@ def test_welcome_sets_the_time_over_which_the_fleet_returns(world: World, monkey
     world.server.wait(lambda: spread == [session_module.RETURN_SPREAD_S, 20.0])
 
 
-def test_welcome_tells_the_limits_of_the_broker(world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transport keeps them from then on. An upload that waits comes in chunks that the broker takes."""
-    device, server, learnt = world.device(), world.server, list[BrokerLimits]()
-    monkeypatch.setattr(device.transport, "use_limits", learnt.append)
-    before = world.result(fedavg).upload
-    limits = BrokerLimits(65_536, publishes_per_s=40)
-    server.tell(Welcome(server.instance, server.epoch, "tests", limits=limits))
-
-    def smaller() -> Manifest | None:
-        uploads = (message.upload for message in server.heard if isinstance(message, Result))
-        return next((upload for upload in uploads if upload and upload.chunk == 65_472), None)
-
-    server.wait(smaller)
-    upload = smaller()
-    assert learnt == [limits]
-    assert before
-    assert upload == msgspec.structs.replace(before, chunk=65_472)
-    assert pack(server.fetch(upload)) == device.blobs.get(upload.digest)
-
-
-def test_an_unanswered_hello_is_said_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resending, "AGAIN_S", 0.05)
-    world.device(joined=False)
-    instances = {world.server.expect(Hello).instance for _ in range(3)}
-    assert len(instances) == 1
-
-
-def test_an_unanswered_hello_is_said_to_be_so_once(
+def test_an_unanswered_hello_is_repeated_and_logged_once(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device in a federation that nobody serves would otherwise be silent for ever."""
     monkeypatch.setattr(resending, "AGAIN_S", 0.05)
     world.device(joined=False)
-    for _ in range(4):
-        world.server.expect(Hello)
+    instances = {world.server.expect(Hello).instance for _ in range(4)}
+    assert len(instances) == 1
     [record] = [record for record in caplog.records if record.getMessage().startswith("no coordinator answers")]
     assert record.__dict__["federation"] == world.server.topics.federation
-
-
-def test_a_hello_for_a_coordinator_that_has_just_come_is_not_said_to_be_unanswered(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(resending, "AGAIN_S", 600.0)
-    world.device(joined=False)
-    world.server.expect(Hello)
-    world.server.is_here(7)
-    world.server.expect(Hello)
-    assert [record.getMessage() for record in caplog.records if "answers" in record.getMessage()] == []
 
 
 def test_a_final_refusal_ends_the_program(world: World) -> None:
@@ -250,23 +169,3 @@ def test_what_cannot_be_read_is_dropped(world: World, raw: bytes) -> None:
     world.server.transport.publish(world.server.topics.to_device("pi"), raw)
     world.server.transport.publish(world.server.topics.broadcast(FAR_OFF), raw)
     world.server.roll_call()
-
-
-def test_a_device_says_farewell_and_its_will_speaks_when_it_cannot(world: World) -> None:
-    device = world.device()
-    assert device.stop() == "stopped"
-    assert world.server.expect(DeviceState) == DeviceState(world.server.instance, online=False, connection=1)
-    again = world.device()
-    again.transport.vanish()
-    assert world.server.expect(DeviceState) == DeviceState(world.server.instance, online=False, connection=1)
-
-
-def test_hello_and_last_will_name_their_connection(world: World) -> None:
-    """So that a will which arrives after the hello of the next connection is known to be about the one before."""
-    device, server = world.device(joined=False), world.server
-    assert server.expect(Hello).connection == 1
-    world.broker.stop()
-    world.broker.start()
-    assert server.expect(Hello).connection == 2
-    device.transport.vanish()
-    assert server.expect(DeviceState).connection == 2

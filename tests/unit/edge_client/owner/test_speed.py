@@ -44,15 +44,8 @@ def test_it_is_measured_once_and_found_again(tmp_path: Path) -> None:
     again, origin = find_speed(tmp_path, 2, never)
     assert again == measured
     assert origin == f"stored in {tmp_path / FILE}"
-    assert kept_speed(tmp_path, 2) == measured
-
-
-def test_fresh_measures_anew_and_keeps_that(tmp_path: Path) -> None:
-    measure = Measure()
-    find_speed(tmp_path, 2, measure)
-    fresh, _ = find_speed(tmp_path, 2, measure, fresh=True)
-    assert fresh == some_speed(2, 2e9)
-    assert kept_speed(tmp_path, 2) == fresh
+    fresh, _ = find_speed(tmp_path, 2, lambda threads: some_speed(threads, 2e9), fresh=True)
+    assert kept_speed(tmp_path, 2) == fresh == some_speed(2, 2e9)
 
 
 def test_without_a_state_nothing_is_kept() -> None:

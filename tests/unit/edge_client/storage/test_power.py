@@ -3,36 +3,14 @@
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from edge_client.storage.repair import repair_run
 from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.tensors import Tensors
-from fedvit.wire.messages import Manifest, Result, Task
-from tests.support import messages
-from tests.support.damage import flip
+from fedvit.wire.messages import Manifest
 from tests.support.power import Tree, after_power_cut, recorded, tree, write_tree
-
-RUN = "run"
-UPLOAD = b"what the device sends of round " * 40
-
-
-def result(number: int) -> Result:
-    upload = Manifest(digest_of(UPLOAD), len(UPLOAD), 126_976)
-    return messages.result(number, run=RUN, upload=upload)
-
-
-def personal(number: int) -> Tensors:
-    return {"w": np.full(4, number, np.float32)}
-
-
-def content(state: Path) -> tuple[int, float | None, list[int]]:
-    """(round, the personal tensors' value, rounds not acknowledged) of a device that starts again."""
-    vault = Vault(state / "vault")
-    local = vault.local(RUN)
-    return vault.round_of(RUN), None if local is None else float(local["w"][0]), [one.round for one in vault.pending()]
+from tests.support.vaults import RUN, UPLOAD, content, personal, result, task
 
 
 def keep(state: Path, number: int) -> None:
@@ -49,13 +27,13 @@ def test_a_power_cut_at_any_moment_of_a_commit(
     a result that is to be sent has its blob."""
     state = (tmp_path / "state").resolve()
     state.mkdir()
-    old: tuple[int, float | None, list[int]] = (0, None, [])
+    old: tuple[int, float | None, list[tuple[str, int]]] = (0, None, [])
     if rounds_before:
         keep(state, 1)
         Vault(state / "vault").settle(RUN, 1)
         (state / "blobs" / digest_of(UPLOAD)[7:9] / digest_of(UPLOAD)[7:]).unlink()
         old = (1, 1.0, [])
-    new = (rounds_before + 1, float(rounds_before + 1), [rounds_before + 1])
+    new = (rounds_before + 1, float(rounds_before + 1), [(RUN, rounds_before + 1)])
     before = tree(state)
     with recorded(state) as ops:
         keep(state, rounds_before + 1)
@@ -67,7 +45,7 @@ def test_a_power_cut_at_any_moment_of_a_commit(
     for number, (done, left) in enumerate(after_power_cut(before, ops)):
         folder = tmp_path / f"cut-{number}"
         write_tree(left, folder)
-        seen = content(folder)
+        seen = content(Vault(folder / "vault"))
         found.add(str(seen))
         assert seen in (old, new), f"after {done} of {len(ops)} calls: {sorted(left)}"
         if done == len(ops):
@@ -75,42 +53,10 @@ def test_a_power_cut_at_any_moment_of_a_commit(
         if seen == new:
             assert BlobStore(folder / "blobs").get(digest_of(UPLOAD)) == UPLOAD
         assert repair_run(Vault(folder / "vault"), RUN) == [], "what a cut leaves is not taken for damage"
-        assert content(folder) == seen, "nor is a round that was not finished taken for a finished one"
+        assert content(Vault(folder / "vault")) == seen, "nor is a round that was not finished taken for a finished one"
         keep(folder, 7)  # and it goes on from there
-        assert content(folder) == (7, 7.0, [7])
+        assert content(Vault(folder / "vault")) == (7, 7.0, [(RUN, 7)])
     assert found == {str(old), str(new)}
-
-
-@pytest.mark.parametrize("damaged", ["local.safetensors", "result.msgpack", "SUMS", "CURRENT", "both"])
-def test_power_cut_during_a_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: str) -> None:
-    """Mended again, it is what it would have become without the cut; what is damaged is never read."""
-    state = tmp_path.resolve() / "state"
-    state.mkdir()
-    keep(state, 1)
-    Vault(state / "vault").settle(RUN, 1)
-    keep(state, 2)
-    home = state / "vault" / RUN
-    [first], [second] = home.glob("round-1-*"), home.glob("round-2-*")
-    after = {"result.msgpack": (2, 2.0, []), "CURRENT": (2, 2.0, [2]), "both": (0, None, [])}
-    if damaged == "CURRENT":
-        flip(home / damaged)
-    elif damaged == "both":
-        flip(first / "local.safetensors", 0.99)
-        flip(second / "local.safetensors", 0.99)
-    else:
-        flip(second / damaged, 0.99)
-    before = tree(state)
-    with recorded(state) as ops:
-        repair_run(Vault(state / "vault"), RUN)
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    for number, (_, left) in enumerate(after_power_cut(before, ops)):
-        folder = tmp_path / f"cut-{number}"
-        write_tree(left, folder)
-        repair_run(Vault(folder / "vault"), RUN)
-        assert content(folder) == after.get(damaged, (1, 1.0, []))
-        assert repair_run(Vault(folder / "vault"), RUN) == []
-        keep(folder, 7)
-        assert content(folder) == (7, 7.0, [7])
 
 
 def test_a_power_cut_while_a_task_is_noted(tmp_path: Path) -> None:
@@ -118,15 +64,10 @@ def test_a_power_cut_while_a_task_is_noted(tmp_path: Path) -> None:
     state = tmp_path.resolve() / "state"
     state.mkdir()
     vault = Vault(state / "vault")
-
-    def note(number: int) -> None:
-        digest = "blake3:" + "ef" * 32
-        vault.note(Task("instance", 1, RUN, number, "train", 7, digest, {}, (), 60.0, 1.0))
-
-    note(1)
+    vault.note(task(1))
     before = tree(state)
     with recorded(state) as ops:
-        note(2)
+        vault.note(task(2))
     for number, (done, left) in enumerate(after_power_cut(before, ops)):
         folder = tmp_path / f"cut-{number}"
         write_tree(left, folder)

@@ -20,7 +20,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError
 from fedvit.files import WRITING, folder_bytes
-from fedvit.program import encode_program
+from fedvit.program import Role, encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.wire.messages import BlobNack, Failed, Manifest, Result, RunEnded, Task
@@ -63,7 +63,7 @@ def own_model(world: World, device: Device, digits: Path) -> Tensors:
     """As `edge-client export` puts it together."""
     state = device.vault.folder.parent
     made, _ = edge_client.owner.trained.load_own_model(
-        "run", device="pi", state=state, data=DeviceData.open(digits), threads=1, made_by="tests"
+        "run", device="pi", state=state, data=DeviceData.open(digits), threads=1
     )
     return {name.removeprefix("tensor/"): value for name, value in made.values.items()}
 
@@ -95,6 +95,16 @@ def test_the_end_of_a_run_leaves_nothing_that_the_vault_has(world: World, fedavg
     finish(world, device)
     assert digests(device.blobs) == {task.program, program.graphs["predict"].digest}
     assert own_model(world, device, digits).keys() == fedavg.start().keys()
+
+
+def test_the_end_of_a_run_leaves_frozen_weights(world: World, fedavg: Setting) -> None:
+    """No vault has them, so an export reads them."""
+    device, program = world.device(once=True), with_local_head(fedavg)
+    head = msgspec.structs.replace(program.groups["head"], role=Role.FROZEN)
+    program = msgspec.structs.replace(program, groups={**program.groups, "head": head})
+    world.result(fedavg, program=program, kind="evaluate")
+    finish(world, device)
+    assert head.initial in digests(device.blobs)
 
 
 def test_a_run_that_failed_keeps_its_blobs(world: World, fedavg: Setting) -> None:
@@ -383,16 +393,6 @@ def test_gc_removes_states_that_no_run_used(tmp_path: Path, monkeypatch: pytest.
     finally:
         os.close(lock)
     assert sorted(path.name for path in base.iterdir()) == ["busy", "identity", "other", "used"]
-
-
-def test_gc_prints_a_table(state: Path) -> None:
-    lines = call("gc", "--state", state, "--dry-run").output.splitlines()
-    assert [line.split()[:4] for line in lines[:2]] == [["would", "remove", "run", run] for run in ("older", "oldest")]
-    assert lines[-1].startswith("would remove ")
-    assert lines[-1].endswith(f"in {state}")
-    assert any(line.startswith("kept") and "is not acknowledged yet" in line for line in lines)
-    call("gc", "--state", state)
-    assert call("gc", "--state", state).output.splitlines()[-1] == f"nothing to remove in {state}"
 
 
 def test_gc_keeps_as_many_runs_as_it_should(state: Path) -> None:

@@ -13,7 +13,7 @@ from fedvit.blobs import digest_of_file
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.tensors import Tensors
 from tests.support.damage import flip
-from tests.support.messages import result
+from tests.support.devices import result
 
 SECRET: Tensors = {"head.weight": np.frombuffer(b"the tensors of this very device!", np.float32).copy()}
 
@@ -106,15 +106,6 @@ def test_a_plain_vault_is_sealed_by_the_next_round(tmp_path: Path) -> None:
     vault.commit(result(2), SECRET)
     assert not list((tmp_path / "vault").rglob("local.safetensors"))
     assert vault.local("run") is not None
-
-
-@pytest.mark.parametrize("length", [0, 31, 33])
-def test_a_key_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
-    file = tmp_path / "key"
-    file.write_bytes(bytes(length))
-    file.chmod(0o600)
-    with pytest.raises(ConfigError, match=f"holds {length} bytes, expected 32"):
-        key(tmp_path)
 
 
 def test_a_key_that_is_not_there_is_only_made_where_it_may_be(tmp_path: Path) -> None:

@@ -83,13 +83,6 @@ def test_the_end_of_another_run_does_not(world: World, fedavg: Setting) -> None:
     assert world.server.expect(Result).use.steps == 300
 
 
-def test_once_leaves_when_the_run_has_ended(world: World, fedavg: Setting) -> None:
-    device = world.device(once=True)
-    world.server.acknowledge(world.result(fedavg))
-    world.server.tell(RunEnded("run", "finished"))
-    assert device.ended() == "run run finished"
-
-
 def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
     world: World, fedavg: Setting, tmp_path: Path
 ) -> None:

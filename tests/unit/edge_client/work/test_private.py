@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from edge_client.work.private import clipped, noisy_rows
+from edge_client.work.private import clip_update, noisy_rows
 from edge_client.work.runtime import Seeds
 from fedvit.program import Collect
 
@@ -12,12 +12,12 @@ SEEDS = Seeds(0, 1, "pi")
 
 def test_short_updates_stay_as_they_are() -> None:
     tensors = {"w": np.float32([3, 4])}
-    assert clipped(tensors, 5.0) is tensors
+    assert clip_update(tensors, 5.0) is tensors
 
 
 def test_long_updates_are_shortened_together() -> None:
     """3, 4, 12 are 13 long: to 6.5 they are halved, and stay float32."""
-    got = clipped({"w": np.float32([3, 4]), "v": np.float32([[12]])}, 6.5)
+    got = clip_update({"w": np.float32([3, 4]), "v": np.float32([[12]])}, 6.5)
     np.testing.assert_allclose(got["w"], [1.5, 2])
     np.testing.assert_allclose(got["v"], [[6]])
     assert got["w"].dtype == np.float32

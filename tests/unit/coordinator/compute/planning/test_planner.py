@@ -376,33 +376,33 @@ def check_expected(made: Plan, variant: Variant, expected: Expected | None, targ
 
 def test_of_a_device_that_is_not_known_nothing_is_expected(staged: Any) -> None:
     made = staged()
-    variant, expected = made.given("a", 1, None)
+    variant, expected = made.choose_variant("a", 1, None)
     assert variant is made.first
     assert expected is None
 
 
 def test_a_device_without_a_budget_gets_what_was_asked_for(staged: Any) -> None:
     made, target = staged(), target_of("a")
-    variant, expected = made.given("a", 1, target)
+    variant, expected = made.choose_variant("a", 1, target)
     assert variant is made.first
     told = check_expected(made, variant, expected, target)
     assert (told.changes, told.quality, told.prediction.over) == ({}, 1.0, ())
-    assert made.given("a", 1, target)[1] == expected
+    assert made.choose_variant("a", 1, target)[1] == expected
     assert len(made.choices) == 1, "it is worked out once"
 
 
 def test_a_device_gets_what_fits_its_budget(staged: Any) -> None:
     """Half the FLOPs of two epochs are one. Another device, without a budget, has both."""
     made = staged({"epochs": 2}, budget={"flops_budget": "1PFLOP"})
-    _, asked = made.given("b", 1, target_of("b"))
+    _, asked = made.choose_variant("b", 1, target_of("b"))
     assert asked is not None
     target = target_of("a", flops_per_round=asked.flops // 2)
-    variant, expected = made.given("a", 1, target)
+    variant, expected = made.choose_variant("a", 1, target)
     told = check_expected(made, variant, expected, target)
     assert (told.changes, told.quality, told.flops) == ({"epochs": 1}, 0.5, asked.flops // 2)
     assert [phase.epochs for phase in variant.program.train] == [1]
     assert variant.digest != made.first.digest
-    assert [phase.epochs for phase in made.given("b", 1, target_of("b"))[0].program.train] == [2]
+    assert [phase.epochs for phase in made.choose_variant("b", 1, target_of("b"))[0].program.train] == [2]
 
 
 @pytest.mark.parametrize(("compute", "kind"), [("int8", "integers"), ("fp16", "halves")])
@@ -421,11 +421,11 @@ def test_rounded_products_are_given_to_devices_that_are_faster_with_them(
         return target_of(device)._replace(speed=speed)
 
     given = {
-        "faster": made.given("faster", 1, target("faster", 4e8)),
-        "slower": made.given("slower", 1, target("slower", 5e7)),
-        "slower, too": made.given("slower, too", 1, target("slower, too", 5e7)),
-        "no speed": made.given("no speed", 1, target_of("no speed")._replace(speed=None)),
-        "unknown": made.given("unknown", 1, None),
+        "faster": made.choose_variant("faster", 1, target("faster", 4e8)),
+        "slower": made.choose_variant("slower", 1, target("slower", 5e7)),
+        "slower, too": made.choose_variant("slower, too", 1, target("slower, too", 5e7)),
+        "no speed": made.choose_variant("no speed", 1, target_of("no speed")._replace(speed=None)),
+        "unknown": made.choose_variant("unknown", 1, None),
     }
     assert {device: variant.method.compute for device, (variant, _) in given.items()} == {
         "faster": compute,
@@ -460,26 +460,26 @@ def test_each_graph_is_priced_once_for_devices_of_all_image_counts(
     made = staged({"epochs": 2}, budget={"flops_budget": "1PFLOP"})
     for images in range(1, 40, 3):
         target = target_of("a")._replace(images=images)
-        check_expected(made, *made.given("a", 1, target), target)
+        check_expected(made, *made.choose_variant("a", 1, target), target)
     assert sorted(priced) == sorted(spec.digest for spec in made.first.program.graphs.values())
     for images in (8, 16, 24):
-        _, asked = made.given("a", 1, target_of("a")._replace(images=images))
+        _, asked = made.choose_variant("a", 1, target_of("a")._replace(images=images))
         limited = target_of("a", flops_per_round=asked.flops // 2)._replace(images=images)
-        assert made.given("a", 1, limited)[1].changes == {"epochs": 1}
+        assert made.choose_variant("a", 1, limited)[1].changes == {"epochs": 1}
     assert len(priced) == len(set(priced))
 
 
 def test_what_fits_nobody_is_refused(staged: Any) -> None:
     with pytest.raises(OverBudget, match="nothing fits a: its upload budget is 10 B, at least"):
-        staged().given("a", 1, target_of("a", upload_bytes=10))
+        staged().choose_variant("a", 1, target_of("a", upload_bytes=10))
 
 
 def test_another_round_or_budget_is_another_choice(staged: Any) -> None:
     """The last of five rounds trains for 7 epochs; then corrections change what is expected."""
     made, target = staged(rounds=5), target_of("a")
-    first, last = made.given("a", 1, target)[1], made.given("a", 5, target)[1]
+    first, last = made.choose_variant("a", 1, target)[1], made.choose_variant("a", 5, target)[1]
     assert last.flops == 7 * first.flops
-    corrected = made.given("a", 1, target._replace(corrections=(("time", 2.0),)))[1]
+    corrected = made.choose_variant("a", 1, target._replace(corrections=(("time", 2.0),)))[1]
     assert corrected.prediction.train_s == pytest.approx(2 * first.prediction.train_s)
 
 

@@ -27,8 +27,7 @@ from fedvit.wire.messages import (
     term_of,
 )
 from fedvit.wire.topics import Topics
-from tests.support.devices import SpeakingDevice, drained
-from tests.support.messages import hello
+from tests.support.devices import SpeakingDevice, drained, hello
 from tests.support.postgresql import Postgresql
 from tests.support.waiting import wait_until
 

@@ -92,11 +92,11 @@ async def show(site: Site, runs: list[str], methods: list[str]) -> None:
         figures = Figures(FIGURES)
 
         async def refresh() -> None:
-            known = await _read_groups(site)
-            if unknown := [name for name in chosen_methods if name not in known]:
+            groups = await _read_groups(site)
+            if unknown := [name for name in chosen_methods if name not in groups]:
                 raise ConfigError("FV1803", f"the folder of experiments has no results of {', '.join(unknown)}")
             chosen = [*map(make_run_series, await site.reader(read_details, chosen_runs))]
-            chosen += [make_group_series(known[name]) for name in chosen_methods]
+            chosen += [make_group_series(groups[name]) for name in chosen_methods]
             table.show(compared=_fact_sheet(chosen), differing=_setting_sheet(chosen), several=len(chosen) > 1)
             figures.show(chosen)
 

@@ -69,7 +69,7 @@ class Reader:
 
 def _stat(file: Path) -> tuple[int, int]:
     try:
-        found = file.stat()
+        stat = file.stat()
     except OSError:
         return (0, 0)
-    return (found.st_mtime_ns, found.st_size)
+    return (stat.st_mtime_ns, stat.st_size)

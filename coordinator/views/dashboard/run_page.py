@@ -93,8 +93,8 @@ def _accuracy(run: RunView) -> charts.Options:
 
 
 def _spread(run: RunView) -> charts.Options:
-    known = [device.accuracy for device in run.devices if device.accuracy is not None]
-    return charts.histogram(known, x_name="accuracy of the last evaluation", y_name="devices")
+    accuracies = [device.accuracy for device in run.devices if device.accuracy is not None]
+    return charts.histogram(accuracies, x_name="accuracy of the last evaluation", y_name="devices")
 
 
 def _times(run: RunView) -> charts.Options:

@@ -120,5 +120,5 @@ def _make_point(entry: RoundView) -> Point:
 def find_differences(chosen: list[Series]) -> dict[str, list[Any]]:
     """Find the settings that differ, with a value for each series; None: the default, or no such setting."""
     names = sorted({name for series in chosen for name in series.settings})
-    found = {name: [series.settings.get(name) for series in chosen] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    settings = {name: [series.settings.get(name) for series in chosen] for name in names}
+    return {name: values for name, values in settings.items() if any(value != values[0] for value in values)}

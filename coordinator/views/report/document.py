@@ -89,11 +89,11 @@ class DeviceReport(Struct, frozen=True, kw_only=True):
             ("sent up", "bytes", [e.bytes_up for e in expected], [m.upload_bytes for m in measured]),
             ("energy of a round", "J", [e.prediction.energy_j for e in expected], [m.energy_j for m in measured]),
         ]  # fmt: skip
-        found = [
+        comparisons = [
             Comparison(figure=figure, unit=unit, predicted=_find_median(before), measured=_find_median(after))
             for figure, unit, before, after in pairs
         ]
-        return [entry for entry in found if entry.predicted is not None or entry.measured is not None]
+        return [entry for entry in comparisons if entry.predicted is not None or entry.measured is not None]
 
 
 class ClassAccuracy(Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ USER = 61947
 TRAINED = ("device-0", "device-1")  # the second one trains for so long that a kill comes in the middle of a round
 
 
-def exec_start(unit: str = "fedvit-coordinator.rounds.service", name: str = "coordinator") -> list[str]:
+def exec_start(unit: str = "fedvit-coordinator.service", name: str = "coordinator") -> list[str]:
     program_path, *arguments = shlex.split(set_by(unit, "ExecStart"))
     assert Path(program_path).name == name
     return arguments

@@ -22,7 +22,7 @@ MARK = "<!-- written by `make errors` from fedvit/explanations.toml; change that
 
 
 class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an error code means. The texts are Markdown without links."""
+    """Meaning and remedy of an error code, in Markdown without links."""
 
     title: str
     remedy: str

@@ -165,7 +165,7 @@ class _Agent(Agent):
 
 
 def _images(counts: RegionCounts, folder: Path) -> DeviceData:
-    """What a device knows of its images, for those of a region's devices: only their numbers are known."""
+    """The images of a region's devices, of which a region knows only the numbers."""
     train, test = (
         Split(np.broadcast_to(np.int64(0), number), Files(()))  # takes no memory
         for number in (counts.train_samples, counts.test_samples)
@@ -253,7 +253,7 @@ class CentreLink:
         thread.join()
 
     def _has_unsent(self, agent: _Agent) -> bool:
-        """Whether the run has given an answer that the agent has not sent."""
+        """Return whether the run has an answer that the agent has not sent."""
         given = self._given
         return bool(given and given.outcome.done() and given is not agent.sent and agent.task)
 

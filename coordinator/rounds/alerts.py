@@ -26,7 +26,7 @@ ANSWER_S = 5.0
 MOST_WAITING = 100
 """Alerts that wait; further ones are only counted."""
 PATIENCE_S = 10.0
-"""How long the end of a run waits for its last alerts."""
+"""Seconds that the end of a run waits for its last alerts."""
 
 
 class Alerts:

@@ -1,4 +1,4 @@
-"""Which devices are asked in a round."""
+"""The choice of devices for a round."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""How long a device's answer is awaited: the predicted time of its task, extended while the device makes progress.
+"""Deadlines of a device's answer: the predicted time of its task, extended while the device makes progress.
 
 All times are seconds of this process's monotonic clock; a device receives the time from now on that it has left.
 """

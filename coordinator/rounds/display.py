@@ -53,7 +53,7 @@ class Display:
         """Print a permanent line."""
 
     def due(self) -> bool:
-        """Whether the live view should be refreshed: making one takes a while with many devices."""
+        """Return whether the live view should be refreshed: making one takes a while with many devices."""
         return False
 
     def show(self, view: View) -> None:

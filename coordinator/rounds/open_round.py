@@ -10,7 +10,7 @@ from fedvit.wire.messages import Declined, Failed, Progress, Result, TaskKind
 
 
 class Missing(enum.Enum):
-    """Why a device returns nothing that counts in a round."""
+    """Reason why a device returns nothing that counts in a round."""
 
     DEADLINE = "deadline"
     OFFLINE = "offline"

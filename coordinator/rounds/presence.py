@@ -1,4 +1,4 @@
-"""Which devices are online: hellos, last wills, and two devices with the same name."""
+"""Presence of devices: hellos, last wills, and two devices with the same name."""
 
 import math
 import time
@@ -130,8 +130,8 @@ class Presence:
         return name in self._online
 
     def should_request_hello(self, name: str) -> bool:
-        """Whether to request the hello of a device that just sent a message: it counts as offline, and was not asked
-        recently."""
+        """Return whether to request the hello of a device that just sent a message: it counts as offline, and was not
+        asked recently."""
         known = self._devices.get(name)
         if (
             known is None

@@ -51,7 +51,7 @@ class Quarantine:
         return None if record is None else self.reason(record)
 
     def reason(self, record: QuarantineRecord) -> str:
-        """Why the device of a quarantine is not asked, for its owner."""
+        """Return the reason for the owner why a device in quarantine is not asked."""
         release = command("coordinator", "quarantine", self._run, "--release", record.device)
         return f"quarantine {_how_long(record.until_round)}: {record.reason}; the operator ends it with: {release}"
 

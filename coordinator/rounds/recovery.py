@@ -65,7 +65,7 @@ class Recovery:
     # --- what devices ask for ---------------------------------------------------------------------------
 
     def can_serve(self, device: str, digest: str) -> bool:
-        """Whether a blob may be sent to a device. Raises DamagedBlob if it is damaged and not being recovered yet."""
+        """Return whether a blob may be sent to a device. Raise DamagedBlob if it is damaged and not being recovered."""
         state = self._state
         if not state.tasks.may_read(device, digest) or state.blobs.is_intact(digest):
             return True
@@ -74,7 +74,7 @@ class Recovery:
         return False  # the device asks again
 
     def is_excused(self, device: str, failed: Failed) -> bool:
-        """Whether a task failed because its blob was damaged here. Raises DamagedBlob if it still is."""
+        """Return whether a task failed because its blob was damaged here. Raise DamagedBlob if it still is."""
         state = self._state
         named = [digest for digest in state.tasks.offered(device) if digest in failed.reason]
         for digest in named:

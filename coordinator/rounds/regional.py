@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class RegionCounts(NamedTuple):
-    """What a region announces: the sums of its devices' numbers of images."""
+    """Announcement of a region: the sums of its devices' numbers of images."""
 
     classes: tuple[str, ...]
     train_samples: int
@@ -76,11 +76,11 @@ class Centre(Protocol):
         ...
 
     def ended(self) -> str | None:
-        """How the centre's run ended, `finished` or `cancelled`; None before. Raises the error that ended the link."""
+        """Return the end of the centre's run, `finished` or `cancelled`; None before. Raise the error that ended the link."""
         ...
 
     def trouble(self) -> str:
-        """What keeps this region from its centre's broker; empty while it is connected."""
+        """Return the reason why this region is not connected to its centre's broker; empty while it is."""
         ...
 
     def close(self) -> None:

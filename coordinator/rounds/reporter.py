@@ -1,4 +1,4 @@
-"""What a run is waiting for, and its devices: written to files for other programs, and shown on the console."""
+"""The status of a run and its devices: written to files for other programs, and shown on the console."""
 
 import contextlib
 import time

@@ -254,7 +254,7 @@ class TaskScheduler:
         return due
 
     def _is_valid(self, check: tuple[float, int, Task]) -> bool:
-        """Whether the task is still under way, and was not checked earlier."""
+        """Return whether the task is still under way, and was not checked earlier."""
         at, _, task = check
         return at == task.check_at and self._state.tasks.is_current(task)
 

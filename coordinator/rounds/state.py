@@ -130,7 +130,7 @@ class RunState:
         return None
 
     def waits_for_late(self, kind: str) -> bool:
-        """Whether a device continues its task after its round has closed."""
+        """Return whether a device continues its task after its round has closed."""
         return kind == "train" and self.config.mode == "rounds" and self.config.late != "refuse"
 
     def refuse(

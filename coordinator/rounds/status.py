@@ -1,4 +1,4 @@
-"""What a run is waiting for, since when and until when, and who takes part: two small files in the run's folder, for
+"""The status of a run and the devices that take part: two small files in the run's folder, for
 `coordinator status` and the dashboard.
 
 Times are by the coordinator's clock, for display only.
@@ -42,7 +42,7 @@ class BackingOff(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """What a coordinator was doing when it wrote this."""
+    """The work of a coordinator when it wrote this file."""
 
     at: str
     doing: str

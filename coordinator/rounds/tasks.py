@@ -177,11 +177,11 @@ class Task:
         return self.state in _ENDS
 
     def concerns(self, message: Result | Failed | Declined | Progress) -> bool:
-        """Whether a message is about this task, or an earlier version of it; see `is_same`."""
+        """Return whether a message is about this task, or an earlier version of it; see `is_same`."""
         return (message.run, message.round, message.kind) == (self.run, self.round, self.kind)
 
     def is_same(self, message: Result | Failed | Declined | Progress) -> bool:
-        """Whether the message names the current version of the task, or none, as older software does."""
+        """Return whether the message names the current version of the task, or none, as older software does."""
         return not message.task or message.task == self.id
 
     def fetched(self, want: BlobNack, chunk_bytes: int) -> int | None:

@@ -294,7 +294,7 @@ class Cohort:
         train: Sequence[Images],
         choices: Sequence[np.random.Generator],
     ) -> Named:
-        """What a graph gives of each device's chosen training images, as inputs of the prediction."""
+        """Outputs of a graph for each device's chosen training images, as inputs of the prediction."""
         chosen = [
             _only(one, choose_rows(len(one), gather.capacity, choice))
             for one, choice in zip(train, choices, strict=True)
@@ -354,7 +354,7 @@ def _loss(drawn: Drawn, losses: Array, repeats: int) -> float:
 
 
 def evaluation_flops(program: Program, train: Images, test: Images) -> int:
-    """Of a device's graphs in an evaluation, what it tunes before left out."""
+    """Graphs of an evaluation, without those that tune the model before it."""
     evaluate, size = program.evaluate, program.batch.answer_size
     flops = program.graphs[evaluate.graph].flops * -(-len(test) // size)
     if evaluate.gather:

@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 
 
 def profile_verdict(document: ProfileDocument) -> Verdict:
-    """Which pairs of device and variant fit, and why others do not."""
+    """Pairs of device and variant that fit, and reasons why others do not."""
     pairs = len(document.devices) * len(document.variants)
     lines = []
     for device in document.devices:

@@ -213,7 +213,7 @@ class RunService:
         self._trouble = ""
 
     def is_connected(self) -> bool:
-        """Whether the broker is connected."""
+        """Return whether the broker is connected."""
         return self._router.connected
 
     def served(self) -> list[ServedRun]:

@@ -31,7 +31,7 @@ class ServiceStatus(Struct, frozen=True, kw_only=True):
     members: list[MemberStatus]
 
     def is_stale(self) -> bool:
-        """Whether the service has ended, or hangs."""
+        """Return whether the service has ended, or hangs."""
         return datetime.now(UTC) - datetime.fromisoformat(self.at) > timedelta(seconds=STALE_S)
 
 

@@ -61,7 +61,7 @@ def following(
     *,
     label: str | None = None,
 ) -> Iterator[None]:
-    """Within the block, the configured writers write the rounds that `store` receives.
+    """Let the configured writers write, during the block, the rounds that `store` receives.
 
     `folder` is the run's folder, `label` its name for the writers, by default its own name. An error is reported once,
     and the writer retries.

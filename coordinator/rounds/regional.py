@@ -76,7 +76,7 @@ class Centre(Protocol):
         ...
 
     def ended(self) -> str | None:
-        """Return the end of the centre's run, `finished` or `cancelled`; None before. Raise the error that ended the link."""
+        """Return the end of the centre's run: `finished`, `cancelled` or None. Raise the error that ended the link."""
         ...
 
     def trouble(self) -> str:

@@ -96,6 +96,7 @@ LINES: dict[str, list[list[str]]] = {
     ],
     "fleet region": [["--config", "{attack}", "--state", "region", "--centre", "{attack}"]],
     "fleet run": [["--parts", "{attack}"]],
+    **{f"{program} explain": [["{attack}"]] for program in ("coordinator", "edge-client", "fleet")},
 }
 """Calls of every command that make it print a foreign text; `{attack}` stands for one."""
 

@@ -33,9 +33,9 @@ class Log:
 
     def reload(self, *devices: str) -> None:
         self.read.expect_reload(devices)
-        assert not self.read.has_reloaded()
+        assert not self.read.has_reloaded
         self.write("Reloading config.")
-        assert self.read.has_reloaded()
+        assert self.read.has_reloaded
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_lists_that_were_read_before_they_were_written_do_not_count(log: Log) ->
         file.write("2026-01-01T00:00:00: Reloading config.\n")
     log.read.expect_reload(["pi"])
     log.read.look()
-    assert not log.read.has_reloaded()
+    assert not log.read.has_reloaded
     assert log.read.to_end == set()
     log.write("Reloading config.")
     assert log.read.to_end == {"one"}
@@ -144,7 +144,7 @@ def test_restarted_broker_has_read_its_lists_and_has_no_connections(log: Log) ->
     log.connect("one", "pi")
     log.read.expect_reload(["pi"])
     log.write("mosquitto version 2.0.11 starting")
-    assert log.read.has_reloaded()
+    assert log.read.has_reloaded
     assert log.read.to_end == set()
 
 
@@ -164,7 +164,7 @@ def test_missing_log_hides_connections(log: Log) -> None:
     assert log.read.overlooked
     log.read.expect_reload(["pi"])
     log.write("mosquitto version 2.0.11 starting")
-    assert log.read.has_reloaded()
+    assert log.read.has_reloaded
     assert not log.read.overlooked
 
 

@@ -28,6 +28,7 @@ from fedvit.errors import ConfigError, StorageFailed
 from fedvit.models import build_vit
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
+from tests.support.codes import has_code
 from tests.support.event_files import scalars
 from tests.support.forked import ForkedWorker
 from tests.support.records import add_result
@@ -321,7 +322,7 @@ def test_a_variant_that_cannot_be_is_named(flag: str, complaint: str, tmp_path: 
 
 @pytest.mark.parametrize("wrong", [3, {"pi-*": 3}])
 def test_a_files_variants_of_another_kind_are_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="variants = "):
+    with pytest.raises(ConfigError, check=has_code("FV1004")):
         make_config(merge_flags({"variants": wrong}, {"variants": {"pi-*": {"epochs": 2}}}), "test")
 
 

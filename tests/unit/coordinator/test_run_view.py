@@ -13,6 +13,7 @@ from coordinator.run_view import list_runs, read_head, read_run, show_document
 from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
+from tests.support.codes import has_code
 from tests.support.records import PROTOCOL, RUN, add_result, begun_run, evaluated, line, trained
 
 
@@ -96,7 +97,7 @@ def test_a_run_that_has_only_begun(store: Record) -> None:
 
 
 def test_an_unknown_run_is_named(store: Record) -> None:
-    with pytest.raises(ConfigError, match="'nope'"):
+    with pytest.raises(ConfigError, check=has_code("FV1601", "'nope'")):
         read_run(store, "nope")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.config import TrackersConfig, make_config, resume_config
 from fedvit.errors import ConfigError
+from tests.support.codes import has_code
 
 BEGAN: dict[str, Any] = {
     "method": "fedavg", "rounds": 10, "devices": 3, "options": {"lr": 0.1, "batch_size": 8}, "classes": ["ant", "bee"],
@@ -49,6 +50,6 @@ def test_resumed_config_takes_metrics_elsewhere() -> None:
     ],
 )
 def test_resumed_config_refuses_any_other_change(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match="run 'r' began with") as error:
+    with pytest.raises(ConfigError, check=has_code("FV1616")) as error:
         resumed(given)
     assert named in str(error.value)

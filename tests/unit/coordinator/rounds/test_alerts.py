@@ -13,6 +13,7 @@ from coordinator.config import AlertsConfig
 from coordinator.rounds import alerts as alerts_module
 from coordinator.rounds.alerts import Alerts
 from fedvit.errors import ConfigError
+from tests.support.codes import has_code
 from tests.support.runs import Stage, silent
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -172,5 +173,5 @@ def test_webhook_of_the_environment(hook: Hook, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("address", ["file:///etc/passwd", "example", "http://", "http://me:secret@host/hook"])
 def test_webhook_that_is_not_allowed(address: str) -> None:
-    with pytest.raises(ConfigError, match="webhook"):
+    with pytest.raises(ConfigError, check=has_code("FV1020", "webhook")):
         AlertsConfig(webhook=address)

@@ -21,6 +21,7 @@ from fedvit.methods import METHODS, make_method
 from fedvit.methods.apfl import APFL
 from fedvit.models import SMALL
 from fedvit.program import Role
+from tests.support.codes import has_code
 from tests.support.packages import NORMS, install
 
 WAIT_S = 240.0
@@ -210,12 +211,12 @@ def test_entries_are_plain_json(everything: list[MethodEntry]) -> None:
 def test_an_option_that_not_all_methods_have() -> None:
     done = CliRunner().invoke(cli, ["methods", "-o", "mu=0.5"])
     assert re.search(r"method '\w+' has no option 'mu'.*; --method lists some methods alone", str(done.exception))
-    with pytest.raises(ConfigError, match=r"method 'fedavg' has no option 'mu'; it has .*warmup_rounds, novel$"):
+    with pytest.raises(ConfigError, check=has_code("FV1101")):
         entries("fedavg", mu=0.5)
 
 
 def test_a_model_that_a_method_cannot_have() -> None:
-    with pytest.raises(ConfigError, match="local_blocks = 6 must be at most 5"):
+    with pytest.raises(ConfigError, check=has_code("FV1104")):
         entries("eftvit", local_blocks=6)
 
 

@@ -28,6 +28,7 @@ from fedvit.errors import ConfigError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from profiles.prediction import Expected
+from tests.support.codes import has_code
 from tests.support.records import add_result
 from tests.support.reports import cost, prediction, run_report
 
@@ -179,7 +180,7 @@ def test_duration_is_from_the_first_round_to_the_newest_closed_one(store: Record
 
 
 def test_an_unknown_run_is_named(store: Record) -> None:
-    with pytest.raises(ConfigError, match="'nope'"):
+    with pytest.raises(ConfigError, check=has_code("FV1601", "'nope'")):
         read_report(store, "nope")
 
 

@@ -38,7 +38,7 @@ def export(
     as_json: bool,
 ) -> None:
     """Write the newest model of RUN, by default the newest run, as ONNX files that work without this software."""
-    from coordinator.views.trained import trained_by
+    from coordinator.views.trained import read_trained_model
     from export.bundle.write import check_new
     from fedvit.data.folder import DeviceData
     from profiles.probes.host import usable_cores
@@ -47,7 +47,7 @@ def export(
     store = open_existing_record(folder)
     try:
         run = run or newest_run(store, folder)
-        trained = trained_by(store, folder, run, device, f"coordinator {version('fedvit')}")
+        trained = read_trained_model(store, folder, run, device, f"coordinator {version('fedvit')}")
     finally:
         store.close()
     write(

@@ -63,8 +63,8 @@ class _Files:
             raise StorageFailed("FV1019", f"{error}, and in the run's mirror: {other}") from other
 
 
-def trained_by(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> TrainedModel:
-    """The model of a run, or of one device of it.
+def read_trained_model(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> TrainedModel:
+    """Read the model of a run, or of one device of it.
 
     Files that are not on this disk are read from the run's mirror, if it has one. Raises ConfigError if there is no
     such run or device, or if only a device has what the model needs; StorageFailed if the run's files are damaged, or

@@ -1,4 +1,4 @@
-"""What an agent does about images that come and go."""
+"""An agent whose images come and go."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which results may count, and how tasks end without one."""
+"""Results that may count, and ends of tasks without one."""
 
 from typing import Any
 

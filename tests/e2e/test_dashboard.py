@@ -37,7 +37,7 @@ from tests.support.records import (
     MARKUP,
     RUN,
     add_result,
-    begun_run,
+    begin_run,
     expected,
     fleet_run,
     write_members,
@@ -56,7 +56,7 @@ def folder_of(record: Record) -> Path:
 def record(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Record]:
     """Of two runs; the status of the larger one stays fresh, as if a coordinator served it."""
     folder = tmp_path_factory.mktemp("dashboard") / "runs"
-    begun_run(folder).close()
+    begin_run(folder).close()
     store, over = fleet_run(folder), threading.Event()
 
     def serve() -> None:
@@ -195,7 +195,7 @@ def test_device_shows_its_history(tab: Tab, address: str) -> None:
 
 def test_device_of_a_run_that_nobody_serves_is_not_online(browser: Browser, tmp_path: Path) -> None:
     """Its coordinator was killed: the files say that the device is online, and are old."""
-    begun_run(tmp_path / "runs").close()
+    begin_run(tmp_path / "runs").close()
     write_members(tmp_path / "runs" / RUN, ["a"])
     with served(tmp_path / "runs") as address, browser.tab() as tab:
         let_in(browser, tmp_path / "runs", address)
@@ -318,7 +318,7 @@ def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> N
 def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
     """The lowest first; 9 of 10 ants by one device, 12 of 20 bees by two; what was answered in the order of classes."""
     folder = tmp_path / "runs"
-    with closing(begun_run(folder)) as store:
+    with closing(begin_run(folder)) as store:
         for name, by_class in (
             ("a", (ClassCount(0, 9, 10, ((1, 1),)), ClassCount(1, 5, 10, ((0, 5),)))),
             ("b", (ClassCount(1, 7, 10, ((0, 3),)),)),
@@ -477,7 +477,7 @@ def test_port_in_use_is_one_line(record: Record, address: str) -> None:
 
 
 def test_record_that_another_version_takes_over_is_said_in_the_page(tab: Tab, browser: Browser, tmp_path: Path) -> None:
-    begun_run(tmp_path / "runs").close()
+    begin_run(tmp_path / "runs").close()
     file = tmp_path / "runs" / "fedvit.db"
     with served(file.parent) as address:
         let_in(browser, file.parent, address)
@@ -605,7 +605,7 @@ def choose(tab: Tab, button: str) -> None:
 
 def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tmp_path: Path) -> None:
     """Cancel a run, release a device from quarantine, revoke another, each as its command does."""
-    store = begun_run(tmp_path / "runs")
+    store = begin_run(tmp_path / "runs")
     store.devices.add_strike(RUN, 1, "a", "a number is not finite")
     store.devices.add_quarantine(RUN, "a", 1, None, "1 strike")
     deployment = Deployment.create(tmp_path / "deployment", Settings(

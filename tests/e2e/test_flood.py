@@ -72,12 +72,12 @@ def rounds_per_s(stage: DeployedStage, meanwhile: Callable[[], object]) -> float
     """Rounds that close while something happens, per second."""
     store = stage.store()
     try:
-        first, began = closed(store), time.monotonic()
+        first, began = count_closed(store), time.monotonic()
         meanwhile()
-        return (closed(store) - first) / (time.monotonic() - began)
+        return (count_closed(store) - first) / (time.monotonic() - began)
     finally:
         store.close()
 
 
-def closed(store: Record) -> int:
+def count_closed(store: Record) -> int:
     return sum(record.closed_at is not None for record in store.rounds.read_all(RUN))

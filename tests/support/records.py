@@ -52,7 +52,7 @@ def evaluated(store: Record, number: int, device: str, right: int, samples: int,
     add_result(store, device, Result(RUN, number, "evaluate", samples, metrics, ResourceUse(**use)))
 
 
-def begun_run(folder: Path) -> Record:
+def begin_run(folder: Path) -> Record:
     """A run of three planned rounds; two are over, the first was evaluated, the second was not."""
     made = open_record(folder)
     config = {"method": "eftvit", "model": "vit_small_images", "seed": 7, "rounds": 3}

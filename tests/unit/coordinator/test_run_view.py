@@ -14,12 +14,12 @@ from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
 from tests.support.codes import has_code
-from tests.support.records import PROTOCOL, RUN, add_result, begun_run, evaluated, line, trained
+from tests.support.records import PROTOCOL, RUN, add_result, begin_run, evaluated, line, trained
 
 
 @pytest.fixture
 def store(runs: Path) -> Iterator[Record]:
-    made = begun_run(runs)
+    made = begin_run(runs)
     yield made
     made.close()
 

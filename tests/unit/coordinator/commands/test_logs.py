@@ -13,7 +13,7 @@ from coordinator.record.tables import DeviceLog
 from fedvit.errors import ConfigError
 from fedvit.wire.messages import Failed
 from tests.support.codes import has_code
-from tests.support.records import RUN, begun_run
+from tests.support.records import RUN, begin_run
 from tests.support.runs import Fake, Stage, Task, honest
 
 
@@ -39,7 +39,7 @@ def test_log_of_a_device_that_failed_is_recorded_and_shown(stage: Stage) -> None
 
 
 def test_only_the_newest_logs_of_a_device_stay(tmp_path: Path) -> None:
-    store: Record = begun_run(tmp_path)
+    store: Record = begin_run(tmp_path)
     for number in range(LOGS_KEPT + 5):
         for device in ("a", "b"):
             store.devices.add_log(DeviceLog(RUN, number, device, "train", "why", "2026-11-22T12:00:00+00:00", "line"))

@@ -21,14 +21,14 @@ from coordinator.record.record import open_record
 from coordinator.rounds.status import Status
 from coordinator.run_view import RunHead, list_progress
 from coordinator.views.dashboard.reader import Reader
-from tests.support.records import RUN, begun_run
+from tests.support.records import RUN, begin_run
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The run of `begun_run`, which is served, and one that waits, with other settings."""
-    store = begun_run(tmp_path)
+    """The run of `begin_run`, which is served, and one that waits, with other settings."""
+    store = begin_run(tmp_path)
     config = make_config({"method": "fedavg", "devices": 4, "options": {"lr": 0.1}}, "test").run
     store.runs.create("other", msgspec.to_builtins(config))
     store.close()

@@ -16,7 +16,7 @@ def test_refusals_come_back_in_order(store: Record) -> None:
 
 
 def test_reason_with_any_character_is_recorded(store: Record) -> None:
-    """What a device sends as its reason: PostgreSQL refuses a byte of 0."""
+    """A device may send any text as its reason, but PostgreSQL refuses a byte of 0."""
     store.devices.add_refusal("r", 1, "a", "train", "ends \0 here, \u202e, \U0001f600")
     [found] = store.devices.read_refusals("r")
     assert found.reason.replace("\ufffd", "\0") == "ends \0 here, \u202e, \U0001f600"

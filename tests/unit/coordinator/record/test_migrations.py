@@ -31,7 +31,7 @@ def test_migrations_make_the_tables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schema", ["0999", "0000", "0003b", "beta", None])
 def test_record_of_another_version_is_named_and_left_alone(tmp_path: Path, schema: str | None) -> None:
-    """It is not damaged: the error names its schema and those that this software knows."""
+    """The record is not called damaged: the error names its schema and the known ones."""
     file = tmp_path / "fedvit.db"
     if schema is not None:
         open_record(tmp_path).close()

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("known")
 DIGEST = "blake3:" + "5" * 64
 
 
-def played(store: Record, run: str, rounds: int, results: dict[tuple[int, str], int], **config: Any) -> None:
+def play_run(store: Record, run: str, rounds: int, results: dict[tuple[int, str], int], **config: Any) -> None:
     """A run of closed and evaluated rounds and an open one; `results` says how many rounds late each counted."""
     store.runs.create(run, {"method": "fedavg", "rounds": rounds + 1, **config})
     for number in range(1, rounds + 2):
@@ -91,7 +91,7 @@ def test_thinning_changes_nothing_that_is_to_stay(
     """Whatever round it is asked for, once or twice: totals, privacy, faults, and all that it takes to go on stay; of
     older rounds nothing else does, and never is anything of the newest closed round or of the open one taken."""
     store = open_record(tmp_path_factory.mktemp("thin"))
-    played(store, "r", rounds, results)
+    play_run(store, "r", rounds, results)
     oldest = min(max(before), rounds)
     wanted = lasting(store, "r", oldest)
     for number in before:
@@ -134,7 +134,7 @@ def out(runs: Path) -> Iterator[Path]:
     folder = runs
     store = open_record(folder)
     for name, start in (("first", None), ("second", "first"), ("third", None), ("open", None)):
-        played(store, name, 4, {(number, "a"): 0 for number in range(1, 6)}, start_from=start)
+        play_run(store, name, 4, {(number, "a"): 0 for number in range(1, 6)}, start_from=start)
         store.runs.update(name, status="running" if name == "open" else "finished")
         (folder / name / "blobs" / "ab").mkdir(parents=True)
         (folder / name / "blobs" / "ab" / "cd").write_bytes(bytes(1000))
@@ -226,7 +226,7 @@ def test_gc_keeps_a_run_that_a_kept_one_started_from(out: Path) -> None:
 
 def test_gc_thins_rounds_by_flag_and_by_each_runs_configuration(out: Path) -> None:
     store = open_record(out)
-    played(store, "tidy", 4, {(number, "a"): 0 for number in range(1, 6)}, keep_rounds=3)
+    play_run(store, "tidy", 4, {(number, "a"): 0 for number in range(1, 6)}, keep_rounds=3)
     store.close()
     assert [entry["run"] for entry in said("gc", "--runs", out)] == ["tidy"]
     said("gc", "--keep-rounds", 1, "--runs", out)

@@ -40,7 +40,7 @@ def test_a_round_of_no_run_cannot_be_opened(store: Record) -> None:
 
 
 def test_round_is_summed_up_from_results_in_memory_as_from_the_record(store: Record) -> None:
-    """What `add_results` returns is what the record has, so that a round need not read it again."""
+    """The record holds the rows that `add_results` returns, so a round does not read them again."""
     tested = {"kind": "evaluate", "samples": 5, "metrics": {"correct": 4.0}, "upload": None}
     for number, is_in_memory in ((1, True), (2, False)):
         store.rounds.open("r", number, ["a", "b"])

@@ -39,7 +39,7 @@ def test_trainer_leaves_recorded_tasks_out_whose_blobs_are_gone(parts: Parts) ->
 
 
 def test_trainer_opens_a_round_with_the_results_that_the_record_has(parts: Parts) -> None:
-    """As after a restart in the middle of it."""
+    """A restart in the middle of a round leads here."""
     parts.arrive("pi")
     parts.open("pi", "nano")
     parts.collector.on_result("pi", parts.result())

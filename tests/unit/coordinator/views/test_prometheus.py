@@ -24,7 +24,7 @@ from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from profiles.probes.meter import Sensors
 from tests.support.agents import World
 from tests.support.postgresql import Postgresql
-from tests.support.records import RUN, begun_run
+from tests.support.records import RUN, begin_run
 from tests.support.runs import Fake, Stage, Task, honest
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
@@ -138,7 +138,7 @@ def test_only_the_first_devices_have_a_series(stage: Stage, tmp_path: Path, monk
     stage.fake("a")
     stage.start()
     assert stage.finish() == "finished"
-    store = begun_run(tmp_path / "others")
+    store = begin_run(tmp_path / "others")
     collector = observed_record(store, stage)
     peak = {labels: value for (name, labels), value in samples(collector).items() if name.endswith("peak_rss_bytes")}
     assert peak == {(("device", "a"), ("run", RUN)): 120_000_000}

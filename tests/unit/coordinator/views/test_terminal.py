@@ -21,13 +21,13 @@ from coordinator.views.terminal import (
     draw_run,
     draw_runs,
 )
-from tests.support.records import PROTOCOL, RUN, begun_run, evaluated, line, trained
+from tests.support.records import PROTOCOL, RUN, begin_run, evaluated, line, trained
 from tests.support.reports import private_report, run_report
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
-    made = begun_run(tmp_path)
+    made = begin_run(tmp_path)
     yield made
     made.close()
 

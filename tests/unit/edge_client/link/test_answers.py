@@ -33,7 +33,7 @@ from tests.support.agents import (
 
 @pytest.fixture
 def repeating(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not answered is said again at once."""
+    """The device repeats at once a message without an answer."""
     monkeypatch.setattr(resending, "AGAIN_S", 0.0)
     monkeypatch.setattr(resending, "AGAIN_MAX_S", 0.0)
 
@@ -260,7 +260,7 @@ def test_an_acknowledgement_of_something_else_settles_nothing(world: World, feda
 
 
 def test_once_leaves_with_a_result_of_another_run(world: World, fedavg: Setting) -> None:
-    """That run may have been interrupted, and nobody is there to acknowledge; the vault keeps the result for it."""
+    """Nobody acknowledges while that run is interrupted; the vault keeps the result for it."""
     device = world.device(once=True)
     result = world.result(fedavg, run="other")
     world.server.tell(RunEnded("run", "finished"))

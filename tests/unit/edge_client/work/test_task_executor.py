@@ -193,7 +193,7 @@ def test_what_is_kept_for_a_round_is_tested_in_that_round_alone(
 
 
 def test_training_begins_with_the_newest_and_not_with_what_is_kept(world: World, fedavg: Setting, digits: Path) -> None:
-    """What is kept is for evaluations: round 2 starts from what the server brings, and replaces what is kept."""
+    """Personal tensors serve evaluations only: round 2 starts from the server's tensors, and replaces them."""
     program = with_kept(fedavg)
     device = world.device()
     start = fedavg.start()
@@ -272,7 +272,7 @@ def test_what_is_here_already_is_not_fetched_again(world: World, fedavg: Setting
 def test_small_blobs_come_and_go_inside_messages(
     world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a task brings along is not asked for; an upload that fits goes with its result, and is the one it names.
+    """A device does not request blobs that a task contains; a small upload travels with its result, which names it.
 
     The model of these tests has 134 kB, so messages may be larger than usual.
     """
@@ -424,7 +424,7 @@ def budgeted(world: World, **budget: int) -> Device:
 
 
 def flops_of_training(world: World, setting: Setting) -> int:
-    """Of the whole task, as a device without budgets reports it; its result is settled."""
+    """The device reports the use of the whole task, without budgets too; its result is settled."""
     device = world.device()
     result = world.result(setting)
     world.server.acknowledge(result)

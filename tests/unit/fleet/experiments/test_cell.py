@@ -9,7 +9,7 @@ from coordinator.run_view import RunView, read_run
 from fedvit.errors import ConfigError
 from fleet.experiments.cell import make_result
 from fleet.experiments.cells import SCHEMA, Cell, Deal
-from tests.support.records import RUN, begun_run, evaluated
+from tests.support.records import RUN, begin_run, evaluated
 
 CELL = Cell(
     schema=SCHEMA,
@@ -23,7 +23,7 @@ CELL = Cell(
 
 def summary(folder: Path, *, tested: bool) -> RunView:
     """Round 1 has 500 FLOPs in two devices, round 2 has 600 in one; 11 and 3.1 MB went down and up in round 1."""
-    store = begun_run(folder)
+    store = begin_run(folder)
     store.rounds.close(RUN, 2, SavedState({}, None, {}), {"dp_epsilon": 1.5})
     if tested:
         evaluated(store, 2, "a", 1, 2)

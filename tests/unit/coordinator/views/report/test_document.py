@@ -158,7 +158,7 @@ def test_report_warns_of_missing_measurements(store: Record) -> None:
 
 
 def test_answers_by_class_are_added_up(store: Record) -> None:
-    """Of round 1, the newest evaluation; b has no test image of the second class, and c does not count."""
+    """Round 1 is the newest evaluation; b has no test image of the second class, and c does not count."""
     assert read_report(store, RUN).classes == []
     counts = {
         "a": (ClassCount(0, 4, 5, ((1, 1),)), ClassCount(1, 5, 5)), "b": (ClassCount(0, 5, 10, ((1, 5),)),), "c": (),
@@ -185,7 +185,7 @@ def test_an_unknown_run_is_named(store: Record) -> None:
 
 
 def test_what_was_spent_of_privacy_by_round(tmp_path: Path, store: Record) -> None:
-    """As the record has it; a run without noise has no such part."""
+    """The report repeats the record; a run without noise has no such part."""
     made = open_record(tmp_path / "private")
     asked = {"noise_multiplier": 2.0, "clip": 0.5, "delta": 1e-3, "accounting": "sampled"}
     private = make_config({"method": "fedavg", "devices": 4, "privacy": asked}, "test").run

@@ -8,13 +8,13 @@ import pytest
 from coordinator.config import RunConfig, make_config
 from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
-from tests.support.records import RUN, begun_run, evaluated
+from tests.support.records import RUN, begin_run, evaluated
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
     """Of the run's three rounds the first is closed, the second is open."""
-    made = begun_run(tmp_path)
+    made = begin_run(tmp_path)
     yield made
     made.close()
 

@@ -20,7 +20,7 @@ from export.graph import LARGE_BYTES, Unsupported
 from export.rules import LOWERED
 from export.trace import Trace, to_onnx, trace
 from fedvit.methods.packed import unpack
-from fedvit.precision import Compute
+from fedvit.precision import STEPS_OF_FACTORS, Compute
 from tests.support.steps import run
 
 aten = torch.ops.aten
@@ -639,7 +639,13 @@ PRODUCTS: dict[str, Function] = {
 }
 
 
-OPERANDS: Inputs = {**INPUTS, "x": numbers(5, 4, seed=1), "z": numbers(5, 6, seed=2), "bias": numbers(6, seed=3)}
+OPERANDS: Inputs = {
+    **INPUTS,
+    "n": INPUTS["n"].clamp(-STEPS_OF_FACTORS, STEPS_OF_FACTORS),  # as methods with products of integers send weights
+    "x": numbers(5, 4, seed=1),
+    "z": numbers(5, 6, seed=2),
+    "bias": numbers(6, seed=3),
+}
 
 
 @each_kind

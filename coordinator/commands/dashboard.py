@@ -76,7 +76,7 @@ def dashboard(
     from coordinator.security.folder import Deployment
     from coordinator.views.dashboard.experiments import Experiments
     from coordinator.views.dashboard.frame import Site
-    from coordinator.views.dashboard.reader import Reader
+    from coordinator.views.dashboard.reader import RecordReader
 
     password = _password(password_file)
     if password is None and not is_loopback(listen):
@@ -91,7 +91,9 @@ def dashboard(
         with listen_on(listen, port) as opened:
             port = opened.getsockname()[1]
             address = f"http://{f'[{listen}]' if ':' in listen else listen}:{port}/"
-            site = Site(Reader(store, folder), folder, Experiments(experiments), devices, acts=password is not None)
+            site = Site(
+                RecordReader(store, folder), folder, Experiments(experiments), devices, acts=password is not None
+            )
             with _announce(address, folder / f"dashboard-{port}.url", needs_token=password is None) as token:
                 serve(site, opened, password or token, by_address=password is None, proxies=proxies)
     finally:

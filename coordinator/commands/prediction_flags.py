@@ -13,7 +13,7 @@ from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
 
 if TYPE_CHECKING:
-    from coordinator.compute.planning.profiling import Request
+    pass
 
 
 def _budget_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,7 +69,7 @@ def request_of(
     config: RunConfig | None = None,
     masks: Sequence[float] = (),
     splits: Sequence[int] = (),
-) -> "Request":
+) -> "PredictionRequest":
     """The request in the values of `request_flags`; `config` stands for method and model. Raises ConfigError for
     unknown names, before torch is imported."""
     from profiles.catalogue import in_mode
@@ -86,9 +86,9 @@ def request_of(
         config = make_config(values, "flags").run
     for device in given["devices"]:
         in_mode(device)
-    from coordinator.compute.planning.profiling import BoardMode, Request
+    from coordinator.compute.planning.profiling import BoardMode, PredictionRequest
 
-    return Request(
+    return PredictionRequest(
         config=config,
         classes=given["classes"],
         targets=[BoardMode.parse(text) for text in given["devices"]],

@@ -11,7 +11,7 @@ import msgspec
 import psutil
 
 from coordinator.compute.pipes import open_pipes, write_frame
-from coordinator.compute.process import Answered, Doing, encode_error
+from coordinator.compute.process import Answered, WorkerProgress, encode_error
 from fedvit.files import private_files
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _serve(waiting: "SimpleQueue[bytes]", replies: IO[bytes]) -> None:
 
     def progress(text: str) -> None:
         if placement.rank == 0:
-            write_frame(replies, Doing(text))
+            write_frame(replies, WorkerProgress(text))
 
     blobs = VerifiedBlobs(setup.blobs)
     joined = False

@@ -21,9 +21,9 @@ from coordinator.compute.process import (
     END_S,
     Answered,
     Child,
-    Doing,
     Raised,
     Reply,
+    WorkerProgress,
     exception_of,
     how_it_ended,
 )
@@ -148,7 +148,7 @@ class Ranks:
             match reply:
                 case None:
                     raise self._died(rank)
-                case Doing(text):
+                case WorkerProgress(text):
                     self._progress(text)
                 case Raised():
                     self._report(reply.damaged)

@@ -11,7 +11,7 @@ import msgspec
 
 from coordinator.compute.messages import Check
 from coordinator.compute.pipes import open_pipes, write_frame
-from coordinator.compute.process import Answered, Begin, Doing, Incoming, Warned, encode_error
+from coordinator.compute.process import Answered, Begin, Incoming, Warned, WorkerProgress, encode_error
 from fedvit.files import private_files
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class _Serving:
             folder=folder,
             graph_cache=Path(begin.graph_cache) if begin.graph_cache else None,
         )
-        self._engine.progress = lambda text: write_frame(self._replies, Doing(text))
+        self._engine.progress = lambda text: write_frame(self._replies, WorkerProgress(text))
         self._engine.warn = lambda text: write_frame(self._replies, Warned(text))
 
     def _answer(self, request: Any) -> Any:

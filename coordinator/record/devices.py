@@ -49,7 +49,7 @@ class RefusalCount(NamedTuple):
     newest: str  # ISO 8601, UTC
 
 
-class Devices:
+class RecordedDevices:
     """Devices of all runs."""
 
     def __init__(self, database: Database) -> None:

@@ -20,7 +20,7 @@ EPSILON = "dp_epsilon"
 ROW_EPSILON, UPLOAD_EPSILON, DEVICE_EPSILON = "dp_row_epsilon", "dp_upload_epsilon", "dp_device_epsilon"
 
 
-class Step(NamedTuple):
+class PrivacyStep(NamedTuple):
     """The noisy sum of one round: `cohort` of `population` devices were drawn."""
 
     noise_multiplier: float
@@ -48,7 +48,7 @@ def cohort_seed(config: RunConfig) -> int:
 # --- epsilon ------------------------------------------------------------------------------------------
 
 
-def compute_epsilon(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) -> float:
+def compute_epsilon(steps: Iterable[PrivacyStep] | Mapping[PrivacyStep, int], privacy: PrivacyConfig) -> float:
     """Compute epsilon of all steps together, for the run's delta. A mapping gives the number of equal steps."""
     times = Counter(steps)
     if not times:
@@ -101,9 +101,9 @@ def round_figures(
         return figures
     if privacy.noise_multiplier:
         figures |= {NOISE: privacy.noise_multiplier, POPULATION: float(population), COHORT: float(cohort)}
-        steps = Counter([Step(privacy.noise_multiplier, population, cohort)])
+        steps = Counter([PrivacyStep(privacy.noise_multiplier, population, cohort)])
         for (noise, there, drawn), count in counts_before(store, run, NOISE, POPULATION, COHORT).items():
-            steps[Step(noise, int(there), int(drawn))] += count
+            steps[PrivacyStep(noise, int(there), int(drawn))] += count
         figures[EPSILON] = compute_epsilon(steps, privacy)
     if privacy.feature_noise and feature_rows:
         most = max(feature_rows)

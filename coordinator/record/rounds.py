@@ -20,7 +20,7 @@ class ClosedRound(NamedTuple):
     figures: dict[str, float]
 
 
-class Rounds:
+class RecordedRounds:
     """Rounds of all runs: open, closed and evaluated ones."""
 
     def __init__(self, database: Database) -> None:

@@ -25,7 +25,7 @@ from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 
 
-class Runs:
+class RecordedRuns:
     """Runs: their state, their configuration, and what the operator asks of them."""
 
     def __init__(self, database: Database) -> None:

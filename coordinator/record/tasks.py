@@ -36,7 +36,7 @@ class TaskHistory(NamedTuple):
     times: TaskTimes
 
 
-class Tasks:
+class RecordedTasks:
     """Training tasks and their ends, and accepted results."""
 
     def __init__(self, database: Database) -> None:

@@ -64,7 +64,7 @@ class RunState:
     @property
     def spread_s(self) -> float:
         """The time over which this fleet sends its hellos."""
-        return hello_spread_s(max(self.config.devices, self.presence.count()))
+        return hello_spread_s(max(self.config.devices, len(self.presence)))
 
     def newest(self) -> SavedState:
         if self.saved is None:

@@ -121,7 +121,7 @@ def most_steps(program: Program, kind: TaskKind, hello: Hello) -> int:
 
 
 @dataclass(eq=False)
-class Task:
+class DeviceTask:
     """A device's task; see `TaskState`."""
 
     run: str
@@ -207,11 +207,11 @@ class Tasks:
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[TaskKind, TaskState]] = Counter()  # since this process began
-        self._by_device: dict[str, Task] = {}
+        self._by_device: dict[str, DeviceTask] = {}
         self._offered: dict[str, set[str]] = {}  # device -> digests of the task that was sent last
         self._receivers: dict[str, set[str]] = {}  # digest -> devices at work
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[DeviceTask]:
         return iter(list(self._by_device.values()))
 
     def __contains__(self, device: str) -> bool:
@@ -220,21 +220,21 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._by_device)
 
-    def add(self, task: Task) -> None:
+    def add(self, task: DeviceTask) -> None:
         self._by_device[task.device] = task
 
-    def of(self, device: str) -> Task | None:
+    def of(self, device: str) -> DeviceTask | None:
         return self._by_device.get(device)
 
-    def matching(self, device: str, message: Result | Failed | Declined | Progress) -> Task | None:
+    def matching(self, device: str, message: Result | Failed | Declined | Progress) -> DeviceTask | None:
         """The device's task, if the message is about it."""
         found = self._by_device.get(device)
         return found if found and found.concerns(message) else None
 
-    def is_current(self, task: Task) -> bool:
+    def is_current(self, task: DeviceTask) -> bool:
         return self._by_device.get(task.device) is task
 
-    def end(self, task: Task, state: TaskState) -> None:
+    def end(self, task: DeviceTask, state: TaskState) -> None:
         """End a task."""
         task.to(state)
         self.ended[task.kind, state] += 1
@@ -243,7 +243,7 @@ class Tasks:
             for digest in self._offered.get(task.device, ()):
                 self._forget_receiver(digest, task.device)
 
-    def offer(self, task: Task) -> None:
+    def offer(self, task: DeviceTask) -> None:
         """A task is being sent: its device may request the blobs of this task, and no longer those of earlier ones."""
         offered, before = task.work.offered(), self._offered.get(task.device, set())
         for digest in before - offered:

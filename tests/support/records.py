@@ -10,7 +10,7 @@ import msgspec
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import Record, open_record
 from coordinator.record.tables import SavedState, TaskRecord
-from coordinator.rounds.status import MEMBERS, AtWork, Member, Status, read_status
+from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member, read_status
 from coordinator.run_view import RunLine, RunView
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result
@@ -148,7 +148,7 @@ def write_status(folder: Path, waiting: Sequence[str] = (), number: int = 0) -> 
         )
         for name in waiting
     ]
-    status = Status(at=at, doing=f"round {number}: train", waiting_for=awaited, backing_off=[], online=len(waiting))
+    status = LiveStatus(at=at, doing=f"round {number}: train", waiting_for=awaited, backing_off=[], online=len(waiting))
     if not waiting:
         status = msgspec.structs.replace(read_status(folder), at=at)
     fresh = folder / "status.new"

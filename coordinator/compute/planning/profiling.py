@@ -50,7 +50,7 @@ class BoardMode(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PredictionRequest:
     """A run in some variants of its method, and the boards to price it for."""
 
     config: RunConfig
@@ -76,7 +76,7 @@ class Request:
 
 
 def make_document(
-    request: Request,
+    request: PredictionRequest,
     *,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ProfileDocument:
@@ -102,7 +102,7 @@ def make_document(
     )
 
 
-def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
+def _plan(request: PredictionRequest, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
     """A plan of the first round; nothing of it is stored, and no weights are read, on which no cost depends."""
     check_run(request.config, "profile")
     config = msgspec.structs.replace(request.config, pretrained=False)
@@ -110,7 +110,9 @@ def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = 
     return make_plan(config, classes, BlobStore(Path(os.devnull)), budgets=budgets, progress=progress)
 
 
-def _price(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
+def _price(
+    request: PredictionRequest, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]
+) -> ProgramCost:
     """The cost of one variant's Program."""
     method = make_method(request.config.method, options).in_round(1, request.config.rounds)
     method.check_fits(plan.vit)
@@ -181,7 +183,7 @@ class NothingFits(Struct, frozen=True, kw_only=True):
 
 
 def choose_configurations(
-    request: Request, *, progress: Callable[[str], None] = lambda line: None
+    request: PredictionRequest, *, progress: Callable[[str], None] = lambda line: None
 ) -> list[Choice | NothingFits]:
     """The configuration of the method that a run would choose for each board."""
     plan = _plan(request, progress, budgets=True)
@@ -205,7 +207,7 @@ def choose_configurations(
     return chosen
 
 
-def forecast_of(request: Request, chosen: Sequence[Choice | NothingFits]) -> Forecast:
+def forecast_of(request: PredictionRequest, chosen: Sequence[Choice | NothingFits]) -> Forecast:
     """Return what `choose_configurations` found for the boards of a request."""
     names = [f"{board.id}@{mode}" if mode else board.id for board, mode in request.targets]
     return Forecast(

@@ -116,7 +116,7 @@ class _Rejected(NamedTuple):
     reason: str
 
 
-class Member(NamedTuple):
+class RoutedDevice(NamedTuple):
     """A device that has sent a hello to this process."""
 
     device: str
@@ -210,9 +210,11 @@ class Router:
         """Return when each device that was seen after `at` was last seen, as `Presence` does."""
         return self._presence.seen_since(at)
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[RoutedDevice]:
         return [
-            Member(name, entry.hello.labels, self._presence.is_online(name), entry.owner.run if entry.owner else None)
+            RoutedDevice(
+                name, entry.hello.labels, self._presence.is_online(name), entry.owner.run if entry.owner else None
+            )
             for name, entry in sorted(self._devices.items())
         ]
 

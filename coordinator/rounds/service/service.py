@@ -23,6 +23,7 @@ from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import TICK_S as RUN_TICK_S
 from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.leading import Owner
+from coordinator.rounds.parts import RunSetup
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
 from coordinator.rounds.service.cleaning import Cleaner
 from coordinator.rounds.service.router import Router, RunTransport
@@ -86,14 +87,16 @@ class ServedRun:
             compute = self._compute = self._host.compute_of(self.name, self._config, self._folder)
             self._stack.callback(compute.close)
             self.coordinator = Coordinator(
-                run=self.name,
-                config=self._config,
-                transport=self._transport,
-                store=self._store,
-                folder=self._folder,
-                display=RunDisplay(self.name, self._display),
-                compute=compute,
-                owner=Owner(self._watch),
+                RunSetup(
+                    run=self.name,
+                    config=self._config,
+                    transport=self._transport,
+                    store=self._store,
+                    folder=self._folder,
+                    display=RunDisplay(self.name, self._display),
+                    compute=compute,
+                ),
+                Owner(self._watch),
             )
             operator_log = RunDisplay(self.name, self._display).line
             self._stack.enter_context(

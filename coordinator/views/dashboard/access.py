@@ -42,7 +42,7 @@ Scope = MutableMapping[str, Any]
 
 
 @dataclass
-class Guard:
+class AccessGuard:
     """An ASGI application that passes on what is allowed, pages and live connections alike."""
 
     app: Any

@@ -9,7 +9,7 @@ from nicegui import ui
 
 from coordinator.record.record import Record
 from coordinator.record.tables import Asked
-from coordinator.rounds.status import Member, Status, read_members
+from coordinator.rounds.status import LiveStatus, Member, read_members
 from coordinator.run_view import DeviceView, Standing, read_run, read_standings
 from coordinator.views.dashboard import charts
 from coordinator.views.dashboard.frame import Part, Site, find_status, follow, link, page
@@ -92,7 +92,7 @@ def read_details(store: Record, run: str) -> FleetDetails:
 
 
 def rows(
-    run: str, seen: FleetDetails, members: list[Member], status: Status | None, revoked: set[str]
+    run: str, seen: FleetDetails, members: list[Member], status: LiveStatus | None, revoked: set[str]
 ) -> list[dict[str, Any]]:
     """Make the rows of the table, by name: every device that the record, the status or the coordinator knows."""
     known, present = {device.device: device for device in seen.devices}, {member.device: member for member in members}
@@ -103,13 +103,13 @@ def rows(
     ]
 
 
-def is_served(run_status: str, status: Status | None) -> bool:
+def is_served(run_status: str, status: LiveStatus | None) -> bool:
     """Return True while a coordinator serves the run."""
     return run_status in ("running", "waiting") and status is not None and not status.is_stale()
 
 
 def _find_states(
-    seen: FleetDetails, present: Mapping[str, Member], status: Status | None, revoked: set[str]
+    seen: FleetDetails, present: Mapping[str, Member], status: LiveStatus | None, revoked: set[str]
 ) -> dict[str, str]:
     live = is_served(seen.status, status)
     states = {

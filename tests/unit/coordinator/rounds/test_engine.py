@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.compute.messages import Stepped
+from coordinator.compute.messages import NextState
 from coordinator.config import make_config
 from coordinator.record.tables import Asked, ResultRecord, RoundRecord, SavedState, TaskRecord
 from coordinator.rounds.engine import ATTEMPTS, RoundEngine
@@ -124,10 +124,10 @@ class World:
             "r", config, self.trainer, self.journal, step=self.step, report=self.lines.append
         )  # fmt: skip
 
-    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         if not results:
             raise EmptyCohort("FV0007", "nothing came")
-        return Stepped(saved=SavedState({}, None, {}), figures={"norm": 1.0}, damaged={}, needed=set())
+        return NextState(saved=SavedState({}, None, {}), figures={"norm": 1.0}, damaged={}, needed=set())
 
 
 def test_engine_keeps_a_round_before_it_asks_and_its_state_before_the_next_begins() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.record.tables import TaskTimes
 from coordinator.rounds.deadlines import Deadline
-from coordinator.rounds.tasks import TRANSITIONS, Task, Tasks, TaskState, Work
+from coordinator.rounds.tasks import TRANSITIONS, DeviceTask, Tasks, TaskState, Work
 from fedvit.wire.messages import Progress
 
 PROGRAM: Any = None
@@ -17,9 +17,9 @@ PROGRAM: Any = None
 ENDS = [state for state, following in TRANSITIONS.items() if not following]
 
 
-def task(device: str = "pi", number: int = 1, **changed: Any) -> Task:
+def task(device: str = "pi", number: int = 1, **changed: Any) -> DeviceTask:
     work = Work(**{"digest": "blake3:p", "program": PROGRAM, "groups": {"g": "blake3:g"}, "expected": None, **changed})
-    return Task("r", device, number, "train", work, Deadline.fixed(time.monotonic(), 60.0))
+    return DeviceTask("r", device, number, "train", work, Deadline.fixed(time.monotonic(), 60.0))
 
 
 def test_ends_are_final() -> None:

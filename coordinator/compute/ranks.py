@@ -27,7 +27,7 @@ from coordinator.compute.process import (
     exception_of,
     how_it_ended,
 )
-from coordinator.compute.rank import LOOPBACK, PATIENCE
+from coordinator.compute.rank_loop import LOOPBACK, PATIENCE
 from coordinator.record.tables import SavedState
 from fedvit.errors import DeviceTrouble, FedvitError
 from fedvit.methods.base import ServerRule

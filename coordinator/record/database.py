@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -121,9 +122,8 @@ class Database:
             connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
         schema = version_of(connection)
         if (schema is None and not inspect(connection).has_table(RUNS.name)) or is_older(schema):
-            from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
-
-            migrate(connection)
+            migrations = import_module("coordinator.record.migrations")  # late: Alembic is rarely needed
+            migrations.migrate(connection)
         elif schema != SCHEMA:  # otherwise another process has migrated it
             raise other_version(self._engine.url, schema)
 

@@ -9,6 +9,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 from coordinator.config import PrivacyConfig, RunConfig
@@ -55,15 +56,13 @@ def compute_epsilon(steps: Iterable[PrivacyStep] | Mapping[PrivacyStep, int], pr
         return 0.0
     if privacy.accounting == "every_round":
         return _gaussian(sum(count * step.noise_multiplier**-2 for step, count in times.items()) ** -0.5, privacy.delta)
-    import dp_accounting
-    from dp_accounting import rdp
-
-    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    library = import_module("dp_accounting")  # late: other runs do not need it
+    accountant = library.rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
     for step, count in times.items():
         # replacing a device changes the sum by up to twice the clip
-        event = dp_accounting.GaussianDpEvent(step.noise_multiplier / 2)
+        event = library.GaussianDpEvent(step.noise_multiplier / 2)
         if step.cohort < step.population:
-            event = dp_accounting.SampledWithoutReplacementDpEvent(step.population, step.cohort, event)
+            event = library.SampledWithoutReplacementDpEvent(step.population, step.cohort, event)
         accountant.compose(event, count)
     return float(accountant.get_epsilon(privacy.delta))
 
@@ -75,9 +74,8 @@ def compute_epsilon_of_rows(rows: int, noise_multiplier: float, delta: float) ->
 
 def _gaussian(noise_multiplier: float, delta: float) -> float:
     """Exact epsilon: several Gaussian mechanisms are equivalent to one whose precision is the sum of theirs."""
-    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-
-    return float(get_epsilon_gaussian(noise_multiplier, delta))
+    library = import_module("dp_accounting.gaussian_mechanism")
+    return float(library.get_epsilon_gaussian(noise_multiplier, delta))
 
 
 def counts_before(store: Record, run: str, *names: str) -> Counter[tuple[float, ...]]:

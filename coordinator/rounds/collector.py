@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from coordinator.record.rows import now
-from coordinator.record.tables import DeviceLog
+from coordinator.record.tables import DeviceLog, RefusalRecord, now
 from coordinator.rounds.acceptance import Acceptance
 from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.open_round import Missing
@@ -117,7 +116,7 @@ class ResultCollector:
         if task is None or not task.is_same(declined) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return
         reason = f"{declined.reason[:200]}; asked again in {declined.again_s:.0f} s"
-        state.store.devices.add_refusal(state.run, declined.round, device, "declined", reason, None)
+        state.store.devices.add_refusal(state.run, RefusalRecord(declined.round, device, "declined", reason))
         if device in state.presence:
             state.presence[device].backoff.begin(declined.reason, declined.again_s)
         self._ends.end_without_result(task, TaskState.DECLINED)

@@ -1,6 +1,7 @@
 """The parts of one run that is served, each with its dependencies; `events` handles what they mean for each other."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -143,6 +144,6 @@ def make_object_store(config: BlobsConfig, run: str, blobs: VerifiedBlobs) -> "O
     """Return the object store of a run; None if its configuration has none."""
     if config.url is None:
         return None
-    from coordinator.rounds.object_store import ObjectStore  # needs obstore, which other runs do not
-
-    return ObjectStore(config, run, blobs)
+    stores = import_module("coordinator.rounds.object_store")  # late: obstore, which other runs do not need
+    store: ObjectStore = stores.ObjectStore(config, run, blobs)
+    return store

@@ -31,7 +31,7 @@ def hello_spread_s(devices: int) -> float:
 
 
 @dataclass
-class Backoff:
+class DeviceBackoff:
     """The time for which a device is not asked, because it declined or crashed."""
 
     until: float = -math.inf  # monotonic
@@ -61,7 +61,7 @@ class PresentDevice:
     name: str
     hello: Hello
     left_at: float | None = None  # monotonic; None: it is online, or was sent away
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: DeviceBackoff = field(default_factory=DeviceBackoff)
     hello_requested_at: float = -math.inf  # monotonic; last request for its hello
 
 

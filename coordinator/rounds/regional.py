@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from coordinator.compute.messages import Fold, NextState, PlannedTask, PlanTasks
 from coordinator.config import CENTRE
+from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import ResultRecord, SavedState
 from coordinator.rounds.engine import RoundEngine
 from coordinator.rounds.leading import strike_outliers
@@ -158,7 +159,7 @@ class RegionLead:
         self._await_devices(task)
         for left in state.store.rounds.read_open(state.run):
             if task.kind == "evaluate" or left.round != task.round:  # the centre closed it without this region
-                state.store.rounds.close(state.run, left.round, state.newest(), {}, results=[])
+                state.store.rounds.close(state.run, left.round, state.newest(), {}, RoundWork(results=[]))
         if task.kind == "evaluate":
             self._evaluate(task, engine)
             return

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.compute.messages import PlannedTask
-from coordinator.record.rows import now
-from coordinator.record.tables import TaskTimes
+from coordinator.record.tables import TaskTimes, now
 from coordinator.rounds.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.program import Program

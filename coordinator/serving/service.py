@@ -72,13 +72,12 @@ class ServiceProcess:
             configure_logging(file=folder / "service.log", stderr=False)
             link = make_link(endpoint, self._broker)
             service = RunService(
-                RunHost(folder, store, display, self._workers.worker_of, following),
+                RunHost(folder, store, display, self._workers.worker_of, following, leadership),
                 self._config,
                 link=link,
                 endpoint=endpoint,
                 stop=self._stop,
                 on_turn=self._notifier.alive,
-                leadership=leadership,
             )
             submit = command("coordinator", "submit", "CONFIG", runs=folder)
             display.line(f"serving the runs of {folder}, {self._config.side_by_side} at a time; `{submit}` adds one")

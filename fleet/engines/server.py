@@ -15,7 +15,7 @@ from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
 from coordinator.record.privacy import round_figures
 from coordinator.record.record import Record
-from coordinator.record.tables import Reference, ResultRecord, SavedState
+from coordinator.record.tables import Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.quarantine import Quarantine
 from fedvit.blobs import BlobStore
@@ -72,7 +72,7 @@ class TorchServer:
                 uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
         screened = self._screen.apply(uploads)
         for device, reason in screened.outliers:
-            self._store.devices.add_refusal(self._run, number, device, "train", f"left out: {reason}")
+            self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
             if self._quarantine.strike(device, number, reason):
                 self._trainer.report(f"{device} is in quarantine: {reason}")
         quarantined = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}

@@ -50,9 +50,13 @@ class PlannedTask(Struct, frozen=True, kw_only=True):
 
     program: str  # digest
     groups: dict[str, str]  # group -> digest of the value that the server sends
-    expected: Expected | None  # None: the device is unknown
+    expected: Expected | None = None  # None: the device is unknown
     delta_chain: tuple[DeltaStep, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
-    lr_scale: float  # factor on the learning rate
+    lr_scale: float = 1.0  # factor on the learning rate
+
+    def identity(self) -> tuple[Any, ...]:
+        """Return everything on which the result depends."""
+        return self.program, sorted(self.groups.items()), self.lr_scale
 
 
 class Planned(Struct, frozen=True, kw_only=True):

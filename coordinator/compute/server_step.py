@@ -145,7 +145,7 @@ class ServerStep:
             round=number,
             rounds=config.rounds,
             seed=config.seed,
-            lr_scale=plan.method.lr_scale(number, config.rounds),
+            method=plan.method,
             before=before,
             kept=kept,
             uploads=uploads,

@@ -95,7 +95,7 @@ class Acceptance:
             state.opened.accept(device)
         if device in state.presence:
             state.presence[device].backoff.crashes = 0
-        self._profiles.learn(device, task.work.expected, result.use.broke, result.use)
+        self._profiles.learn(device, task.work.planned.expected, result.use.broke, result.use)
         self.acknowledge(device, result)
         for what in result.damaged:
             state.refuse(device, "damage", what, result.round)

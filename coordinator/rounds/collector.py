@@ -54,7 +54,7 @@ class ResultCollector:
             # otherwise its round is about to be reopened after a restart: the device keeps the result until then
         elif task.state in (TaskState.UPLOADING, TaskState.CHECKED) or not state.presence.is_online(device):
             return  # the answer follows, at the latest after the device's hello
-        elif not task.is_same(result) or result.program not in ("", task.work.digest):
+        elif not task.is_same(result) or result.program not in ("", task.work.planned.program):
             # not the device's fault: the task has changed since
             self._ends.refuse(
                 device, result, f"it is of task {result.task}, expected is {task.id}: the task is sent again"
@@ -99,7 +99,9 @@ class ResultCollector:
         state.send(device, ResultAck(failed.run, failed.round, failed.kind, accepted=False))
         task = state.tasks.matching(device, failed)
         if task and task.is_same(failed) and task.state is not TaskState.CHECKED:
-            self._profiles.learn(device, task.work.expected, (failed.broke,) if failed.broke else (), failed.use)
+            self._profiles.learn(
+                device, task.work.planned.expected, (failed.broke,) if failed.broke else (), failed.use
+            )
             self._uploads.drop(task)
             self._ends.end_without_result(task, TaskState.FAILED)
             state.operator_log(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")

@@ -72,7 +72,7 @@ class RecordJournal(Journal):
         if self._state.mirror:
             self._parts.mirror({digest for part in work.values() for digest in part.offered()})
         tasks = [
-            TaskRecord(number, device, part.digest, part.groups, part.expected, part.attempt)
+            TaskRecord(number, device, part.planned.program, part.planned.groups, part.planned.expected, part.attempt)
             for device, part in work.items()
             if device not in self._state.counted
         ]

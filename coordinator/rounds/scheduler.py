@@ -146,7 +146,7 @@ class TaskScheduler:
         is_repeated, task.sent_over = task.sent_over == over, over
         state.tasks.offer(task)
         task.instance = hello.instance
-        work, deadline = task.work, task.deadline
+        work, planned, deadline = task.work, task.work.planned, task.deadline
         deadline.announced = deadline.latest if state.waits_for_late(task.kind) else deadline.at
         self.schedule_check(task)
         asked = len(state.opened.cohort) if state.opened else 1
@@ -157,12 +157,12 @@ class TaskScheduler:
             round=task.round,
             kind=task.kind,
             seed=state.config.seed,
-            program=work.digest,
-            groups=work.groups,
+            program=planned.program,
+            groups=planned.groups,
             blobs=tuple(state.blobs.manifest(digest) for digest in work.named()),
             deadline_s=max(1.0, deadline.announced - time.monotonic()),
-            lr_scale=work.lr_scale,
-            recipes=work.delta_chain,
+            lr_scale=planned.lr_scale,
+            recipes=planned.delta_chain,
             task=task.id,
             attempt=task.attempt,
             progress_s=min(LONGEST_PROGRESS_S, max(PROGRESS_S, asked / PROGRESS_PER_S)),

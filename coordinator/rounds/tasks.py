@@ -23,8 +23,7 @@ from coordinator.record.tables import TaskTimes, now
 from coordinator.rounds.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.program import Program
-from fedvit.wire.messages import BlobNack, Declined, DeltaStep, Failed, Hello, Progress, Result, TaskKind
-from profiles.prediction import Expected
+from fedvit.wire.messages import BlobNack, Declined, Failed, Hello, Progress, Result, TaskKind
 
 ID_LETTERS = 32
 
@@ -74,26 +73,17 @@ _NOTED = {
 class Work(NamedTuple):
     """The work of one device in a round."""
 
-    digest: str  # of the Program
+    planned: PlannedTask
     program: Program
-    groups: dict[str, str]  # group -> digest of the value that the server sends
-    expected: Expected | None  # None: the device is unknown
-    delta_chain: tuple[DeltaStep, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
-    lr_scale: float = 1.0  # factor on the learning rate
     attempt: int = 1  # number of the next attempt
-
-    @classmethod
-    def of(cls, task: PlannedTask, program: Program, attempt: int = 1) -> "Work":
-        """Return the work of a planned task with this Program."""
-        return cls(task.program, program, task.groups, task.expected, task.delta_chain, task.lr_scale, attempt)
 
     def named(self) -> list[str]:
         """Digests that the task names."""
-        return [self.digest, *self.program.list_fetched_once(), *self.groups.values()]
+        return [self.planned.program, *self.program.list_fetched_once(), *self.planned.groups.values()]
 
     def offered(self) -> set[str]:
         """Digests that the device may request."""
-        return {*self.named(), *(delta.patch.digest for delta in self.delta_chain)}
+        return {*self.named(), *(delta.patch.digest for delta in self.planned.delta_chain)}
 
 
 def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: BlobStore) -> float | None:
@@ -101,14 +91,14 @@ def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: Bl
 
     Everything that the task names counts as fetched: only the device knows what it already has.
     """
-    if work.expected is None:
+    if (expected := work.planned.expected) is None:
         return None
-    prediction = work.expected.prediction
+    prediction = expected.prediction
     computing_s = prediction.train_s if kind == "train" else prediction.evaluate_s
     if computing_s is None:
         return None
     down_bytes = sum(blobs.manifest(digest).size for digest in set(work.named()))
-    return computing_s + links.seconds(device, down_bytes + (work.expected.bytes_up if kind == "train" else 0))
+    return computing_s + links.seconds(device, down_bytes + (expected.bytes_up if kind == "train" else 0))
 
 
 def most_steps(program: Program, kind: TaskKind, hello: Hello) -> int:
@@ -147,7 +137,7 @@ class DeviceTask:
     def id(self) -> str:
         """A digest of the work: equal for all devices with the same work."""
         work = self.work
-        asked = (self.run, self.round, self.kind, work.digest, sorted(work.groups.items()), work.lr_scale)
+        asked = (self.run, self.round, self.kind, *work.planned.identity())
         return digest_of(msgspec.msgpack.encode(asked)).partition(":")[2][:ID_LETTERS]
 
     def to(self, state: TaskState) -> None:
@@ -196,9 +186,9 @@ class DeviceTask:
 
     def round_blobs(self) -> list[str]:
         """Digests of blobs that are new in this round; as deltas where the previous blobs can be used."""
-        built = {delta.target for delta in self.work.delta_chain}
-        whole = (digest for digest in self.work.groups.values() if digest not in built)
-        return [*whole, *(delta.patch.digest for delta in self.work.delta_chain)]
+        built = {delta.target for delta in self.work.planned.delta_chain}
+        whole = (digest for digest in self.work.planned.groups.values() if digest not in built)
+        return [*whole, *(delta.patch.digest for delta in self.work.planned.delta_chain)]
 
 
 class Tasks:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from coordinator.compute.engine import Engine
+from coordinator.compute.messages import PlannedTask
 from coordinator.config import make_config
 from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
@@ -65,7 +66,8 @@ class Parts(Coordinator):
             evaluate=Evaluate(graph="predict"),
             batch=Batch(image_size=8, patch_size=4, batch_size=2, mean=HALF, std=HALF),
         )
-        return Work(blobs.put(encode_program(program)).digest, program, {"model": weights}, None)
+        planned = PlannedTask(program=blobs.put(encode_program(program)).digest, groups={"model": weights})
+        return Work(planned, program)
 
     def arrive(self, *devices: str) -> None:
         """Devices send their first hello."""

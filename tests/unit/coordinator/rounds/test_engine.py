@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.compute.messages import NextState
+from coordinator.compute.messages import NextState, PlannedTask
 from coordinator.config import make_config
 from coordinator.record.tables import Asked, ResultRecord, RoundRecord, SavedState, TaskRecord
 from coordinator.rounds.engine import ATTEMPTS, RoundEngine
@@ -15,6 +15,7 @@ from coordinator.rounds.tasks import Work
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
 
+PLANNED = PlannedTask(program="p", groups={})
 PROGRAM: Any = None
 """Nothing here reads it."""
 
@@ -38,10 +39,10 @@ class Devices(Trainer):
         self.log.append(f"{'begin' if is_new else 'resume'} {number}")
 
     def plan(self, devices: Iterable[str]) -> dict[str, Work]:
-        return {device: Work("p", PROGRAM, {}, None) for device in devices}
+        return {device: Work(PLANNED, PROGRAM) for device in devices}
 
     def recall(self, tasks: Iterable[TaskRecord]) -> dict[str, Work]:
-        return {task.device: Work("p", PROGRAM, {}, None, attempt=task.attempt) for task in tasks}
+        return {task.device: Work(PLANNED, PROGRAM, task.attempt) for task in tasks}
 
     def offer(self, opened: OpenRound, devices: Iterable[str]) -> None:
         self.asked.append((opened.number, opened.kind, list(devices)))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.compute.integrity import VerifiedBlobs
+from coordinator.compute.messages import PlannedTask
 from coordinator.config import make_config
 from coordinator.record.record import Record, open_record
 from coordinator.rounds import scheduler
@@ -62,7 +63,7 @@ class Sent:
     def assign(self, device: str, *, instance: str = "i1", delta_chain: tuple[DeltaStep, ...] = ()) -> DeviceTask:
         if device not in self.state.presence:
             self.state.presence.arrived(device, hello(instance))
-        work = Work(self.digest, PROGRAM, {"g": self.value}, None, delta_chain)
+        work = Work(PlannedTask(program=self.digest, groups={"g": self.value}, delta_chain=delta_chain), PROGRAM)
         self.scheduler.assign(device, 1, "train", work)
         task = self.state.tasks.of(device)
         assert task is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.compute.messages import PlannedTask
 from coordinator.record.tables import TaskTimes
 from coordinator.rounds.deadlines import Deadline
 from coordinator.rounds.tasks import TRANSITIONS, DeviceTask, Tasks, TaskState, Work
@@ -18,7 +19,7 @@ ENDS = [state for state, following in TRANSITIONS.items() if not following]
 
 
 def task(device: str = "pi", number: int = 1, **changed: Any) -> DeviceTask:
-    work = Work(**{"digest": "blake3:p", "program": PROGRAM, "groups": {"g": "blake3:g"}, "expected": None, **changed})
+    work = Work(PlannedTask(**{"program": "blake3:p", "groups": {"g": "blake3:g"}, **changed}), PROGRAM)
     return DeviceTask("r", device, number, "train", work, Deadline.fixed(time.monotonic(), 60.0))
 
 
@@ -71,7 +72,7 @@ def test_task_notes_when_its_state_changes() -> None:
 
 def test_a_task_is_the_same_for_devices_of_which_the_same_is_asked() -> None:
     assert task("pi").id == task("nano").id
-    others = [task(number=2), task(digest="blake3:q"), task(groups={"g": "blake3:h"}), task(lr_scale=0.5)]
+    others = [task(number=2), task(program="blake3:q"), task(groups={"g": "blake3:h"}), task(lr_scale=0.5)]
     assert len({made.id for made in (task(), *others)}) == 5
     assert task(attempt=2).id == task().id
 

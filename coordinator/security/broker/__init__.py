@@ -57,7 +57,7 @@ def start_broker(
                 sys.executable,
                 "-P",
                 "-m",
-                "coordinator.security.broker.embedded",
+                EMBEDDED,
                 "--listen",
                 listen,
                 "--port",

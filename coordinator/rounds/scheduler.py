@@ -168,11 +168,11 @@ class TaskScheduler:
             progress_s=min(LONGEST_PROGRESS_S, max(PROGRESS_S, asked / PROGRESS_PER_S)),
         )
         try:
-            state.send(device, self._completed(task, message, is_repeated=is_repeated))
+            state.send(device, self._complete(task, message, is_repeated=is_repeated))
         except BadPayload as error:  # the task does not fit into one message
             self._too_large.append(Overdue(task, Missing.FAILED, f"no result: its task cannot be sent: {error}"))
 
-    def _completed(self, task: DeviceTask, message: messages.Task, *, is_repeated: bool) -> messages.Task:
+    def _complete(self, task: DeviceTask, message: messages.Task, *, is_repeated: bool) -> messages.Task:
         """The message with small blobs inside. If the delta chains do not fit into one message, the device fetches
         whole values. A task that is only repeated has no blobs: the device has them, or fetches them. Raises
         BadPayload."""

@@ -18,8 +18,17 @@ PROGRAM: Any = None
 ENDS = [state for state, following in TRANSITIONS.items() if not following]
 
 
-def task(device: str = "pi", number: int = 1, **changed: Any) -> DeviceTask:
-    work = Work(PlannedTask(**{"program": "blake3:p", "groups": {"g": "blake3:g"}, **changed}), PROGRAM)
+def task(
+    device: str = "pi",
+    number: int = 1,
+    *,
+    digest: str = "blake3:p",
+    program: Any = PROGRAM,
+    attempt: int = 1,
+    **changed: Any,
+) -> DeviceTask:
+    planned = PlannedTask(program=digest, **{"groups": {"g": "blake3:g"}, **changed})
+    work = Work(planned, program, attempt)
     return DeviceTask("r", device, number, "train", work, Deadline.fixed(time.monotonic(), 60.0))
 
 
@@ -72,7 +81,7 @@ def test_task_notes_when_its_state_changes() -> None:
 
 def test_a_task_is_the_same_for_devices_of_which_the_same_is_asked() -> None:
     assert task("pi").id == task("nano").id
-    others = [task(number=2), task(program="blake3:q"), task(groups={"g": "blake3:h"}), task(lr_scale=0.5)]
+    others = [task(number=2), task(digest="blake3:q"), task(groups={"g": "blake3:h"}), task(lr_scale=0.5)]
     assert len({made.id for made in (task(), *others)}) == 5
     assert task(attempt=2).id == task().id
 

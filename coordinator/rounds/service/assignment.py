@@ -41,15 +41,15 @@ class Assignment:
 class Assignments:
     """The devices by name, and the runs in the order in which devices are offered to them.
 
-    `tell_idle(device, hello, why)` tells a device that no run wants it.
+    `send_idle(device, hello, why)` sends a device the reasons why no run wants it.
     """
 
-    def __init__(self, topics: Topics, presence: Presence, tell_idle: Callable[[str, Hello, str], None]) -> None:
+    def __init__(self, topics: Topics, presence: Presence, send_idle: Callable[[str, Hello, str], None]) -> None:
         self.runs: list[RunLink] = []
         self.devices: dict[str, Assignment] = {}
         self._topics = topics
         self._presence = presence
-        self._tell_idle = tell_idle
+        self._send_idle = send_idle
 
     def list_devices(self) -> list[RoutedDevice]:
         return [
@@ -107,7 +107,7 @@ class Assignments:
                 transport.inbox.put(entry.event)
                 return
             reasons.append(f"run {transport.run}: {why}")
-        self._tell_idle(device, entry.hello, "; ".join(reasons)[:1000] or NO_WORK)
+        self._send_idle(device, entry.hello, "; ".join(reasons)[:1000] or NO_WORK)
 
     def _why_not(self, transport: RunLink, entry: Assignment) -> str | None:
         if transport not in self.runs:

@@ -119,7 +119,7 @@ class Stage:
                     self.exchanges[name].heard(event.topic, event.payload)
             self.exchanges[name].tick()
 
-    def asked(self) -> list[str]:
+    def ask_rows(self) -> list[str]:
         return [name for name, message in self.messages if isinstance(message, BlobNack)]
 
 

@@ -132,7 +132,7 @@ class TestFetches:
         manifest = stage.server_blobs.put(CONTENT)
         stage.fetch("a", manifest)
         stage.fetch("b", manifest)
-        assert stage.asked() == ["a"]
+        assert stage.ask_rows() == ["a"]
         assert not stage.finished
         stage.serve()
         assert sorted(stage.finished) == [("a", None), ("b", None)]
@@ -144,7 +144,7 @@ class TestFetches:
         stage.fetch("a", manifest)
         stage.fetch("b", manifest)
         stage.exchanges["a"].cancel()
-        assert stage.asked() == ["a", "b"]
+        assert stage.ask_rows() == ["a", "b"]
         stage.serve()
         assert stage.finished == [("b", None)]
 

@@ -87,12 +87,7 @@ def run_store_bench(*, rounds: int = 10_000, devices: int = 100, progress: Progr
 
 
 def write_round(
-    store: Record,
-    number: int,
-    names: list[str],
-    batch: int = BATCH,
-    backups: Backups | None = None,
-    run: str = RUN,
+    store: Record, number: int, names: list[str], batch: int = BATCH, backups: Backups | None = None, run: str = RUN
 ) -> None:
     """Make all calls of a coordinator to the record in one round, in its order, and its notes; `batch` results are
     stored in one transaction."""

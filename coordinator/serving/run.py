@@ -216,7 +216,9 @@ class RunProcess:
 def make_link(endpoint: BrokerEndpoint, broker: BrokerConfig) -> Transport:
     """Connect to a broker. Raises ConfigError if a certificate or key file of its address cannot be used."""
     client_id = f"coordinator-{secrets.token_hex(4)}"
-    return MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=broker.broker_limits())
+    transport = MqttTransport(SimpleQueue(), endpoint.address, client_id)
+    transport.use_limits(broker.broker_limits())
+    return transport
 
 
 def describe_new_run(run: str, config: StartConfig, checked: Checked) -> list[str]:

@@ -8,7 +8,7 @@ from coordinator.compute.planning.batch import method_batch
 from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import ServerRule
+from fedvit.methods.base import ServerRule, check_fits
 from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.model_options import OWN_MODELS
 from fedvit.program import Role
@@ -80,7 +80,7 @@ def _check(config: RunConfig) -> None:
         for pattern, options in config.variants.items():
             try:
                 other = make_method(config.method, {**config.options, **options})
-                other.check_fits(vit)
+                check_fits(other, vit)
                 other.groups(vit)
                 if other.all_patches() != method.all_patches():
                     raise ConfigError("FV1112", f"{options} adds other tensors to the model than the run does")

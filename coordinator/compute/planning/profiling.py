@@ -23,10 +23,11 @@ from coordinator.compute.planning.prediction_request import BoardMode, Predictio
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS, make_method, method_class
+from fedvit.methods.base import check_fits
 from fedvit.program import Program
 from fedvit.resources import Budget
 from profiles.crosscheck import fvcore_check
-from profiles.predict import predict
+from profiles.predict import Target, predict
 from profiles.prediction import FlopShare, ProgramCost
 from profiles.published import find_published
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant
@@ -88,7 +89,7 @@ def _price(
 ) -> ProgramCost:
     """The cost of one variant's Program."""
     method = make_method(request.config.method, options).in_round(1, request.config.rounds)
-    method.check_fits(plan.vit)
+    check_fits(method, plan.vit)
     method.groups(plan.vit)  # says what does not fit the model
     named = ", ".join(f"{name} = {value}" for name, value in options.items())
     progress(f"pricing {named or request.config.method}")
@@ -140,8 +141,7 @@ def _predict(target: BoardMode, variants: list[ProfiledVariant], wanted: Budget)
         mode=mode,
         budget=budget,
         predictions=[
-            predict(variant.cost, speed, device=board.id, source="catalogue", mode=mode, budget=budget, power_w=power_w)
-            for variant in variants
+            predict(variant.cost, speed, Target(board.id, "catalogue", mode, power_w), budget) for variant in variants
         ],
         warnings=warnings,
     )

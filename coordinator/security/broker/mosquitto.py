@@ -16,7 +16,7 @@ import psutil
 from coordinator.security.broker.process import FLEET_USER, START_S, Broker, BrokerProgram
 from fedvit.files import atomic_write
 from fedvit.transport.address import Address
-from fedvit.transport.mqtt import MAX_PACKET_BYTES
+from fedvit.transport.packets import MAX_PACKET_BYTES
 
 log = logging.getLogger(__name__)
 

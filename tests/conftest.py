@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tests.support.tiny import Tiny
 
 pytest.register_assert_rewrite("tests.support")  # before any of it is imported
+from tests.support.slow import mark_other_methods  # noqa: E402
+
 # with more threads torch takes many times as long for models as small as these, when something else runs, too
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a shell that runs the tests in its background lets them ignore Ctrl-C, and with them every program that they start
@@ -118,7 +120,12 @@ LONGEST = (
 """Files that come first, so that at the end no process waits for another that has just begun with one of them."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if contracts := [item for item in items if item.path.is_relative_to(TESTS / "contracts")]:
+        from fedvit.methods import METHODS  # imports torch, which tests of devices do without
+
+        mark_other_methods(contracts, frozenset(METHODS))
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {TESTS / name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(item.path, len(rank)))

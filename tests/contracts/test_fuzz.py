@@ -52,6 +52,8 @@ from tests.support.mutations import (
 )
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 BATCH, BATCH_CPU_S = 100, 5.0
 """Messages that a program gets before the test waits for it, and its most processor time for them."""
 GROWTH_BYTES = 48_000_000

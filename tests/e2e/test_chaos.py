@@ -18,6 +18,8 @@ from tests.support.once import made_once
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 from tests.support.proxy import Network
 
+pytestmark = pytest.mark.slow
+
 VALUES = {**SCENARIO, "rounds": 3}
 YEAR_S = 365 * 86_400.0
 SCENARIOS = {

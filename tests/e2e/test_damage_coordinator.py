@@ -5,10 +5,14 @@ import resource
 import shutil
 from pathlib import Path
 
+import pytest
+
 from fedvit.program import decode_program
 from fedvit.wire.messages import Progress
 from tests.support.damage import flip
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
+
+pytestmark = pytest.mark.slow
 
 
 def blob(stage: Stage, digest: str) -> Path:

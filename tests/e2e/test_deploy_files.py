@@ -101,6 +101,7 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
     assert stage.log("coordinator").count(f":{ports[0]}, only for devices of {folder}") == 3
 
 
+@pytest.mark.slow
 def test_container_resumes_its_run_with_its_broker(stage: Stage) -> None:
     """The command of compose.yaml, killed and started again."""
     stage.environment["FEDVIT_BROKER_PASSWORD"] = "a-password"

@@ -5,6 +5,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from coordinator.rounds.status import read_members
 from coordinator.security.broker.process import claim_port
 from tests.support.forked import Forked
@@ -68,6 +70,7 @@ def test_join_train_and_revoke(stage: Stage) -> None:
     assert "Traceback" not in "".join(stage.log(name) for name in ("coordinator", *devices))
 
 
+@pytest.mark.slow
 def test_service_does_not_wait_for_revoked_devices(stage: Stage) -> None:
     """One is revoked in the middle of a round, one while no service runs: the service that resumes the round closes it
     with the third one's result."""

@@ -16,6 +16,8 @@ from tests.support.corpus import make_hello
 from tests.support.deployed import ATTACKER, HONEST, RUN, WAIT_S, DeployedStage
 from tests.support.mqtt_client import Client
 
+pytestmark = pytest.mark.slow
+
 MEGABYTE = 10**6
 GROWTH_BYTES = 150 * MEGABYTE
 """The queue of a coordinator without limits grows by 800 MB in half a minute."""

@@ -4,6 +4,8 @@ import os
 import shutil
 import signal
 
+import pytest
+
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, Stage, toml, wait_for
 
@@ -43,6 +45,7 @@ def test_picture_counts_from_the_next_round_on_and_a_removed_one_does_not(stage:
     assert "Traceback" not in stage.log("device-0")
 
 
+@pytest.mark.slow
 def test_pictures_of_a_virtual_device_count_from_the_next_round_on(stage: Stage) -> None:
     """Of a host of two devices with the same folder."""
     pictures = stage.folder / "parts" / "device-0"
@@ -63,6 +66,7 @@ def test_pictures_of_a_virtual_device_count_from_the_next_round_on(stage: Stage)
     assert "Traceback" not in stage.log("host")
 
 
+@pytest.mark.slow
 def test_class_folder_that_is_empty_on_all_devices_is_no_class(stage: Stage) -> None:
     """The second device's folder "2" is empty, which the first one fills; a folder of the run that is filled counts."""
     for name in ("device-0", "device-1"):

@@ -3,10 +3,14 @@
 import time
 from typing import Any
 
+import pytest
+
 from fedvit.wire.messages import Task
 from tests.support.brokers import mosquitto
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, DEVICES, WAIT_S, Stage, program, toml, wait_for
+
+pytestmark = pytest.mark.slow
 
 BRIEF: dict[str, Any] = {**CONFIG, "rounds": 1, "variants": {}}
 """Short tasks; what concerns deadlines is at its defaults."""

@@ -15,6 +15,8 @@ from fleet.simulate import simulate
 from tests.support.forked import Forked, ForkedRank
 from tests.support.programs import CONFIG, DEVICES, Stage, find_worker, toml, wait_for
 
+pytestmark = pytest.mark.slow
+
 ACCELERATOR = ("--accelerator", "cpu:2")
 RUN: dict[str, Any] = {
     **CONFIG,

@@ -155,6 +155,7 @@ def test_region_that_cannot_send_a_mean_is_refused_before_it_begins(world: World
     assert not (world.stages["north"].out / "run").exists()
 
 
+@pytest.mark.slow
 def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, single: Path) -> None:
     """The centre has one device, the region south; that one has a device of its own, and the region north with two."""
     north, south = world.stages["north"], world.stages["south"]
@@ -183,6 +184,7 @@ def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, singl
     world.check_model(single / "single")
 
 
+@pytest.mark.slow
 def test_region_with_a_certificate_of_its_centre(world: World) -> None:
     """Its name, the broker and the federation are those of its certificate. When that is revoked, the region is left
     out as a device is, and its operator reads why."""
@@ -215,6 +217,7 @@ def test_region_with_a_certificate_of_its_centre(world: World) -> None:
     device.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_region_of_a_service_takes_part_in_one_run_after_another(world: World) -> None:
     """The second run waits for the region while it is in the first, and has a task for it before the region has noticed
     that its run is over: that task waits for the region's next run."""

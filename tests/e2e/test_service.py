@@ -5,6 +5,8 @@ import signal
 import subprocess
 from typing import Any
 
+import pytest
+
 from coordinator.record.record import open_record
 from fedvit.wire.messages import Hello, Task
 from tests.support.event_files import steps
@@ -111,6 +113,7 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     assert stage.finish(service, "service") == 130
 
 
+@pytest.mark.slow
 def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -> None:
     """A cancelled run makes room for the next; that one is resumed after kill -9, and then the queue's turn comes, in
     which a run that fails holds up nobody."""
@@ -150,6 +153,7 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     assert steps(stage.out / "kept", "loss/train") == [1, 2]
 
 
+@pytest.mark.slow
 def test_service_cleans_up_its_folder(stage: Stage) -> None:
     """By the policy of the newest run; not with `--gc-every-h 0`."""
     store = open_record(stage.out)

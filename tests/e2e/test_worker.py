@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
 
 from coordinator.config import make_config
 from coordinator.record.record import open_record
@@ -40,6 +41,7 @@ def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None
     worker.wait(30)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_started_again_and_the_numbers_stay_the_same(
     stage: Stage, undisturbed: bytes
 ) -> None:

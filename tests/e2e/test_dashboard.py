@@ -437,6 +437,7 @@ def check_every_screen(tab: Tab, page: str, shown: str) -> None:
     assert tab.violations() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_page_fits_every_screen_with_contrast_and_names(tab: Tab, address: str, page: str) -> None:
     path, shown = PAGES[page]
@@ -516,10 +517,10 @@ def test_dashboard_beyond_this_machine_needs_a_password(record: Record, tmp_path
 
 def test_request_under_a_foreign_name_is_refused(address: str) -> None:
     asked = urllib.request.Request(address, headers={"Host": "elsewhere.example"})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
+    with pytest.raises(urllib.error.HTTPError, check=lambda error: error.code == 403):
         urllib.request.urlopen(asked, timeout=WAIT_S)
     asked = urllib.request.Request(address, headers={"Origin": "http://elsewhere.example"})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
+    with pytest.raises(urllib.error.HTTPError, check=lambda error: error.code == 403):
         urllib.request.urlopen(asked, timeout=WAIT_S)
 
 
@@ -538,7 +539,7 @@ def test_user_of_the_same_machine_sees_nothing_without_the_token(record: Record,
         assert status == 200
         assert "Token of this dashboard" in text
         assert FLEET_RUN not in text
-    with pytest.raises(InvalidStatus, match="403"):
+    with pytest.raises(InvalidStatus, check=lambda error: error.response.status_code == 403):
         connect(f"ws{address[4:]}/_nicegui_ws/socket.io/?EIO=4&transport=websocket").close()
     [file] = [file for file in folder_of(record).glob("dashboard-*.url") if address in file.read_text()]
     assert file.stat().st_mode & 0o777 == 0o600
@@ -655,7 +656,7 @@ def test_nothing_is_shown_without_the_password(browser: Browser, record: Record)
             tab.go(address, "document.querySelector('#password')")
             assert tab.violations() == []
         assert "pi-1" not in text
-        with pytest.raises(InvalidStatus, match="403"):
+        with pytest.raises(InvalidStatus, check=lambda error: error.response.status_code == 403):
             connect(f"ws{address[4:]}/_nicegui_ws/socket.io/?EIO=4&transport=websocket").close()
 
 

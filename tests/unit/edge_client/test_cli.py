@@ -31,6 +31,7 @@ from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import Hello, decode
 from fedvit.wire.topics import Topics
 from tests.support.brokers import mosquitto, served
+from tests.support.codes import has_code
 from tests.support.speeds import some_speed
 
 PROGRAM = [sys.executable, "-c", "from edge_client.cli import main; main()"]
@@ -201,7 +202,7 @@ def test_a_bit_of_the_devices_name_makes_no_other_device(tmp_path: Path) -> None
         flipped = bytearray(raw)
         flipped[place] ^= 1 << place % 8
         file.write_bytes(flipped)
-        with pytest.raises(ConfigError, match="device-id"):
+        with pytest.raises(ConfigError, check=has_code("FV1414", "device-id")):
             device_id(tmp_path, None, tmp_path)
     assert device_id(tmp_path, "pi-1", tmp_path) == device_id(tmp_path, None, tmp_path) == "pi-1"
 

@@ -9,6 +9,7 @@ from edge_client.health.readiness import BATTERY_AGAIN_S, BUSY_AGAIN_S, HOT_AGAI
 from edge_client.settings import Hours, OwnerPolicy
 from fedvit.errors import ConfigError
 from profiles.probes.battery import Battery
+from tests.support.codes import has_code
 
 
 def at(hour: int, minute: int = 0) -> datetime.datetime:
@@ -68,5 +69,5 @@ def test_quiet_hours(hours: str, now: datetime.datetime, left_s: float) -> None:
 
 @pytest.mark.parametrize("text", ["22-6", "25:00-06:00", "22:61-06:00", "always", "", "10:00-10:00"])
 def test_hours_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="quiet hours"):
+    with pytest.raises(ConfigError, check=has_code("FV1416", text)):
         Hours.parse(text)

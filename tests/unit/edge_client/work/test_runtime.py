@@ -32,6 +32,7 @@ from fedvit.program import (
 )
 from fedvit.tensors import Tensors
 from tests.support.agents import SILENT, Log, always, assert_same_bits
+from tests.support.codes import has_code
 from tests.support.settings import Setting
 
 SEEDS = Seeds(run=1, round=1, device="pi")
@@ -245,7 +246,7 @@ def test_phases_follow_one_another_with_fresh_optimizer_state(
 def test_nothing_but_unreadable_images_is_an_error(fedavg: Setting, tmp_path: Path) -> None:
     for name in ("0", "1", "2"):
         lose_pixels(tmp_path / "train" / name, "broken.png")
-    with pytest.raises(DataError, match="none of the 3 training images can be decoded"):
+    with pytest.raises(DataError, check=has_code("FV1403", "3")):
         train(fedavg, DeviceData.open(tmp_path).train)
 
 
@@ -719,7 +720,7 @@ def test_an_input_that_the_program_does_not_provide_is_named(fedavg: Setting, da
         fedavg.program, tensors={name: spec for name, spec in fedavg.program.tensors.items() if name != "head.bias"}
     )
     start = {name: value for name, value in fedavg.start().items() if name != "head.bias"}
-    with pytest.raises(BadPayload, match=r"tensor/head\.bias"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "tensor/head.bias")):
         fedavg.runtime().evaluate(lacking, start, data, SEEDS, SILENT)
 
 
@@ -730,7 +731,7 @@ def test_a_damaged_graph_is_named(fedavg: Setting, tmp_path: Path, damage: str) 
     path = tmp_path / "graph.onnx"
     if damage != "missing":
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"no graph at all")
-    with pytest.raises(BadPayload, match=digest):
+    with pytest.raises(BadPayload, check=has_code("FV1418", digest)):
         Runtime(1).open(digest, path)
 
 

@@ -21,6 +21,7 @@ from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.methods.step import PIECE, Step, update_step
 from fedvit.program import Batch, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from fedvit.tensors import Array, Tensors
+from tests.support.codes import has_code
 
 LR = 0.05
 ROWS, RUN = 8, 3
@@ -431,11 +432,9 @@ def test_another_shape_or_dtype_is_refused(gradient: Graph, array: Array, is_: s
 
 
 def test_an_output_is_not_written_beyond_its_end(gradient: Graph) -> None:
-    with pytest.raises(
-        BadPayload, match=r"expects 'new/grad/a' as .* of shape \[4, 3\], got float32 of shape \[3, 4\]"
-    ):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'new/grad/a'")):
         Bound(gradient).write("new/grad/a", np.zeros((3, 4), np.float32))
-    with pytest.raises(BadPayload, match=r"expects 'metric/loss' as .* of shape \[\], got float64 of shape \[\]"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'metric/loss'")):
         Bound(gradient).write("metric/loss", np.zeros(()))
 
 
@@ -452,13 +451,13 @@ def lacking(name: str) -> tuple[Program, Tensors]:
 def test_an_input_that_nobody_provides_is_named(gradient: Graph, update_of: UpdateOf) -> None:
     """Before anything runs: of the graph that adds gradients up, of a whole step, and of the update."""
     without, values = lacking("b")
-    with pytest.raises(BadPayload, match="the graph reads 'tensor/b', which the program does not provide"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'tensor/b'")):
         SummedSteps(gradient, without, phase_of(Sgd()), values, values, {}, update=update_of(Sgd()))
     graph = graph_of(whole_step(Sgd()), {**examples(ROWS), **scalars("hyper/lr", "hyper/step")})
-    with pytest.raises(BadPayload, match="the graph reads 'tensor/b', which the program does not provide"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'tensor/b'")):
         WholeSteps(graph, without, Train(graph="train", groups=("model",), lr=LR), values, values, {})
     values = start_values()
-    with pytest.raises(BadPayload, match="the graph reads 'slot/momentum_buffer', which the program does not provide"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'slot/momentum_buffer'")):
         SummedSteps(
             gradient, program(), phase_of(Sgd()), values, values, {}, update=update_of(MomentumSgd())
         )  # fmt: skip
@@ -467,9 +466,7 @@ def test_an_input_that_nobody_provides_is_named(gradient: Graph, update_of: Upda
 def test_a_batch_of_another_size_is_refused(gradient: Graph, update_of: UpdateOf) -> None:
     """8 rows are two runs of 3 and a rest."""
     steps = summed(gradient, update_of(Sgd()), Sgd())
-    with pytest.raises(
-        BadPayload, match=r"expects 'batch/patches' as .* \[3, 2, 4\], got float32 of shape \[2, 2, 4\]"
-    ):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'batch/patches'")):
         steps.step(batch(length=ROWS), last=True)
 
 
@@ -485,5 +482,5 @@ def test_error_of_onnxruntime_is_reported(update_of: UpdateOf) -> None:
     """An input that nobody bound."""
     bound = Bound(update_of(Sgd()))
     bound.read("value", np.zeros(3, np.float32))
-    with pytest.raises(BadPayload, match="the graph cannot run on this device: "):
+    with pytest.raises(BadPayload, check=has_code("FV1418")):
         bound.run()

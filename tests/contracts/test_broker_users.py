@@ -153,7 +153,7 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
         while not inbox.empty():
             events.append(inbox.get())
 
-    def received() -> set[tuple[str, bytes]]:
+    def list_received() -> set[tuple[str, bytes]]:
         return {(event.topic, event.payload) for event in events if isinstance(event, Received)}
 
     with connect(stage.coordinator, [EVERYTHING]) as coordinator:
@@ -161,7 +161,7 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
         wait_until(lambda: any(isinstance(event, Connected) for event in events), meanwhile=look)
         for each in sorted(MAY_RECEIVE):
             coordinator.publish(topics[each], each.encode())
-        wait_until(lambda: received() == {(topics[each], each.encode()) for each in MAY_RECEIVE}, meanwhile=look)
+        wait_until(lambda: list_received() == {(topics[each], each.encode()) for each in MAY_RECEIVE}, meanwhile=look)
         for each in sorted(MAY_PUBLISH):
             assert device.publish(topics[each], each.encode())
         wait_until(lambda: {each.encode() for each in MAY_PUBLISH} <= seen(coordinator))

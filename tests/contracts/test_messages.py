@@ -338,7 +338,7 @@ def items(raw: bytes) -> list[Any]:
     return decoded
 
 
-def written(items: list[Any], version: int = WIRE_VERSION) -> bytes:
+def write_items(items: list[Any], version: int = WIRE_VERSION) -> bytes:
     return bytes([version]) + msgspec.msgpack.encode(items)
 
 
@@ -468,7 +468,7 @@ def test_loss_that_is_nan_can_be_sent() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("appended", [[1], ["text", {"a": [1, None]}], [None, 2.5, b"bytes"]])
 def test_fields_of_a_newer_peer_are_passed_over(name: str, appended: list[Any]) -> None:
-    newer = written(items(encode(EXAMPLES[name])) + appended)
+    newer = write_items(items(encode(EXAMPLES[name])) + appended)
     assert decode(newer) == EXAMPLES[name]
 
 
@@ -476,10 +476,10 @@ def test_inner_records_of_a_newer_peer_are_read() -> None:
     """A manifest is a list in the message and grows at its end; a profile is a map and gets more keys."""
     result = items(encode(EXAMPLES["result"]))
     result[7] = [*result[7], "extra"]
-    assert decode(written(result)) == EXAMPLES["result"]
+    assert decode(write_items(result)) == EXAMPLES["result"]
     hello = items(encode(EXAMPLES["hello"]))
     hello[3] = {**hello[3], "gpu": "none"}
-    assert decode(written(hello)) == EXAMPLES["hello"]
+    assert decode(write_items(hello)) == EXAMPLES["hello"]
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> object:
@@ -493,7 +493,7 @@ def test_fields_that_an_older_peer_does_not_know_take_their_default(kind: type[M
     example, fields = EXAMPLES[name], msgspec.structs.fields(kind)
     whole = items(encode(example))
     for length in range(len(fields)):
-        older = written(whole[: 1 + length])
+        older = write_items(whole[: 1 + length])
         absent = fields[length:]
         if not any(field.required for field in absent):
             defaults = {field.name: default_of(field) for field in absent}
@@ -523,23 +523,23 @@ def test_another_version_is_refused_by_name(version: int) -> None:
         b"",
         bytes([WIRE_VERSION]),
         bytes([WIRE_VERSION, 0xC1]),  # no such opcode
-        written(["nonsense", 1]),
-        written([]),
-        written([1]),
-        written(["done"]),
-        written(["done", 5]),
-        written(["done", DIGEST])[:-1],
-        written(["done", DIGEST]) + b"\0",
-        written({"type": "done", "digest": DIGEST}),  # type: ignore[arg-type]
-        written(["progress", "run", 1, "dream", 1, 1]),
-        written(["progress", "run", 1.5, "train", 1, 1]),
-        written(["progress", "run", -1, "train", 1, 1]),
-        written(["progress", "run", 2**31, "train", 1, 1]),  # no database keeps it as a round's number
-        written(["want", DIGEST, [[1, 2, 3]]]),
-        written(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 0, 4096]]),  # a blob has at least a byte
-        written(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 5, 16]]),  # and chunks of a sensible size
-        written(["ended", "run", "x"]).replace(b"\xa1x", b"\xa1\xff"),  # text that is not UTF-8
-        written(["ended", "run", "x"]).replace(b"\xa5ended", b"\xa5end\xff\xfe"),
+        write_items(["nonsense", 1]),
+        write_items([]),
+        write_items([1]),
+        write_items(["done"]),
+        write_items(["done", 5]),
+        write_items(["done", DIGEST])[:-1],
+        write_items(["done", DIGEST]) + b"\0",
+        write_items({"type": "done", "digest": DIGEST}),  # type: ignore[arg-type]
+        write_items(["progress", "run", 1, "dream", 1, 1]),
+        write_items(["progress", "run", 1.5, "train", 1, 1]),
+        write_items(["progress", "run", -1, "train", 1, 1]),
+        write_items(["progress", "run", 2**31, "train", 1, 1]),  # no database keeps it as a round's number
+        write_items(["want", DIGEST, [[1, 2, 3]]]),
+        write_items(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 0, 4096]]),  # a blob has at least a byte
+        write_items(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 5, 16]]),  # and chunks of a sensible size
+        write_items(["ended", "run", "x"]).replace(b"\xa1x", b"\xa1\xff"),  # text that is not UTF-8
+        write_items(["ended", "run", "x"]).replace(b"\xa5ended", b"\xa5end\xff\xfe"),
         bytes([WIRE_VERSION]) + b"\x91" * 5000,  # lists in lists
         bytes([WIRE_VERSION, 0x93]) + encode(BlobAck(DIGEST))[2:] + b"\x91" * 60_000 + b"\0",  # in a field to pass over
         bytes([WIRE_VERSION, 0xDD, 0xFF, 0xFF, 0xFF, 0xFF]),  # a list of 4 billion items
@@ -571,8 +571,8 @@ def test_any_bytes_are_a_message_or_refused(tail: bytes) -> None:
     ],
 )
 def test_a_hello_that_cannot_be_read_still_says_from_which_process_it_is(content: Any, instance: str | None) -> None:
-    assert unread_hello(written(content)) == instance
-    assert unread_hello(written(content) + bytes(MAX_MESSAGE_BYTES)) is None
+    assert unread_hello(write_items(content)) == instance
+    assert unread_hello(write_items(content) + bytes(MAX_MESSAGE_BYTES)) is None
 
 
 @given(st.sampled_from(sorted(EXAMPLES)), st.data())
@@ -594,23 +594,23 @@ def test_class_lists_are_read_as_they_were_written_and_bounded() -> None:
             decode_class_list(raw)
 
 
-def ended(size: int) -> RunEnded:
+def make_ended(size: int) -> RunEnded:
     """A message of `size` bytes: version, list of 3, 'ended' with its length (1 + 5), 'r' (1 + 1) and a text of up
     to 65535 bytes behind 3 bytes of length make 13 and the text."""
     return RunEnded("r", "x" * (size - 13))
 
 
 def test_the_largest_message() -> None:
-    raw = encode(ended(MAX_MESSAGE_BYTES))
+    raw = encode(make_ended(MAX_MESSAGE_BYTES))
     assert len(raw) == MAX_MESSAGE_BYTES
-    assert decode(raw) == ended(MAX_MESSAGE_BYTES)
+    assert decode(raw) == make_ended(MAX_MESSAGE_BYTES)
 
 
 def test_a_larger_message_is_refused_by_both_sides() -> None:
     size = str(MAX_MESSAGE_BYTES + 1)
     with pytest.raises(BadPayload, check=has_code("FV2301", f"RunEnded message of {size}")):
-        encode(ended(MAX_MESSAGE_BYTES + 1))
-    raw = encode(ended(MAX_MESSAGE_BYTES))
+        encode(make_ended(MAX_MESSAGE_BYTES + 1))
+    raw = encode(make_ended(MAX_MESSAGE_BYTES))
     one_more = raw.replace(b"\xda" + (MAX_MESSAGE_BYTES - 13).to_bytes(2, "big"), b"\xda\xff\xf4") + b"x"
     with pytest.raises(BadPayload, check=has_code("FV2301", size)):
         decode(one_more)

@@ -13,7 +13,7 @@ from fleet.partition import write_device_folders
 from fleet.partitions import partition
 from fleet.request import RunRequest
 from fleet.simulate import simulate
-from tests.support.once import made_once
+from tests.support.once import make_once
 from tests.support.programs import CONFIG, DEVICES, Stage
 
 collect_ignore = [] if os.environ.get("FEDVIT_TEST_BROKERS") else ["test_other_brokers.py"]
@@ -22,7 +22,7 @@ collect_ignore = [] if os.environ.get("FEDVIT_TEST_BROKERS") else ["test_other_b
 @pytest.fixture(scope="session")
 def parts(shared: Path) -> Path:
     """Three devices with 150 digits in all."""
-    return made_once(shared / "e2e" / "data", deal_digits) / "parts"
+    return make_once(shared / "e2e" / "data", deal_digits) / "parts"
 
 
 def deal_digits(folder: Path) -> None:
@@ -37,7 +37,7 @@ def deal_digits(folder: Path) -> None:
 def undisturbed(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     """The final tensors of a run to which nothing happened, in memory."""
     folders = [parts / name for name in DEVICES]
-    out = made_once(
+    out = make_once(
         shared / "e2e" / "undisturbed",
         lambda out: simulate(RunRequest(folders, CONFIG, out=out, run="calm", graph_cache=graph_cache)),
     )

@@ -14,7 +14,7 @@ from fleet.processes import last_line
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.federation import BROKER, COORDINATOR, PATIENCE_S, SCENARIO, Fault, Federation, count_duplicates
-from tests.support.once import made_once
+from tests.support.once import make_once
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 from tests.support.proxy import Network
 
@@ -46,7 +46,7 @@ ROOM_BYTES = 8192
 def reference(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     """The tensors of a run without faults."""
     folders = [parts / name for name in DEVICES]
-    out = made_once(
+    out = make_once(
         shared / "e2e" / "calm",
         lambda out: simulate(RunRequest(folders, VALUES, out=out, run="calm", graph_cache=graph_cache)),
     )

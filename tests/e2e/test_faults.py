@@ -114,7 +114,7 @@ class Impostor:
         asked = self.observer.find(BlobNack, digest=digest, device=self.name)
         self.say(result)
 
-        def answered() -> ResultAck | None:
+        def find_answer() -> ResultAck | None:
             if asked():
                 count = -(-len(content) // CHUNK_BYTES)
                 for index in range(count):
@@ -125,7 +125,7 @@ class Impostor:
             assert found is None or isinstance(found, ResultAck)
             return found
 
-        return wait_for(answered, f"an answer to the result for round {result.round}")
+        return wait_for(find_answer, f"an answer to the result for round {result.round}")
 
 
 def test_bad_results_are_refused_and_rounds_continue(stage: Stage) -> None:

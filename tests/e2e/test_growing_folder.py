@@ -27,17 +27,17 @@ def test_picture_counts_from_the_next_round_on_and_a_removed_one_does_not(stage:
     before = sorted((pictures / "train").glob("*/*.png"))
     coordinator = endless(stage)
     stage.device("device-0")
-    assert trained_on(stage, 1) == len(before)
+    assert count_trained(stage, 1) == len(before)
 
     for number in range(3):  # as a camera does it: under another name first
         written = pictures / f".{number}.png"
         shutil.copy(before[0], written)
         os.rename(written, before[0].parent / f"new-{number}.png")
-    assert trained_on(stage, next_round(stage)) == len(before) + 3
+    assert count_trained(stage, next_round(stage)) == len(before) + 3
 
     for picture in before[-2:]:
         picture.unlink()
-    assert trained_on(stage, next_round(stage)) == len(before) + 1
+    assert count_trained(stage, next_round(stage)) == len(before) + 1
 
     coordinator.send_signal(signal.SIGINT)
     assert stage.finish(coordinator, "coordinator") == 130
@@ -127,7 +127,7 @@ def next_round(stage: Stage) -> int:
     return max(rounds(stage)) + 2
 
 
-def trained_on(stage: Stage, number: int) -> int:
+def count_trained(stage: Stage, number: int) -> int:
     """Training images of a round, which are also those of the round after it."""
     wait_for(lambda: {number, number + 1} <= rounds(stage).keys(), f"round {number + 1}")
     samples = rounds(stage)

@@ -86,7 +86,7 @@ class Systemd:
         while True:
             self.received.append(self._socket.recv(1000).decode())
 
-    def reported(self, message: str) -> bool:
+    def has_reported(self, message: str) -> bool:
         return message in self.received
 
 
@@ -129,11 +129,11 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     assert prometheus.values("fedvit_round") == [1.0]
     assert prometheus.values('count(count by (__name__) ({__name__=~"fedvit_.+"}))')[0] > 30
     assert page(ports[0], "healthz") == page(ports[0], "readyz") == "ok\n"
-    wait_for(lambda: all(found.reported("WATCHDOG=1") for found in systemd), "signs of life")
+    wait_for(lambda: all(found.has_reported("WATCHDOG=1") for found in systemd), "signs of life")
     for name, device in devices.items():
         assert stage.finish(device, name) == 0, stage.log(name)
     assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    wait_for(lambda: all(found.reported("STOPPING=1") for found in systemd), "the programs to report their end")
+    wait_for(lambda: all(found.has_reported("STOPPING=1") for found in systemd), "the programs to report their end")
     for found in systemd:
         assert found.received[0] == "READY=1"
     log = lines_of((stage.out / "run" / "coordinator.log").read_text())

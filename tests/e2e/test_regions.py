@@ -18,7 +18,7 @@ from fedvit.tensors import unpack
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.forked import Forked
-from tests.support.once import made_once
+from tests.support.once import make_once
 from tests.support.programs import CONFIG, DEVICES, Stage, said, toml, wait_for
 
 VALUES: dict[str, Any] = {
@@ -91,7 +91,7 @@ def single(shared: Path, parts: Path, graph_cache: Path) -> Path:
     """The folder of runs in which the run `single` had one coordinator for all three devices."""
     values = {key: value for key, value in VALUES.items() if key != "broker"}
     folders = [parts / name for name in DEVICES]
-    return made_once(
+    return make_once(
         shared / "e2e" / "without-regions",
         lambda out: simulate(RunRequest(folders, values, out=out, run="single", graph_cache=graph_cache)),
     )

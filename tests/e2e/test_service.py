@@ -56,11 +56,11 @@ def service_status(stage: Stage) -> dict[str, Any]:
     return dict(stage.command("status", "--runs", str(stage.out))["service"])
 
 
-def said_of_service(stage: Stage) -> str:
+def read_service_log(stage: Stage) -> str:
     return said(stage, "coordinator.cli", "status", "--runs", str(stage.out))
 
 
-def listed(stage: Stage) -> dict[str, str]:
+def list_runs(stage: Stage) -> dict[str, str]:
     """The status of each run as `runs` has it."""
     output = said(stage, "coordinator.cli", "runs", "--runs", str(stage.out), "--json")
     return {entry["run"]: entry["status"] for entry in json.loads(output)}
@@ -136,8 +136,8 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     assert service.wait(60) == -signal.SIGKILL
     over = {"dropped": "cancelled", "never": "cancelled"}
     assert statuses(stage) == {**over, "kept": "running", "wrong": "queued", "unfit": "queued", "queued": "queued"}
-    wait_for(lambda: "run kept: interrupted" in said_of_service(stage), "status to notice")
-    assert listed(stage)["kept"] == "interrupted", "the record cannot know it"
+    wait_for(lambda: "run kept: interrupted" in read_service_log(stage), "status to notice")
+    assert list_runs(stage)["kept"] == "interrupted", "the record cannot know it"
     service = serve(stage)
     wait_for(lambda: statuses(stage)["queued"] == "finished", "the run of the queue")
     assert statuses(stage) == {**over, "kept": "finished", "wrong": "failed", "unfit": "failed", "queued": "finished"}

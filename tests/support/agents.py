@@ -309,7 +309,7 @@ class World:
         return self.server.expect(Failed).reason
 
 
-def trained_here(setting: Setting, program: Program, start: Tensors, digits: Path, round: int = 1) -> Tensors:
+def train_here(setting: Setting, program: Program, start: Tensors, digits: Path, round: int = 1) -> Tensors:
     """What the same round gives without an agent: new values of what moves, and what is collected."""
     trained = setting.runtime().train(
         program,

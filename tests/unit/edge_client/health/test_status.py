@@ -75,18 +75,18 @@ def test_command_shows_it_with_no_network(
     world.server.mark()
     wait_until(lambda: status().doing.unusable.keys() >= {"damaged or cut off"})
 
-    def shown(*arguments: str) -> str:
+    def show(*arguments: str) -> str:
         done = CliRunner().invoke(cli, ["status", "--state", str(world.state), *arguments], catch_exceptions=False)
         assert done.exit_code == 0
         return done.output
 
-    assert "not running, since" in shown()
+    assert "not running, since" in show()
     handle = lock_state(world.state)
-    text = shown()
+    text = show()
     assert "not running" not in text
     assert "20 for training, 12 for testing" in text
     assert "1 damaged or cut off: train/0/00.png" in text
-    assert '"running": true' in shown("--json")
+    assert '"running": true' in show("--json")
     os.close(handle)
 
 

@@ -61,11 +61,11 @@ class Terminal:
     def wait(self, text: str) -> None:
         """Wait until the program shows the text, behind what was waited for before."""
 
-        def found() -> bool:
+        def is_shown() -> bool:
             self._read()
             return text in self.shown[self._seen :]
 
-        wait_until(found, lambda: f"{text!r} was not shown: {self.shown[-500:]!r}", pause_s=0.02)
+        wait_until(is_shown, lambda: f"{text!r} was not shown: {self.shown[-500:]!r}", pause_s=0.02)
         self._seen = self.shown.index(text, self._seen) + len(text)
 
     def type(self, keys: str) -> None:

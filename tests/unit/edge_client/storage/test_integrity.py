@@ -107,7 +107,7 @@ def test_so_many_reports_wait_and_no_more(blobs: BlobStore) -> None:
 # --- in idle time -------------------------------------------------------------------------------------
 
 
-def passed(integrity: Integrity, monkeypatch: pytest.MonkeyPatch) -> int:
+def run_pass(integrity: Integrity, monkeypatch: pytest.MonkeyPatch) -> int:
     """Scrub until a pass is over; returns how many pieces that took."""
     monkeypatch.setattr(integrity_module, "SCRUB_EVERY_S", 0.0)
     for pieces in range(1000):
@@ -128,7 +128,7 @@ def test_a_scrub_finds_what_looks_the_same(blobs: BlobStore, tmp_path: Path, mon
     integrity = Integrity(blobs, lambda: [(other, digest_of(b"personal")), (tmp_path / "gone", digest_of(b"gone"))])
     integrity.check(digests)
     assert integrity.verified.is_whole(other, digest_of(b"personal"))
-    assert passed(integrity, monkeypatch) >= 3 * 3
+    assert run_pass(integrity, monkeypatch) >= 3 * 3
     assert integrity.reports() == ()
     integrity.check(digests)
     flip(blobs.path(digests[1]), 0.9)
@@ -137,7 +137,7 @@ def test_a_scrub_finds_what_looks_the_same(blobs: BlobStore, tmp_path: Path, mon
     assert blobs.has(digests[1]), "a pass ended a moment ago"
     monkeypatch.setattr(integrity_module, "SCRUB_AGAIN_S", 0.0)
     integrity._due = 0.0
-    passed(integrity, monkeypatch)
+    run_pass(integrity, monkeypatch)
     assert [blobs.has(digest) for digest in digests] == [True, False, True]
     assert other.exists(), "what is not a blob is the vault's own business"
     assert not integrity.verified.is_whole(other, digest_of(b"personal"))

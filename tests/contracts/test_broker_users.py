@@ -124,10 +124,7 @@ def test_device_hears_its_own_topics_alone(stage: Stage, qos: int) -> None:
         spy.subscribe([own], qos)
         spy.subscribe([pattern], qos)
     secret = {each: payload() for each in topics}
-    with (
-        connect(stage.coordinator) as coordinator,
-        connect(stage.victim, [topics["to_device"]]) as victim,
-    ):
+    with connect(stage.coordinator) as coordinator, connect(stage.victim, [topics["to_device"]]) as victim:
         for each, topic in topics.items():
             coordinator.publish(topic, secret[each], qos=qos)
         wait_until(lambda: secret["to_device"] in seen(victim))

@@ -66,10 +66,7 @@ def test_device_that_is_slower_than_its_profile(stage: Stage) -> None:
     observer = stage.observer()
     stopped = observer.find(Failed, device="device-1", kind="train")
     claimed = Speed(
-        threads=1,
-        products=(ProductRate("weights", 1, 64, 192, 768, 1e18),),
-        bytes_per_s={"Add": 1e18},
-        node_s=1e-12,
+        threads=1, products=(ProductRate("weights", 1, 64, 192, 768, 1e18),), bytes_per_s={"Add": 1e18}, node_s=1e-12
     )
     find_speed(stage.folder / "state" / "device-1", 1, lambda threads: claimed)
     others = [stage.device(name) for name in ("device-0", "device-2")]

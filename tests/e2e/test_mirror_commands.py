@@ -51,11 +51,7 @@ class World:
 
 @pytest.fixture(params=["s3", "folder"])
 def world(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    parts: Path,
-    graph_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, tmp_path: Path, parts: Path, graph_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
     set_keys(monkeypatch)
     with store_server(request.param, tmp_path / "store") as server:

@@ -58,8 +58,7 @@ class Prometheus:
         file.write_text(json.dumps(config))  # which is YAML
         storage = f"--storage.tsdb.path={stage.folder / 'prometheus'}"
         stage.start(
-            "prometheus",
-            ["prometheus", f"--config.file={file}", storage, f"--web.listen-address={self._address}"],
+            "prometheus", ["prometheus", f"--config.file={file}", storage, f"--web.listen-address={self._address}"]
         )
 
     def values(self, query: str) -> list[float]:

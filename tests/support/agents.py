@@ -238,14 +238,7 @@ class World:
         self._digits = digits
         self.state = folder / "state"
 
-    def device(
-        self,
-        *,
-        joined: bool = True,
-        once: bool = False,
-        digits: Path | None = None,
-        **changed: Any,
-    ) -> Device:
+    def device(self, *, joined: bool = True, once: bool = False, digits: Path | None = None, **changed: Any) -> Device:
         device = Device(self.broker, digits or self._digits, self.state, once=once, **changed)
         self.devices.append(device)
         if joined:
@@ -312,12 +305,7 @@ class World:
 def train_here(setting: Setting, program: Program, start: Tensors, digits: Path, round: int = 1) -> Tensors:
     """What the same round gives without an agent: new values of what moves, and what is collected."""
     trained = setting.runtime().train(
-        program,
-        start,
-        DeviceData.open(digits).relabel(program.classes).train,
-        Seeds(5, round, "pi"),
-        1.0,
-        SILENT,
+        program, start, DeviceData.open(digits).relabel(program.classes).train, Seeds(5, round, "pi"), 1.0, SILENT
     )
     return trained.tensors | trained.collected
 

@@ -10,21 +10,8 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import DataError
 from fedvit.tensors import pack
 from fedvit.wire.limits import BrokerLimits
-from fedvit.wire.messages import (
-    BlobNack,
-    DeviceState,
-    Hello,
-    Manifest,
-    Result,
-    Welcome,
-    decode_class_list,
-)
-from tests.support.agents import (
-    FAR_OFF,
-    Setting,
-    World,
-    with_local_head,
-)
+from fedvit.wire.messages import BlobNack, DeviceState, Hello, Manifest, Result, Welcome, decode_class_list
+from tests.support.agents import FAR_OFF, Setting, World, with_local_head
 from tests.support.codes import has_code
 
 

@@ -18,18 +18,7 @@ from edge_client.work.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import BadPayload, DataError
-from fedvit.program import (
-    Batch,
-    Draw,
-    Evaluate,
-    Gather,
-    GraphSpec,
-    Program,
-    Role,
-    TensorGroup,
-    TensorSpec,
-    Train,
-)
+from fedvit.program import Batch, Draw, Evaluate, Gather, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from fedvit.tensors import Tensors
 from tests.support.agents import SILENT, Log, always, assert_same_bits
 from tests.support.codes import has_code

@@ -18,15 +18,7 @@ from fedvit.program import Program, Role, TensorGroup
 from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Array, Tensors, delta
 from fedvit.wire import messages
-from fedvit.wire.messages import (
-    BlobNack,
-    Failed,
-    Manifest,
-    Progress,
-    Result,
-    Task,
-    Welcome,
-)
+from fedvit.wire.messages import BlobNack, Failed, Manifest, Progress, Result, Task, Welcome
 from tests.support.agents import (
     FAR_OFF,
     SILENT,

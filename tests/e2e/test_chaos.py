@@ -148,8 +148,7 @@ def test_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -
             assert stage.query("select count(*) from results") == before
             assert all(process.poll() is None for process in devices.values())
             coordinator = stage.coordinator(resume=True)
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(coordinator, devices)
     assert [entry["accepted"] for entry in stage.show()["rounds"]] == [3] * ROUNDS
     assert stage.model() == undisturbed
 
@@ -164,8 +163,7 @@ def test_device_with_a_full_disk_misses_rounds_and_returns(stage: Stage) -> None
     refused = "select round from refusals where device = 'device-0' and kind = 'train' and reason like '%too large%'"
     [(missed,), *_] = wait_for(lambda: stage.query(refused), "device-0 to say why it cannot train")
     resource.prlimit(devices["device-0"].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(coordinator, devices)
     shown = stage.show()
     assert shown["status"] == "finished"
     assert shown["rounds"][missed - 1]["accepted"] == 2

@@ -62,8 +62,7 @@ def test_files_are_damaged_in_the_middle_of_a_run(stage: Stage, undisturbed: byt
     for beside in ("-wal", "-shm"):
         Path(f"{database}{beside}").unlink(missing_ok=True)
     shutil.copy(copy, database)
-    assert stage.finish(stage.coordinator(resume=True), "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(stage.coordinator(resume=True), devices)
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [3] * ROUNDS
     assert shown["refusals"] == []

@@ -41,7 +41,7 @@ def read_compose() -> list[str]:
 
 
 def begin(stage: Stage, arguments: list[str]) -> Forked:
-    return stage.keep(Forked("coordinator.cli", arguments, stage.log_path("coordinator"), stage.environment))
+    return stage.fork("coordinator", *arguments)
 
 
 def kill_in_round(stage: Stage, process: Forked, number: int) -> None:

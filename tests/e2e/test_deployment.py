@@ -78,7 +78,7 @@ def test_service_does_not_wait_for_revoked_devices(stage: Stage) -> None:
 
     def serve() -> Forked:
         given = ["serve", "--runs", str(stage.out), "--broker.deployment", folder]
-        return stage.keep(Forked("coordinator.cli", given, stage.log_path("service"), stage.environment))
+        return stage.fork("service", *given)
 
     def revoke(name: str) -> None:
         said(stage, "coordinator.cli", "revoke", name, "--deployment", folder)

@@ -150,8 +150,7 @@ def test_bad_results_are_refused_and_rounds_continue(stage: Stage) -> None:
         assert lie in answer.reason
         impostor.task(number, "evaluate")
         impostor.say(Failed(task.run, number, "evaluate", "it has no images"))
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in honest.items())
+    stage.finish_run(coordinator, honest)
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [2] * ROUNDS
     refused = [entry for entry in shown["refusals"] if entry["device"] == "device-2" and entry["kind"] == "train"]

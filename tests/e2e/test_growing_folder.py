@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.support.forked import Forked
-from tests.support.programs import CONFIG, Stage, toml, wait_for
+from tests.support.programs import CONFIG, Stage, wait_for
 
 RUN = {
     "method": "fedavg",
@@ -110,11 +110,7 @@ def images_of(stage: Stage, number: int) -> list[int]:
 
 def endless(stage: Stage, devices: int = 1) -> Forked:
     """A coordinator whose run is not over before it is stopped."""
-    config = stage.folder / "run.toml"
-    config.write_text(toml({**RUN, "devices": devices}))
-    given = ["start", "--runs", str(stage.out), "--config", str(config), "--run", "run"]
-    given += ["--broker", "mosquitto", "--broker.port", str(stage.port)]
-    return stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))
+    return stage.coordinator(broker="mosquitto", values={**RUN, "devices": devices})
 
 
 def rounds(stage: Stage) -> dict[int, int]:

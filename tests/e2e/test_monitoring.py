@@ -13,8 +13,7 @@ from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 from coordinator.security.broker.process import claim_port
-from tests.support.forked import Forked
-from tests.support.programs import CONFIG, Stage, toml, wait_for
+from tests.support.programs import CONFIG, Stage, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 SCRAPE_S = 0.5
@@ -146,12 +145,9 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
 
 def test_device_without_logs_sends_none_with_its_failure(stage: Stage) -> None:
     """Two devices whose training diverges: one sends its last lines, the other was started with --no-logs."""
-    config = stage.folder / "run.toml"
     diverging = {"epochs": 4, "batch_size": 8, "lr": 1e6, "momentum": 0.9}
-    config.write_text(toml({**CONFIG, "variants": {}, "method": "fedavg", "devices": 2, "options": diverging}))
-    given = ["start", "--runs", str(stage.out), "--config", str(config), "--run", "run"]
-    given += ["--broker", "embedded", "--broker.port", str(stage.port)]
-    coordinator = stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))
+    values = {**CONFIG, "variants": {}, "method": "fedavg", "devices": 2, "options": diverging}
+    coordinator = stage.coordinator(values=values)
     stage.device("device-0")
     stage.device("device-2", "--no-logs")
 

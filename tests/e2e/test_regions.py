@@ -198,7 +198,7 @@ def test_region_with_a_certificate_of_its_centre(world: World) -> None:
     file = world.folder / "centre.toml"
     file.write_text(toml(VALUES | {"devices": 1, "broker": {"deployment": deployment}}))
     given = ["start", "--run", "run", "--config", str(file), "--runs", str(centre.out)]
-    centre.keep(Forked("coordinator.cli", given, centre.log_path("coordinator"), centre.environment))
+    centre.fork("coordinator", *given)
     wait_for(lambda: "broker: mosquitto" in centre.log("coordinator"), "the broker")
     token = said(centre, "coordinator.cli", "enroll", "north", "--deployment", deployment, "--no-wait").split()[-1]
     said(north, "edge_client.cli", "join", token, "--state", state)
@@ -224,7 +224,7 @@ def test_region_of_a_service_takes_part_in_one_run_after_another(world: World) -
     centre, north = world.stages["centre"], world.stages["north"]
     given = ["serve", "--runs", str(centre.out), "--broker", "mosquitto", "--broker.port", str(centre.port)]
     given += ["--side-by-side", "2"]
-    centre.keep(Forked("coordinator.cli", given, centre.log_path("service"), centre.environment))
+    centre.fork("service", *given)
     values = {key: value for key, value in VALUES.items() if key != "broker"} | {"rounds": 1}
     for run, more in {"first": {"devices": 2}, "second": {"devices": 1, "devices_where": "role=region"}}.items():
         centre.submit(run, **values | more)

@@ -19,7 +19,7 @@ SLOW = {"*": {"epochs": 30}}
 
 def serve(stage: Stage, *arguments: str) -> Forked:
     given = ["serve", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), *arguments]
-    return stage.keep(Forked("coordinator.cli", given, stage.log_path("service"), stage.environment))
+    return stage.fork("service", *given)
 
 
 def device(stage: Stage, name: str) -> "subprocess.Popen[bytes]":

@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	@$(BIN)/fleet demo
 
-# the tests that every change needs: at most 8 minutes on two cores; test-slow runs the others (tests/support/slow.py)
+# the tests that every change needs (goal: 8 minutes on two cores); test-slow runs the others (tests/support/slow.py)
 test: install mosquitto postgresql prometheus chromium compiler
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 

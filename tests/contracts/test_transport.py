@@ -444,9 +444,9 @@ def test_a_broker_that_takes_less_says_so_before_anything_is_sent(tmp_path: Path
         transport = MqttTransport(inbox, broker.address, "client")
         transport.open()
         assert isinstance(inbox.get(timeout=30), Connected)
-        with pytest.raises(BadPayload, check=has_code("FV1211", "30000")):
+        with pytest.raises(BadPayload, check=has_code("FV1210", "30000")):
             transport.publish("a", bytes(30_000))
-        with pytest.raises(BadPayload, check=has_code("FV1211", "20000")):
+        with pytest.raises(BadPayload, check=has_code("FV1210", "20000")):
             transport.send_bulk("a", [(b"", memoryview(bytes(30_000)))])
         transport.close()
 

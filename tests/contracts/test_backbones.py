@@ -21,7 +21,6 @@ from fedvit.methods.step import example_inputs, steps_of, whole_step
 from fedvit.models import LSTM, RESNET
 from fedvit.program import Train
 from profiles.cost import flop_shares, graph_cost
-from tests.support.codes import has_code
 from tests.support.steps import Session, assert_names_of_the_contract, in_parts, whole
 from tests.support.tiny import Tiny
 
@@ -141,8 +140,10 @@ def test_other_methods_say_what_the_model_lacks(backbone: str, name: str) -> Non
     if name in TRAINED[backbone]:
         build_model(method, model, CLASSES, seed=0, options=options)
         return
-    with pytest.raises(ConfigError, check=has_code("FV1111", f"'{model}'")):
+    with pytest.raises(ConfigError) as refused:
         build_model(method, model, CLASSES, seed=0, options=options)
+    assert refused.value.code in ("FV1110", "FV1111")  # it needs images, or a part
+    assert repr(model) in str(refused.value)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

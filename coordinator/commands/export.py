@@ -2,13 +2,18 @@
 
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import click
 
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import newest_run, open_existing_record
+from coordinator.views.trained import read_trained_model
 from export.bundle.command import out_flag, precisions_flag, write
+from export.bundle.write import check_new
 from fedvit.command_line import Command, json_flag
+from fedvit.data.folder import DeviceData
+from profiles.probes.host import usable_cores
 
 
 @click.command(
@@ -32,18 +37,13 @@ def export(
     device: str | None,
     out: Path,
     folder: Path,
-    data: Path | None,
-    threads: int | None,
     precisions: tuple[str, ...],
     as_json: bool,
+    **measuring: Any,
 ) -> None:
     """Write the newest model of RUN, by default the newest run, as ONNX files that work without this software."""
-    from coordinator.views.trained import read_trained_model
-    from export.bundle.write import check_new
-    from fedvit.data.folder import DeviceData
-    from profiles.probes.host import usable_cores
-
     check_new(out)
+    data, threads = measuring["data"], measuring["threads"]
     store = open_existing_record(folder)
     try:
         run = run or newest_run(store, folder)

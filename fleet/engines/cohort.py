@@ -170,7 +170,7 @@ class Cohort:
             arrays[name] = self._to_accelerator(whole)
         last = self._to_accelerator((np.arange(steps) % phase.repeats == phase.repeats - 1).astype(np.float32))
         ends = self._to_accelerator(np.array([len(of.epochs) * phase.repeats for of in drawn]))
-        rate = self._to_accelerator(np.array(phase.lr * work.lr_scale, np.float32))
+        rate = self._to_accelerator(np.array(phase.lr * work.planned.lr_scale, np.float32))
         return BatchWork(updated, own, common, arrays, ends, last, rate)
 
     def _run(

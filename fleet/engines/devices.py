@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import torch
 
+from coordinator.compute.messages import PlannedTask
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import snapshot
 from coordinator.config import RunConfig
@@ -155,7 +156,8 @@ class Devices:
     def plan(self, device: str, number: int, digest: str) -> Work:
         """Plan the work of a device in a round. `digest` stands for that of its Program."""
         method = self._plan.method_for(device, number)
-        return Work(digest, self._program(method), {}, None, lr_scale=method.lr_scale(number, self._config.rounds))
+        lr_scale = method.lr_scale(number, self._config.rounds)
+        return Work(PlannedTask(program=digest, groups={}, lr_scale=lr_scale), self._program(method))
 
     def train(self, number: int, work: Mapping[str, Work]) -> list[DeviceResult]:
         """The cohort's results of a round, sorted by device. Raises FedvitError when memory is too small for one."""
@@ -244,7 +246,7 @@ class Devices:
         flops = [evaluation_flops(program, device.train, device.test) for device in devices]
         if program.evaluate.adapt:
             adapted = self._cohort.train(
-                Work("", program, {}, None), method, program.evaluate.adapt, values, train,
+                Work(PlannedTask(program="", groups={}), program), method, program.evaluate.adapt, values, train,
                 [draws[:5] for draws in drawn],
             )  # fmt: skip
             values = values.with_own(adapted.tensors)

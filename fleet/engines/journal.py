@@ -7,8 +7,8 @@ from pathlib import Path
 
 from coordinator.config import RunConfig
 from coordinator.record.record import Record
-from coordinator.record.rows import now
-from coordinator.record.tables import Asked, ResultRecord, SavedState, TaskRecord
+from coordinator.record.rounds import RoundWork
+from coordinator.record.tables import Asked, RefusalRecord, ResultRecord, SavedState, TaskRecord, now
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.ports import Journal, RoundResult
 from coordinator.rounds.round_line import round_line
@@ -157,7 +157,7 @@ class CheckpointJournal(Journal):
         store.tasks.add(run, [TaskRecord(number, name, PROGRAM, {}) for name in chosen])
         failed = {one.device: one.failure for one, _ in trained if one.failure}
         for name, reason in failed.items():
-            store.devices.add_refusal(run, number, name, "train", reason)
+            store.devices.add_refusal(run, RefusalRecord(number, name, "train", reason))
         store.tasks.end(run, [(number, name) for name in failed], "failed")
         results: list[tuple[str, Result, None]] = []
         for one, sent_bytes in trained:
@@ -168,7 +168,7 @@ class CheckpointJournal(Journal):
                 metrics = {} if one.loss is None else {"loss": one.loss}
                 results.append((one.device, self._result(number, "train", one.samples, metrics, use), None))
         accepted = store.tasks.add_results(results)
-        store.rounds.close(run, number, saved, closed.figures, chosen, times[1], accepted)
+        store.rounds.close(run, number, saved, closed.figures, RoundWork(chosen, accepted), times[1])
         if evaluations is not None:
             answers = store.tasks.add_results([self._answer(number, one) for one in evaluations])
             store.rounds.close_evaluation(run, number, answers)

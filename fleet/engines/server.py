@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 
 from coordinator.compute.checkpoint import load_state, save_state
-from coordinator.compute.messages import Stepped
+from coordinator.compute.messages import NextState
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.compute.screening import Screen
@@ -15,7 +15,7 @@ from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
 from coordinator.record.privacy import round_figures
 from coordinator.record.record import Record
-from coordinator.record.tables import Reference, ResultRecord, SavedState
+from coordinator.record.tables import Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.quarantine import Quarantine
 from fedvit.blobs import BlobStore
@@ -56,7 +56,7 @@ class TorchServer:
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
         self._unsaved: set[str] = set()  # names of those that no checkpoint holds, instead of digests
 
-    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         """Update the state. Raises EmptyCohort when no device has a result."""
         config, plan, number, trained = self._config, self._plan, opened.number, self._trainer.trained
         if not results:
@@ -72,7 +72,7 @@ class TorchServer:
                 uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
         screened = self._screen.apply(uploads)
         for device, reason in screened.outliers:
-            self._store.devices.add_refusal(self._run, number, device, "train", f"left out: {reason}")
+            self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
             if self._quarantine.strike(device, number, reason):
                 self._trainer.report(f"{device} is in quarantine: {reason}")
         quarantined = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}
@@ -100,7 +100,7 @@ class TorchServer:
         population, cohort = opened.drawn or (len(trained), len(trained))
         private = round_figures(self._store, self._run, config, population=population, cohort=cohort, feature_rows=rows)
         figures = figures | screened.figures | private
-        return Stepped(saved=UNSAVED, figures=figures, damaged={}, needed=set())
+        return NextState(saved=UNSAVED, figures=figures, damaged={}, needed=set())
 
     def save(self) -> SavedState:
         """Save the state and the uploads that the rule keeps; the record names them afterwards."""

@@ -20,6 +20,7 @@ from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Interrupted
+from coordinator.rounds.parts import RunSetup
 from fedvit.errors import FedvitError
 from fedvit.program import Role, encode_program
 from fedvit.tensors import pack
@@ -209,13 +210,15 @@ def test_coordinator_bears_hostile_devices(scene: Scene) -> None:
     store = open_record(folder.parent)
     store.runs.create(RUN, msgspec.to_builtins(scene.config))
     coordinator = Coordinator(
-        run=RUN,
-        config=scene.config,
-        transport=MemoryTransport(SimpleQueue(), broker, "coordinator"),
-        store=store,
-        folder=folder,
-        display=Display(),
-        compute=Engine(run=RUN, config=scene.config, store=store, folder=folder, graph_cache=scene.cache),
+        RunSetup(
+            run=RUN,
+            config=scene.config,
+            transport=MemoryTransport(SimpleQueue(), broker, "coordinator"),
+            store=store,
+            folder=folder,
+            display=Display(),
+            compute=Engine(run=RUN, config=scene.config, store=store, folder=folder, graph_cache=scene.cache),
+        )
     )
     coordinator.transport.admits = lambda topic, payload: True  # limits of senders would drop most of the damage
     name, instance, classes = HOSTILE[0], secrets.token_hex(8), scene.plan.classes

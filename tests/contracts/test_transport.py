@@ -17,7 +17,7 @@ from paho.mqtt.client import Client as RawClient
 from paho.mqtt.enums import CallbackAPIVersion
 
 from coordinator.security.broker.mosquitto import configuration, find_mosquitto
-from coordinator.security.broker.process import Broker, claim_port
+from coordinator.security.broker.process import Broker, BrokerProgram, claim_port
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.transport import bulk
 from fedvit.transport.address import Address
@@ -495,7 +495,7 @@ def tls_broker(tmp_path: Path) -> Iterator[Broker]:
     config = tmp_path / "mosquitto.conf"
     tls_lines = f"certfile {certificate}\nkeyfile {key}\n"
     config.write_text(configuration("127.0.0.1", address, tmp_path / "none") + tls_lines)
-    broker = Broker("mosquitto", address, [str(program), "-c", str(config)], {}, tmp_path / "log")
+    broker = Broker("mosquitto", address, BrokerProgram([str(program), "-c", str(config)], {}, tmp_path / "log"))
     yield broker
     broker.stop()
 

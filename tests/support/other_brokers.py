@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from coordinator.security.broker.process import Broker, claim_port
+from coordinator.security.broker.process import Broker, BrokerProgram, claim_port
 from fedvit.transport.address import Address
 
 RABBITMQ = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
@@ -100,4 +100,6 @@ def _port() -> int:
 
 
 def _start(kind: str, port: int, command: list[str], environment: dict[str, str], folder: Path) -> Broker:
-    return Broker(kind, Address("127.0.0.1", port), command, {**os.environ, **environment}, folder / "log")
+    return Broker(
+        kind, Address("127.0.0.1", port), BrokerProgram(command, {**os.environ, **environment}, folder / "log")
+    )

@@ -57,5 +57,5 @@ def test_every_command_that_a_message_names_is_understood(place: str, words: lis
 
 def test_commands_are_found() -> None:
     places = [place for place, _ in SHOWN]
-    assert any(place.startswith("coordinator/running.py") for place in places)
+    assert any(place.startswith("coordinator/serving/run.py") for place in places)
     assert len(places) > 40

@@ -91,13 +91,13 @@ def _check(config: RunConfig) -> None:
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
     """Check that this method's server can use uploads for an older state."""
-    if config.mode == "buffered" and config.evaluation == "pre_aggregation":
+    if config.mode != "rounds" and config.evaluation == "pre_aggregation":
         raise ConfigError(
             "FV1015", "evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'"
         )
-    setting = "mode = 'buffered'" if config.mode == "buffered" else f"late = {config.late!r}"
-    if config.mode == "rounds" and config.late == "refuse":
+    if not config.uses_late_results():
         return
+    setting = config.late_setting()
     if why := rule.why_never_late:
         raise ConfigError("FV1015", f"{setting} cannot be used with method {config.method!r}: {why}")
     if config.late == "discount" and not rule.discounts:

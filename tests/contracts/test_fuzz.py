@@ -44,14 +44,10 @@ from fedvit.wire.transfer import CHUNK_BYTES, Chunk, decode_chunk
 from tests.support.corpus import RUN, USE, list_coordinator_messages, list_device_messages, make_hello
 from tests.support.fuzz_scene import Scene, make_scene
 from tests.support.hostile import WAIT_S, Peer
-from tests.support.mutations import (
-    damage_chunk,
-    damage_message,
-    damage_structure,
-    damage_tensors,
-    replace_delta_chains,
-)
+from tests.support.mutations import damage_chunk, damage_message, damage_structure, damage_tensors, replace_delta_chains
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 BATCH, BATCH_CPU_S = 100, 5.0
 """Messages that a program gets before the test waits for it, and its most processor time for them."""

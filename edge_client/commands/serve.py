@@ -19,19 +19,19 @@ from edge_client.link.endpoint import Endpoint, endpoint_of
 from edge_client.link.identity import Renewal
 from edge_client.link.session import RETURN_SPREAD_S
 from edge_client.owner.speed import find_speed, read_stored
+from edge_client.sandbox.launcher import Launcher
+from edge_client.sandbox.sandbox import Sandbox
 from edge_client.settings import DeviceSettings
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.disk import DEFAULT_SHARE
 from edge_client.storage.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
 from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
-from edge_client.work.runtime import Runtime
 from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder
 from fedvit.data.images import limit_decoded_bytes
-from fedvit.engine import load_engine
 from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
 from fedvit.monitoring import Watched, serve_metrics
@@ -40,7 +40,7 @@ from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.topics import Topics
-from profiles.probes.host import device_profile, free_disk_bytes, resident_bytes
+from profiles.probes.host import device_profile, free_disk_bytes
 from profiles.probes.meter import Sensors
 from profiles.probes.speed import measure_speed
 
@@ -55,6 +55,7 @@ def serve(settings: DeviceSettings) -> None:
     """Build the device, and take part until it is stopped."""
     log_fields = dict[str, object]()
     configure_logging(level=logging.WARNING if settings.quiet else logging.INFO, fields=log_fields)
+    launcher = Launcher()  # before there are threads, keys and connections
     notifier = Notifier.from_environment()
     data, memory_bytes = settings.data_folder, settings.policy.budget.memory_bytes
     endpoint = endpoint_of(settings)
@@ -69,7 +70,7 @@ def serve(settings: DeviceSettings) -> None:
         )
         device = log_fields["device"] = device_id(state, endpoint.device, data)
     sensors = Sensors.find()
-    agent = build_agent(settings, endpoint._replace(device=device), state, images, sensors)
+    agent = build_agent(settings, endpoint._replace(device=device), state, images, sensors, launcher)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -96,7 +97,12 @@ def serve(settings: DeviceSettings) -> None:
 
 
 def build_agent(
-    settings: DeviceSettings, endpoint: Endpoint, state: Path, images: GrowingFolder, sensors: Sensors
+    settings: DeviceSettings,
+    endpoint: Endpoint,
+    state: Path,
+    images: GrowingFolder,
+    sensors: Sensors,
+    launcher: Launcher,
 ) -> Agent:
     """Connect the parts of the device; `endpoint` has its name."""
     policy, device = settings.policy, str(endpoint.device)
@@ -107,17 +113,28 @@ def build_agent(
     if policy.temperature_limit_c is not None and sensors.thermometer.celsius() is None:
         log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": policy.temperature_limit_c})
     speed = speed_at_start(state, settings.threads, measure=settings.measures_speed or policy.budget != Budget())
+    blobs = BlobStore(state / "blobs")
+    blobs.folder.mkdir(parents=True, exist_ok=True)  # a right to read it can only be given now
+    sandbox = Sandbox(
+        launcher,
+        threads=settings.threads,
+        provider=settings.provider,
+        readable=(blobs.folder, settings.data_folder),
+        memory_bytes=policy.budget.memory_bytes,
+    )
     if policy.budget.memory_bytes is not None:
-        check_memory_budget(policy.budget.memory_bytes)
+        check_memory_budget(policy.budget.memory_bytes, sandbox)
     identity = DeviceIdentity(
         device=device,
         federation=endpoint.federation,
         software=version("fedvit"),
-        profile=device_profile(settings.threads, state, speed=speed, budget=policy.budget),
+        profile=device_profile(
+            settings.threads, state, speed=speed, budget=policy.budget, base_rss_bytes=sandbox.memory.resident_bytes()
+        ),
         labels=settings.labels,
     )
     disk_budget_bytes = policy.disk_budget_bytes or default_disk_budget(state)
-    storage = DeviceStorage(vault, BlobStore(state / "blobs"), images, disk_budget_bytes=disk_budget_bytes)
+    storage = DeviceStorage(vault, blobs, images, disk_budget_bytes=disk_budget_bytes)
     client_id = f"{device}-{secrets.token_hex(4)}"
     link = DeviceLink(
         identity,
@@ -126,8 +143,14 @@ def build_agent(
         renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
         recent_log=recent_log.text if recent_log else lambda: "",
     )
-    guard = Guard(policy.budget, temperature_limit_c=policy.temperature_limit_c, sensors=sensors, owns_process=True)
-    worker = TaskExecutor(link, storage, Runtime(settings.threads, settings.provider), guard, policy)
+    guard = Guard(
+        policy.budget,
+        temperature_limit_c=policy.temperature_limit_c,
+        sensors=sensors,
+        owns_process=True,
+        memory=sandbox.memory,
+    )
+    worker = TaskExecutor(link, storage, sandbox, guard, policy)
     status = StatusFile(status_file(state), identity, broker=str(endpoint.address))
     return Agent(link, storage, worker, replace(policy, keep_runs=policy.keep_runs or KEEP_RUNS), status=status)
 
@@ -173,8 +196,8 @@ def default_disk_budget(state: Path) -> int | None:
     return None if free_bytes is None else int(DEFAULT_SHARE * (free_bytes + folder_bytes(state)))
 
 
-def check_memory_budget(limit_bytes: int) -> None:
-    """Load the engine, so that the process's reported memory includes it; warn if that alone exceeds the budget."""
-    load_engine()
-    if (base_bytes := resident_bytes()) > limit_bytes:
+def check_memory_budget(limit_bytes: int, sandbox: Sandbox) -> None:
+    """Start the process for graphs, so that the reported memory includes it; warn if that exceeds the budget."""
+    sandbox.load()
+    if (base_bytes := sandbox.memory.resident_bytes()) > limit_bytes:
         log.warning(memory_message(base_bytes, limit_bytes, base_bytes))

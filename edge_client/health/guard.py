@@ -1,7 +1,7 @@
 """Keeps a device within its budgets: monitors a task while it runs, and decides when it has to stop.
 
-Memory is that of the whole process, sampled several times a second, also during a step. A task that exceeds a budget
-is stopped between two steps; a budget that only the last step exceeds is reported with the result.
+Memory is that of the process and of the one that runs its graphs, sampled several times a second, also during a step.
+A task that exceeds a budget is stopped; a budget that only the last step exceeds is reported with the result.
 """
 
 import threading
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Self
 
+from edge_client.health.memory import OwnMemory
 from fedvit.errors import OverBudget
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.wire.messages import TaskKind
 from profiles.probes.battery import battery
-from profiles.probes.host import forget_peak, peak_rss_bytes, resident_bytes
 from profiles.probes.meter import Meter, Metered, Sensors
 
 SAMPLE_EVERY_S = 0.05
@@ -76,11 +76,13 @@ class Guard:
         temperature_limit_c: float | None = None,
         sensors: Sensors | None = None,
         owns_process: bool = False,
+        memory: OwnMemory | None = None,
     ) -> None:
         self.budget = budget or Budget()
         self.temperature_limit_c = temperature_limit_c
         self.sensors = sensors
         self.owns_process = owns_process
+        self.memory = memory or OwnMemory()
         self.base_bytes: int | None = None  # of the process with its engine, before the first task
 
     @property
@@ -91,7 +93,7 @@ class Guard:
     def watching(self, kind: TaskKind) -> "Guarded":
         """The monitor of a task that starts now; the engine should be loaded already."""
         if self.base_bytes is None:
-            self.base_bytes = resident_bytes()
+            self.base_bytes = self.memory.resident_bytes()
         return Guarded(self, kind)
 
 
@@ -104,8 +106,8 @@ class Guarded:
         self._guard = guard
         self._training = kind == "train"
         self._began = time.perf_counter()
-        self._fresh = guard.owns_process and forget_peak()
-        self._peak_before = peak_rss_bytes()
+        self._fresh = guard.owns_process and guard.memory.forget_peak()
+        self._peak_before = guard.memory.peak_bytes()
         self._peak_bytes = 0
         self._broke: dict[BudgetKind, None] = {}  # in the order in which they were broken
         self._meter = Meter(guard.sensors) if guard.sensors else None
@@ -132,6 +134,11 @@ class Guarded:
         """Return True if the task has to stop."""
         self._sample()
         return bool(self._broke)
+
+    def refuse_memory(self) -> None:
+        """Note that an allocation was refused, because it would have exceeded the memory budget."""
+        with self._lock:
+            self._broke["memory"] = None
 
     @property
     def broke(self) -> tuple[BudgetKind, ...]:
@@ -174,7 +181,7 @@ class Guarded:
     def _sample(self) -> None:
         budget, limit_c = self._guard.budget, self._guard.temperature_limit_c
         with self._lock:
-            self._peak_bytes = max(self._peak_bytes, resident_bytes(), self._own_mark())
+            self._peak_bytes = max(self._peak_bytes, self._guard.memory.resident_bytes(), self._own_mark())
             celsius = self._meter.celsius if self._meter else None
             samples: tuple[tuple[BudgetKind, float | None, float | None], ...] = (
                 ("memory", self._peak_bytes, budget.memory_bytes),
@@ -192,7 +199,7 @@ class Guarded:
 
     def _own_mark(self) -> int:
         """The process's high-water mark if it belongs to this task: it was reset, or it has risen; else 0."""
-        mark = peak_rss_bytes()
+        mark = self._guard.memory.peak_bytes()
         if mark is None or not (self._fresh or self._peak_before is None or mark > self._peak_before):
             return 0
         return mark

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -21,8 +21,8 @@ from edge_client.work.sampler import make_sampler
 from edge_client.work.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import Indices
-from fedvit.engine import CPU, open_session, trim_memory
-from fedvit.errors import BadPayload, DataError, FedvitError
+from fedvit.engine import CPU, load_engine, open_session, trim_memory
+from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget
 from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import MAX_CONFUSED_CLASSES, ClassCount
@@ -33,8 +33,40 @@ INPUTS = {"batch/patches", "batch/tokens"}
 """Graph inputs that a sample without a label has: one for images, one for text."""
 
 
+class GraphRunner(Protocol):
+    """Runs the graphs of tasks: in this process (`Runtime`), or in one that is confined."""
+
+    def load(self) -> None: ...
+
+    def open(self, digest: str, path: Path) -> None: ...
+
+    def keep_only(self, digests: set[str]) -> None: ...
+
+    def trim(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def train(
+        self,
+        program: Program,
+        start: Mapping[str, Array],
+        images: Split,
+        seeds: "Seeds",
+        lr_scale: float,
+        watch: "Watch",
+    ) -> "Trained": ...
+
+    def evaluate(
+        self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: "Seeds", watch: "Watch"
+    ) -> "Evaluated": ...
+
+
 class Stopped(FedvitError):
     """The task was stopped between two steps; nothing of it is kept."""
+
+
+class OutOfMemory(OverBudget):
+    """A graph needed more memory than the device allows; nothing of the task is kept."""
 
 
 @dataclass
@@ -138,6 +170,14 @@ class Runtime:
         with self._lock:
             for digest in self._graphs.keys() - digests:
                 del self._graphs[digest]
+
+    def load(self) -> None:
+        """Import the engine: its memory is there before a task begins."""
+        load_engine()
+
+    def trim(self) -> None:
+        """Return memory to the system that no graph needs any more."""
+        trim_memory()
 
     def release(self) -> None:
         """Close all graphs, and return their memory to the system."""

@@ -19,10 +19,9 @@ from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.evaluation import own_groups, start_values
 from edge_client.storage.repair import repair_run
 from edge_client.work.private import clip_update, noisy_rows
-from edge_client.work.runtime import Runtime, Seeds, Stopped, Trained, Watch
+from edge_client.work.runtime import GraphRunner, OutOfMemory, Seeds, Stopped, Trained, Watch
 from edge_client.work.uplink import encode_upload
 from fedvit.data.folder import DeviceData
-from fedvit.engine import load_engine, trim_memory
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
@@ -86,7 +85,7 @@ class TaskExecutor:
         self,
         link: DeviceLink,
         storage: DeviceStorage,
-        runtime: Runtime,
+        runtime: GraphRunner,
         guard: Guard,
         policy: OwnerPolicy,
         *,
@@ -132,14 +131,16 @@ class TaskExecutor:
         Raises Exceeded for a budget, Stopped for a stopped task, DamagedBlobs for those that must be fetched again.
         """
         self.check_files(execution, program)
-        load_engine()
+        self._runtime.load()
         with self.guard.watching(execution.task.kind) as guarded:
             try:
                 result = self._run_task(execution, program, guarded)
                 if self.guard.owns_process:
                     # an idle device holds little memory, and the next task starts with an unfragmented heap
-                    trim_memory()
+                    self._runtime.trim()
                 return result
+            except OutOfMemory:
+                guarded.refuse_memory()
             except Stopped:
                 if execution.stop.is_set() or not guarded.broke:
                     raise

@@ -240,7 +240,12 @@ def free_disk_bytes(folder: Path) -> int | None:
 
 
 def device_profile(
-    threads: int, state: Path | None = None, *, speed: Speed | None = None, budget: Budget | None = None
+    threads: int,
+    state: Path | None = None,
+    *,
+    speed: Speed | None = None,
+    budget: Budget | None = None,
+    base_rss_bytes: int | None = None,
 ) -> DeviceProfile:
     """The profile for the device's hello; to be called when the process is ready, before any task."""
     return DeviceProfile(
@@ -250,7 +255,7 @@ def device_profile(
         threads=threads,
         ram_bytes=_memory(ROOT).get("MemTotal"),
         board=board(),
-        base_rss_bytes=resident_bytes(),
+        base_rss_bytes=base_rss_bytes or resident_bytes(),
         free_disk_bytes=free_disk_bytes(state) if state else None,
         speed=speed,
         budget=budget or Budget(),

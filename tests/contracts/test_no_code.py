@@ -13,8 +13,15 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 LOADERS = {("pickle", name) for name in ("load", "loads", "_load", "_loads", "_Unpickler")}
 FORBIDDEN_ATTRIBUTES = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("torch", "load"), *LOADERS}
-OWN_PIPES = {"coordinator/compute/rank.py", "coordinator/compute/ranks.py"}
-"""The worker process sends work to the processes that it started itself, over pipes that nobody else has."""
+OWN_PIPES = {
+    "coordinator/compute/rank_loop.py",
+    "coordinator/compute/ranks.py",
+    "edge_client/sandbox/pickles.py",
+    "edge_client/sandbox/sandbox.py",
+    "edge_client/sandbox/worker.py",
+}
+"""The worker process, and a device, send work to processes that they started themselves, over pipes that nobody else
+has; what comes back to a device is no pickle."""
 KNOW_PICKLES = {"fleet/datasets/pickles.py", "bench/wire_side.py", *OWN_PIPES}
 """CIFAR comes as pickles; an unpickler that makes nothing but arrays reads them. The benchmark writes some."""
 

@@ -1,0 +1,1 @@
+"""Runs graphs in a process of their own, without network, keys and more memory than the budget."""

@@ -5,10 +5,11 @@ import os
 import secrets
 import signal
 import threading
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
+
+from msgspec.structs import replace
 
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard, memory_message
@@ -56,7 +57,7 @@ def serve(settings: DeviceSettings) -> None:
     log_fields = dict[str, object]()
     configure_logging(level=logging.WARNING if settings.quiet else logging.INFO, fields=log_fields)
     notifier = Notifier.from_environment()
-    data, memory_bytes = settings.data_folder, settings.policy.budget.memory_bytes
+    data, memory_bytes = settings.data_folder, settings.policy.train.memory
     endpoint = endpoint_of(settings)
     state = settings.state or default_state(data)
     with lock_new_state(state) as lock:
@@ -100,23 +101,25 @@ def build_agent(
 ) -> Agent:
     """Connect the parts of the device; `endpoint` has its name."""
     policy, device = settings.policy, str(endpoint.device)
-    recent_log = attach_recent_log(settings.data_folder, images.data) if policy.sends_logs else None
+    recent_log = attach_recent_log(settings.data_folder, images.data) if policy.send.logs else None
     make_private(state / name for name in ("blobs", "vault"))
     vault = Vault(state / "vault", VaultKey.load(settings.vault_key, make=True) if settings.vault_key else None)
     vault.check_key()
-    if policy.temperature_limit_c is not None and sensors.thermometer.celsius() is None:
-        log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": policy.temperature_limit_c})
+    if policy.train.temperature_limit is not None and sensors.thermometer.celsius() is None:
+        log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": policy.train.temperature_limit})
     speed = speed_at_start(state, settings.threads, measure=settings.measures_speed or policy.budget != Budget())
-    if policy.budget.memory_bytes is not None:
-        check_memory_budget(policy.budget.memory_bytes)
+    if policy.train.memory is not None:
+        check_memory_budget(policy.train.memory)
     identity = DeviceIdentity(
         device=device,
         federation=endpoint.federation,
         software=version("fedvit"),
         profile=device_profile(settings.threads, state, speed=speed, budget=policy.budget),
         labels=settings.labels,
+        denies=policy.denials(),
+        least_mask=policy.send.least_mask,
     )
-    disk_budget_bytes = policy.disk_budget_bytes or default_disk_budget(state)
+    disk_budget_bytes = policy.train.disk or default_disk_budget(state)
     storage = DeviceStorage(vault, BlobStore(state / "blobs"), images, disk_budget_bytes=disk_budget_bytes)
     client_id = f"{device}-{secrets.token_hex(4)}"
     link = DeviceLink(
@@ -126,10 +129,11 @@ def build_agent(
         renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
         recent_log=recent_log.text if recent_log else lambda: "",
     )
-    guard = Guard(policy.budget, temperature_limit_c=policy.temperature_limit_c, sensors=sensors, owns_process=True)
+    guard = Guard(policy.budget, temperature_limit_c=policy.train.temperature_limit, sensors=sensors, owns_process=True)
     worker = TaskExecutor(link, storage, Runtime(settings.threads, settings.provider), guard, policy)
     status = StatusFile(status_file(state), identity, broker=str(endpoint.address))
-    return Agent(link, storage, worker, replace(policy, keep_runs=policy.keep_runs or KEEP_RUNS), status=status)
+    train = replace(policy.train, keep_runs=policy.train.keep_runs or KEEP_RUNS)
+    return Agent(link, storage, worker, replace(policy, train=train), status=status)
 
 
 def attach_recent_log(folder: Path, data: DeviceData) -> RecentLog:

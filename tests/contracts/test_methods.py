@@ -636,7 +636,7 @@ class Fleet:
     def _device(self, part: Path, log: Path) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-c", "from edge_client.cli import main; main()", "--data", str(part), "--id"]
         command += [part.name, "--broker", str(self._broker.address), "--threads", "1"]
-        command += ["--state", str(self.folder / "state" / part.name)]
+        command += ["--state", str(self.folder / "state" / part.name), "--features", "any", "--class-counts"]
         with open(log, "ab") as output:
             return subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 

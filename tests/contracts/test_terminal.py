@@ -16,7 +16,7 @@ from PIL import Image
 
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import open_record
-from coordinator.record.tables import DeviceLog, SavedState
+from coordinator.record.tables import Announced, DeviceLog, SavedState
 from coordinator.rounds.service.status import MemberStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, Member, Status
 from coordinator.security.folder import Deployment
@@ -127,7 +127,7 @@ def _record(folder: Path) -> None:
         answer = Result(name, 1, "evaluate", 4, {"correct": 2.0}, use, by_class=counts)
         store.tasks.add_results([(ATTACK, answer, None)])
         store.rounds.close_evaluation(name, 1)
-        store.devices.set_software(name, {ATTACK: ATTACK})
+        store.devices.set_announced(name, {ATTACK: Announced(ATTACK, (ATTACK,))})
         store.devices.add_refusal(name, 1, ATTACK, "train", ATTACK)
         store.devices.add_strike(name, 1, ATTACK, ATTACK)
         store.devices.add_quarantine(name, ATTACK, 1, None, ATTACK)

@@ -13,7 +13,6 @@ from edge_client.agent import Agent
 from edge_client.health.guard import Guard
 from edge_client.health.status import StatusFile
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
-from edge_client.settings import OwnerPolicy
 from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.vault import Vault
 from edge_client.work.runtime import Runtime, Seeds, Watch
@@ -21,6 +20,7 @@ from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder
+from fedvit.policy import Policy
 from fedvit.program import Program, Role, TensorGroup, encode_program
 from fedvit.resources import DeviceProfile
 from fedvit.tensors import Tensors, delta, pack, unpack
@@ -69,11 +69,11 @@ class Device:
         *,
         once: bool = False,
         guard: Guard | None = None,
-        policy: OwnerPolicy | None = None,
+        policy: Policy | None = None,
         growing: bool = False,
         recent_log: Callable[[], str] = lambda: "",
     ) -> None:
-        policy = policy or OwnerPolicy()
+        policy = policy or Policy()
         self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
         self.vault = Vault(state / "vault")
         self.blobs = BlobStore(state / "blobs")

@@ -11,13 +11,13 @@ from coordinator.config import RunConfig
 from edge_client.agent import Agent
 from edge_client.health.guard import Guard
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
-from edge_client.settings import OwnerPolicy
 from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.vault import Vault
 from edge_client.work.runtime import Runtime
 from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
+from fedvit.policy import Policy
 from fedvit.tensors import pack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import Task
@@ -47,7 +47,7 @@ class Scene(NamedTuple):
         return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
 
     def agent(self, broker: MemoryBroker, name: str) -> Agent:
-        home, policy = self.folder / name, OwnerPolicy()
+        home, policy = self.folder / name, Policy()
         identity = DeviceIdentity(
             device=name, federation=self.config.federation, software="fuzz", profile=device_profile(1)
         )

@@ -8,8 +8,8 @@ import click
 import msgspec
 
 from edge_client.commands.options import program_options, read_settings
+from edge_client.storage.ledger import Ledger, LedgerLine
 from edge_client.storage.state import state_folder
-from edge_client.trust.ledger import Ledger, LedgerLine
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.quantities import format_bytes, parse_seconds

@@ -7,8 +7,8 @@ import msgspec
 
 from edge_client.commands.options import program_options, read_settings
 from edge_client.health.status import lines, read_status
+from edge_client.storage.ledger import Ledger, describe_sent, midnight_s, sum_lines
 from edge_client.storage.state import in_use, state_folder, status_file
-from edge_client.trust.ledger import Ledger, describe_sent, midnight_s, sum_lines
 from fedvit.command_line import Command, json_flag
 from fedvit.policy import find_narrowness
 

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from edge_client.storage.disk import DiskBudget
 from edge_client.storage.evaluation import blobs_of_model
 from edge_client.storage.integrity import DamagedBlobs, Integrity
+from edge_client.storage.ledger import Ledger
 from edge_client.storage.repair import Repair, repair_all
 from edge_client.storage.retention import find_retired_runs
 from edge_client.storage.vault import Vault, finish_removals, remove_run
-from edge_client.trust.ledger import Ledger
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import Growing

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edge_client.trust.ledger import Ledger
+from edge_client.storage.ledger import Ledger
 from fedvit.errors import ConfigError, NotAllowed
 from fedvit.policy import POLICY_FILE, Policy, find_needs, make_policy, parse_policy, read_policy_file
 from fedvit.program import Program

@@ -51,7 +51,8 @@ class Token(Struct, frozen=True, array_like=True):
 
     def text(self) -> str:
         """Form that people copy: letters, digits, '-' and '_'."""
-        raw = msgspec.msgpack.encode(self)
+        fields = msgspec.structs.astuple(self)
+        raw = msgspec.msgpack.encode(fields if self.policy else fields[:-1])
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode().rstrip("=")
 
     @classmethod

@@ -159,6 +159,16 @@ EXAMPLES: dict[str, AnyMessage] = {
         30,
         empty_folders=("horse",),
     ),
+    "hello-8": Hello(
+        "8f14e45fceea167a",
+        "0.1.0",
+        DeviceProfile(host="pi", machine="aarch64", cores=4, threads=3),
+        ("cat", "dog"),
+        120,
+        30,
+        denies=("updates", "class_counts"),
+        least_mask=0.5,
+    ),
     "hello-7": Hello(
         "8f14e45fceea167a",
         "0.1.0",

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fedvit.methods
 from coordinator.compute.checkpoint import load_state
 from coordinator.compute.engine import Engine
+from coordinator.compute.planning.catalogue import catalogue
 from coordinator.config import make_config
 from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
@@ -38,6 +39,7 @@ from fedvit.methods.optimizers import AdamW
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
+from fedvit.policy import find_needs
 from fedvit.program import Gather, Program, Role, Train, decode_program
 from fedvit.tensors import Tensors, check_tensors, unpack
 from fedvit.transport.address import Address
@@ -470,6 +472,14 @@ def test_counts_by_class_leave_a_device_where_the_program_asks_for_them(case: Ca
             asked = run.program(task).evaluate.counts_classes
             assert asked == (case.name != "eftvit")
             assert bool(result.by_class) == asked
+
+
+@each_case
+def test_needs_of_the_catalogue_are_those_of_the_programs(case: Case, recorded: Record) -> None:
+    run = recorded(case)
+    [entry] = catalogue([case.name], SMALL, 10, options={}, model_options={})
+    found = [find_needs(run.program(task)) for _, task in run.tasks if task.kind == "train"]
+    assert {(needs.updates, needs.features) for needs in found} == {(entry.needs.updates, entry.needs.features)}
 
 
 @pytest.mark.parametrize("case", [*CASES, *DROPPING[:2]], ids=repr)

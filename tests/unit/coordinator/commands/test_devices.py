@@ -47,6 +47,8 @@ def test_devices_have_version_and_battery(folder: Path) -> None:
     assert "version" in table[0]
     assert [word for word in ("0.9.1", "81 %, charging") if word in table[2]] == ["0.9.1", "81 %, charging"]
     assert "%" not in table[3]
+    assert [line for line in table if "does not allow" in line] == ["a does not allow features"]
+    assert [entry["denies"] for entry in shown] == [["features", "class_counts"], []]
 
 
 def test_fleet_page_has_the_battery(folder: Path) -> None:

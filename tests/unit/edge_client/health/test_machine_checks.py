@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from edge_client.health.doctor_context import DoctorContext
@@ -165,15 +166,15 @@ def test_a_limit_without_a_sensor(context: DoctorContext, tmp_path: Path) -> Non
     assert next(check_heat(replace(blind, policy=Policy(train=TrainPolicy(temperature_limit=80.0))))).level == "warning"
 
 
-WARY = Policy(train=TrainPolicy(max_temperature=65.0, min_battery=30))
+WARY = TrainPolicy(max_temperature=65.0, min_battery=30)
 
 
 def test_readiness_options_without_a_sensor(context: DoctorContext, tmp_path: Path) -> None:
-    blind = replace(context, root=tmp_path / "nothing", policy=WARY)
+    blind = replace(context, root=tmp_path / "nothing", policy=Policy(train=WARY))
     temperature = next(check_heat(blind))
     assert (temperature.level, temperature.what) == ("warning", "not measured")
     assert temperature.hint == "--max-temperature cannot work without a sensor"
-    both = next(check_heat(replace(blind, policy=replace(WARY, temperature_limit=80.0))))
+    both = next(check_heat(replace(blind, policy=Policy(train=msgspec.structs.replace(WARY, temperature_limit=80.0)))))
     assert both.hint == "--temperature-limit and --max-temperature cannot work without a sensor"
     [charge] = check_battery(blind)
     assert (charge.level, charge.what) == ("warning", "none was found")

@@ -9,6 +9,7 @@ from edge_client.health.readiness import BATTERY_AGAIN_S, BUSY_AGAIN_S, HOT_AGAI
 from fedvit.errors import ConfigError
 from fedvit.policy import Hours, Policy, TrainPolicy
 from profiles.probes.battery import Battery
+from tests.support.codes import has_code
 
 
 def at(hour: int, minute: int = 0) -> datetime.datetime:
@@ -68,5 +69,13 @@ def test_quiet_hours(hours: str, now: datetime.datetime, left_s: float) -> None:
 
 @pytest.mark.parametrize("text", ["22-6", "25:00-06:00", "22:61-06:00", "always", "", "10:00-10:00"])
 def test_hours_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="quiet hours"):
+    with pytest.raises(ConfigError, check=has_code("FV1416", text)):
         Hours.parse(text)
+
+
+@pytest.mark.parametrize(("hour", "left_s"), [(21, 3600.0), (23, 0.0), (5, 0.0), (12, 36000.0)])
+def test_device_trains_at_its_hours_only(hour: int, left_s: float) -> None:
+    policy = Policy(train=TrainPolicy(hours=Hours.parse("22:00-06:00")))
+    not_now = Readiness(policy=policy, clock=lambda: datetime.datetime(2026, 11, 26, hour)).not_now()
+    assert (not_now.again_s if not_now else 0.0) == left_s
+    assert not_now is None or not_now.reason == "it trains at 22:00-06:00"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from edge_client.trust.ledger import Ledger
+from edge_client.storage.ledger import Ledger
 from edge_client.trust.policy import check_policy, check_token_policy, count_upload_bytes, load_policy
 from fedvit.errors import ConfigError, NotAllowed
 from fedvit.policy import Policy, SendPolicy, TrainPolicy

@@ -61,7 +61,7 @@ def test_training_sends_the_delta_of_what_is_shared(world: World, fedavg: Settin
 
 
 def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: Setting, digits: Path) -> None:
-    device = world.device()
+    device = world.device(policy=Policy(send=SendPolicy(class_counts=True)))
     result = world.result(fedavg, kind="evaluate")
     evaluated = fedavg.runtime().evaluate(
         fedavg.program, fedavg.start(), DeviceData.open(digits), Seeds(5, 1, "pi"), SILENT

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from edge_client.cli import cli
-from edge_client.trust import ledger as module
-from edge_client.trust.ledger import DAY_S, LEDGER_FILE, OLD_FILE, Ledger, describe_sent, sum_lines
+from edge_client.storage import ledger as module
+from edge_client.storage.ledger import DAY_S, LEDGER_FILE, OLD_FILE, Ledger, describe_sent, sum_lines
 from fedvit.errors import StorageFailed
 from fedvit.program import Program
 from fedvit.resources import ResourceUse
@@ -136,7 +136,7 @@ def test_a_line_survives_kill_9(tmp_path: Path) -> None:
     script = f"""
         import os, signal
         from pathlib import Path
-        from edge_client.trust.ledger import Ledger
+        from edge_client.storage.ledger import Ledger
         from fedvit.resources import ResourceUse
         from fedvit.wire.messages import Manifest, Result
         upload = Manifest("blake3:aa", 86000, 1024)

@@ -64,5 +64,5 @@ def describe_line(line: LedgerLine) -> str:
     if line.left_out is not None:
         details.insert(0, f"{line.left_out:.0%} of the patches left out")
     size = format_bytes(line.bytes) if line.bytes else "-"
-    told = ", ".join(filter(None, details))
-    return escape_line(f"{at}  {line.kind:<17}  {size:>8}  {where:<20}  {told}")
+    described = ", ".join(filter(None, details))
+    return escape_line(f"{at}  {line.kind:<17}  {size:>8}  {where:<20}  {described}")

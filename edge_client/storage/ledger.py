@@ -263,6 +263,6 @@ def describe_sent(sent: Sent) -> str:
     parts = (
         count("update", "update"), count("features", "feature upload"), count("evaluation counts", "evaluation")
     )  # fmt: skip
-    told = " and ".join(filter(None, parts)) or "nothing"
+    listed = " and ".join(filter(None, parts)) or "nothing"
     features = "" if sent.counts.get("features") else ", no feature"
-    return f"sent {told} today; no image{features}; {format_count(sent.counts.get('refused', 0), 'task')} refused"
+    return f"sent {listed} today; no image{features}; {format_count(sent.counts.get('refused', 0), 'task')} refused"

@@ -78,7 +78,7 @@ Denial = Literal["updates", "features", "class_counts", "methods"]
 
 
 class SendPolicy(Struct, frozen=True, kw_only=True):
-    """What may leave the device. None: not limited."""
+    """Limits of what leaves the device. None: not limited."""
 
     updates: Literal["none", "sum", "single"] = "single"  # "sum": only inside a sum over devices
     features: Literal["none", "masked", "any"] = "masked"

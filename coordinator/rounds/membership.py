@@ -48,7 +48,7 @@ def announce(hello: Hello) -> Announced:
     return Announced(hello.software, tuple(key for key in typing.get_args(Denial) if key in hello.denies))
 
 
-class Membership:
+class Admission:
     """The devices of one run. `take_arrivals` returns the admitted ones."""
 
     def __init__(self, state: RunState, exchange: BlobExchange, quarantine: Quarantine) -> None:

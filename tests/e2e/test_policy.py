@@ -6,12 +6,23 @@ from typing import Any
 import pytest
 
 from fedvit.errors import ConfigError
-from tests.e2e.test_deployment import made_deployment
+from tests.e2e.test_deployment import make_deployment
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, Stage, program, said, toml, wait_for
 
 NO_UPDATES = '[send]\nupdates = "none"\nmin_mask = 0.75\nlogs = false\nmax_bytes_per_day = "5MB"\n'
 NO_FEATURES = '[send]\nfeatures = "none"\nlogs = false\nmax_bytes_per_day = "5MB"\n'
+
+
+def start_run(stage: Stage, method: str, options: dict[str, Any]) -> Forked:
+    """Start a run of one round that waits for one device."""
+    values = {**CONFIG, "method": method, "options": {"epochs": 1, "batch_size": 8, **options}, "variants": {}}
+    config = stage.folder / "run.toml"
+    classes = [str(digit) for digit in range(10)]
+    config.write_text(toml({**values, "rounds": 1, "devices": 1, "classes": classes}))
+    flags = ["start", "--config", str(config), "--run", "run", "--runs", str(stage.out)]
+    flags += ["--broker", "embedded", "--broker.port", str(stage.port)]
+    return stage.keep(Forked("coordinator.cli", flags, stage.log_path("coordinator"), stage.environment))
 
 
 @pytest.mark.parametrize(
@@ -26,12 +37,7 @@ NO_FEATURES = '[send]\nfeatures = "none"\nlogs = false\nmax_bytes_per_day = "5MB
 def test_strictest_policy_that_allows_a_method_trains_it(
     stage: Stage, method: str, options: dict[str, Any], strict: str, stricter: str, denied: str
 ) -> None:
-    values = {**CONFIG, "method": method, "options": {"epochs": 1, "batch_size": 8, **options}, "variants": {}}
-    config = stage.folder / "run.toml"
-    config.write_text(toml({**values, "rounds": 1, "devices": 1}))
-    flags = ["start", "--config", str(config), "--run", "run", "--runs", str(stage.out)]
-    flags += ["--broker", "embedded", "--broker.port", str(stage.port)]
-    coordinator = stage.keep(Forked("coordinator.cli", flags, stage.log_path("coordinator"), stage.environment))
+    coordinator = start_run(stage, method, options)
     for name, policy in (("device-0", strict), ("device-1", stricter)):
         (stage.folder / f"{name}.toml").write_text(policy)
     stage.device("device-1", "--policy", str(stage.folder / "device-1.toml"))
@@ -59,9 +65,20 @@ def test_strictest_policy_that_allows_a_method_trains_it(
     assert shown["declined"] == 0
 
 
+def test_run_with_a_smaller_mask_says_so_and_waits_for_other_devices(stage: Stage) -> None:
+    """What the mask is, the Program says, which is made once a device is here; the device gets no task."""
+    start_run(stage, "eftvit", {"local_blocks": 1, "mask": 0.25})
+    stage.device("device-0")
+    line = "device-0 does not allow features with less than 50% of the patches left out, which eftvit needs"
+    wait_for(lambda: line in stage.log("coordinator"), "the line about device-0")
+    willing = stage.device("device-1", "--min-mask", "0.25")
+    assert stage.finish(willing, "device-1") == 0, stage.log("device-1")
+    assert stage.query("select distinct device from results") == [("device-1",)]
+
+
 def test_policy_comes_with_the_token_and_stays(stage: Stage) -> None:
     """Who prepares the device writes it; another one later needs the owner's word. `devices` tells what it denies."""
-    folder = made_deployment(stage)
+    folder = make_deployment(stage)
     policy = stage.folder / "policy.toml"
     policy.write_text('[send]\nfeatures = "none"\n')
 

@@ -178,3 +178,11 @@ def test_membership_does_not_ask_a_device_whose_policy_forbids_what_the_run_need
     assert parts.state.presence.online() == ["pi"]
     parts.membership.on_hello("pi", strict)
     assert parts.state.presence.online() == []
+
+
+def test_membership_of_a_service_leaves_such_a_device_to_other_runs(make_parts: Callable[..., Parts]) -> None:
+    parts = make_parts(method="eftvit")
+    parts.state.offers_refused = True
+    parts.membership.on_hello("pi", hello("i1", denies=("features",)))
+    [refused] = parts.got("pi", Refused)
+    assert refused.final

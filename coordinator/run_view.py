@@ -91,6 +91,7 @@ class DeviceView(Struct, frozen=True, kw_only=True):
     throttled: bool | None = None  # in its last training
     battery_percent: int | None = None  # at the end of its newest task
     charging: bool | None = None
+    evaluations: int = 0  # results of tests
 
 
 class Standing(Struct, frozen=True, kw_only=True):
@@ -372,6 +373,7 @@ def view_device(name: str, totals: DeviceTotals) -> DeviceView:
         **of_totals
         | {
             "device": name,
+            "evaluations": totals.results - totals.rounds,
             "step_s": totals.step_s / totals.step_rounds if totals.step_rounds else None,
             "flops_per_round": round(totals.flops / totals.flops_rounds) if totals.flops_rounds else None,
         }

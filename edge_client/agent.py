@@ -16,11 +16,11 @@ from edge_client.health.readiness import Readiness
 from edge_client.health.status import StatusFile
 from edge_client.link.device_link import DeviceLink
 from edge_client.link.session import Session
-from edge_client.settings import OwnerPolicy
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.work.current_task import CurrentTask
 from edge_client.work.task_executor import TaskExecutor, Worked
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
+from fedvit.policy import Policy
 from fedvit.transport.base import Connected, Disconnected, Received
 from fedvit.wire.messages import (
     AnyMessage,
@@ -59,7 +59,7 @@ class Agent:
         link: DeviceLink,
         storage: DeviceStorage,
         worker: TaskExecutor,
-        policy: OwnerPolicy,
+        policy: Policy,
         *,
         readiness: Readiness | None = None,
         status: StatusFile | None = None,
@@ -243,4 +243,4 @@ class Agent:
             return  # an earlier run's end, late
         self._ended = ended
         if is_final:
-            self.storage.free_space(ended.run, self._policy.keep_runs, self.link.list_served())
+            self.storage.free_space(ended.run, self._policy.train.keep_runs, self.link.list_served())

@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from edge_client.commands.options import OPTIONS
-from edge_client.settings import DeviceSettings
+from edge_client.commands.options import OPTIONS, make_settings
 from fedvit import command_line
 
 COMMANDS = {
@@ -17,6 +16,7 @@ COMMANDS = {
     "join": "Join a deployment with the one-time TOKEN of coordinator enroll.",
     "label": "Show the images in FOLDER/unlabelled one by one, and move each into the class folder whose key is "
     "pressed.",
+    "ledger": "List what has left this device, and the tasks that it refused.",
     "predict": "Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all "
     "images in it.",
     "profile": "Measure this device: speed, memory, disk, temperature, power, the connection to the broker.",
@@ -42,9 +42,9 @@ COMMANDS = {
 @click.version_option(version("fedvit"))
 @click.pass_context
 def cli(context: click.Context, /, **options: Any) -> None:
-    """Train on this device's own images, which never leave it, as the coordinator asks."""
+    """Train on this device's own images as the coordinator asks, within the policy of its owner."""
     if context.invoked_subcommand is None:
-        import_module("edge_client.commands.serve").serve(DeviceSettings.from_flags(options))
+        import_module("edge_client.commands.serve").serve(make_settings(options))
 
 
 def main() -> None:

@@ -74,6 +74,7 @@ def run_fleet(request: RunRequest, *, is_quiet: bool = False) -> RunOutcome:
             *program("edge_client.cli"), "--data", str(folder), "--id", name,
             "--state", str(home / "state" / name), "--threads", str(request.threads),
             "--federation", config.run.federation, "--once",
+            "--features", "any", "--class-counts",  # the images are the operator's own
         ]
         for name, folder in request.folders.items()
     }  # fmt: skip

@@ -29,7 +29,6 @@ from edge_client.link.device_link import DeviceIdentity, DeviceLink
 from edge_client.link.endpoint import find_endpoint
 from edge_client.link.identity import Identity, Renewal
 from edge_client.link.session import RETURN_SPREAD_S
-from edge_client.settings import OwnerPolicy
 from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.vault import Vault
 from edge_client.work.runtime import Runtime, Stopped
@@ -40,6 +39,7 @@ from fedvit.command_line import Command, log_format_flag
 from fedvit.data.folder import DeviceData, Files, Split
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import make_private, private_files
+from fedvit.policy import Policy, SendPolicy
 from fedvit.program import Program
 from fedvit.tensors import map_tensors
 from fedvit.transport.mqtt import MqttTransport
@@ -210,7 +210,8 @@ class CentreLink:
             profile=device_profile(1, self._state),
             labels=REGION,
         )
-        images, policy = FixedImages(_images(counts, self._state)), OwnerPolicy()
+        images = FixedImages(_images(counts, self._state))
+        policy = Policy(send=SendPolicy(class_counts=True))  # its devices decide what they send
         storage = DeviceStorage(Vault(self._state / "vault"), BlobStore(self._state / "blobs"), images)
         renewal = Renewal(self._identity, Topics(self._federation)) if self._identity else None
         link = DeviceLink(identity, self._transport(), storage, renewal=renewal)

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
-from edge_client.settings import OwnerPolicy
 from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.integrity import Integrity
 from edge_client.storage.state import split_file
 from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData, Files
+from fedvit.policy import Policy, SendPolicy
 from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.transport.base import Transport
 from fleet.shared import Fetches, OwnFolder, SharedBlobs, SharedFolder, SharedRuntime, WorkQueue
@@ -97,7 +97,7 @@ class Host:
             BlobStore(settings.blobs), lambda: chain.from_iterable(one.files() for one in vaults.values())
         )
         images = _images(devices, settings.state)
-        profile, policy = device_profile(settings.threads), OwnerPolicy()
+        profile, policy = device_profile(settings.threads), Policy(send=SendPolicy(class_counts=True))
         self.agents: dict[str, Agent] = {}
         for name in devices:
             _link(settings.state / name / "blobs", settings.blobs)

@@ -14,7 +14,7 @@ from profiles.prediction import GraphWork, Prediction, ProductWork, ProgramCost
 BASE_RSS_BYTES = 62_000_000
 """Resident memory of an idle device's process, if the device did not report it."""
 ENGINE_BYTES = 44_000_000
-"""Memory that the process with a working onnxruntime adds: its code, threads and buffers, and copies of shared pages."""
+"""Memory that the process with a working onnxruntime adds: code, threads, buffers, and copies of shared pages."""
 LOADED_BYTES = 29_000_000
 """The part of ENGINE_BYTES that is present once it is loaded, as on a device with a memory budget before any task."""
 

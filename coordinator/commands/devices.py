@@ -74,6 +74,9 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
     enroll = command("coordinator", "enroll", "NAME", deployment=folder)
     table = Sheet(listed, shown, unknown="-").draw(None, console.width)
     console.print(table if listed else f"no device has joined; {enroll} makes a token for one")
+    for entry in listed:
+        if denied := [key for key in entry.get("denies", ()) if key != "class_counts"]:  # which no run needs
+            console.print(f"{entry['device']} does not allow {', '.join(denied)}")
     for token in waiting:
         console.print(f"a token for {token.device} can be used until {_iso(token.expires_at)}")
 
@@ -95,6 +98,7 @@ def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) ->
         entry |= {
             "run": run,
             "software": record.software if record else None,
+            "denies": list(record.denies) if record else [],
             "battery_percent": record.totals.battery_percent if record else None,
             "charging": record.totals.charging if record else None,
             "strikes": standing.strikes if standing else 0,

@@ -11,7 +11,9 @@ from coordinator.security.folder import Deployment, make_token
 from coordinator.security.service import is_served, served
 from fedvit.command_line import Command, amount
 from fedvit.errors import ConfigError, LinkDown
+from fedvit.policy import find_narrowness, make_policy, parse_policy, read_policy_file
 from fedvit.quantities import format_seconds, parse_seconds
+from fedvit.wire.enrolment import MAX_POLICY_CHARACTERS
 
 TICK_S = 0.1
 LINGER_S = 5.0
@@ -28,15 +30,34 @@ LINGER_S = 5.0
     default=True,
     help="Wait until the device has joined, and serve the deployment meanwhile if no coordinator does.",
 )
-def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool) -> None:
+@click.option(
+    "--policy",
+    type=click.Path(path_type=Path),
+    help="policy.toml of the device's owner, which the token brings to the device.",
+)
+def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool, policy: Path | None) -> None:
     """Print a token with which one device can join, once, under NAME."""
 
     deployment = Deployment.open(folder)
-    token = make_token(deployment, name, valid, replaces=replace)
+    text = "" if policy is None else check_policy_file(policy)
+    token = make_token(deployment, name, valid, replaces=replace, policy=text)
     click.echo(f"on the device, within {format_seconds(valid)}:", err=True)
     click.echo(f"edge-client join {token.text()}")
     if wait:
         _wait_for_device(deployment, token.id, name, valid)
+
+
+def check_policy_file(file: Path) -> str:
+    """Return the text of a policy. Raises ConfigError if no device could use it, or it is too long for a token."""
+    text = read_policy_file(file)
+    policy = make_policy(parse_policy(text, str(file)), str(file))
+    if len(text) > MAX_POLICY_CHARACTERS:
+        raise ConfigError(
+            "FV1431", f"{file} has {len(text)} characters, a token can bring a policy of {MAX_POLICY_CHARACTERS}"
+        )
+    if warning := find_narrowness(policy):
+        click.echo(f"warning: {file}: {warning}", err=True)
+    return text
 
 
 def _wait_for_device(deployment: Deployment, token: str, name: str, valid_s: float) -> None:

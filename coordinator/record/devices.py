@@ -17,6 +17,7 @@ from coordinator.record.tables import (
     QUARANTINES,
     REFUSALS,
     STRIKES,
+    Announced,
     Asked,
     DeviceLog,
     DeviceRecord,
@@ -77,13 +78,13 @@ class RecordedDevices:
         rows = self._database.fetch(query.where(DEVICES.c.run == run, DEVICES.c.times_asked > 0))
         return {device: Asked(last, times) for device, last, times in rows}
 
-    def set_software(self, run: str, versions: Mapping[str, str]) -> None:
-        """Store the software versions of devices."""
-        if not versions:
+    def set_announced(self, run: str, announced: Mapping[str, Announced]) -> None:
+        """Store what devices announced."""
+        if not announced:
             return
         with self._database.transaction() as connection:
-            records = read_devices(connection, run, versions)
-            changed = [msgspec.structs.replace(records[name], software=version) for name, version in versions.items()]
+            records = read_devices(connection, run, announced)
+            changed = [msgspec.structs.replace(records[name], **new._asdict()) for name, new in announced.items()]
             replace(connection, DEVICES, [msgspec.to_builtins(record) for record in changed])
 
     def set_label(self, device: str, name: str, value: str | None) -> None:

@@ -138,6 +138,13 @@ class Asked(NamedTuple):
     times: int
 
 
+class Announced(NamedTuple):
+    """The parts of a device's hello that the record keeps."""
+
+    software: str
+    denies: tuple[str, ...] = ()
+
+
 class DeviceTotals(Struct, frozen=True, kw_only=True):
     """The part of a device that is kept when details are thinned. None: not measured."""
 
@@ -294,6 +301,7 @@ class DeviceRecord(Struct, frozen=True):
     times_asked: int = 0
     totals: DeviceTotals = DeviceTotals()
     software: str | None = None  # its version; None: it said none
+    denies: tuple[str, ...] = ()  # keys of what its policy does not allow
 
 
 _TYPES: dict[Any, Any] = {str: String, int: Integer, bool: Boolean}

@@ -105,7 +105,7 @@ class RecordJournal(Journal):
         parts.backups.note(Closed(number, asked, saved, figures))
         with store.database.together():
             store.rounds.close(self._run, number, saved, figures, RoundWork(asked, result.updates))
-            store.devices.set_software(self._run, parts.membership.take_versions())
+            store.devices.set_announced(self._run, parts.membership.take_announced())
         parts.inbox.in_background(partial(parts.backups.after_round, number, last=result.is_last))
         oldest = oldest_kept(number, state.config.keep_rounds, parts.backups.since(number))
         if oldest is not None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+import typing
 from collections import Counter
 from functools import partial
 from typing import NamedTuple
@@ -9,11 +10,13 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.config import is_region, why_no_regions, why_not_asked, why_too_old
+from coordinator.record.tables import Announced
 from coordinator.rounds.open_round import Missing
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.state import RunState
 from coordinator.rounds.validation import check_class_list, check_hello, check_new_classes
 from fedvit.errors import BadPayload, PeerRefused
+from fedvit.policy import Denial, Needs
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import DeviceState, Hello, Manifest, Refused, Welcome, decode_class_list
 
@@ -40,6 +43,11 @@ class _Reported(NamedTuple):
     unprinted: int  # refusals with other reasons since then
 
 
+def announce(hello: Hello) -> Announced:
+    """Return what the record keeps of a hello; unknown keys of a policy are left out."""
+    return Announced(hello.software, tuple(key for key in typing.get_args(Denial) if key in hello.denies))
+
+
 class Admission:
     """The devices of one run. `take_arrivals` returns the admitted ones."""
 
@@ -49,7 +57,7 @@ class Admission:
         self._quarantine = quarantine
         self._reported: dict[str, _Reported] = {}  # by device: its refusal that was printed last
         self._arrivals: list[Arrival] = []
-        self._versions: dict[str, str] = {}  # of devices since the last `take_versions`
+        self._announced: dict[str, Announced] = {}  # by device, since the last `take_announced`
         self._fetching: dict[str, Hello] = {}  # by device: its newest hello, whose class list is being fetched
         self._class_lists: Counter[str] = Counter()  # by device
 
@@ -58,10 +66,10 @@ class Admission:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
-    def take_versions(self) -> dict[str, str]:
-        """Software versions of devices that were admitted since the last call."""
-        versions, self._versions = self._versions, {}
-        return versions
+    def take_announced(self) -> dict[str, Announced]:
+        """Return what devices announced that were admitted since the last call."""
+        announced, self._announced = self._announced, {}
+        return announced
 
     def on_hello(self, device: str, hello: Hello) -> None:
         """Admit a device, or refuse it."""
@@ -72,6 +80,10 @@ class Admission:
             limits = state.limits.non_default()
             state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}", limits=limits))
             return
+        if state.needs and (what := state.needs.denied_by(hello.denies, 0.0)):
+            self.set_aside(device, hello, what)
+            return
+        state.not_allowing.pop(device, None)
         if rival := state.presence.find_rival(device, hello):
             if rival.news:
                 state.operator_log(rival.news)
@@ -101,7 +113,7 @@ class Admission:
         was_away = not state.presence.is_online(device)
         state.presence.arrived(device, hello)
         state.revoked.discard(device)
-        self._versions[device] = hello.software
+        self._announced[device] = announce(hello)
         if was_away:
             figures = {"train": hello.train_samples, "host": hello.profile.host}
             log.info("device joined", extra={"device": device, **figures})
@@ -110,6 +122,32 @@ class Admission:
         store, limits = state.config.blobs.origin, state.limits.non_default()
         state.send(device, Welcome(hello.instance, state.epoch, following, store, state.spread_s, limits))
         self._arrivals.append(Arrival(device, was_away))
+
+    def set_aside(self, device: str, hello: Hello, what: str) -> None:
+        """Do not ask a device whose policy does not allow the run; `what`: its key, in words."""
+        state = self._state
+        if state.presence.is_online(device):
+            state.presence.dismiss(device)
+            if state.opened:
+                state.opened.fail(device, Missing.OFFLINE)
+        if state.not_allowing.get(device) != what:
+            state.not_allowing[device] = what
+            state.store.devices.set_announced(state.run, {device: announce(hello)})
+            nobody = "" if state.presence.count_online() else "; no device that is here allows it"
+            state.operator_log(f"{device} does not allow {what}, which {state.config.method} needs{nobody}")
+        reason = f"run {state.run}: the device's policy does not allow {what}"
+        if state.offers_refused:
+            state.send(device, Refused(hello.instance, reason, final=True))
+        else:
+            state.send(device, Welcome(hello.instance, state.epoch, reason, limits=state.limits.non_default()))
+
+    def use_needs(self, needs: Needs) -> None:
+        """Set aside the devices whose policy does not allow what the run's Program needs."""
+        self._state.needs = needs
+        for device in self._state.presence.online():
+            hello = self._state.presence[device].hello
+            if what := needs.denied_by(hello.denies, 0.0):
+                self.set_aside(device, hello, what)
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
         """Fetch classes that do not fit into the hello, before the device is admitted."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.messages import Compute, ComputeRequest
+from coordinator.compute.planning.method_entry import find_stored_needs
 from coordinator.config import BlobsConfig, RunConfig
 from coordinator.record.backups import Backups, Struck
 from coordinator.record.record import Record
@@ -76,6 +77,8 @@ class RunParts:
             classes=config.classes,
             unsent_bytes=transport.pending_bytes,
             limits=transport.limits,
+            needs=find_stored_needs(config.method),
+            offers_refused=transport.offers_refused,
         )
         self.alerts = Alerts(run, config.alerts)
         state.alert = self.alerts.send

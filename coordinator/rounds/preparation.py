@@ -10,6 +10,7 @@ from coordinator.config import BlobsConfig
 from coordinator.rounds.parts import RunParts, make_object_store
 from coordinator.rounds.validation import listed, same_but_for_case
 from fedvit.errors import ConfigError
+from fedvit.policy import find_needs
 from fedvit.quantities import format_count
 from fedvit.resources import Budget
 from fedvit.wire.limits import LEAST_PAYLOAD_BYTES
@@ -44,6 +45,8 @@ def wait_for_devices(parts: RunParts, checked: Future[None]) -> None:
         online = state.presence.count_online()
         wanted = max(1, number - len(asked & state.revoked))
         state.doing = f"waiting for devices: {online} of {wanted} are online"
+        if unwilling := len(state.not_allowing):
+            state.doing += f", {unwilling} do not allow what {state.config.method} needs"
         if checked.done():
             checked.result()
         elif online >= wanted:
@@ -95,6 +98,7 @@ def prepare(parts: RunParts) -> None:
     state.store.runs.update(state.run, program=prepared.program, protocol=prepared.protocol)
     parts.mirror(essential(prepared.saved))  # it may have been recomputed
     state.saved = prepared.saved
+    parts.membership.use_needs(find_needs(state.program(prepared.program)))
     for number in prepared.remade:
         parts.operator_log(f"round {number}: its state was recomputed, with the same numbers")
     parts.recovery.restoring = False

@@ -14,6 +14,7 @@ from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.presence import Presence, hello_spread_s
 from coordinator.rounds.tasks import Tasks
 from fedvit.errors import LinkDown
+from fedvit.policy import Needs
 from fedvit.program import Program, decode_program
 from fedvit.resources import BudgetKind
 from fedvit.wire.limits import BrokerLimits
@@ -42,6 +43,9 @@ class RunState:
     classes: tuple[str, ...]  # empty until the first devices have announced theirs
     unsent_bytes: Callable[[], int] = field(default=lambda: 0)
     limits: BrokerLimits = field(default_factory=BrokerLimits)  # of the broker
+    needs: Needs | None = None  # of devices' policies; None: unknown until the Program is made
+    offers_refused: bool = False  # a device that the run refuses is offered to another run
+    not_allowing: dict[str, str] = field(default_factory=dict)  # devices whose policy does not allow the run -> its key
     number: int = 1  # the current or last round
     doing: str = ""
     epoch: int = 0  # of the link to the broker

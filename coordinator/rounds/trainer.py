@@ -10,6 +10,7 @@ from coordinator.rounds.pausing import wait_while_paused
 from coordinator.rounds.ports import Trainer
 from coordinator.rounds.tasks import TaskState, Work
 from coordinator.rounds.validation import few
+from fedvit.policy import find_needs
 
 
 class DeviceTrainer(Trainer):
@@ -80,6 +81,11 @@ class DeviceTrainer(Trainer):
             state.refuse(device, "plan", reason, state.number)
             parts.membership.send_away(device, reason)
             state.operator_log(f"{device} is left out: {reason}")
+        for device in list(work):
+            hello = state.presence[device].hello if device in state.presence else None
+            if hello and (what := find_needs(work[device].program).denied_by(hello.denies, hello.least_mask)):
+                del work[device]
+                parts.membership.set_aside(device, hello, what)
         return work
 
     def recall(self, tasks: Iterable[TaskRecord]) -> dict[str, Work]:

@@ -264,7 +264,9 @@ def own_addresses() -> list[str]:
     return [str(address) for address in sorted(addresses, key=lambda address: address.version)]
 
 
-def make_token(deployment: Deployment, device: str, valid_s: float, *, replaces: bool = False) -> Token:
+def make_token(
+    deployment: Deployment, device: str, valid_s: float, *, replaces: bool = False, policy: str = ""
+) -> Token:
     """A token that one device can join with, once, within `valid_s` seconds.
 
     Raises ConfigError if the name is invalid, or is used and not to be replaced.
@@ -292,4 +294,5 @@ def make_token(deployment: Deployment, device: str, valid_s: float, *, replaces:
         settings.hosts[0],
         settings.port,
         settings.enrolment_port,
+        policy,
     )

@@ -45,5 +45,5 @@ def command(
     else:
         state = existing_state(settings)
         with lock_states(state, lock_state):
-            report = collect(state, keep_runs=settings.policy.keep_runs or 1, dry_run=dry_run)
+            report = collect(state, keep_runs=settings.policy.train.keep_runs or 1, dry_run=dry_run)
     click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))

@@ -10,8 +10,10 @@ from edge_client.commands.options import program_options, read_settings
 from edge_client.link.identity import host_and_port
 from edge_client.link.join import join
 from edge_client.storage.state import identity_folder
+from edge_client.trust.policy import check_token_policy
 from fedvit import hints
 from fedvit.command_line import Command, amount
+from fedvit.policy import describe_policy
 from fedvit.quantities import parse_seconds
 from fedvit.wire.enrolment import Token
 
@@ -31,14 +33,23 @@ CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
     help="Port of the broker's enrolment listener, if it is not the default.",
 )
 @click.option("--replace", is_flag=True, help="Forget an earlier deployment of this device.")
+@click.option("--replace-policy", is_flag=True, help="Use the token's policy in place of the one on this device.")
 @click.option("--patience", default="60s", callback=amount(parse_seconds), metavar="TIME", help="How long to try.")
 @click.pass_context
 def command(
-    context: click.Context, /, *, token: str, enrolment_port: int | None, replace: bool, patience: float, **own: Any
+    context: click.Context,
+    /,
+    *,
+    token: str,
+    enrolment_port: int | None,
+    replace: bool,
+    replace_policy: bool,
+    patience: float,
+    **own: Any,
 ) -> None:
     """Join a deployment with the one-time TOKEN of coordinator enroll.
 
-    From then on no flag is needed to reach its broker.
+    From then on no flag is needed to reach its broker. A policy in the token is stored, and shown.
     """
 
     settings = read_settings(context, own)
@@ -50,15 +61,21 @@ def command(
         port=port or invitation.port,
         enrolment_port=enrolment_port or invitation.enrolment_port,
     )
+    folder = identity_folder(settings.state)
+    check_token_policy(folder.parent, invitation.policy, replace=replace_policy)
     joined = join(
         invitation,
-        identity_folder(settings.state),
+        folder,
         replace=replace,
         patience_s=patience,
         report=lambda line: click.echo(line, err=True),
     )
     device = joined.identity.membership.device
     click.echo(f"joined as {device!r}; certificate: {joined.identity.certificate}")
+    if invitation.policy:
+        settings = read_settings(context, own)
+    for line in describe_policy(settings.policy):
+        click.echo(line)
     if joined.trouble:
         click.echo(f"but a first connection failed: {joined.trouble}\n{hint_for(joined.trouble)}", err=True)
     state = ("--state", settings.state) if settings.state else ()

@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from edge_client.settings import DeviceSettings
+from edge_client.storage.state import state_base
+from edge_client.trust.policy import load_policy
 from fedvit import monitoring
 from fedvit.command_line import LOG_FORMAT, SectionOption, amount
 from fedvit.errors import ConfigError
@@ -35,6 +37,7 @@ def _labels(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
 
 _WATCHING = "Watching the device"
 _DECLINING = "When the device declines or stops a task"
+_SENDING = "What may leave the device"
 _PATH = click.Path(path_type=Path)
 
 
@@ -87,6 +90,47 @@ OPTIONS = (
         type=click.FloatRange(0, 0.9),
         default=0.2,
         help="Share of test images if the data folder has no train/ and test/.",
+    ),
+    SectionOption(
+        ["--policy"],
+        section=_SENDING,
+        type=_PATH,
+        help="File with the owner's policy, by default policy.toml in --state; flags override its keys.",
+    ),
+    SectionOption(
+        ["--updates"],
+        section=_SENDING,
+        metavar="none|sum|single",
+        help="Updates of a model that the device may send; sum: only inside a sum over devices. By default single.",
+    ),
+    SectionOption(
+        ["--features"],
+        section=_SENDING,
+        metavar="none|masked|any",
+        help="Features of images that it may send; masked: with --min-mask of the patches left out. By default masked.",
+    ),
+    SectionOption(
+        ["--min-mask"], section=_SENDING, type=float, metavar="SHARE", help="See --features. By default 0.5."
+    ),
+    SectionOption(
+        ["--class-counts/--no-class-counts"],
+        section=_SENDING,
+        default=None,
+        help="Send with an evaluation how many test images each class has, and how many were recognised. By default "
+        "not.",
+    ),
+    _amount(
+        "--max-bytes-per-day",
+        parse_bytes,
+        "BYTES",
+        "Results of 24 hours, e.g. 200MB: above it tasks are declined.",
+        section=_SENDING,
+    ),
+    SectionOption(
+        ["--methods"],
+        section=_SENDING,
+        metavar="known|checked",
+        help="known: programs of a trusted publisher; checked: all that pass the device's checks.",
     ),
     _amount(
         "--memory-budget",
@@ -152,6 +196,9 @@ OPTIONS = (
         help="Decline a task at this time of day, e.g. 22:00-06:30.",
     ),
     SectionOption(
+        ["--hours"], section=_DECLINING, metavar="HH:MM-HH:MM", help="Decline a task at all other times of day."
+    ),
+    SectionOption(
         ["--vault-key"],
         type=_PATH,
         help="Encrypt personal tensors with the key in this file, which is created if it is missing.",
@@ -172,14 +219,8 @@ OPTIONS = (
     SectionOption(
         ["--logs/--no-logs", "sends_logs"],
         section=_WATCHING,
-        default=True,
+        default=None,
         help="Send the last log lines with the failure of a task, without paths of images and class names.",
-    ),
-    SectionOption(
-        ["--class-counts/--no-class-counts", "counts_classes"],
-        section=_WATCHING,
-        default=True,
-        help="Send with an evaluation how many test images each class has, and how many were recognised.",
     ),
 )
 """Options of `edge-client`, which are given before the name of a command."""
@@ -199,8 +240,15 @@ def program_options(*names: str) -> list[click.Parameter]:
 def read_settings(context: click.Context, own: Mapping[str, Any]) -> DeviceSettings:
     """Return the settings from the options before a command's name and, in `own`, after it. Raises ConfigError."""
     before = context.parent.params if context.parent else {}
-    return DeviceSettings.from_flags({**before, **{name: value for name, value in own.items() if value is not None}})
+    return make_settings({**before, **{name: value for name, value in own.items() if value is not None}})
 
 
-DEVICE_OPTIONS = ("broker", "data", "device", "state", "federation", "ca_file", "memory_budget", "temperature_limit")
+def make_settings(flags: Mapping[str, Any]) -> DeviceSettings:
+    """Return the settings from the options and the policy of the device. Raises ConfigError."""
+    return DeviceSettings.from_flags(flags, load_policy(flags["state"] or state_base(), flags["policy"], flags))
+
+
+DEVICE_OPTIONS = (
+    "broker", "data", "device", "state", "federation", "ca_file", "policy", "memory_budget", "temperature_limit",
+)  # fmt: skip
 """Options of commands that examine the device."""

@@ -5,10 +5,11 @@ import os
 import secrets
 import signal
 import threading
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
+
+from msgspec.structs import replace
 
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard, memory_message
@@ -57,7 +58,7 @@ def serve(settings: DeviceSettings) -> None:
     configure_logging(level=logging.WARNING if settings.quiet else logging.INFO, fields=log_fields)
     launcher = Launcher()  # before there are threads, keys and connections
     notifier = Notifier.from_environment()
-    data, memory_bytes = settings.data_folder, settings.policy.budget.memory_bytes
+    data, memory_bytes = settings.data_folder, settings.policy.train.memory
     endpoint = endpoint_of(settings)
     state = settings.state or default_state(data)
     with lock_new_state(state) as lock:
@@ -106,12 +107,12 @@ def build_agent(
 ) -> Agent:
     """Connect the parts of the device; `endpoint` has its name."""
     policy, device = settings.policy, str(endpoint.device)
-    recent_log = attach_recent_log(settings.data_folder, images.data) if policy.sends_logs else None
+    recent_log = attach_recent_log(settings.data_folder, images.data) if policy.send.logs else None
     make_private(state / name for name in ("blobs", "vault"))
     vault = Vault(state / "vault", VaultKey.load(settings.vault_key, make=True) if settings.vault_key else None)
     vault.check_key()
-    if policy.temperature_limit_c is not None and sensors.thermometer.celsius() is None:
-        log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": policy.temperature_limit_c})
+    if policy.train.temperature_limit is not None and sensors.thermometer.celsius() is None:
+        log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": policy.train.temperature_limit})
     speed = speed_at_start(state, settings.threads, measure=settings.measures_speed or policy.budget != Budget())
     blobs = BlobStore(state / "blobs")
     blobs.folder.mkdir(parents=True, exist_ok=True)  # a right to read it can only be given now
@@ -120,10 +121,10 @@ def build_agent(
         threads=settings.threads,
         provider=settings.provider,
         readable=(blobs.folder, settings.data_folder),
-        memory_bytes=policy.budget.memory_bytes,
+        memory_bytes=policy.train.memory,
     )
-    if policy.budget.memory_bytes is not None:
-        check_memory_budget(policy.budget.memory_bytes, sandbox)
+    if policy.train.memory is not None:
+        check_memory_budget(policy.train.memory, sandbox)
     identity = DeviceIdentity(
         device=device,
         federation=endpoint.federation,
@@ -132,8 +133,10 @@ def build_agent(
             settings.threads, state, speed=speed, budget=policy.budget, base_rss_bytes=sandbox.memory.resident_bytes()
         ),
         labels=settings.labels,
+        denies=policy.denials(),
+        least_mask=policy.send.least_mask,
     )
-    disk_budget_bytes = policy.disk_budget_bytes or default_disk_budget(state)
+    disk_budget_bytes = policy.train.disk or default_disk_budget(state)
     storage = DeviceStorage(vault, blobs, images, disk_budget_bytes=disk_budget_bytes)
     client_id = f"{device}-{secrets.token_hex(4)}"
     link = DeviceLink(
@@ -145,14 +148,15 @@ def build_agent(
     )
     guard = Guard(
         policy.budget,
-        temperature_limit_c=policy.temperature_limit_c,
+        temperature_limit_c=policy.train.temperature_limit,
         sensors=sensors,
         owns_process=True,
         memory=sandbox.memory,
     )
     worker = TaskExecutor(link, storage, sandbox, guard, policy)
     status = StatusFile(status_file(state), identity, broker=str(endpoint.address))
-    return Agent(link, storage, worker, replace(policy, keep_runs=policy.keep_runs or KEEP_RUNS), status=status)
+    train = replace(policy.train, keep_runs=policy.train.keep_runs or KEEP_RUNS)
+    return Agent(link, storage, worker, replace(policy, train=train), status=status)
 
 
 def attach_recent_log(folder: Path, data: DeviceData) -> RecentLog:

@@ -17,7 +17,7 @@ from edge_client.health.machine_checks import (
     check_kernels,
     check_memory,
 )
-from edge_client.health.state_checks import check_data, check_files, check_state
+from edge_client.health.state_checks import check_data, check_files, check_policy, check_state
 
 CHECKS: tuple[Callable[[DoctorContext], Iterator[Finding]], ...] = (
     check_engine,
@@ -27,6 +27,7 @@ CHECKS: tuple[Callable[[DoctorContext], Iterator[Finding]], ...] = (
     check_clock,
     check_heat,
     check_battery,
+    check_policy,
     check_state,
     check_files,
     check_vault_key,

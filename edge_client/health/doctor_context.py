@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from edge_client.link.identity import Identity
-from edge_client.settings import OwnerPolicy
+from fedvit.policy import Policy
 from fedvit.transport.address import Address
 from fedvit.wire.topics import Topics
 from profiles.probes.kernel import ROOT
@@ -44,7 +44,7 @@ class DoctorContext:
     data: Path | None
     test_share: float
     decoded_images: int | None = MOST_DECODED  # images that are decoded on trial; None: all
-    policy: OwnerPolicy = field(default_factory=OwnerPolicy)
+    policy: Policy = field(default_factory=Policy)
     vault_key: Path | None = None
     identity: Identity | None = None  # None: the device has not joined a deployment
     identity_folder: Path | None = None

@@ -154,20 +154,20 @@ def check_clock(context: DoctorContext) -> Iterator[Finding]:
 
 
 def check_heat(context: DoctorContext) -> Iterator[Finding]:
-    celsius, limit = Thermometer(context.root).celsius(), context.policy.temperature_limit_c
+    celsius, limit = Thermometer(context.root).celsius(), context.policy.train.temperature_limit
     cool = "cool the processor: a fan, a heat sink, more air; or train with fewer --threads"
     if celsius is None:
         level: Level = "ok" if limit is None else "warning"
         hint = None if limit is None else "--temperature-limit cannot work without a sensor"
-        if context.policy.start_limit_c is not None:
+        if context.policy.train.max_temperature is not None:
             flag = "--temperature-limit and --max-temperature" if limit is not None else "--max-temperature"
             level, hint = "warning", f"{flag} cannot work without a sensor"
         yield Finding(check="temperature", level=level, what="not measured", hint=hint)
     elif limit is not None and celsius > limit:
         what = f"{celsius:.1f} C, the limit is {limit:g} C: tasks will be stopped at once"
         yield Finding(check="temperature", level="error", what=what, hint=cool)
-    elif context.policy.start_limit_c is not None and celsius > context.policy.start_limit_c:
-        what = f"{celsius:.1f} C, tasks are declined above {context.policy.start_limit_c:g} C"
+    elif context.policy.train.max_temperature is not None and celsius > context.policy.train.max_temperature:
+        what = f"{celsius:.1f} C, tasks are declined above {context.policy.train.max_temperature:g} C"
         yield Finding(check="temperature", level="warning", what=what, hint=cool)
     else:
         hot = celsius >= HOT_C
@@ -189,7 +189,7 @@ def check_heat(context: DoctorContext) -> Iterator[Finding]:
 
 
 def check_battery(context: DoctorContext) -> Iterator[Finding]:
-    state, least = battery(context.root), context.policy.min_battery_percent
+    state, least = battery(context.root), context.policy.train.min_battery
     if state is None:
         level: Level = "ok" if least is None else "warning"
         hint = None if least is None else "--min-battery has no effect without a battery that reports its charge"

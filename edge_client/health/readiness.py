@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from edge_client.settings import OwnerPolicy
+from fedvit.policy import Policy
 from profiles.probes.battery import Battery, battery
 from profiles.probes.thermal import Thermometer
 
@@ -33,23 +33,26 @@ def read_celsius() -> float | None:
 class Readiness:
     """The owner's conditions for starting a task. A value that cannot be measured never declines a task."""
 
-    policy: OwnerPolicy
+    policy: Policy
     celsius: Callable[[], float | None] = read_celsius
     battery: Callable[[], Battery | None] = battery
     clock: Callable[[], datetime.datetime] = datetime.datetime.now
 
     def not_now(self) -> NotNow | None:
         """Return the reason why a task cannot start now; None if it can."""
-        policy = self.policy
+        policy = self.policy.train
         if policy.busy_file is not None and policy.busy_file.exists():
             return NotNow(f"busy: {policy.busy_file} exists", BUSY_AGAIN_S)
-        if policy.quiet_hours and (left_s := policy.quiet_hours.remaining_s(self.clock())):
+        now = self.clock()
+        if policy.quiet_hours and (left_s := policy.quiet_hours.remaining_s(now)):
             return NotNow(f"quiet hours until {policy.quiet_hours.end:%H:%M}", left_s)
-        if (limit_c := policy.start_limit_c) is not None:
+        if policy.hours and (left_s := policy.hours.others.remaining_s(now)):
+            return NotNow(f"it trains at {policy.hours}", left_s)
+        if (limit_c := policy.max_temperature) is not None:
             celsius = self.celsius()
             if celsius is not None and celsius > limit_c:
                 return NotNow(f"hot: {celsius:.0f} C, tasks start at or below {limit_c:.0f} C", HOT_AGAIN_S)
-        if (percent := policy.min_battery_percent) is not None:
+        if (percent := policy.min_battery) is not None:
             state = self.battery()
             if state is not None and not state.charging and state.percent < percent:
                 return NotNow(f"low battery: {state.percent} %, tasks start at {percent} %", BATTERY_AGAIN_S)

@@ -16,6 +16,7 @@ from fedvit.data.folder import DeviceData, TextSplit, why_passed_over
 from fedvit.data.images import DAMAGED, limit_decoded_bytes
 from fedvit.data.split import KeptSplit
 from fedvit.errors import ConfigError, DataError, StorageFailed
+from fedvit.policy import describe_policy, find_narrowness
 from fedvit.quantities import format_count
 from fedvit.transport.address import describe_error
 
@@ -43,6 +44,15 @@ def check_state(context: DoctorContext) -> Iterator[Finding]:
         yield Finding(check="state", level="error", what=what, hint=hint)
     else:
         yield Finding(check="state", level="ok", what=f"{context.state} can be written")
+
+
+def check_policy(context: DoctorContext) -> Iterator[Finding]:
+    """Show what the owner's policy allows, and warn of one that hardly any method satisfies."""
+    policy = context.policy
+    allowed, *_ = describe_policy(policy)
+    yield Finding(check="policy", level="ok", what=f"{allowed}; methods: {policy.describe_methods()}")
+    if why := find_narrowness(policy):
+        yield Finding(check="policy", level="warning", what=why, hint="change policy.toml or the flag that says so")
 
 
 def check_files(context: DoctorContext) -> Iterator[Finding]:

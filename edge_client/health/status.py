@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -187,9 +187,9 @@ def read_status(path: Path) -> Status:
         ) from error
 
 
-def lines(status: Status, *, running: bool) -> str:
-    """The status as plain text."""
-    rows = [*_rows(status, running)]
+def lines(status: Status, *, running: bool, more: Iterable[tuple[str, str]] = ()) -> str:
+    """The status as plain text, with `more` rows."""
+    rows = [*_rows(status, running), *more]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {escape_line(value)}" for name, value in rows)
 

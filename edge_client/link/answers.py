@@ -44,6 +44,8 @@ class Answers:
         self._vault = storage.vault
         self._blobs = storage.blobs
         self._integrity = storage.integrity
+        self._ledger = storage.ledger
+        self._note_sent = storage.note_sent
         self._send = send
         self._recent_log = recent_log
         self._waiting: dict[AnswerKey, _Waiting] = {}
@@ -85,6 +87,11 @@ class Answers:
     ) -> None:
         """Report with the last lines of the log why a task failed, or why its result cannot be sent."""
         lines = self._recent_log()
+        try:
+            if lines:
+                self._ledger.note_log(task, lines)
+        except StorageFailed:  # nothing leaves the device without a line
+            lines = ""
         self.add(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task, lines))
 
     def send_due(self) -> None:
@@ -102,7 +109,13 @@ class Answers:
 
     def send(self, answer: Answer, *, again: bool = False) -> None:
         """Send an answer. A small upload goes inside the message, unless it is sent `again`: then the coordinator has
-        it, or fetches it. A damaged upload is not sent."""
+        it, or fetches it. A damaged upload is not sent, nor is a result without its line in the ledger."""
+        try:
+            if isinstance(answer, Result):
+                self._note_sent(answer)
+        except StorageFailed as error:
+            log.warning("result not sent yet", extra={"round": answer.round, "reason": str(error)})
+            return
         if isinstance(answer, Result) and answer.upload:
             self._send_with_upload(answer, answer.upload.digest, again=again)
         else:

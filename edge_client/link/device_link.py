@@ -45,6 +45,8 @@ class DeviceIdentity:
     software: str
     profile: DeviceProfile
     labels: Mapping[str, str] = field(default_factory=dict)
+    denies: tuple[str, ...] = ()  # keys of what its policy does not allow
+    least_mask: float = 0.0  # share of patches that its policy requires features to leave out
 
     def __post_init__(self) -> None:
         check_name(self.device, "device id")

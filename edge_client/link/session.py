@@ -6,7 +6,7 @@ import time
 from edge_client.link.device_link import DeviceLink
 from edge_client.link.resending import Resend
 from edge_client.storage.device_storage import DeviceStorage
-from fedvit.errors import BadPayload, DataError, PeerRefused
+from fedvit.errors import BadPayload, DataError, PeerRefused, StorageFailed
 from fedvit.transport.base import Disconnected
 from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
@@ -100,7 +100,12 @@ class Session:
         """Send a hello; `again`: the same one, whose wait goes on."""
         if not (again and self._hello):
             self._hello = Resend()
-        self.link.send(self._make_hello())
+        hello = self._make_hello()
+        try:
+            self._storage.ledger.note_hello(hello)
+        except StorageFailed as error:  # a device with a full disk stays online
+            log.warning("hello not in the ledger", extra={"reason": str(error)})
+        self.link.send(hello)
 
     def update_class_list(self) -> None:
         """Put the class names into a blob if they do not fit into a hello.
@@ -126,6 +131,8 @@ class Session:
             connection=link.transport.connection,
             class_list=link.class_list,
             empty_folders=data.empty[:MAX_EMPTY_FOLDERS],
+            denies=link.identity.denies,
+            least_mask=link.identity.least_mask,
         )
 
     def _store_class_list(self, classes: tuple[str, ...]) -> Manifest:

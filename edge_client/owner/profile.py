@@ -10,8 +10,8 @@ from typing import TypeVar
 from msgspec import Struct
 
 from edge_client.owner.speed import Measure, find_speed
-from edge_client.settings import OwnerPolicy
 from fedvit.errors import FedvitError
+from fedvit.policy import Policy
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, Speed
 from fedvit.transport.address import Address
@@ -63,7 +63,7 @@ class Installation(Struct, frozen=True, kw_only=True):
     client_id: str
     probe_topic: str
     threads: int
-    policy: OwnerPolicy
+    policy: Policy
 
 
 def measure_self(
@@ -123,7 +123,7 @@ def measure_self(
         busy_power_w=busy_w,
         power_source=sensors.power.source if sensors.power else None,
         budget=policy.budget,
-        temperature_limit_c=policy.temperature_limit_c,
+        temperature_limit_c=policy.train.temperature_limit,
         not_measured=why,
     )
 

@@ -1,11 +1,13 @@
 """The storage of one device as its agent uses it: vault, blobs, images, their checks and their limits."""
 
+import contextlib
 import logging
 from collections.abc import Collection
 
 from edge_client.storage.disk import DiskBudget
 from edge_client.storage.evaluation import blobs_of_model
-from edge_client.storage.integrity import Integrity
+from edge_client.storage.integrity import DamagedBlobs, Integrity
+from edge_client.storage.ledger import Ledger
 from edge_client.storage.repair import Repair, repair_all
 from edge_client.storage.retention import find_retired_runs
 from edge_client.storage.vault import Vault, finish_removals, remove_run
@@ -14,7 +16,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.data.growing import Growing
 from fedvit.errors import BadPayload, FedvitError
 from fedvit.program import Program, decode_program
-from fedvit.wire.messages import Task
+from fedvit.wire.messages import Result, Task
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class DeviceStorage:
         self.images = images
         self.integrity = integrity or Integrity(blobs, vault.files)
         self.disk = DiskBudget(vault, blobs, disk_budget_bytes)
+        self.ledger = Ledger(vault.folder.parent)
         self._programs: dict[str, Program] = {}
 
     @property
@@ -90,6 +93,15 @@ class DeviceStorage:
                 self.blobs.put(content)
                 new_bytes += len(content)
         return inline, new_bytes
+
+    def note_sent(self, result: Result) -> None:
+        """Write the ledger's line of a result, unless it has one: its process may have ended before. Raises
+        StorageFailed."""
+        if not self.ledger.has(result):
+            program = None
+            with contextlib.suppress(DamagedBlobs, BadPayload):  # the line names its digest then
+                program = self.program(result.program)
+            self.ledger.note_result(result, program)
 
     def end_run(self, run: str) -> bool:
         """Note in the vault that results of the run will not be acknowledged any more; False if that failed."""

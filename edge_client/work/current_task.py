@@ -16,7 +16,7 @@ from edge_client.storage.integrity import DamagedBlobs
 from edge_client.work.fetcher import BlobFetcher
 from edge_client.work.runtime import Stopped
 from edge_client.work.task_executor import TaskExecution, TaskExecutor, Worked
-from fedvit.errors import FedvitError, OverBudget
+from fedvit.errors import FedvitError, NotAllowed, OverBudget, StorageFailed
 from fedvit.wire.messages import Cancel, Declined, Extended, ResultAck, Task
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class CurrentTask:
         self._worker = worker
         self._readiness = readiness
         self._history = history
-        self._fetcher = BlobFetcher(session.link, storage, worker, self.fail)
+        self._fetcher = BlobFetcher(session.link, storage, worker, readiness.policy, self.fail)
         self._run_classes: Collection[str] | None = None  # other images are not used; None: no run has a task here
         self._run: str | None = None  # of the newest task
 
@@ -183,6 +183,12 @@ class CurrentTask:
     def fail(self, execution: TaskExecution, error: Exception) -> None:
         """Report to the coordinator why this task failed; the device stays for the next one."""
         if execution is not self.execution:
+            return
+        if isinstance(error, NotAllowed):
+            self.drop()
+            with contextlib.suppress(StorageFailed):  # the log has it
+                self._storage.ledger.note_refusal(execution.task, str(error))
+            self._decline(execution.task, NotNow(str(error)[:500], error.again_s), logging.WARNING)
             return
         log.error("task failed", extra={"reason": str(error)}, exc_info=not isinstance(error, FedvitError) and error)
         task = execution.task

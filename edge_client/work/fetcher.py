@@ -6,8 +6,10 @@ from edge_client.link.device_link import DeviceLink
 from edge_client.storage.delta_chains import delta_chains
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.integrity import DamagedBlobs
+from edge_client.trust.policy import check_policy
 from edge_client.work.task_executor import TaskExecution, TaskExecutor
 from fedvit.errors import BadPayload, FedvitError, StorageFailed
+from fedvit.policy import Policy
 from fedvit.program import MAX_PROGRAM_BYTES
 from fedvit.wire.messages import Manifest
 
@@ -25,11 +27,13 @@ class BlobFetcher:
         link: DeviceLink,
         storage: DeviceStorage,
         worker: TaskExecutor,
+        policy: Policy,
         fail: Callable[[TaskExecution, Exception], None],
     ) -> None:
         self._link = link
         self._storage = storage
         self._worker = worker
+        self._policy = policy
         self._fail = fail
 
     def fetch_missing(self, execution: TaskExecution) -> None:
@@ -101,6 +105,8 @@ class BlobFetcher:
             return
         try:
             program = self._storage.program(execution.task.program)
+            images = len(self._storage.data.train)
+            check_policy(self._policy, program, execution.task, ledger=self._storage.ledger, images=images)
             digests = [graph.digest for graph in program.graphs.values()]
             digests += [group.initial for group in program.groups.values() if group.initial]
             if missing := [digest for digest in digests if not self._storage.blobs.has(digest)]:

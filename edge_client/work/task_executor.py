@@ -13,7 +13,6 @@ import msgspec
 
 from edge_client.health.guard import Exceeded, Guard, Guarded
 from edge_client.link.device_link import DeviceLink
-from edge_client.settings import OwnerPolicy
 from edge_client.storage.delta_chains import DeltaChain, make_blob
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.evaluation import own_groups, start_values
@@ -23,6 +22,7 @@ from edge_client.work.runtime import GraphRunner, OutOfMemory, Seeds, Stopped, T
 from edge_client.work.uplink import encode_upload
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload
+from fedvit.policy import Policy
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, check_finite, delta, pack_in_pieces
@@ -87,7 +87,7 @@ class TaskExecutor:
         storage: DeviceStorage,
         runtime: GraphRunner,
         guard: Guard,
-        policy: OwnerPolicy,
+        policy: Policy,
         *,
         begin: Callable[[Callable[[], None], str], BackgroundWork] = start_thread,
     ) -> None:
@@ -97,7 +97,7 @@ class TaskExecutor:
         self.storage = storage
         self.guard = guard
         self._runtime = runtime
-        self._counts_classes = policy.counts_classes
+        self._counts_classes = policy.send.class_counts
         self._begin = begin
         self._work: BackgroundWork | None = None
         self._reported_bytes = (0, 0)  # (received, sent) that results have reported already
@@ -114,7 +114,8 @@ class TaskExecutor:
             try:
                 if execution.stop.is_set():
                     raise Stopped("FV1422", "the task was stopped before it began")
-                inbox.put(Worked(execution, self.run(execution, program), None))
+                result = self.storage.ledger.note_result(self.run(execution, program), program)
+                inbox.put(Worked(execution, result, None))
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
                 inbox.put(Worked(execution, None, error))
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from fedvit.wire.limits import BrokerLimits
 
@@ -72,6 +72,9 @@ class Transport(ABC):
     device joins all of them at once; 0: the coordinator has its own link. `announced_packet_bytes` is the size of the
     largest packet that the broker has announced to take, None if it has not.
     """
+
+    offers_refused: ClassVar[bool] = False
+    """True if a device that a coordinator refuses finally is offered to another one on this link."""
 
     def __init__(self, inbox: SimpleQueue[object]) -> None:
         self.inbox = inbox

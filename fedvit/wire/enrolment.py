@@ -13,9 +13,10 @@ import base64
 import binascii
 import hashlib
 import hmac
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload, ConfigError, PeerRefused
 from fedvit.wire.topics import check_name
@@ -26,6 +27,8 @@ MAX_ENROLMENT_BYTES = 8 * 1024
 SECRET_BYTES = 16
 MAC_BYTES = 32
 TOKEN_PREFIX = "fedvit1-"
+MAX_POLICY_CHARACTERS = 2000
+"""Size of a policy in a token, which people copy."""
 _CHECK_BYTES = 4
 
 FROM_DEVICE = b"fedvit enrolment: device to coordinator"
@@ -44,10 +47,12 @@ class Token(Struct, frozen=True, array_like=True):
     host: str  # of the broker, unless the device gets another one
     port: int  # for devices with a certificate
     enrolment_port: int  # for those without
+    policy: Annotated[str, Meta(max_length=MAX_POLICY_CHARACTERS)] = ""  # TOML, of the owner; empty: none
 
     def text(self) -> str:
         """Form that people copy: letters, digits, '-' and '_'."""
-        raw = msgspec.msgpack.encode(self)
+        fields = msgspec.structs.astuple(self)
+        raw = msgspec.msgpack.encode(fields if self.policy else fields[:-1])
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode().rstrip("=")
 
     @classmethod

@@ -39,6 +39,8 @@ MAX_LABELS = 16
 """Labels of one device."""
 MAX_EMPTY_FOLDERS = 16
 """Class folders without images that a hello names."""
+MAX_DENIALS = 16
+"""Keys of a policy that a hello names."""
 MAX_CLASS_LIST_BYTES = 1 << 20
 """Size of the blob with a device's classes, if they do not fit into its hello."""
 MAX_CHUNK_BYTES = 1 << 20
@@ -164,6 +166,9 @@ class Hello(Message, frozen=True, tag="hello"):
     class_list: Manifest | None = None  # if `classes` do not fit: they are empty, and this blob is fetched instead
     # the first of its class folders without images, which are no classes: for the operator
     empty_folders: Annotated[tuple[ClassName, ...], Meta(max_length=MAX_EMPTY_FOLDERS)] = ()
+    # keys of what its owner's policy does not allow, as fedvit.policy names them, and the least mask of features
+    denies: Annotated[tuple[Name, ...], Meta(max_length=MAX_DENIALS)] = ()
+    least_mask: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
 
 
 class Progress(Message, frozen=True, tag="progress"):

@@ -42,7 +42,9 @@ WITH_JSON = {
         "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
         "profile", "quarantine", "report", "rm", "runs", "show", "status", "submit", "unpause",
     )),
-    *(f"edge-client {name}" for name in ("doctor", "explain", "export", "gc", "predict", "profile", "rm", "status")),
+    *(f"edge-client {name}" for name in (
+        "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
+    )),
     *(f"fleet {name}" for name in ("demo", "experiment", "explain", "partition", "run")),
 }  # fmt: skip
 """Commands that list or show something."""
@@ -223,6 +225,7 @@ def _picture(file: Path, gray: int) -> None:
         "coordinator label pi-1 site=berlin --runs runs",
         "coordinator cancel half --runs runs",
         "edge-client gc --state state",
+        "edge-client ledger --state state",
         "fleet partition --dataset pictures --devices 2 --partition iid --out parts",
         "fleet experiment tiny.toml --dry-run",
     ],

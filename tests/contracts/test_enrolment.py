@@ -5,6 +5,7 @@ import contextlib
 import typing
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ from tests.support.codes import has_code
 GOLDEN = Path(__file__).parent / "golden" / f"enrolment-v{ENROLMENT_VERSION}"
 SECRET = bytes(range(16))
 TOKEN = Token("0123456789abcdef", SECRET, "pi-1", "home", bytes(range(32)), "pi-server.local", 8883, 8884)
+WITH_POLICY = msgspec.structs.replace(TOKEN, policy='[send]\nfeatures = "none"\n')
 EXAMPLES: dict[str, AnyEnrolment] = {
     "join": JoinRequest(bytes(16), "pi-1", b"request"),
     "granted": JoinGranted(bytes(16), "pi-1", b"certificate", b"authority"),
@@ -60,7 +62,7 @@ def test_every_message_has_an_example() -> None:
     defined = {kind for kind in vars(enrolment).values() if isinstance(kind, type) and issubclass(kind, Enrolment)}
     assert set(typing.get_args(AnyEnrolment)) == defined - {Enrolment}
     assert {type(message) for message in EXAMPLES.values()} == defined - {Enrolment}
-    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*EXAMPLES, "token", "login"}
+    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*EXAMPLES, "token", "token-2", "login"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -72,9 +74,10 @@ def test_golden_bytes_are_kept(name: str) -> None:
 
 def test_the_token_and_its_login_are_kept() -> None:
     """A token outlives an update of the coordinator; mosquitto keeps the login."""
-    golden = (GOLDEN / "token.bin").read_text()
-    assert Token.parse(golden) == TOKEN
-    assert TOKEN.text() == golden
+    for name, token in (("token", TOKEN), ("token-2", WITH_POLICY)):
+        golden = (GOLDEN / f"{name}.bin").read_text()
+        assert Token.parse(golden) == token
+        assert token.text() == golden
     assert TOKEN.login == login_of(SECRET) == (GOLDEN / "login.bin").read_text()
     assert SECRET.hex() not in TOKEN.login
 
@@ -136,7 +139,7 @@ def test_no_text_is_taken_for_a_token(text: str) -> None:
 def write_missing_golden_files() -> None:
     GOLDEN.mkdir(parents=True, exist_ok=True)
     files = {name: write(name) for name in EXAMPLES}
-    files |= {"token": TOKEN.text().encode(), "login": TOKEN.login.encode()}
+    files |= {"token": TOKEN.text().encode(), "token-2": WITH_POLICY.text().encode(), "login": TOKEN.login.encode()}
     for name, raw in files.items():
         path = GOLDEN / f"{name}.bin"
         if not path.exists():

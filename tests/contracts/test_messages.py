@@ -119,6 +119,7 @@ EXAMPLES: dict[str, AnyMessage] = {
     "hello-5": replace(HELLO, classes=(), connection=1, class_list=MANIFEST),
     "hello-6": replace(HELLO, empty_folders=("horse",)),
     "hello-7": replace(HELLO, profile=replace(PI, speed=LOADED)),
+    "hello-8": replace(HELLO, denies=("updates", "class_counts"), least_mask=0.5),
     "progress": PROGRESS,
     "progress-2": replace(PROGRESS, task=TASK_ID),
     "result": replace(RESULT, use=USE),

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fedvit.methods
 from coordinator.compute.checkpoint import load_state
 from coordinator.compute.engine import Engine
+from coordinator.compute.planning.catalogue import catalogue
 from coordinator.config import make_config
 from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
@@ -39,6 +40,7 @@ from fedvit.methods.optimizers import AdamW
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
+from fedvit.policy import find_needs
 from fedvit.program import Gather, Program, Role, Train, decode_program
 from fedvit.tensors import Tensors, check_tensors, unpack
 from fedvit.transport.address import Address
@@ -473,6 +475,14 @@ def test_counts_by_class_leave_a_device_where_the_program_asks_for_them(case: Ca
             assert bool(result.by_class) == asked
 
 
+@each_case
+def test_needs_of_the_catalogue_are_those_of_the_programs(case: Case, recorded: Record) -> None:
+    run = recorded(case)
+    [entry] = catalogue([case.name], SMALL, 10, options={}, model_options={})
+    found = [find_needs(run.program(task)) for _, task in run.tasks if task.kind == "train"]
+    assert {(needs.updates, needs.features) for needs in found} == {(entry.needs.updates, entry.needs.features)}
+
+
 @pytest.mark.parametrize("case", [*CASES, *DROPPING[:2]], ids=repr)
 def test_torch_engine_makes_the_same_run(
     case: Case, recorded: Record, device_folders: list[Path], graph_cache: Path, tmp_path: Path
@@ -637,7 +647,7 @@ class Fleet:
     def _device(self, part: Path, log: Path) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-c", "from edge_client.cli import main; main()", "--data", str(part), "--id"]
         command += [part.name, "--broker", str(self._broker.address), "--threads", "1"]
-        command += ["--state", str(self.folder / "state" / part.name)]
+        command += ["--state", str(self.folder / "state" / part.name), "--features", "any", "--class-counts"]
         with open(log, "ab") as output:
             return subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 

@@ -16,16 +16,17 @@ from PIL import Image
 
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import open_record
-from coordinator.record.tables import DeviceLog, RefusalRecord, SavedState
+from coordinator.record.tables import Announced, DeviceLog, RefusalRecord, SavedState
 from coordinator.rounds.service.status import MemberStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
 from edge_client.health import status as device_status
+from edge_client.storage.ledger import Ledger
 from edge_client.storage.state import status_file
 from fedvit import command_line
 from fedvit.resources import ResourceUse
-from fedvit.wire.messages import ClassCount, Result
+from fedvit.wire.messages import ClassCount, Result, Task
 from tests.support.command_lines import PROGRAMS
 
 ATTACK = "x\x1b[2J\x1b]0;owned\x07\x1b]8;;file:a\x1b\\\x9b31m\x85\x7f\r\u061c\u200e\u202e\u2066\u2028\u2029[red]"
@@ -80,6 +81,7 @@ LINES: dict[str, list[list[str]]] = {
     "edge-client gc": [["--data", "images", "--state", "{attack}"]],
     "edge-client join": [["fedvit1-", "{attack}"]],
     "edge-client label": [["--data", "nothing{attack}", "--state", "state"]],
+    "edge-client ledger": [["--state", "state"], ["--state", "state", "--json"]],
     "edge-client predict": [["images", "--bundle", "{attack}"]],
     "edge-client profile": [["{attack}"]],
     "edge-client rm": [["run", "--data", "images", "--state", "{attack}"]],
@@ -127,7 +129,7 @@ def _record(folder: Path) -> None:
         answer = Result(name, 1, "evaluate", 4, {"correct": 2.0}, use, by_class=counts)
         store.tasks.add_results([(ATTACK, answer, None)])
         store.rounds.close_evaluation(name, 1)
-        store.devices.set_software(name, {ATTACK: ATTACK})
+        store.devices.set_announced(name, {ATTACK: Announced(ATTACK, (ATTACK,))})
         store.devices.add_refusal(name, RefusalRecord(1, ATTACK, "train", ATTACK))
         store.devices.add_strike(name, 1, ATTACK, ATTACK)
         store.devices.add_quarantine(name, ATTACK, 1, None, ATTACK)
@@ -193,6 +195,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         doing=doing, rss_bytes=1, peak_rss_bytes=1, memory_budget_bytes=1,
     )  # fmt: skip
     (tmp_path / "state").mkdir()
+    Ledger(tmp_path / "state").note_refusal(Task("i", 1, ATTACK, 1, "train", 0, "d", {}, (), 1.0), ATTACK)
     status_file(tmp_path / "state").write_bytes(msgspec.json.encode(shown))
     return tmp_path
 

@@ -116,7 +116,9 @@ def test_two_regions_give_the_mean_of_one_coordinator_though_one_is_killed(
     tensors are those of a run of all three devices, but for the rounding of float32."""
     north, south = world.stages["north"], world.stages["south"]
     regions = {"north": world.region("north", "--devices", "2"), "south": world.region("south")}
-    devices = {name: north.device(name) for name in NORTH} | {name: south.device(name) for name in SOUTH}
+    devices = {name: north.device(name, "--class-counts") for name in NORTH} | {
+        name: south.device(name, "--class-counts") for name in SOUTH
+    }
     wait_for(lambda: all(f"{name} joined" in north.log("coordinator") for name in NORTH), "the devices of the north")
     devices["device-0"].send_signal(signal.SIGSTOP)
     centre = world.centre()
@@ -164,8 +166,8 @@ def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, singl
         "south": world.region("south", "--devices", "2"),
         "centre": world.centre(devices=1),
     }
-    devices = {name: ("north", north.device(name)) for name in NORTH}
-    devices |= {name: ("south", south.device(name)) for name in SOUTH}
+    devices = {name: ("north", north.device(name, "--class-counts")) for name in NORTH}
+    devices |= {name: ("south", south.device(name, "--class-counts")) for name in SOUTH}
     world.finish(coordinators, devices)
     images = {name: counts(stage, "train", "samples") for name, stage in world.stages.items()}
     assert images["north"].keys() == set(NORTH)

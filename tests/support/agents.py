@@ -13,7 +13,6 @@ from edge_client.agent import Agent
 from edge_client.health.guard import Guard
 from edge_client.health.status import StatusFile
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
-from edge_client.settings import OwnerPolicy
 from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.vault import Vault
 from edge_client.work.runtime import Runtime, Seeds, Watch
@@ -21,6 +20,7 @@ from edge_client.work.task_executor import TaskExecutor
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.growing import GrowingFolder
+from fedvit.policy import Policy
 from fedvit.program import Program, Role, TensorGroup, encode_program
 from fedvit.resources import DeviceProfile
 from fedvit.tensors import Tensors, delta, pack, unpack
@@ -66,11 +66,11 @@ def make_agent(
     *,
     federation: str = "home",
     guard: Guard | None = None,
-    policy: OwnerPolicy | None = None,
+    policy: Policy | None = None,
     recent_log: Callable[[], str] = lambda: "",
 ) -> Agent:
     """Connect the parts of a real agent, whose state is in `home`."""
-    policy = policy or OwnerPolicy()
+    policy = policy or Policy()
     identity = DeviceIdentity(device=name, federation=federation, software="9.9", profile=PROFILE)
     storage = DeviceStorage(Vault(home / "vault"), BlobStore(home / "blobs"), images)
     link = DeviceLink(identity, transport, storage, recent_log=recent_log)
@@ -90,7 +90,7 @@ class Device:
         *,
         once: bool = False,
         guard: Guard | None = None,
-        policy: OwnerPolicy | None = None,
+        policy: Policy | None = None,
         growing: bool = False,
         recent_log: Callable[[], str] = lambda: "",
     ) -> None:

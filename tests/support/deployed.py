@@ -60,7 +60,7 @@ class DeployedStage:
         identity = folder / HONEST / "identity"
         join(make_token(self.deployment, HONEST, 3600.0), identity, patience_s=WAIT_S)
         data = make_noise_folder(folder / "data", images=16, size=8)
-        flags = ["--data", str(data), "--state", str(folder / HONEST), "--threads", "1"]
+        flags = ["--data", str(data), "--state", str(folder / HONEST), "--threads", "1", "--features", "any"]
         fleet.start(HONEST, [*program("edge_client.cli"), *flags], log=folder / f"{HONEST}.log")
         keys = folder / "keys"
         self.parties = Parties(

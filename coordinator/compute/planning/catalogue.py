@@ -35,7 +35,8 @@ from fedvit.methods.hyperparameters import Hyperparameters
 from fedvit.methods.novel import phases_of
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
-from fedvit.program import Role
+from fedvit.policy import Needs
+from fedvit.program import Role, count_kept_patches
 
 _ON_DEVICE = {
     Role.SHARED: "trains and returns {}",
@@ -117,6 +118,11 @@ def _entry(name: str, method: Method, vit: PatchViT) -> MethodEntry:
         bytes_down=size(*(role for role in Role if role.from_server_each_round)),
         bytes_up=size(*(role for role in Role if role.is_sent_back)),
         bytes_up_per_image=sum(4 * math.prod(each.shape) + 8 for each in collected),
+        needs=Needs(
+            updates=bool(list_tensors(*(role for role in Role if role.is_sent_back))),
+            features=bool(collected),
+            mask=1 - count_kept_patches(vit.patches, method.mask) / vit.patches if collected else 1.0,
+        ),
         groups=[
             GroupEntry(
                 group=group, role=role, tensors=len(names), parameters=sum(tensors[tensor].numel() for tensor in names)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import fedvit
+from fedvit.policy import Needs
 from fedvit.roles import Role
 
 STORED = Path(__file__).with_name("methods.json")
@@ -52,6 +53,7 @@ class MethodEntry(Struct, frozen=True, kw_only=True):
     bytes_down: int  # per round and device, at most: a group that did not change is not sent again
     bytes_up: int  # per round and device, the changes of what it returns
     bytes_up_per_image: int  # for each image that a phase also uploads something of, label included
+    needs: Needs  # of the policies of devices
     groups: list[GroupEntry]
     options: list[OptionEntry]
     doc: str
@@ -66,6 +68,11 @@ def read_stored_entries() -> list[MethodEntry] | None:
     """Return the stored entries; None if methods or models were changed since they were computed."""
     stored = msgspec.json.decode(STORED.read_bytes(), type=StoredEntries)
     return stored.entries if stored.sources == digest_of_sources() else None
+
+
+def find_stored_needs(method: str) -> Needs | None:
+    """Return what a method of fedvit needs of devices with its default options; None for another method."""
+    return next((entry.needs for entry in read_stored_entries() or () if entry.name == method), None)
 
 
 def digest_of_sources() -> str:
@@ -116,6 +123,7 @@ def page(entry: MethodEntry, model: str, classes: int) -> Lines:
         ("bytes down", f"{entry.bytes_down:,} a round, {entry.bytes_once:,} once"),
         ("bytes up", f"{entry.bytes_up:,} a round"),
         *([("", f"and {entry.bytes_up_per_image:,} per chosen image")] if entry.bytes_up_per_image else []),
+        ("needs", f"devices that allow: {entry.needs}"),
     ):
         facts.add_row(Text(name, style="dim"), Text(value))
     groups = _grid("group", "role", "tensors", "parameters")

@@ -10,7 +10,7 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -50,6 +50,8 @@ class RunTransport(RunLink):
 
     A final refusal of this run is not sent to the device: another run may accept it.
     """
+
+    offers_refused: ClassVar[bool] = True
 
     def __init__(self, router: "Router", run: str, devices_where: str) -> None:
         super().__init__(SimpleQueue())

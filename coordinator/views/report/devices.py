@@ -21,6 +21,8 @@ _COLUMNS = (
     Column("test_images", "test images", lambda device: device.totals.test_samples),
     Column("rounds", "rounds", lambda device: device.count_rounds("accepted")),
     Column("missing", "missing", _count_missing),
+    Column("received", "received", lambda device: device.received),
+    Column("declined", "declined", lambda device: device.declined or None),
     Column("accuracy", "accuracy", lambda device: device.totals.accuracy),
     Column("bytes_down", "down", lambda device: device.totals.bytes_down),
     Column("bytes_up", "up", lambda device: device.totals.bytes_up),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from coordinator.compute.planning.method_entry import find_stored_needs
 from coordinator.record.record import Record
 from coordinator.record.tables import DeviceTotals, RefusalRecord
 from coordinator.run_view import DeviceView, RunView, natural_order, read_run, view_device
@@ -47,6 +48,13 @@ class DeviceReport(Struct, frozen=True, kw_only=True):
 
     totals: DeviceView
     rounds: list[DeviceRound]
+    declined: int = 0  # tasks
+    sent: str = "updates"  # what its results of training are
+
+    @property
+    def received(self) -> str:
+        """Kinds of results that arrived from it, and how many of each."""
+        return f"{self.totals.rounds} {self.sent}, {self.totals.evaluations} evaluations"
 
     @property
     def device(self) -> str:
@@ -152,8 +160,16 @@ def read_report(store: Record, run: str) -> RunReport:
     record, view = store.runs.read(run), read_run(store, run)
     by_device = _read_rounds(store, view)
     totals = {device.device: device for device in view.devices}
+    declined = Counter(entry.device for entry in view.refusals if entry.kind == "declined")
+    needs = find_stored_needs(view.method)
+    sent = "updates" if needs is None or needs.updates else "feature uploads" if needs.features else "losses"
     devices = [
-        DeviceReport(totals=totals.get(name) or view_device(name, DeviceTotals()), rounds=by_device.get(name, []))
+        DeviceReport(
+            totals=totals.get(name) or view_device(name, DeviceTotals()),
+            rounds=by_device.get(name, []),
+            declined=declined[name],
+            sent=sent,
+        )
         for name in sorted(by_device.keys() | totals.keys(), key=natural_order)
     ]
     return RunReport(
@@ -205,6 +221,8 @@ def _device_document(device: DeviceReport) -> dict[str, Any]:
         "rounds": device.rounds,
         "bytes_down": totals.bytes_down,
         "bytes_up": totals.bytes_up,
+        "received": device.received,
+        "declined": device.declined,
         "peak_rss_bytes": totals.peak_rss_bytes,
     }
 

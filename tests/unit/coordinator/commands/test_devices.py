@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from coordinator.commands.devices import devices
 from coordinator.record.record import open_record
-from coordinator.record.tables import SavedState
+from coordinator.record.tables import Announced, SavedState
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
 from coordinator.views.dashboard.fleet_page import read_details, rows
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     for name, use in (("a", ResourceUse(battery_percent=81, charging=True)), ("b", ResourceUse())):
         add_result(store, name, Result("r", 1, "train", 5, {"loss": 1.0}, use))
     store.rounds.close("r", 1, SavedState({}, None, {}), {})
-    store.devices.set_software("r", {"a": "0.9.1"})
+    store.devices.set_announced("r", {"a": Announced("0.9.1", ("features", "class_counts"))})
     store.close()
     return tmp_path
 
@@ -47,6 +47,8 @@ def test_devices_have_version_and_battery(folder: Path) -> None:
     assert "version" in table[0]
     assert [word for word in ("0.9.1", "81 %, charging") if word in table[2]] == ["0.9.1", "81 %, charging"]
     assert "%" not in table[3]
+    assert [line for line in table if "does not allow" in line] == ["a does not allow features"]
+    assert [entry["denies"] for entry in shown] == [["features", "class_counts"], []]
 
 
 def test_fleet_page_has_the_battery(folder: Path) -> None:

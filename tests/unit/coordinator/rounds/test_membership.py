@@ -7,6 +7,7 @@ import pytest
 from coordinator.rounds import membership
 from coordinator.rounds.membership import Arrival
 from coordinator.rounds.open_round import Missing
+from fedvit.policy import Needs
 from fedvit.wire.messages import DeviceState, Manifest, Refused, Welcome
 from tests.support.devices import hello
 from tests.support.parts import Parts
@@ -152,3 +153,36 @@ def test_membership_fetches_a_bounded_number_of_class_lists(parts: Parts, monkey
     [refused] = parts.got("pi", Refused)
     assert refused.final
     assert refused.reason == "it has sent 2 different lists of classes already"
+
+
+def test_membership_does_not_ask_a_device_whose_policy_forbids_what_the_run_needs(
+    make_parts: Callable[..., Parts],
+) -> None:
+    """It says so at once, once for each device, keeps it in the record, and admits the device when it allows it."""
+    parts = make_parts(method="eftvit")
+    assert parts.state.needs == Needs(updates=False, features=True, mask=0.75)
+    strict = hello("i1", denies=("features", "class_counts", "\N{ESCAPE}[2J"))
+    for _ in range(2):
+        parts.membership.on_hello("pi", strict)
+    assert parts.membership.take_arrivals() == []
+    [welcome, _] = parts.got("pi", Welcome)
+    assert welcome.waiting_for == "run r: the device's policy does not allow features"
+    [line] = [line for line in parts.lines if "does not allow" in line]
+    assert line.endswith("pi does not allow features, which eftvit needs; no device that is here allows it")
+    assert parts.state.store.devices.read("r", "pi").denies == ("features", "class_counts")
+    parts.membership.on_hello("pi", hello("i2", denies=("class_counts",)))
+    assert [arrival.device for arrival in parts.membership.take_arrivals()] == ["pi"]
+    parts.membership.use_needs(Needs(updates=True, features=False, mask=1.0))
+    assert parts.state.presence.online() == ["pi"]
+    parts.membership.use_needs(Needs(updates=False, features=True, mask=0.75))
+    assert parts.state.presence.online() == ["pi"]
+    parts.membership.on_hello("pi", strict)
+    assert parts.state.presence.online() == []
+
+
+def test_membership_of_a_service_leaves_such_a_device_to_other_runs(make_parts: Callable[..., Parts]) -> None:
+    parts = make_parts(method="eftvit")
+    parts.state.offers_refused = True
+    parts.membership.on_hello("pi", hello("i1", denies=("features",)))
+    [refused] = parts.got("pi", Refused)
+    assert refused.final

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from edge_client.health.doctor_context import DoctorContext
@@ -18,8 +19,7 @@ from edge_client.health.machine_checks import (
     check_kernels,
     check_memory,
 )
-from edge_client.settings import OwnerPolicy
-from fedvit.resources import Budget
+from fedvit.policy import Policy, TrainPolicy
 from fedvit.transport.address import Address
 from tests.support.boards import pi_5, write_tree
 from tests.support.doctors import levels
@@ -96,7 +96,7 @@ def test_kernels_that_load_or_do_not(
 def test_memory(context: DoctorContext, available_kb: int, budget_bytes: int | None, level: str) -> None:
     text = f"MemTotal: 3884396 kB\nMemAvailable: {available_kb} kB\n"
     write_tree(context.root, {"proc/meminfo": text})
-    [found] = check_memory(replace(context, policy=OwnerPolicy(budget=Budget(memory_bytes=budget_bytes))))
+    [found] = check_memory(replace(context, policy=Policy(train=TrainPolicy(memory=budget_bytes))))
     assert found.level == level
     assert "of 3.98 GB are available" in found.what
     assert (found.hint is None) == (level == "ok")
@@ -141,7 +141,7 @@ def test_a_cool_board(context: DoctorContext) -> None:
 )
 def test_temperature(context: DoctorContext, millidegrees: int, limit_c: float | None, level: str) -> None:
     write_tree(context.root, {"sys/class/thermal/thermal_zone0/temp": f"{millidegrees}\n"})
-    found, _ = check_heat(replace(context, policy=OwnerPolicy(temperature_limit_c=limit_c)))
+    found, _ = check_heat(replace(context, policy=Policy(train=TrainPolicy(temperature_limit=limit_c))))
     assert found.level == level
     assert (found.hint is None) == (level == "ok")
 
@@ -163,31 +163,31 @@ def test_throttling(context: DoctorContext, tmp_path: Path, word: str, what: str
 def test_a_limit_without_a_sensor(context: DoctorContext, tmp_path: Path) -> None:
     blind = replace(context, root=tmp_path / "nothing")
     assert levels([*check_heat(blind)]) == [("temperature", "ok"), ("throttling", "ok")]
-    assert next(check_heat(replace(blind, policy=OwnerPolicy(temperature_limit_c=80.0)))).level == "warning"
+    assert next(check_heat(replace(blind, policy=Policy(train=TrainPolicy(temperature_limit=80.0))))).level == "warning"
 
 
-WARY = OwnerPolicy(start_limit_c=65.0, min_battery_percent=30)
+WARY = TrainPolicy(max_temperature=65.0, min_battery=30)
 
 
 def test_readiness_options_without_a_sensor(context: DoctorContext, tmp_path: Path) -> None:
-    blind = replace(context, root=tmp_path / "nothing", policy=WARY)
+    blind = replace(context, root=tmp_path / "nothing", policy=Policy(train=WARY))
     temperature = next(check_heat(blind))
     assert (temperature.level, temperature.what) == ("warning", "not measured")
     assert temperature.hint == "--max-temperature cannot work without a sensor"
-    both = next(check_heat(replace(blind, policy=replace(WARY, temperature_limit_c=80.0))))
+    both = next(check_heat(replace(blind, policy=Policy(train=msgspec.structs.replace(WARY, temperature_limit=80.0)))))
     assert both.hint == "--temperature-limit and --max-temperature cannot work without a sensor"
     [charge] = check_battery(blind)
     assert (charge.level, charge.what) == ("warning", "none was found")
     assert "--min-battery" in str(charge.hint)
-    [charge] = check_battery(replace(blind, policy=OwnerPolicy()))
+    [charge] = check_battery(replace(blind, policy=Policy()))
     assert charge.level == "ok"
 
 
 def test_a_board_that_is_too_hot_to_begin(context: DoctorContext) -> None:
     """55 C; it would go on with what it has begun."""
-    found, _ = check_heat(replace(context, policy=OwnerPolicy(start_limit_c=50.0)))
+    found, _ = check_heat(replace(context, policy=Policy(train=TrainPolicy(max_temperature=50.0))))
     assert (found.level, found.what) == ("warning", "55.0 C, tasks are declined above 50 C")
-    found, _ = check_heat(replace(context, policy=OwnerPolicy(start_limit_c=60.0)))
+    found, _ = check_heat(replace(context, policy=Policy(train=TrainPolicy(max_temperature=60.0))))
     assert found.level == "ok"
 
 
@@ -200,7 +200,7 @@ def test_a_battery(context: DoctorContext, status: str, least: int | None, level
     write_tree(
         context.root, {f"{supply}/type": "Battery\n", f"{supply}/capacity": "21\n", f"{supply}/status": f"{status}\n"}
     )
-    [found] = check_battery(replace(context, policy=OwnerPolicy(min_battery_percent=least)))
+    [found] = check_battery(replace(context, policy=Policy(train=TrainPolicy(min_battery=least))))
     assert found.level == level
     assert found.what.startswith("21 %, ")
     assert ("tasks are declined below 30 %" in found.what) == (level == "warning")

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from edge_client.link import resending
-from edge_client.settings import OwnerPolicy
 from edge_client.work import task_executor as task_executor_module
+from fedvit.policy import Policy, TrainPolicy
 from fedvit.tensors import pack
 from fedvit.wire.messages import (
     Cancel,
@@ -51,7 +51,7 @@ def test_failures_and_refusals_are_repeated_until_they_are_answered(
     answer: Callable[[Failed | Declined], FromCoordinator],
 ) -> None:
     busy, server = tmp_path / "busy", world.server
-    world.device(policy=OwnerPolicy(busy_file=busy))
+    world.device(policy=Policy(train=TrainPolicy(busy_file=busy)))
     if kind is Declined:
         busy.touch()
     world.give(fedavg, groups={}, task="what nobody can do")
@@ -162,7 +162,7 @@ def test_what_a_device_says_of_a_task_names_the_task(world: World, fedavg: Setti
     assert (result.task, result.program) == (task.task, task.program)
     first.stop()
     busy = tmp_path / "busy"
-    world.device(policy=OwnerPolicy(busy_file=busy))
+    world.device(policy=Policy(train=TrainPolicy(busy_file=busy)))
     assert server.expect(Result) == result
     busy.touch()
     server.tell(world.task(fedavg, round=2, task="another"))

@@ -8,15 +8,15 @@ import pytest
 
 from coordinator.security.broker import Broker, start_broker
 from edge_client.owner.profile import Installation, SelfReport, measure_self, table
-from edge_client.settings import OwnerPolicy
 from fedvit.errors import OverBudget
-from fedvit.resources import Budget, ProductRate, Speed
+from fedvit.policy import Policy, TrainPolicy
+from fedvit.resources import ProductRate, Speed
 from fedvit.transport.address import Address
 from tests.support.boards import orin_nano, pi_4, write_tree
 from tests.support.speeds import some_speed
 
 NOBODY = Address.parse("127.0.0.1:1")
-BUDGET = Budget(memory_bytes=512_000_000, round_deadline_s=600.0)
+POLICY = Policy(train=TrainPolicy(memory=512_000_000, round_deadline=600.0, temperature_limit=85.0))
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def dead(threads: int) -> Speed:
     raise OverBudget("FV0008", "the process was ended by SIGILL")
 
 
-def place(address: Address, state: Path | None, policy: OwnerPolicy | None = None, threads: int = 1) -> Installation:
+def place(address: Address, state: Path | None, policy: Policy | None = None, threads: int = 1) -> Installation:
     return Installation(
         state=state,
         address=address,
         client_id="pi-1",
         probe_topic="fl1/home/d/pi/up/probe",
         threads=threads,
-        policy=policy or OwnerPolicy(),
+        policy=policy or Policy(),
     )
 
 
@@ -65,7 +65,7 @@ def test_products_of_all_kinds_are_shown(tmp_path: Path, broker: Broker) -> None
 def test_a_board_with_all_its_sensors(tmp_path: Path, broker: Broker) -> None:
     said: list[str] = []
     report = measure_self(
-        place(broker.address, tmp_path / "state", OwnerPolicy(budget=BUDGET, temperature_limit_c=85.0), threads=4),
+        place(broker.address, tmp_path / "state", POLICY, threads=4),
         fast,
         said.append,
         root=orin_nano(tmp_path / "root"),
@@ -118,7 +118,7 @@ def test_what_happened_since_the_start_is_shown(tmp_path: Path) -> None:
 
 def test_machines_read_the_same(tmp_path: Path) -> None:
     """JSON with None as null, and back."""
-    report = measure_self(place(NOBODY, None, OwnerPolicy(budget=BUDGET)), fast, lambda _: None, root=pi_4(tmp_path))
+    report = measure_self(place(NOBODY, None, POLICY), fast, lambda _: None, root=pi_4(tmp_path))
     raw = msgspec.json.encode(report)
     assert msgspec.json.decode(raw, type=SelfReport) == report
     assert msgspec.json.decode(raw)["idle_power_w"] is None

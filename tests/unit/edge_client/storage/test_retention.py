@@ -13,13 +13,13 @@ from click.testing import Result as Done
 
 import edge_client.owner.trained
 from edge_client.cli import cli
-from edge_client.settings import OwnerPolicy
 from edge_client.storage.state import lock_state
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError
 from fedvit.files import WRITING, folder_bytes
+from fedvit.policy import Policy, TrainPolicy
 from fedvit.program import Role, encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
@@ -166,7 +166,7 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     vault.settle("resumable", 1)
     keep_run(vault, "waiting", upload=BlobStore(world.state / "blobs").put(b"upload"))
     over(vault, "second")
-    device = world.device(once=True, policy=OwnerPolicy(keep_runs=2))
+    device = world.device(once=True, policy=Policy(train=TrainPolicy(keep_runs=2)))
     assert world.server.expect(Result).run == "waiting"
     world.server.acknowledge(world.result(fedavg))
     finish(world, device)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edge_client.settings import OwnerPolicy
+from fedvit.policy import Policy, TrainPolicy
 from fedvit.wire.messages import Cancel, Declined, Extended, Failed, Progress, Result, RunEnded
 from tests.support.agents import Setting, World, with_epochs
 
@@ -75,7 +75,7 @@ def test_a_device_that_is_not_ready_declines_and_works_when_it_is(
     world: World, fedavg: Setting, tmp_path: Path
 ) -> None:
     busy = tmp_path / "busy"
-    device = world.device(policy=OwnerPolicy(busy_file=busy))
+    device = world.device(policy=Policy(train=TrainPolicy(busy_file=busy)))
     busy.touch()
     world.give(fedavg)
     declined = world.server.expect(Declined)

@@ -10,10 +10,10 @@ import pytest
 
 from edge_client.health.guard import Guard
 from edge_client.link import resending
-from edge_client.settings import OwnerPolicy
 from edge_client.work.runtime import Seeds
 from fedvit.blobs import digest_of
 from fedvit.data.folder import DeviceData
+from fedvit.policy import Policy, SendPolicy
 from fedvit.program import Program, Role, TensorGroup
 from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Array, Tensors, delta
@@ -53,7 +53,7 @@ def test_training_sends_the_delta_of_what_is_shared(world: World, fedavg: Settin
 
 
 def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: Setting, digits: Path) -> None:
-    device = world.device()
+    device = world.device(policy=Policy(send=SendPolicy(class_counts=True)))
     result = world.result(fedavg, kind="evaluate")
     evaluated = fedavg.runtime().evaluate(
         fedavg.program, fedavg.start(), DeviceData.open(digits), Seeds(5, 1, "pi"), SILENT
@@ -72,7 +72,7 @@ def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: S
 @pytest.mark.parametrize("owner_counts", [True, False])
 def test_evaluation_has_no_counts_by_class_without_consent(world: World, fedavg: Setting, owner_counts: bool) -> None:
     """The owner refuses, or the program does: EFTViT promises that the class distribution stays on the device."""
-    world.device(policy=OwnerPolicy(counts_classes=owner_counts))
+    world.device(policy=Policy(send=SendPolicy(class_counts=owner_counts)))
     evaluate = msgspec.structs.replace(fedavg.program.evaluate, counts_classes=not owner_counts)
     program = msgspec.structs.replace(fedavg.program, evaluate=evaluate)
     result = world.result(fedavg, kind="evaluate", program=program)

@@ -37,6 +37,13 @@ def everything() -> list[MethodEntry]:
     return entries()
 
 
+def test_page_says_what_each_method_needs_of_a_policy(everything: list[MethodEntry]) -> None:
+    rows = [line.split("|") for line in Path("docs/methods.md").read_text().splitlines() if line.startswith("| ")]
+    table = [(re.findall(r"`(\w+)`", row[2]), row[3].strip()) for row in rows if len(row) == 5]
+    needs = {name: needed for names, needed in table for name in names if name in METHODS}
+    assert needs == {entry.name: str(entry.needs).partition(" masked")[0] for entry in everything}
+
+
 # --- figures ------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,9 @@
-"""What the owner of a device allows, as it is written on the command line."""
+"""Hours of a policy, as owners write them."""
 
 import pytest
 
-from edge_client.settings import Hours
 from fedvit.errors import ConfigError
+from fedvit.policy import Hours
 from tests.support.codes import has_code
 
 

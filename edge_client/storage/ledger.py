@@ -1,0 +1,268 @@
+"""The ledger of a device: a line for each thing that left it, and for each task that it refused.
+
+`ledger.jsonl` is only appended to; when it is full it becomes `ledger.1.jsonl`, in place of the former one. A line is
+on the disk before its result is sent. A result has one line, also after kill -9: its key names the result.
+"""
+
+import contextlib
+import errno
+import math
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from fedvit.files import make_folder, storage_failed, sync_folder
+from fedvit.policy import find_needs
+from fedvit.program import Program
+from fedvit.quantities import format_bytes, format_count
+from fedvit.wire.messages import Hello, Result, Task, encode
+
+LEDGER_FILE, OLD_FILE = "ledger.jsonl", "ledger.1.jsonl"
+MAX_FILE_BYTES = 4_000_000
+KEYS_KEPT = 1000
+"""Newest results whose sending again is recognised."""
+REFUSALS_A_DAY = 1000
+"""Lines of refused tasks in 24 hours: more would let a coordinator fill the ledger."""
+MOST_A_DAY = 100_000
+"""Results of 24 hours whose bytes are summed: one a second."""
+MAX_TEXT = 500
+NAMED = 4
+"""Tensors of a result that its line names."""
+DAY_S = 86400.0
+
+Kind = Literal["update", "features", "training counts", "evaluation counts", "hello counts", "failure log", "refused"]
+
+
+class LedgerLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that left the device, or with a `reason` a refused task."""
+
+    time_s: float  # since 1970, of the device's clock
+    kind: Kind
+    run: str = ""
+    round: int = 0
+    what: str = ""  # names and shapes, in short
+    bytes: int = 0
+    left_out: float | None = None  # of features: share of the patches that the device left out of them
+    form: Literal["", "single", "sum"] = ""  # of an update
+    reason: str = ""
+    key: str = ""  # the result, so that it gets one line
+
+
+class Ledger:
+    """The ledger in a folder. Lines may be added from any thread, by one process. Raises StorageFailed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._keys: deque[str] = deque(maxlen=KEYS_KEPT)
+        self._sent: deque[tuple[float, int]] = deque()  # (time, bytes) of results, newest last
+        self._refused: deque[float] = deque()  # times of refusals
+        self._hello = ""  # the newest
+        self._is_open = False
+        self._lock = threading.RLock()
+
+    def read(self, since_s: float = 0.0) -> Iterator[LedgerLine]:
+        """Yield the lines since a time, the oldest first. Incomplete ones, after a power cut, are passed over."""
+        for name in (OLD_FILE, LEDGER_FILE):
+            with contextlib.suppress(FileNotFoundError), (self.folder / name).open("rb") as file:
+                for raw in file:
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        line = msgspec.json.decode(raw, type=LedgerLine)
+                        if line.time_s >= since_s:
+                            yield line
+
+    # --- writing --------------------------------------------------------------------------------------
+
+    def has(self, result: Result) -> bool:
+        """Return True if a result has its line."""
+        with self._lock:
+            self._open()
+            return _key(result) in self._keys
+
+    def note_result(self, result: Result, program: Program | None) -> Result:
+        """Write the line of a result, unless it has one, and return the result. `program`: None if it is lost."""
+        upload = result.upload
+        with self._lock:
+            if not self.has(result):
+                what, left_out = _describe_upload(result, program)
+                kind: Kind = "evaluation counts" if result.kind == "evaluate" else "training counts"
+                if upload:
+                    kind = "update" if left_out is None else "features"
+                self._add(
+                    LedgerLine(
+                        time_s=time.time(),
+                        kind=kind,
+                        run=result.run,
+                        round=result.round,
+                        what=what,
+                        bytes=upload.size if upload else len(encode(result)),
+                        left_out=left_out,
+                        form="single" if upload and (program is None or find_needs(program).updates) else "",
+                        key=_key(result),
+                    )
+                )
+        return result
+
+    def note_hello(self, hello: Hello) -> None:
+        """Write the line of a hello whose numbers of images or classes differ from the newest one."""
+        classes = f"{format_count(len(hello.classes), 'class')}: {', '.join(hello.classes)}"
+        what = f"{hello.train_samples} + {hello.test_samples} images, {classes}"[:MAX_TEXT]
+        with self._lock:
+            self._open()
+            if what != self._hello:
+                line = LedgerLine(time_s=time.time(), kind="hello counts", what=what, bytes=len(encode(hello)))
+                self._add(line, durable=False)
+
+    def note_log(self, task: Task | Result, log: str) -> None:
+        """Write the line of a log that is sent with the failure of a task."""
+        what, size = format_count(len(log.splitlines()), "line"), len(log.encode())
+        line = LedgerLine(time_s=time.time(), kind="failure log", run=task.run, round=task.round, what=what, bytes=size)
+        with self._lock:
+            self._open()
+            self._add(line)
+
+    def note_refusal(self, task: Task, reason: str) -> None:
+        """Write the line of a refused task; of very many in 24 hours the first ones only."""
+        now_s = time.time()
+        line = LedgerLine(time_s=now_s, kind="refused", run=task.run, round=task.round, reason=reason[:MAX_TEXT])
+        with self._lock:
+            self._open()
+            if sum(at_s > now_s - DAY_S for at_s in self._refused) < REFUSALS_A_DAY:
+                self._add(line)
+
+    def wait_s(self, wanted: int, most: int) -> float:
+        """Return after how many seconds `wanted` more bytes fit into the `most` of 24 hours; infinity: never."""
+        if wanted > most:
+            return math.inf
+        with self._lock:
+            self._open()
+            now_s, wait_s = time.time(), 0.0
+            recent = [(at_s, size) for at_s, size in self._sent if abs(at_s - now_s) < DAY_S]
+        taken = sum(size for _, size in recent)
+        for at_s, size in recent:
+            if taken + wanted <= most:
+                break
+            taken -= size
+            wait_s = at_s + DAY_S - now_s
+        return wait_s
+
+    def _open(self) -> None:
+        """Take the lines of earlier processes into account, once."""
+        if self._is_open:
+            return
+        self._is_open = True
+        for line in self.read():
+            self._take(line)
+        with contextlib.suppress(FileNotFoundError), (self.folder / LEDGER_FILE).open("r+b") as file:
+            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
+                file.write(b"\n")  # the process ended while it wrote the last line
+
+    def _take(self, line: LedgerLine) -> None:
+        if line.key:
+            self._keys.append(line.key)
+            self._sent.append((line.time_s, line.bytes))
+        elif line.kind == "hello counts":
+            self._hello = line.what
+        elif line.kind == "refused":
+            self._refused.append(line.time_s)
+        for times in (self._sent, self._refused):
+            while len(times) > MOST_A_DAY:
+                times.popleft()
+
+    def _add(self, line: LedgerLine, *, durable: bool = True) -> None:
+        raw = msgspec.json.encode(line) + b"\n"
+        file = self.folder / LEDGER_FILE
+        try:
+            make_folder(self.folder)
+            if file.exists() and file.stat().st_size + len(raw) > MAX_FILE_BYTES:
+                os.replace(file, self.folder / OLD_FILE)
+            is_new = not file.exists()
+            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                before = os.fstat(handle).st_size
+                if os.write(handle, raw) < len(raw):
+                    os.ftruncate(handle, before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if durable:
+                    os.fsync(handle)
+            finally:
+                os.close(handle)
+            if is_new:
+                sync_folder(self.folder)
+        except OSError as error:
+            raise storage_failed(f"cannot write {file}", error) from error
+        self._take(line)
+
+
+def _key(result: Result) -> str:
+    return f"{result.run}/{result.round}/{result.kind}/{result.upload.digest if result.upload else result.task}"
+
+
+def _describe_upload(result: Result, program: Program | None) -> tuple[str, float | None]:
+    """Return names and shapes of what a result sends, and of features the share of patches left out."""
+    if result.kind == "evaluate":
+        by_class = f", by class: {len(result.by_class)}" if result.by_class else ""
+        return f"{result.samples} images, {', '.join(result.metrics)}{by_class}"[:MAX_TEXT], None
+    if program is None:
+        return f"program {result.program}", None
+    if result.upload is None:
+        return f"{result.samples} images, {', '.join(result.metrics)}"[:MAX_TEXT], None
+    form, needs = program.upload_form(), find_needs(program)
+    shapes = [
+        f"{name} {'x'.join('n' if size is None else str(size) for size in shape)}" for name, (shape, _) in form.items()
+    ]
+    more = f", and {len(shapes) - NAMED} more" if len(shapes) > NAMED else ""
+    what = f"{format_count(len(shapes), 'tensor')}: {', '.join(shapes[:NAMED])}{more}"
+    return what[:MAX_TEXT], needs.mask if needs.features else None
+
+
+# --- in words -----------------------------------------------------------------------------------------
+
+
+class Sent(Struct, frozen=True, kw_only=True):
+    """The ledger's lines of a time, summed by kind."""
+
+    counts: dict[str, int]
+    bytes: dict[str, int]
+
+
+def sum_lines(lines: Iterable[LedgerLine]) -> Sent:
+    """Sum up lines by kind."""
+    counts, sizes = Counter[str](), Counter[str]()
+    for line in lines:
+        counts[line.kind] += 1
+        sizes[line.kind] += line.bytes
+    return Sent(counts=dict(counts), bytes=dict(sizes))
+
+
+def midnight_s() -> float:
+    """Return the beginning of the day, by the device's clock."""
+    return datetime.combine(datetime.now().date(), datetime.min.time()).timestamp()
+
+
+def describe_sent(sent: Sent) -> str:
+    """Describe what left the device today.
+
+    >>> describe_sent(Sent(counts={"update": 2, "refused": 1}, bytes={"update": 172_000}))
+    'sent 2 updates of 86 kB (single) today; no image, no feature; 1 task refused'
+    """
+
+    def count(kind: Kind, what: str) -> str:
+        number = sent.counts.get(kind, 0)
+        size = f" of {format_bytes(sent.bytes[kind] / number)}" if number and kind != "evaluation counts" else ""
+        single = " (single)" if kind == "update" else ""
+        return f"{format_count(number, what)}{size}{single}" if number else ""
+
+    parts = (
+        count("update", "update"), count("features", "feature upload"), count("evaluation counts", "evaluation")
+    )  # fmt: skip
+    listed = " and ".join(filter(None, parts)) or "nothing"
+    features = "" if sent.counts.get("features") else ", no feature"
+    return f"sent {listed} today; no image{features}; {format_count(sent.counts.get('refused', 0), 'task')} refused"

@@ -1,0 +1,1 @@
+"""Checks that the device makes without trusting the coordinator."""

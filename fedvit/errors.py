@@ -17,6 +17,7 @@
     |   +-- Damaged      a file is damaged
     |   +-- LeadershipLost   another coordinator writes the record now
     +-- DeviceTrouble    the machine's owner: hardware or engine are defective
+    +-- NotAllowed       the device's owner: a task asks for more than the device allows
 
 A message names the expectation, the value, the round and the device; a code names the explanation. Programs end with
 the `exit_code` of the class, so that a service manager can distinguish a wrong setting from a dead link.
@@ -145,6 +146,17 @@ class DeviceTrouble(FedvitError):
 
     exit_code = 11
     general_code = "FV0017"
+
+
+class NotAllowed(FedvitError):
+    """The device does not allow a task; the coordinator may ask again after `again_s` seconds."""
+
+    exit_code = 12
+    general_code = "FV0018"
+
+    def __init__(self, code: str, message: str, again_s: float = 86400.0) -> None:
+        super().__init__(code, message)
+        self.again_s = again_s
 
 
 INTERRUPTED = 130

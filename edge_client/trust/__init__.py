@@ -1,0 +1,1 @@
+"""What the device allows without trusting the coordinator, and its ledger of everything that left."""

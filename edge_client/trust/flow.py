@@ -176,7 +176,7 @@ def _check_phase(program: Program, phase: Train, models: Mapping[str, Model]) ->
     if phase.update:
         with _explained(phase.update):
             _check_update(models[phase.update], phase)
-    if local.issuperset(trained):
+    if not any(program.groups[group].role.is_sent_back for group in phase.groups):
         return None
     size = program.batch.batch_size
     return size if rows >= (program.batch.run_size if phase.update else size) else int(rows)
@@ -258,7 +258,7 @@ def _check_outputs(flow: GraphFlow, program: Program, phase: Train, trained: lis
     for name, (shape, is_local) in shapes.items():
         value = flow.values[name]
         _check_update_value(name, value, shape, _UPDATED | (Kind.PERSONAL | Kind.MARKED if is_local else NOTHING))
-        if not is_local and name != "metric/loss":
+        if not is_local:
             rows = min(rows, value.samples.count if value.samples else value.rows)
     if phase.collect:
         name = f"collect/{phase.collect.output}"

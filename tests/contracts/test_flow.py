@@ -121,6 +121,6 @@ def test_a_method_passes_unchanged_and_mutants_that_leak_more_are_refused(name: 
             refused += 1
             continue
         influence = measure_influence(mutant.program, mutant.graphs, device)
-        assert not influence.is_more_than(honest), (mutant.what, influence, honest)
+        assert not influence.is_more_than(honest, program.batch.batch_size), (mutant.what, influence, honest)
     print(f"{name}: {refused} of {MUTANTS} mutants refused")
     assert refused >= MUTANTS / 2

@@ -26,20 +26,24 @@ PERSONAL_NUMBERS = 24
 
 @dataclass(frozen=True)
 class Influence:
-    """Fewest pixels, images and personal numbers from which a number that is sent follows; infinite: from none."""
+    """How many pixels, personal numbers and class counts a number that is sent follows from, at the least, and how many
+    images in the middle of all numbers; infinite: from none."""
 
     pixels: float
     images: float
     personal: float
     counts: float
 
-    def is_more_than(self, honest: "Influence") -> bool:
-        """Return whether numbers tell more of single pixels, images or personal numbers than honest ones do."""
+    def is_more_than(self, honest: "Influence", images: int) -> bool:
+        """Return whether a batch of `images` tells more of single pixels, images or personal numbers than honestly.
+
+        A sum over a batch follows from more than a pixel of each image, a mean of copies from just one.
+        """
         return (
-            self.pixels < 0.6 * honest.pixels
+            self.pixels < min(0.6 * honest.pixels, 1.1 * images)
             or (self.images < 1.05 and honest.images > 1.2)
-            or self.personal < 0.6 * honest.personal
-            or (self.counts < 1.05 and honest.counts > 1.2)
+            or self.personal < min(0.6 * honest.personal, 1.1)
+            or self.counts < min(0.6 * honest.counts, 1.1)
         )
 
 
@@ -100,18 +104,21 @@ def measure_influence(program: Program, graphs: Graphs, device: Device) -> Influ
     strong = by_pixel.max(axis=1) > LEAST
     return Influence(
         _fewest(by_pixel),
-        _fewest(by_image[strong]) if strong.any() else math.inf,
+        float(np.median(_count(by_image[strong]))) if strong.any() else math.inf,
         _fewest(np.stack(personal, axis=1)),
         _fewest(np.stack(counted, axis=1)),
     )
 
 
 def _fewest(influence: Array) -> float:
-    """Smallest effective number of columns among the rows that follow from any: (sum)^2 / sum of squares."""
-    influence = influence[influence.max(axis=1) > LEAST].astype(np.float64)
-    if not len(influence):
-        return math.inf
-    return float((influence.sum(axis=1) ** 2 / (influence**2).sum(axis=1)).min())
+    """Smallest effective number of columns among the rows that follow from any."""
+    influence = influence[influence.max(axis=1) > LEAST]
+    return float(_count(influence).min()) if len(influence) else math.inf
+
+
+def _count(influence: Array) -> Array:
+    """Effective number of columns that each row follows from: (sum)^2 / sum of squares."""
+    return np.asarray(influence.sum(axis=1) ** 2 / (influence**2).sum(axis=1))
 
 
 class _Run:

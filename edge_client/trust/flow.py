@@ -18,14 +18,16 @@ from edge_client.trust.kinds import FLOW, NOTHING, Kind, Samples, Shape, Value, 
 from edge_client.trust.operators import GraphFlow
 from fedvit.errors import BadPayload, NotAllowed
 from fedvit.onnx_file import check_self_contained
-from fedvit.onnx_model import Model, read_model
+from fedvit.onnx_model import Model, Node, read_model
 from fedvit.program import Program, Role, Train
 from fedvit.protobuf import fields
 
 MAX_GRAPH_BYTES = 2 << 20
 """Size of a graph, which has no weights. That of a ViT-S has 0.2 MB and 1,700 nodes, that of an LSTM over 80 characters
 0.5 MB and 5,500 nodes; a node takes about 70 us."""
-MAX_NODES = 16_000
+MAX_NODES = 12_000
+MAX_PARTS = 10 * MAX_NODES
+MAX_SUMMANDS = 20
 MAX_DRAWS = 1 << 20
 """Random numbers that a phase may draw; methods draw as many as a model has blocks."""
 MIN_IMAGES = 2
@@ -107,11 +109,14 @@ def _read(content: bytes) -> Model:
     """Read a graph that is small enough, with operators whose meaning is known here."""
     if len(content) > MAX_GRAPH_BYTES:
         raise refuse(f"it has {len(content)} bytes, at most {MAX_GRAPH_BYTES} may be")
-    for field in fields(content):
-        if field.number == _GRAPH:
-            nodes = sum(1 for part in fields(content, field.begin, field.end) if part.number == _NODE)
-            if nodes > MAX_NODES:
-                raise refuse(f"it has {nodes} nodes, at most {MAX_NODES} may be")
+    nodes = parts = 0
+    for graph in (field for field in fields(content) if field.number == _GRAPH):
+        for node in (field for field in fields(content, graph.begin, graph.end) if field.number == _NODE):
+            nodes += 1
+            for _ in fields(content, node.begin, node.end):
+                parts += 1
+                if nodes > MAX_NODES or parts > MAX_PARTS:
+                    raise refuse(f"it has more than {MAX_NODES} nodes, or {MAX_PARTS} inputs and outputs of nodes")
     check_self_contained(content)
     model = read_model(content)
     for part in fields(model.rest):
@@ -242,10 +247,25 @@ def _check_names(model: Model, phase: Train, trained: list[str]) -> None:
         return
     makers = {output: node for node in model.nodes for output in node.outputs}
     for name in trained:
-        maker = makers[f"new/grad/{name}"]
-        added = maker.inputs[-1:] if maker.kind == "Gemm" and len(maker.inputs) == 3 else maker.inputs
-        if maker.kind not in ("Add", "Gemm", "Identity") or f"grad/{name}" not in added:
+        if not _is_summand(f"grad/{name}", f"new/grad/{name}", makers):
             raise refuse(f"output 'new/grad/{name[:60]}' is not added to the gradient of the samples before")
+
+
+def _is_summand(name: str, total: str, makers: Mapping[str, Node]) -> bool:
+    """Return whether a value is one of the summands of another; of long sums only the first are looked at."""
+    waiting, seen = [total], set[str]()
+    while waiting and len(seen) < MAX_SUMMANDS:
+        one = waiting.pop()
+        if one == name:
+            return True
+        if (maker := makers.get(one)) is None or one in seen:
+            continue
+        seen.add(one)
+        if maker.kind in ("Add", "Identity"):
+            waiting += maker.inputs
+        elif maker.kind == "Gemm":
+            waiting += maker.inputs[2:]
+    return False
 
 
 def _check_outputs(flow: GraphFlow, program: Program, phase: Train, trained: list[str], local: set[str]) -> float:

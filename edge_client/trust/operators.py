@@ -334,7 +334,8 @@ def _cut(value: Value, axis: int, begin: int, length: int, step: int, node: Node
     shape = (*value.shape[:axis], length, *value.shape[axis + 1 :])
     if samples and samples.axis == axis:
         if samples.count > 1:
-            _need(samples.outer == samples.inner == 1 or length == value.shape[axis], node)
+            if length < value.shape[axis] and not samples.outer == samples.inner == 1:
+                raise refuse(f"operator {node.kind} takes single samples out of a batch")
             samples = replace(samples, count=length if samples.inner == samples.outer == 1 else samples.count)
         else:
             samples = Samples(axis, 1, 1, length)

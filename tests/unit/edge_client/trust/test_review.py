@@ -25,7 +25,7 @@ def with_batch_in_update(setting: Setting) -> Program:
 def test_pixels_in_an_update_are_refused_and_the_next_task_is_done(world: World, parts: Setting) -> None:
     device = world.device()
     reason = world.failure(parts, program=with_batch_in_update(parts))
-    assert "'new/grad/pos_embed' copies or averages" in reason
+    assert "graph 'train' is not allowed" in reason
     assert device.vault.pending() == []
     assert world.result(parts, round=2).samples == 20
 
@@ -38,7 +38,7 @@ def test_a_personal_tensor_that_becomes_shared_is_refused(world: World, fedavg: 
     head = msgspec.structs.replace(personal.groups["head"], role=Role.SHARED, initial=None)
     stolen = msgspec.structs.replace(personal, groups={**personal.groups, "head": head})
     reason = world.failure(fedavg, program=stolen, round=2)
-    assert "tensor 'head.weight' was local and would become shared" in reason
+    assert "was local and would become shared" in reason
     assert (Vault(device.vault.folder).path("run") / PINS).exists()
     assert world.result(fedavg, program=personal, round=3).samples == 20
 

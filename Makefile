@@ -7,7 +7,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-method test-brokers test-stores coverage lint check wheel dist audit docs mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
+.PHONY: install demo test test-slow test-method test-brokers test-stores coverage lint check wheel dist audit docs mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
 
 install: $(VENV)/.installed
 
@@ -23,8 +23,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	@$(BIN)/fleet demo
 
+# the tests that every change needs (goal: 8 minutes on two cores); test-slow runs the others (tests/support/slow.py)
 test: install mosquitto postgresql prometheus chromium compiler
-	@$(BIN)/python -m pytest -q -n $(WORKERS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+test-slow: install mosquitto postgresql prometheus chromium compiler
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m slow
 
 # the contracts of one method, also of an installed package: make test-method METHOD=NAME
 test-method: install
@@ -54,7 +58,7 @@ lint: install
 	@$(BIN)/lint-imports
 
 # what CI runs
-check: lint test wheel docs
+check: lint test test-slow wheel docs
 
 # the device's wheel, installed alone in an empty environment, outside of this folder
 wheel: install

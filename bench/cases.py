@@ -82,13 +82,7 @@ CASES: tuple[Case, ...] = (
         model_options={**_CIFAR_VIT, "qkv_bias": False},
     ),
     Case(name="fedavg-vitt", method="fedavg", options={**_SGD, "batch_size": 16}, model=_VIT_TI),
-    Case(
-        name="fedavg-resnet50",
-        method="fedavg",
-        options={**_SGD, "batch_size": 16},
-        model="resnet50",
-        torch="resnet",
-    ),
+    Case(name="fedavg-resnet50", method="fedavg", options={**_SGD, "batch_size": 16}, model="resnet50", torch="resnet"),
     Case(
         name="fedavg-lstm",
         method="fedavg",

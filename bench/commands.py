@@ -5,8 +5,19 @@ from typing import Any
 
 import click
 
+from bench.cap import CapSettings, run_cap
 from bench.cases import CASES, choose
+from bench.failover import KINDS, FailoverSettings, is_intact, run_failover
+from bench.graph import run_graph_bench
+from bench.profile import run_profile_bench
 from bench.reporting import measure
+from bench.rounds import run_rounds_bench
+from bench.server import ServerSettings, run_server_bench
+from bench.step import StepSettings, run_step_bench
+from bench.store import run_store_bench
+from bench.traffic import run_bytes_bench
+from bench.wire import run_wire_bench
+from coordinator.compute.accelerator import choose_accelerator, torch_devices
 from fedvit.errors import ConfigError, FedvitError
 
 _NAMES = ", ".join(case.name for case in CASES)
@@ -37,8 +48,6 @@ def bench_command() -> None:
 @out_flag
 def step_command(names: tuple[str, ...], compute: str | None, as_json: bool, out: Path | None, **flags: Any) -> None:
     """Compare a training step on onnxruntime with the same step in torch and timm."""
-    from bench.step import StepSettings, run_step_bench
-
     cases = [case.with_options(compute=compute) if compute else case for case in choose(names)]
     settings = StepSettings(**flags)
     measure(lambda log: run_step_bench(cases, settings, progress=log), as_json, out)
@@ -51,8 +60,6 @@ def step_command(names: tuple[str, ...], compute: str | None, as_json: bool, out
 @json_flag
 def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) -> None:
     """Show the time of each operator of a graph, by onnxruntime's own profile."""
-    from bench.graph import run_graph_bench
-
     cases = choose(names)
     measure(lambda log: run_graph_bench(cases, graph, runs=runs, progress=log), as_json)
 
@@ -76,8 +83,6 @@ def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) 
 @json_flag
 def cap_command(limit_mb: int, as_json: bool, **settings: Any) -> None:
     """Run a round of EFTViT with a real device under a hard limit on its memory."""
-    from bench.cap import CapSettings, run_cap
-
     chosen = CapSettings(limit_bytes=limit_mb * 10**6, **settings)
     measure(lambda log: run_cap(chosen, log), as_json)
 
@@ -101,8 +106,6 @@ def failover_command(kinds: tuple[Any, ...], as_json: bool, out: Path | None, **
 
     Exits with code 1 unless every run has the tensors of a calm one, and no result was lost or counted twice.
     """
-    from bench.failover import KINDS, FailoverSettings, is_intact, run_failover
-
     settings = FailoverSettings(kinds=kinds or KINDS, **flags)
     if not is_intact(measure(lambda log: run_failover(settings, log), as_json, out)):
         raise FedvitError("FV0001", "the runs are not those of a single service; see the report")
@@ -113,8 +116,6 @@ def failover_command(kinds: tuple[Any, ...], as_json: bool, out: Path | None, **
 @json_flag
 def profile_command(names: tuple[str, ...], as_json: bool) -> None:
     """Compare the predicted cost of a Program with its cost on a real device."""
-    from bench.profile import run_profile_bench
-
     cases = choose(names)
     measure(lambda log: run_profile_bench(cases, log), as_json)
 
@@ -135,8 +136,6 @@ def profile_command(names: tuple[str, ...], as_json: bool) -> None:
 @json_flag
 def rounds_command(cohorts: tuple[int, ...], as_json: bool, **settings: Any) -> None:
     """Measure the overhead of rounds with many devices, and the growth of the coordinator's memory."""
-    from bench.rounds import run_rounds_bench
-
     large = [cohort for cohort in cohorts if cohort]
     measure(lambda log: run_rounds_bench(cohorts=large, progress=log, **settings), as_json)
 
@@ -166,9 +165,6 @@ def rounds_command(cohorts: tuple[int, ...], as_json: bool, **settings: Any) -> 
 @json_flag
 def server_command(models: tuple[str, ...], accelerator: str, files_only: bool, as_json: bool, **settings: Any) -> None:
     """Compare the server's training on features in files with all of them in memory: speed and peak memory."""
-    from bench.server import ServerSettings, run_server_bench
-    from coordinator.compute.accelerator import choose_accelerator, torch_devices
-
     chosen = torch_devices(choose_accelerator(accelerator))
     if len(chosen) > 1:
         raise ConfigError("FV0002", f"--accelerator {accelerator}: one process is measured, on one torch device")
@@ -191,8 +187,6 @@ def server_command(models: tuple[str, ...], accelerator: str, files_only: bool, 
 def wire_command(brokers: tuple[str, ...], rounds: int, as_json: bool, out: Path | None) -> None:
     """Compare the transfer of blobs with plain TCP, gRPC, and one message per model over the same broker; and through
     an S3 server with a plain GET."""
-    from bench.wire import run_wire_bench
-
     measure(lambda log: run_wire_bench(brokers, rounds=rounds, progress=log), as_json, out)
 
 
@@ -201,8 +195,6 @@ def wire_command(brokers: tuple[str, ...], rounds: int, as_json: bool, out: Path
 @json_flag
 def bytes_command(names: tuple[str, ...], as_json: bool) -> None:
     """Count the bytes of a round with each codec of updates: states, references and uploads are really written."""
-    from bench.traffic import run_bytes_bench
-
     cases = choose(names or ("fedperfix-vits", "eftvit-vitb"))
     measure(lambda log: run_bytes_bench(cases, log), as_json)
 
@@ -213,6 +205,4 @@ def bytes_command(names: tuple[str, ...], as_json: bool) -> None:
 @json_flag
 def store_command(rounds: int, devices: int, as_json: bool) -> None:
     """Measure the record of a long run: one more round, a resume, `coordinator runs` and `show`."""
-    from bench.store import run_store_bench
-
     measure(lambda log: run_store_bench(rounds=rounds, devices=devices, progress=log), as_json)

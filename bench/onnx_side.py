@@ -7,13 +7,23 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imports are measured in `main`
-    from fedvit.blobs import BlobStore
-    from fedvit.data.folder import Split
-    from fedvit.program import Program
-    from fedvit.tensors import Tensors
+_BEGAN = time.perf_counter()
+import numpy as np
+
+import edge_client.agent
+import edge_client.cli  # noqa: F401 - this and the following are the imports of the program
+import fedvit.transport.mqtt  # noqa: F401
+from edge_client.work.runtime import Runtime, Seeds, Watch
+from fedvit.blobs import BlobStore
+from fedvit.data.folder import Files, Flags, Split, TextSplit
+from fedvit.data.images import Indices, Pixels
+from fedvit.program import Program, decode_program
+from fedvit.tensors import Tensors, check_tensors, map_tensors
+from profiles.probes.host import peak_rss_bytes
+
+IMPORT_S = time.perf_counter() - _BEGAN
+from bench.product import FILES, measure_gflops
 
 START = "start.json"
 """File beside the blobs: digest of the Program, and group -> digest of its values at the start of the round."""
@@ -23,17 +33,6 @@ def main() -> None:
     """Arguments: the prepared folder, steps, threads, "kernels" or "plain"."""
     own_kernels = sys.argv[4] == "kernels"
     folder, steps, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    began = time.perf_counter()
-    import edge_client.agent
-    import edge_client.cli  # noqa: F401 - this and the following are the imports of the program
-    import fedvit.transport.mqtt  # noqa: F401
-    from edge_client.work.runtime import Runtime, Seeds, Watch
-    from fedvit.blobs import BlobStore
-    from fedvit.program import decode_program
-
-    import_s = time.perf_counter() - began
-    from bench.product import FILES, measure_onnx_gflops
-
     start = json.loads((folder / START).read_text())
     blobs = BlobStore(folder)
     program = decode_program(blobs.get(start["program"]))
@@ -47,13 +46,11 @@ def main() -> None:
     watch = Watch(lambda done, total, loss: None, lambda: False)
     trained = runtime.train(program, values, samples, Seeds(0, 1, "device-0"), 1.0, watch)
 
-    from profiles.probes.host import peak_rss_bytes
-
     if foreign := sorted({"torch", "timm", "onnx"} & sys.modules.keys()):
         raise RuntimeError(f"this process has imported {foreign[0]}, which is not installed on devices")
     measured: dict[str, object] = {
         "step_s": trained.step_s,
-        "import_s": import_s,
+        "import_s": IMPORT_S,
         "peak_rss_bytes": peak_rss_bytes(),
         "load_s": load_s,
         "gflop": trained.flops / trained.steps / 1e9,
@@ -62,10 +59,21 @@ def main() -> None:
     sys.stdout.write(json.dumps(measured) + "\n")
 
 
-def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore") -> "Tensors":
-    """Load every tensor at the start of a round, as the agent does."""
-    from fedvit.tensors import check_tensors, map_tensors
+def measure_onnx_gflops(file: Path, threads: int) -> float:
+    import onnxruntime  # late, as on devices
 
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    (side, _) = session.get_inputs()[0].shape
+    rng = np.random.default_rng(0)
+    kinds = {"tensor(float)": np.float32, "tensor(uint8)": np.uint8, "tensor(int8)": np.int8}
+    feeds = {one.name: rng.integers(0, 64, (side, side)).astype(kinds[one.type]) for one in session.get_inputs()}
+    return measure_gflops(lambda: session.run(None, feeds), side)
+
+
+def start_values(program: Program, digests: dict[str, str], blobs: BlobStore) -> Tensors:
+    """Load every tensor at the start of a round, as the agent does."""
     values: Tensors = {}
     for group in program.groups:
         tensors = map_tensors(blobs.path(digests[group]))
@@ -74,13 +82,8 @@ def start_values(program: "Program", digests: dict[str, str], blobs: "BlobStore"
     return values
 
 
-def make_noise_samples(program: "Program", count: int) -> "Split":
+def make_noise_samples(program: Program, count: int) -> Split:
     """Draw characters at random, or make decoded images of noise; `count` of these take the memory of one batch."""
-    import numpy as np
-
-    from fedvit.data.folder import Files, Flags, Split, TextSplit
-    from fedvit.data.images import Indices, Pixels
-
     rng = np.random.default_rng(0)
     if program.batch.text:
         return TextSplit.of(rng.integers(len(program.classes), size=(count, program.batch.text.context + 1)), [])

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import click
+import onnx
+from onnx import helper
 
 from bench.cases import Case, decode_case
 from bench.onnx_side import START
-from bench.product import write_products
+from bench.product import FILES
 from coordinator.compute.planning.planner import make_plan
 from coordinator.config import RunConfig
 from fedvit.blobs import BlobStore
@@ -41,6 +43,27 @@ def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = No
         digests[group] = digest if generated else plan.find_sent_blob(plan.first, group, digest)
     (folder / START).write_text(json.dumps({"program": plan.first.digest, "groups": digests}))
     write_products(folder, product_side)
+
+
+def write_products(folder: Path, side: int) -> None:
+    """Write graphs of one product of square matrices each; both are inputs, as the weights of a step are."""
+    floats, unsigned, signed = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8, onnx.TensorProto.INT8
+    one = helper.make_tensor("one", floats, [], [1.0])
+    integers = helper.make_node("MatMulIntegerToFloat", ["a", "b", "one", "one"], ["y"], domain="com.microsoft")
+    products = {
+        "fp32": (helper.make_node("Gemm", ["a", "b"], ["y"]), floats, floats),
+        "int8": (integers, unsigned, signed),
+    }
+    for precision, (node, left, right) in products.items():
+        a, b, y = (
+            helper.make_tensor_value_info(name, kind, [side, side])
+            for name, kind in (("a", left), ("b", right), ("y", floats))
+        )
+        graph = helper.make_graph([node], "product", [a, b], [y], [one] if precision == "int8" else [])
+        # not onnx's newest versions, which onnxruntime may not read yet
+        opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        (folder / FILES[precision]).write_bytes(model.SerializeToString())
 
 
 def main() -> None:

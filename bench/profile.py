@@ -22,7 +22,7 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.step import example_inputs
 from fedvit.program import Batch, Program, decode_program
 from profiles.cost import graph_cost
-from profiles.predict import predict
+from profiles.predict import Target, predict
 from profiles.prediction import Prediction, ProgramCost
 from profiles.probes.speed import measure_speed
 from profiles.program_cost import PricedProgram
@@ -67,7 +67,7 @@ def _profile(case: Case, home: Path, progress: Progress) -> Report:
         results = session.results
         program, cost = _price(case, session, results)
     speeds.append(measure_speed(describe_machine().cores))
-    predictions = [predict(cost, speed, device="this machine", source="measured") for speed in speeds]
+    predictions = [predict(cost, speed, Target("this machine", "measured")) for speed in speeds]
     figures = _compare_case(case, program, cost, predictions, results)
     step, memory = figures["step_time"], figures["peak_memory"]
     progress(
@@ -102,11 +102,7 @@ def _price(case: Case, session: OneRound, results: dict[str, ResultRecord]) -> t
 
 
 def _compare_case(
-    case: Case,
-    program: Program,
-    cost: ProgramCost,
-    predictions: Sequence[Prediction],
-    results: dict[str, ResultRecord],
+    case: Case, program: Program, cost: ProgramCost, predictions: Sequence[Prediction], results: dict[str, ResultRecord]
 ) -> Report:
     trained = results["train"].use
     assert trained.step_s

@@ -60,7 +60,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True):
     in_memory: bool = True  # whether to measure the side that holds all features in memory, where they fit
 
 
-class Measured(Struct, frozen=True, kw_only=True):
+class TrainingFigures(Struct, frozen=True, kw_only=True):
     """Figures of one process."""
 
     steps: int
@@ -91,7 +91,7 @@ def _measure(model: str, settings: ServerSettings, progress: Progress) -> Report
     sides: list[Side] = ["files"]
     if settings.in_memory and psutil.virtual_memory().available > features_bytes + SPARE_BYTES:
         sides.append("memory")
-    runs: dict[Side, list[Measured]] = {"files": [], "memory": []}
+    runs: dict[Side, list[TrainingFigures]] = {"files": [], "memory": []}
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
         if shutil.disk_usage(folder).free < features_bytes + SPARE_BYTES:
             raise ConfigError(
@@ -106,7 +106,7 @@ def _measure(model: str, settings: ServerSettings, progress: Progress) -> Report
             for side in sides:
                 arguments = (model, side, folder, msgspec.json.encode(settings).decode())
                 line = run_child("bench.server", *arguments, what=f"{model}, features in {side}")
-                measured = msgspec.json.decode(line, type=Measured)
+                measured = msgspec.json.decode(line, type=TrainingFigures)
                 figures = f"{measured.images_per_s:.1f} images/s, peak {format_bytes(measured.peak_rss_bytes)}"
                 progress(f"{model}, features in {side}, {number + 1}/{settings.rounds}: {figures}")
                 runs[side].append(measured)
@@ -182,7 +182,7 @@ class _StepClock:
             raise _Enough
 
 
-def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Measured:
+def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> TrainingFigures:
     """Run the server step of a round with the optimizer's state of the round before."""
     vit, method = build_vit(model, CLASSES, seed=0), _make_method(settings)
     collect = _find_collect(vit, settings)
@@ -218,7 +218,7 @@ def train(model: str, side: Side, folder: Path, settings: ServerSettings) -> Mea
         rule.close(state, uploads, context)
     steps, device = len(clock.done_at) - WARM_STEPS, torch.device(settings.accelerator)
     images = steps * settings.batch_size
-    return Measured(
+    return TrainingFigures(
         steps=steps,
         images_per_s=images / (clock.done_at[-1] - clock.done_at[WARM_STEPS - 1]),
         cpu_ms_per_image=1e3 * (clock.cpu_s[-1] - clock.cpu_s[WARM_STEPS - 1]) / images,

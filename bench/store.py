@@ -18,7 +18,8 @@ from coordinator.config import RunConfig
 from coordinator.record.backups import NOTED_SHARE, Accepted, Backups, Closed, Note
 from coordinator.record.copies import notes_in
 from coordinator.record.record import Record, open_record
-from coordinator.record.tables import ResultRecord, SavedState, TaskRecord
+from coordinator.record.rounds import RoundWork
+from coordinator.record.tables import RefusalRecord, ResultRecord, SavedState, TaskRecord
 from coordinator.rounds.round_line import round_line
 from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
@@ -86,12 +87,7 @@ def run_store_bench(*, rounds: int = 10_000, devices: int = 100, progress: Progr
 
 
 def write_round(
-    store: Record,
-    number: int,
-    names: list[str],
-    batch: int = BATCH,
-    backups: Backups | None = None,
-    run: str = RUN,
+    store: Record, number: int, names: list[str], batch: int = BATCH, backups: Backups | None = None, run: str = RUN
 ) -> None:
     """Make all calls of a coordinator to the record in one round, in its order, and its notes; `batch` results are
     stored in one transaction."""
@@ -119,12 +115,12 @@ def write_round(
         if kind == "train":
             store.tasks.read_used_in(run, number + 1)
             store.tasks.find_counted(run, number)
-            store.devices.add_refusal(run, number, names[0], "train", "no result: deadline")
+            store.devices.add_refusal(run, RefusalRecord(number, names[0], "train", "no result: deadline"))
             figures = {"cohort": float(len(names)), "accepted": float(len(names)), "devices_s": 1.5, "server_s": 0.5}
             saved = SavedState(groups, None, {})
             asked = store.tasks.list_asked(run, number)
             note(Closed(number, asked, saved, figures))
-            store.rounds.close(run, number, saved, figures, asked, results=kept)
+            store.rounds.close(run, number, saved, figures, RoundWork(asked, kept))
             store.tasks.find_uploads_since(run, number)
             store.rounds.read(run, number)
             store.devices.read_quarantines(run)

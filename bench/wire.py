@@ -28,7 +28,7 @@ from coordinator.config import BlobsConfig
 from coordinator.rounds.object_store import ObjectStore
 from coordinator.security.broker import start_broker
 from coordinator.security.broker.mosquitto import configuration, find_mosquitto
-from coordinator.security.broker.process import Broker, claim_port
+from coordinator.security.broker.process import Broker, BrokerProgram, claim_port
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.transport.address import Address
@@ -374,7 +374,8 @@ def _start_unlimited_mosquitto(folder: Path) -> Broker:
     limits = ("max_packet_size", "max_queued_bytes", "max_qos")
     config = folder / "mosquitto.conf"
     config.write_text("\n".join(line for line in lines if not line.startswith(limits)) + "\n")
-    return Broker("mosquitto", address, [str(program_path), "-c", str(config)], os.environ, folder / "log")
+    program = BrokerProgram([str(program_path), "-c", str(config)], os.environ, folder / "log")
+    return Broker("mosquitto", address, program)
 
 
 def _format_url(broker: Broker) -> str:

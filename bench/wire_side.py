@@ -20,7 +20,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import grpc
 import numpy as np
+from paho.mqtt.client import Client
+from paho.mqtt.enums import CallbackAPIVersion
 
 from coordinator.config import BlobsConfig
 from coordinator.rounds.object_store import ObjectStore
@@ -208,8 +211,6 @@ def receive_get(options: dict[str, Any]) -> None:
 
 
 def send_grpc(options: dict[str, Any]) -> None:
-    import grpc
-
     content = Path(options["content"]).read_bytes()
 
     def pieces(request: bytes, context: Any) -> Iterator[bytes]:
@@ -228,8 +229,6 @@ def send_grpc(options: dict[str, Any]) -> None:
 
 
 def receive_grpc(options: dict[str, Any]) -> None:
-    import grpc
-
     with grpc.insecure_channel(f"127.0.0.1:{options['port']}") as channel:
         grpc.channel_ready_future(channel).result(timeout=30)
         print_ready()
@@ -243,9 +242,6 @@ def receive_grpc(options: dict[str, Any]) -> None:
 
 def _start_client(options: dict[str, Any], name: str) -> Any:
     """paho's own client, for one huge message."""
-    from paho.mqtt.client import Client
-    from paho.mqtt.enums import CallbackAPIVersion
-
     client = Client(CallbackAPIVersion.VERSION2, name)
     address = Address.parse(options["broker"])
     client.connect(address.host, address.port)

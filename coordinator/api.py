@@ -9,7 +9,7 @@ from coordinator.commands.flags import record_flag, runs_flag
 from coordinator.commands.show import print_run
 from coordinator.config import merge_flags
 from coordinator.record.opening import open_existing_record
-from coordinator.start_request import StartRequest, usual_name
+from coordinator.serving.request import StartRequest, usual_name
 
 if TYPE_CHECKING:
     from coordinator.rounds.leading import Lead
@@ -32,4 +32,4 @@ def run_to_end(*, flags: dict[str, Any], lead: "Callable[[RunParts], Lead]", **o
 
     Raises FedvitError if the run cannot begin or continue, click.Abort if it is interrupted.
     """
-    import_module("coordinator.starting").start_run(StartRequest.from_flags({**options, **flags}), lead)
+    import_module("coordinator.serving.start").start_run(StartRequest.from_flags({**options, **flags}), lead)

@@ -25,13 +25,7 @@ def _same(graph: StepGraph, node: fx.Node, value: Value, **_: Any) -> Value:
     return value
 
 
-@lowers(
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.squeeze.dims,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-)
+@lowers(aten.view.default, aten._unsafe_view.default, aten.squeeze.dims, aten.squeeze.dim, aten.unsqueeze.default)
 def _reshape(graph: StepGraph, node: fx.Node, value: Value, *_: Any) -> Value:
     return graph.reshape(value, shape_of(node))
 
@@ -169,12 +163,7 @@ def _arange(graph: StepGraph, node: fx.Node, start: int, end: int, step: int = 1
 
 def _reduction(kind: str) -> Rule:
     def rule(
-        graph: StepGraph,
-        node: fx.Node,
-        value: Value,
-        axes: Sequence[int] | None = None,
-        keep: bool = False,
-        **_: Any,
+        graph: StepGraph, node: fx.Node, value: Value, axes: Sequence[int] | None = None, keep: bool = False, **_: Any
     ) -> Value:
         return graph.reduce(kind, value, axes or range(len(value.shape)), keep)
 

@@ -138,9 +138,6 @@ def _engine() -> Any:
 def _providers(wanted: str) -> list[str]:
     available = _engine().get_available_providers()
     if wanted not in available:
-        log.warning(
-            "execution provider not available; using CPU",
-            extra={"wanted": wanted, "available": available},
-        )
+        log.warning("execution provider not available; using CPU", extra={"wanted": wanted, "available": available})
         return [CPU]
     return list(dict.fromkeys((wanted, CPU)))

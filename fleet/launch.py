@@ -40,7 +40,7 @@ class VirtualFleet(NamedTuple):
     cluster: Cluster | None = None  # on whose nodes they run; None: this machine
 
 
-class Devices(Protocol):
+class DeviceProcesses(Protocol):
     """Starts the processes of devices, as `Fleet` does."""
 
     def start(
@@ -144,7 +144,7 @@ def _own_broker(broker: BrokerConfig, host: str, port: int) -> str:
 
 
 @private_files()
-def run_processes(launch: Launch, devices: Devices | None = None, address: str | None = None) -> RunOutcome:
+def run_processes(launch: Launch, devices: DeviceProcesses | None = None, address: str | None = None) -> RunOutcome:
     """Start a coordinator and the processes of the devices; wait for the run's end.
 
     The processes are started by `devices`, by default on this machine, and find the broker at `address`, by default
@@ -187,7 +187,7 @@ def run_processes(launch: Launch, devices: Devices | None = None, address: str |
 class _DeviceProcesses:
     """The processes of a run's devices."""
 
-    def __init__(self, devices: Devices, launch: Launch, address: str) -> None:
+    def __init__(self, devices: DeviceProcesses, launch: Launch, address: str) -> None:
         self._devices, self._launch = devices, launch
         self._environment = {BROKER_VARIABLE: address}
         self._restarts = dict.fromkeys(launch.commands, launch.restarts)

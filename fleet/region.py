@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import msgspec
@@ -258,6 +258,16 @@ class CentreLink:
         return bool(given and given.outcome.done() and given is not agent.sent and agent.task)
 
 
+class CentreFlags(NamedTuple):
+    """The command's flags that name the centre."""
+
+    centre: str | None
+    device: str | None
+    centre_federation: str | None
+    centre_ca_file: Path | None
+    state: Path | None
+
+
 @click.command(
     "region",
     cls=Command,
@@ -309,22 +319,17 @@ class CentreLink:
 @config_flags
 @private_files()
 def region_command(
-    centre: str | None,
-    device: str | None,
-    centre_federation: str | None,
-    centre_ca_file: Path | None,
-    state: Path | None,
-    least_results: int,
-    file: Path | None,
-    folder: Path,
-    url: str | None,
-    name: str | None,
-    quiet: bool,
-    metrics_address: monitoring.ListenAddress | None,
-    **flags: Any,
+    least_results: int, file: Path | None, folder: Path, url: str | None, name: str | None, **flags: Any
 ) -> None:
     """Serve a region: a coordinator whose devices count as one device of another coordinator, the centre."""
-    endpoint = find_endpoint(centre, ca_file=centre_ca_file, federation=centre_federation, device=device, state=state)
+    centre = CentreFlags(**{field: flags.pop(field) for field in CentreFlags._fields})
+    endpoint = find_endpoint(
+        centre.centre,
+        ca_file=centre.centre_ca_file,
+        federation=centre.centre_federation,
+        device=centre.device,
+        state=centre.state,
+    )
     if endpoint.device is None:
         raise ConfigError("FV2201", "--id is missing: the name of this region at its centre")
     own = check_name(endpoint.device, "--id")
@@ -346,8 +351,8 @@ def region_command(
         name=name,
         resume_or_new=True,
         only_check=False,
-        quiet=quiet,
-        metrics_address=metrics_address,
+        quiet=flags.pop("quiet"),
+        metrics_address=flags.pop("metrics_address"),
         flags=flags,
         lead=partial(RegionLead, centre=link, least_results=least_results),
     )

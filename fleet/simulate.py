@@ -20,6 +20,7 @@ from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Interrupted
+from coordinator.rounds.parts import RunSetup
 from coordinator.run_view import read_run
 from coordinator.views.trackers.following import check_writers, following
 from fedvit.errors import ConfigError, StorageFailed
@@ -82,13 +83,15 @@ def _run_on_agents(simulation: _Simulation) -> RunOutcome:
     broker = MemoryBroker()
     compute = Compute(run=request.run, config=config, store=store, folder=home, graph_cache=request.graph_cache)
     coordinator = Coordinator(
-        run=request.run,
-        config=config,
-        transport=MemoryTransport(SimpleQueue(), broker, "coordinator"),
-        store=store,
-        folder=home,
-        display=simulation.display,
-        compute=compute,
+        RunSetup(
+            run=request.run,
+            config=config,
+            transport=MemoryTransport(SimpleQueue(), broker, "coordinator"),
+            store=store,
+            folder=home,
+            display=simulation.display,
+            compute=compute,
+        )
     )
     settings = HostSettings(
         federation=config.federation,

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,22 +19,26 @@ LOADED_BYTES = 15_000_000
 """The part of ENGINE_BYTES that is present once it is loaded, as on a device with a memory budget before any task."""
 
 
+class Target(NamedTuple):
+    """A device that a cost is predicted for, beside its speed and its budget."""
+
+    device: str
+    source: Literal["measured", "catalogue"] | None  # of its speed
+    mode: str | None = None  # power mode of the catalogue
+    power_w: tuple[float, float] | None = None  # idle, under load
+    # that its process holds before it has any work, with the engine loaded where it has a memory budget
+    base_rss_bytes: int | None = None
+
+
 def predict(
     cost: ProgramCost,
     speed: Speed | None,
-    *,
-    device: str,
-    source: Literal["measured", "catalogue"] | None,
-    mode: str | None = None,
+    target: Target,
     budget: Budget | None = None,
-    power_w: tuple[float, float] | None = None,
-    base_rss_bytes: int | None = None,
     corrections: Mapping[BudgetKind, float] | None = None,
 ) -> Prediction:
-    """Cost of a round on a device of this speed.
+    """Predict the cost of a round on a device of this speed.
 
-    `power_w` is (idle, under load); `base_rss_bytes` what the device's process holds before it has any work, where
-    it has a memory budget with the engine loaded;
     `corrections` are factors by which predictions for this device were too low before.
     """
     factors = corrections or {}
@@ -46,22 +50,23 @@ def predict(
         evaluate_s = -(-cost.test_images // cost.answer_size) * sum(seconds(cost.answer_work, speed).values())
     limits = budget or Budget()
     software = BASE_RSS_BYTES + ENGINE_BYTES
-    if base_rss_bytes is not None:
-        software = base_rss_bytes + ENGINE_BYTES - (LOADED_BYTES if limits.memory_bytes is not None else 0)
+    if target.base_rss_bytes is not None:
+        software = target.base_rss_bytes + ENGINE_BYTES - (LOADED_BYTES if limits.memory_bytes is not None else 0)
     memory = [msgspec.structs.replace(phase, parts={"software": software, **phase.parts}) for phase in cost.memory]
+    loaded_w = target.power_w[1] if target.power_w else None
     peak = int(max(phase.total_bytes for phase in memory) * factors.get("memory", 1.0))
     return Prediction(
-        device=device,
-        source=source,
-        mode=mode,
+        device=target.device,
+        source=target.source,
+        mode=target.mode,
         step_s=step_s,
         train_s=train_s,
         evaluate_s=evaluate_s,
         bound=max(parts.items(), key=lambda item: item[1])[0] if parts else None,
         memory=memory,
         peak_rss_bytes=peak,
-        energy_j=train_s * power_w[1] if power_w and train_s is not None else None,
-        power_w=power_w[1] if power_w else None,
+        energy_j=None if loaded_w is None or train_s is None else train_s * loaded_w,
+        power_w=loaded_w,
         over=_over(cost, train_s, peak, limits),
         load_per_core=speed.load_per_core if speed else None,
     )

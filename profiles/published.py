@@ -6,7 +6,7 @@ Sources: EFTViT (arXiv:2412.00334), FedPerfix (arXiv:2308.09160), pFedPG (arXiv:
 
 from profiles.prediction import ProgramCost
 from profiles.report.document import PublishedFigure
-from profiles.vit_cost import VitShape, forward_macs, parameters
+from profiles.vit_cost import EFTVIT_CONVENTION, VitShape, forward_macs, parameters
 
 EFTVIT = "EFTViT, arXiv:2412.00334"
 FEDPERFIX = "FedPerfix, arXiv:2308.09160"
@@ -36,7 +36,9 @@ def find_published(cost: ProgramCost) -> list[PublishedFigure]:
     if cost.model == "vit_base_patch16_224" and cost.method == "pfedpg" and cost.options.get("tokens") == 10:
         sent = cost.parameters_trained - cost.parameters_local
         found.append(
-            _figure("numbers sent each way, Table 1", "", 7680, 10 * 768, sent, "10 prompts of 768 numbers", PFEDPG)
+            PublishedFigure(
+                "numbers sent each way, Table 1", "", 7680, 10 * 768, sent, "10 prompts of 768 numbers", PFEDPG
+            )
         )
     return found
 
@@ -45,20 +47,17 @@ def _eftvit(cost: ProgramCost, forward: float) -> list[PublishedFigure]:
     """Tables 3 to 5 of EFTViT's paper, which also count baselines."""
     shape = VitShape(classes=100)
 
-    def counted(mask: float = 0.0, tokens: int = 0) -> float:
-        macs = forward_macs(
-            shape, mask_ratio=mask, extra_tokens=tokens, projections=False, norm_cost=5, full_image_embedding=True
-        )
-        return macs / 1e9
+    def count_gmacs(mask: float = 0.0, tokens: int = 0) -> float:
+        return forward_macs(shape, EFTVIT_CONVENTION, mask_ratio=mask, extra_tokens=tokens) / 1e9
 
     match cost.method:
         case "eftvit":
             figures = []
             if cost.mask_ratio in EFTVIT_GMACS:
                 figures.append(
-                    _figure(
+                    PublishedFigure(
                         f"forward pass, mask {cost.mask_ratio:g}, Table 4", "GMAC", EFTVIT_GMACS[cost.mask_ratio],
-                        counted(cost.mask_ratio), forward, NO_PROJECTIONS, EFTVIT,
+                        count_gmacs(cost.mask_ratio), forward, NO_PROJECTIONS, EFTVIT,
                     )
                 )  # fmt: skip
             blocks = cost.options.get("local_blocks")
@@ -66,24 +65,24 @@ def _eftvit(cost: ProgramCost, forward: float) -> list[PublishedFigure]:
                 published, classes = EFTVIT_PARAMETERS[blocks]
                 numbers = parameters(VitShape(classes=classes), blocks=blocks, final_norm=False)
                 figures.append(
-                    _figure(
+                    PublishedFigure(
                         f"numbers trained on a device, M={blocks}, Table 5", "M", published, numbers / 2**20,
                         cost.parameters_trained / 1e6, f"units of 2^20, a head of {classes} classes", EFTVIT,
                     )
                 )  # fmt: skip
             return figures
         case "fedavg":
-            return [
-                _figure("forward pass, Table 3", "GMAC", 12.005, counted(), forward, NO_PROJECTIONS, EFTVIT),
-            ]
+            text = "forward pass, Table 3"
+            return [PublishedFigure(text, "GMAC", 12.005, count_gmacs(), forward, NO_PROJECTIONS, EFTVIT)]
         case "fed_prompt" if cost.options.get("tokens") == 10:
             text = "forward pass with 10 prompts, Table 3"
-            return [_figure(text, "GMAC", 12.646, counted(tokens=10), forward, NO_PROJECTIONS, EFTVIT)]
+            return [PublishedFigure(text, "GMAC", 12.646, count_gmacs(tokens=10), forward, NO_PROJECTIONS, EFTVIT)]
         case "fed_lora" if cost.options.get("rank") == 16:
-            macs = forward_macs(shape, lora_rank=16, attention_products=False, norm_cost=5, full_image_embedding=True)
-            return [
-                _figure("forward pass with LoRA, Table 3", "GMAC", 16.982, macs / 1e9, forward, NO_PRODUCTS, EFTVIT)
-            ]
+            macs = forward_macs(
+                shape, EFTVIT_CONVENTION._replace(projections=True, attention_products=False), lora_rank=16
+            )
+            text = "forward pass with LoRA, Table 3"
+            return [PublishedFigure(text, "GMAC", 16.982, macs / 1e9, forward, NO_PRODUCTS, EFTVIT)]
     return []
 
 
@@ -93,26 +92,14 @@ def _fedperfix(cost: ProgramCost, forward: float) -> list[PublishedFigure]:
     sent = cost.parameters_trained - cost.parameters_local
     units = "units of 2^20, a head of 1000 classes"
     return [
-        _figure(
+        PublishedFigure(
             "numbers on a device, Table 2", "M", 24.42, (22_050_664 + 3_551_232) / 2**20, held / 1e6, units, FEDPERFIX
         ),
-        _figure("numbers sent, Table 2", "M", 20.66, (22_050_664 - 385_000) / 2**20, sent / 1e6, units, FEDPERFIX),
-        _figure(
+        PublishedFigure(
+            "numbers sent, Table 2", "M", 20.66, (22_050_664 - 385_000) / 2**20, sent / 1e6, units, FEDPERFIX
+        ),
+        PublishedFigure(
             "forward pass, Table 2", "GMAC", 0.06658, None, forward,
             "not reproduced; close to patch embedding, norms, activations and head alone", FEDPERFIX,
         ),
     ]  # fmt: skip
-
-
-def _figure(
-    figure: str, unit: str, published: float, reproduced: float | None, ours: float, convention: str, source: str
-) -> PublishedFigure:
-    return PublishedFigure(
-        figure=figure,
-        unit=unit,
-        published=published,
-        reproduced=reproduced,
-        ours=ours,
-        convention=convention,
-        source=source,
-    )

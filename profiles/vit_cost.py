@@ -4,7 +4,7 @@ Letters: n tokens, D width, A width of all heads together, H width of the MLP, r
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from fedvit.models.vit import PatchViT
 from fedvit.program import count_kept_patches
@@ -38,40 +38,44 @@ class VitShape:
         )
 
 
+class Convention(NamedTuple):
+    """A way to count multiply-adds, by default all of them; papers omit or add terms."""
+
+    projections: bool = True  # queries, keys, values and output of attention
+    attention_products: bool = True  # Q K^T and A V
+    norm_cost: int = 0  # per element of every LayerNorm
+    full_image_embedding: bool = False  # dropped patches are embedded, too
+
+
+EVERYTHING = Convention()
+EFTVIT_CONVENTION = Convention(projections=False, norm_cost=5, full_image_embedding=True)
+"""EFTViT's Tables 3 and 4, except for Fed-LoRA, whose count has the projections and lacks the attention products."""
+
+
 def forward_macs(
     shape: VitShape,
+    count: Convention = EVERYTHING,
     *,
     mask_ratio: float = 0.0,
     extra_tokens: int = 0,
     lora_rank: int = 0,
-    projections: bool = True,
-    attention_products: bool = True,
-    norm_cost: int = 0,
-    full_image_embedding: bool = False,
 ) -> int:
-    """Multiply-adds of one image's forward pass.
+    """Multiply-adds of one image's forward pass; `extra_tokens` are prompts, `lora_rank` that of additions to queries
+    and values.
 
-    `extra_tokens` are prompts, `lora_rank` that of additions to queries and values. Terms that a counter may omit:
-    `projections` (queries, keys, values and output of attention), `attention_products` (Q K^T and A V). It may
-    add `norm_cost` per element of every LayerNorm, `full_image_embedding` where dropped patches are embedded, too.
-
-    EFTViT's Table 3 and 4 leave out the projections, have a norm cost of 5 and embed full images, but for Fed-LoRA,
-    whose count has the projections and lacks the attention products.
-
-    >>> eftvit = {"projections": False, "norm_cost": 5, "full_image_embedding": True}
-    >>> round(forward_macs(VitShape(classes=100), mask_ratio=0.75, **eftvit) / 1e9, 3)
+    >>> round(forward_macs(VitShape(classes=100), EFTVIT_CONVENTION, mask_ratio=0.75) / 1e9, 3)
     2.998
     """
     kept = count_kept_patches(shape.patches, mask_ratio)
     n, d, a = shape.prefix_tokens + kept + extra_tokens, shape.width, shape.attention_width
-    block = 2 * n * d * shape.mlp_width + 2 * norm_cost * n * d
-    if projections:
+    block = 2 * n * d * shape.mlp_width + 2 * count.norm_cost * n * d
+    if count.projections:
         block += 4 * n * d * a
-    if attention_products:
+    if count.attention_products:
         block += 2 * n**2 * a
     block += 2 * n * lora_rank * (d + a)
-    embedded = shape.patches if full_image_embedding else kept
-    return embedded * shape.patch_values * d + shape.depth * block + norm_cost * n * d + d * shape.classes
+    embedded = shape.patches if count.full_image_embedding else kept
+    return embedded * shape.patch_values * d + shape.depth * block + count.norm_cost * n * d + d * shape.classes
 
 
 def parameters(shape: VitShape, *, blocks: int | None = None, final_norm: bool = True) -> int:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tests.support.tiny import Tiny
 
 pytest.register_assert_rewrite("tests.support")  # before any of it is imported
+from tests.support.slow import mark_other_methods  # noqa: E402
+
 # with more threads torch takes many times as long for models as small as these, when something else runs, too
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a shell that runs the tests in its background lets them ignore Ctrl-C, and with them every program that they start
@@ -68,60 +70,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 TESTS = Path(__file__).parent
-LONGEST = (
-    "e2e/test_ray.py",
-    "e2e/test_service.py",
-    "unit/fleet/test_experiment.py",
-    "contracts/test_families.py",
-    "e2e/test_write_a_method.py",
-    "e2e/test_dashboard.py",
-    "e2e/test_chaos.py",
-    "e2e/test_ranks.py",
-    "e2e/test_standby.py",
-    "e2e/test_deploy_files.py",
-    "unit/export/test_wrong_graphs.py",
-    "unit/coordinator/compute/planning/test_configuration_search.py",
-    "unit/coordinator/rounds/test_coordinator.py",
-    "unit/fleet/engines/test_simulation.py",
-    "unit/fleet/test_search.py",
-    "e2e/test_faults.py",
-    "e2e/test_run.py",
-    "e2e/test_budgets.py",
-    "e2e/test_record.py",
-    "e2e/test_object_store.py",
-    "e2e/test_virtual.py",
-    "e2e/test_many_faults.py",
-    "e2e/test_packaged_methods.py",
-    "e2e/test_damage_coordinator.py",
-    "e2e/test_worker.py",
-    "e2e/test_monitoring.py",
-    "e2e/test_growing_folder.py",
-    "e2e/test_pages.py",
-    "e2e/test_stragglers.py",
-    "e2e/test_deployment.py",
-    "e2e/test_pentest.py",
-    "unit/coordinator/test_cli.py",
-    "unit/coordinator/compute/test_ranks.py",
-    "unit/bench/test_step.py",
-    "unit/coordinator/compute/planning/test_planner.py",
-    "unit/edge_client/test_cli.py",
-    "unit/edge_client/work/test_task_executor.py",
-    "unit/edge_client/link/test_answers.py",
-    "unit/coordinator/rounds/test_damage.py",
-    "unit/bench/test_store.py",
-    "unit/export/test_lower.py",
-    "contracts/test_blob_exchange.py",
-    "contracts/test_fuzz.py",
-    "unit/fleet/test_virtual.py",
-    "contracts/test_methods.py",
-)
-"""Files that come first, so that at the end no process waits for another that has just begun with one of them."""
+FIRST = ("e2e", "unit/fleet", "unit/export", "unit/coordinator", "contracts")
+"""Folders whose files take long: they come first, so that at the end no process waits for another."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if contracts := [item for item in items if item.path.is_relative_to(TESTS / "contracts")]:
+        from fedvit.methods import METHODS  # imports torch, which tests of devices do without
+
+        mark_other_methods(contracts, frozenset(METHODS))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        rank = {TESTS / name: number for number, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: rank.get(item.path, len(rank)))
+        items.sort(key=lambda item: [not item.path.is_relative_to(TESTS / folder) for folder in FIRST])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -8,6 +8,8 @@ import click
 
 from bench.commands import json_flag, out_flag
 from bench.reporting import Progress, Report, measure
+from bench.simulate.jobs import choose, deal_images
+from bench.simulate.measure import SIDES, SimulateSettings, run_simulate_bench
 from fedvit.errors import ConfigError
 
 
@@ -37,19 +39,10 @@ from fedvit.errors import ConfigError
 @json_flag
 @out_flag
 def simulate_command(
-    names: tuple[str, ...],
-    images: int,
-    data: Path,
-    parts: Path | None,
-    sides: str,
-    as_json: bool,
-    out: Path | None,
-    **settings: Any,
+    names: tuple[str, ...], images: int, data: Path, sides: str, as_json: bool, out: Path | None, **settings: Any
 ) -> None:
     """Compare a simulated federation on both engines with a plain PyTorch loop over clients: rounds per second."""
-    from bench.simulate.jobs import choose, deal_images  # imports torch, which --help does not need
-    from bench.simulate.measure import SIDES, SimulateSettings, run_simulate_bench
-
+    parts = settings.pop("parts")
     jobs, wanted = choose(names), tuple(sides.split(","))
     if unknown := [side for side in wanted if side not in SIDES]:
         raise ConfigError("FV0002", f"--sides: no side {unknown[0]!r}, expected some of: {', '.join(SIDES)}")

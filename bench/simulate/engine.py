@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from bench.simulate.jobs import Job, Measured, decode_job
+from bench.simulate.jobs import Job, Measured, Start, decode_job
 from coordinator.record.record import open_record
-from fedvit.roles import ProductPrecision
 from fleet.request import Engine, RunRequest
 from fleet.simulate import simulate
 from profiles.probes.host import peak_rss_bytes
@@ -17,26 +16,17 @@ from profiles.probes.host import peak_rss_bytes
 RUN = "bench"
 
 
-def run(
-    job: Job,
-    folders: list[Path],
-    *,
-    rounds: int,
-    seed: int,
-    engine: Engine,
-    accelerator: str,
-    precision: ProductPrecision,
-) -> tuple[list[float], float | None]:
+def run(job: Job, folders: list[Path], start: Start, engine: Engine) -> tuple[list[float], float | None]:
     """Simulate: (end of each round, mean accuracy over devices after the last).
 
     A round ends when its state is saved, before the evaluation. Raises FedvitError when the run fails.
     """
-    values = {**job.config(rounds, seed), "accelerator": accelerator if engine == "torch" else "cpu"}
+    accelerator = start.accelerator
+    values = {**job.config(start.rounds, start.seed), "accelerator": accelerator if engine == "torch" else "cpu"}
     with tempfile.TemporaryDirectory(prefix="bench-simulate-") as made:
+        is_fused, precision = accelerator != "cpu", start.precision
         outcome = simulate(
-            RunRequest(
-                folders, values, out=Path(made), run=RUN, engine=engine, precision=precision, fused=accelerator != "cpu"
-            )
+            RunRequest(folders, values, out=Path(made), run=RUN, engine=engine, precision=precision, fused=is_fused)
         )
         store = open_record(Path(made))
         try:
@@ -49,14 +39,9 @@ def run(
 def main() -> None:
     """Arguments: the job, rounds, seed, engine, accelerator, precision, device folders."""
     text, rounds, seed, engine, accelerator, precision, *folders = sys.argv[1:]
+    start = Start.parse(rounds, seed, accelerator, precision)
     ended, accuracy = run(
-        decode_job(text),
-        [Path(folder) for folder in folders],
-        rounds=int(rounds),
-        seed=int(seed),
-        engine=msgspec.convert(engine, Engine),
-        accelerator=accelerator,
-        precision=msgspec.convert(precision, ProductPrecision),
+        decode_job(text), [Path(folder) for folder in folders], start, msgspec.convert(engine, Engine)
     )
     measured = Measured(ended=ended, accuracy=accuracy, peak_rss_bytes=peak_rss_bytes())
     sys.stdout.write(msgspec.json.encode(measured).decode() + "\n")

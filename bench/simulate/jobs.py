@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ from msgspec import Struct
 from coordinator.rounds.cohort import select_uniform
 from fedvit.errors import ConfigError
 from fedvit.models import SMALL
+from fedvit.roles import ProductPrecision
 from fleet.datasets import read_samples
 from fleet.datasets.samples import ArrayImages, Samples
 from fleet.devices import device_folders
@@ -68,6 +69,19 @@ class Measured(Struct, frozen=True, kw_only=True):
     ended: list[float]  # of each round, in seconds of one clock
     accuracy: float | None  # mean over devices that have test images
     peak_rss_bytes: int | None
+
+
+class Start(NamedTuple):
+    """Options of a process of one side beside job and folders."""
+
+    rounds: int
+    seed: int
+    accelerator: str  # torch device: "cpu" or "cuda"
+    precision: ProductPrecision
+
+    @classmethod
+    def parse(cls, rounds: str, seed: str, accelerator: str, precision: str) -> Self:
+        return cls(int(rounds), int(seed), accelerator, msgspec.convert(precision, ProductPrecision))
 
 
 def choose(names: Sequence[str]) -> tuple[Job, ...]:

@@ -23,7 +23,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.simulate.jobs import Job, Measured, cohorts, decode_job
+from bench.simulate.jobs import Job, Measured, Start, cohorts, decode_job
 from fedvit.data.folder import DeviceData, Split
 from fedvit.models import SMALL, build_vit
 
@@ -93,7 +93,7 @@ def accuracy(model: nn.Module, client: Client) -> float:
     return correct / len(client.test_labels)
 
 
-def copied(model: nn.Module) -> State:
+def copy_state(model: nn.Module) -> State:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -150,32 +150,32 @@ def learn_from(
     optimizer.step()
 
 
-class FedAvg:
+class FedAvgLoop:
     """Every client trains the whole model, the server averages."""
 
     def __init__(self, model: nn.Module, clients: Sequence[Client]) -> None:
         self.model, self.clients = model, clients
-        self.shared = copied(model)
+        self.shared = copy_state(model)
 
     def round(self, cohort: Sequence[int], train: Callable[[Client], None]) -> None:
         """One round with the clients of these numbers; `train` trains the model on a client."""
-        states = [self._trained(number, train) for number in cohort]
+        states = [self._train(number, train) for number in cohort]
         self.shared = average(states, self._samples(cohort))
 
     def load(self, number: int) -> None:
         """Load a client's tensors into the model."""
         self.model.load_state_dict(self.shared)
 
-    def _trained(self, number: int, train: Callable[[Client], None]) -> State:
+    def _train(self, number: int, train: Callable[[Client], None]) -> State:
         self.load(number)
         train(self.clients[number])
-        return copied(self.model)
+        return copy_state(self.model)
 
     def _samples(self, cohort: Sequence[int]) -> list[int]:
         return [len(self.clients[number].labels) for number in cohort]
 
 
-class FedTP(FedAvg):
+class FedTPLoop(FedAvgLoop):
     """A hypernetwork makes each client's projection to queries, keys and values; the rest is averaged."""
 
     def __init__(self, model: nn.Module, clients: Sequence[Client]) -> None:
@@ -193,7 +193,7 @@ class FedTP(FedAvg):
         for index, number in enumerate(cohort):
             self._load(generated, index)
             train(self.clients[number])
-            states.append(copied(self.model))
+            states.append(copy_state(self.model))
         samples = self._samples(cohort)
         self.shared = average([{name: state[name] for name in self.shared} for state in states], samples)
         learn_from(self.optimizer, generated, states, samples)
@@ -209,29 +209,27 @@ class FedTP(FedAvg):
         self.model.load_state_dict({**self.shared, **own})
 
 
-METHODS: Mapping[str, type[FedAvg]] = {"fedavg": FedAvg, "fedtp": FedTP}
+METHODS: Mapping[str, type[FedAvgLoop]] = {"fedavg": FedAvgLoop, "fedtp": FedTPLoop}
 
 
-def run(
-    job: Job, folders: Sequence[Path], *, rounds: int, seed: int, device: str, precision: str, threads: int
-) -> tuple[list[float], float]:
+def run(job: Job, folders: Sequence[Path], start: Start, threads: int) -> tuple[list[float], float]:
     """Train, then test on each client's own images: (end of each round, mean accuracy over clients).
 
-    `device` is "cpu" or "cuda"; `threads` are torch's on the processor. Times are seconds of the monotonic clock.
+    `threads` are torch's on the processor. Times are seconds of the monotonic clock.
     Clients without test images have no accuracy.
     """
     torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    torch.manual_seed(seed)
-    accelerator = torch.device(device)
-    draw = torch.Generator().manual_seed(seed)
+    torch.set_float32_matmul_precision("highest" if start.precision == "fp32" else "high")
+    torch.manual_seed(start.seed)
+    accelerator = torch.device(start.accelerator)
+    draw = torch.Generator().manual_seed(start.seed)
     clients = [Client.open(folder, job.model_options["image_size"], accelerator) for folder in folders]
     classes = len(DeviceData.open(folders[0]).classes)
-    method = METHODS[job.method](make_model(job, classes, seed).to(accelerator), clients)
+    method = METHODS[job.method](make_model(job, classes, start.seed).to(accelerator), clients)
     numbers = {folder.name: number for number, folder in enumerate(folders)}
-    train_client = partial(_train_client, method.model, job, draw, precision == "bf16")
+    train_client = partial(_train_client, method.model, job, draw, start.precision == "bf16")
     ended = []
-    for cohort in itertools.islice(cohorts(list(numbers), job.cohort, seed), rounds):
+    for cohort in itertools.islice(cohorts(list(numbers), job.cohort, start.seed), start.rounds):
         method.round([numbers[name] for name in cohort], train_client)
         if accelerator.type == "cuda":
             torch.cuda.synchronize()
@@ -251,15 +249,8 @@ def _train_client(model: nn.Module, job: Job, draw: torch.Generator, bf16: bool,
 def main() -> None:
     """Arguments: the job, rounds, seed, device, precision, threads, device folders. Prints one JSON object."""
     text, rounds, seed, device, precision, threads, *folders = sys.argv[1:]
-    ended, reached = run(
-        decode_job(text),
-        [Path(folder) for folder in folders],
-        rounds=int(rounds),
-        seed=int(seed),
-        device=device,
-        precision=precision,
-        threads=int(threads),
-    )
+    start = Start.parse(rounds, seed, device, precision)
+    ended, reached = run(decode_job(text), [Path(folder) for folder in folders], start, int(threads))
 
     from profiles.probes.host import peak_rss_bytes  # imported last, since a user's program does not have it
 

@@ -34,7 +34,7 @@ TOLERANCE = 0.05
 """Largest difference of accuracies that agree: sides draw different batches, and a device has few test images."""
 
 
-class Side(Struct, frozen=True, kw_only=True):
+class SideFigures(Struct, frozen=True, kw_only=True):
     """One side of a case. Figures are None when it was not run or failed, with `reason`."""
 
     rounds_per_s: float | None = None  # median over processes
@@ -108,7 +108,7 @@ def _measure(job: Job, folders: Sequence[Path], settings: SimulateSettings, prog
             runs[key].append(measured)
             progress(f"{what}: {measure_rate(measured, before):.3f} rounds a second")
     figures = {
-        side: Side(reason=failed[side])
+        side: SideFigures(reason=failed[side])
         if side in failed
         else find_fastest(
             _summarize(measured, before, count) for (name, count), measured in runs.items() if name == side
@@ -133,11 +133,11 @@ def measure_rate(measured: Measured, before: int) -> float:
     return (len(measured.ended) - before) / (measured.ended[-1] - measured.ended[before - 1])
 
 
-def _summarize(runs: Sequence[Measured], before: int, threads: int | None) -> Side:
+def _summarize(runs: Sequence[Measured], before: int, threads: int | None) -> SideFigures:
     speeds = tuple(measure_rate(run, before) for run in runs)
     peaks = [run.peak_rss_bytes for run in runs if run.peak_rss_bytes is not None]
     accuracies = [run.accuracy for run in runs if run.accuracy is not None]
-    return Side(
+    return SideFigures(
         rounds_per_s=median(speeds),
         rounds_per_s_runs=speeds,
         peak_rss_bytes=max(peaks, default=None),
@@ -146,7 +146,7 @@ def _summarize(runs: Sequence[Measured], before: int, threads: int | None) -> Si
     )
 
 
-def find_fastest(sides: Iterable[Side]) -> Side:
+def find_fastest(sides: Iterable[SideFigures]) -> SideFigures:
     """Find the fastest of the runs of one side with different numbers of threads.
 
     >>> find_fastest([Side(rounds_per_s=2.0, threads=1), Side(rounds_per_s=0.5, threads=2)]).threads

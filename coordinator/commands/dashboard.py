@@ -5,12 +5,18 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import open_to_watch
+from coordinator.security.broker import is_loopback
+from coordinator.security.folder import Deployment
+from coordinator.views.dashboard.experiments import Experiments
+from coordinator.views.dashboard.reader import RecordReader
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
@@ -56,28 +62,22 @@ def dashboard(
     folder: Path,
     experiments: Path,
     port: int,
-    listen: str,
-    password_file: Path | None,
-    proxies: str | None,
     deployment: Path | None,
+    password_file: Path | None,
+    **access: Any,
 ) -> None:
     """Show runs and devices in a browser, as they happen; a process of its own that only reads.
 
     Without a password the address that it prints contains a token, which opens the pages. With a password
     operators can cancel runs, release devices from quarantine and revoke them.
     """
-    try:
-        from coordinator.views.dashboard.access import is_loopback
-        from coordinator.views.dashboard.server import listen_on, serve
+    listen = access["listen"]
+    try:  # late: NiceGUI is optional
+        pages, frame = (import_module(f"coordinator.views.dashboard.{name}") for name in ("server", "frame"))
     except ModuleNotFoundError as error:
         raise ConfigError(
             "FV1801", f"the dashboard needs the package {error.name}: pip install 'fedvit[dashboard]'"
         ) from error
-    from coordinator.security.folder import Deployment
-    from coordinator.views.dashboard.experiments import Experiments
-    from coordinator.views.dashboard.frame import Site
-    from coordinator.views.dashboard.reader import Reader
-
     password = _password(password_file)
     if password is None and not is_loopback(listen):
         raise ConfigError(
@@ -88,12 +88,14 @@ def dashboard(
     store = open_to_watch(folder)
     try:
         devices = Deployment.open(deployment) if deployment else None
-        with listen_on(listen, port) as opened:
+        with pages.listen_on(listen, port) as opened:
             port = opened.getsockname()[1]
             address = f"http://{f'[{listen}]' if ':' in listen else listen}:{port}/"
-            site = Site(Reader(store, folder), folder, Experiments(experiments), devices, acts=password is not None)
+            site = frame.Site(
+                RecordReader(store, folder), folder, Experiments(experiments), devices, acts=password is not None
+            )
             with _announce(address, folder / f"dashboard-{port}.url", needs_token=password is None) as token:
-                serve(site, opened, password or token, by_address=password is None, proxies=proxies)
+                pages.serve(site, opened, password or token, by_address=password is None, proxies=access["proxies"])
     finally:
         store.close()
 

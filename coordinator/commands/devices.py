@@ -15,7 +15,7 @@ from coordinator.record.opening import open_existing_record
 from coordinator.run_view import read_standings
 from coordinator.security import clock
 from coordinator.security.folder import Deployment
-from coordinator.security.registry import Device
+from coordinator.security.registry import JoinedDevice
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.hints import command
@@ -124,7 +124,7 @@ def _standing(entry: dict[str, Any]) -> str:
     return f"{strikes} strike{'' if strikes == 1 else 's'}" if strikes else "-"
 
 
-def _as_json(device: Device, begin_s: float, doubt: str | None) -> dict[str, Any]:
+def _as_json(device: JoinedDevice, begin_s: float, doubt: str | None) -> dict[str, Any]:
     """A device for people and programs; `begin_s` is where all certificates begin, `doubt` the doubt of the clock."""
     now_s = time.time()
     state = "expired" if device.expires_at < now_s else "not yet valid" if now_s < begin_s else "valid"

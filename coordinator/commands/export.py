@@ -1,14 +1,20 @@
 """`coordinator export`: writes the model of a run as a bundle."""
 
+import platform
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import click
 
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import newest_run, open_existing_record
+from coordinator.views.trained import read_trained_model
 from export.bundle.command import out_flag, precisions_flag, write
+from export.bundle.write import Bench, check_new
 from fedvit.command_line import Command, json_flag
+from fedvit.data.folder import DeviceData
+from profiles.probes.host import usable_cores
 
 
 @click.command(
@@ -32,31 +38,24 @@ def export(
     device: str | None,
     out: Path,
     folder: Path,
-    data: Path | None,
-    threads: int | None,
     precisions: tuple[str, ...],
     as_json: bool,
+    **measuring: Any,
 ) -> None:
     """Write the newest model of RUN, by default the newest run, as ONNX files that work without this software."""
-    from coordinator.views.trained import read_trained_model
-    from export.bundle.write import check_new
-    from fedvit.data.folder import DeviceData
-    from profiles.probes.host import usable_cores
-
     check_new(out)
+    data, threads = measuring["data"], measuring["threads"]
     store = open_existing_record(folder)
     try:
         run = run or newest_run(store, folder)
         trained = read_trained_model(store, folder, run, device, f"coordinator {version('fedvit')}")
     finally:
         store.close()
-    write(
-        out,
-        trained,
+    bench = Bench(
         images=DeviceData.open(data).relabel(trained.classes).test if data else None,
         described=f"test images of {data.name}" if data else "",
         threads=threads or usable_cores(),
+        machine=platform.machine(),
         cores=usable_cores(),
-        precisions=precisions,
-        as_json=as_json,
     )
+    write(out, trained, bench, precisions, as_json=as_json)

@@ -1,13 +1,14 @@
 """`coordinator gc`: frees disk space, by the policy of runs."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.removals import keep_mirrors_flag, print_removals
 from coordinator.record.opening import open_existing_record
-from coordinator.record.retention import collect
+from coordinator.record.retention import RetentionPolicy, collect
 from fedvit.command_line import Command, json_flag
 
 
@@ -24,26 +25,14 @@ from fedvit.command_line import Command, json_flag
 @keep_mirrors_flag
 @runs_flag
 @json_flag
-def gc(
-    keep_runs: int | None, keep_rounds: int | None, dry_run: bool, keep_mirrors: bool, folder: Path, as_json: bool
-) -> None:
+def gc(folder: Path, as_json: bool, **settings: Any) -> None:
     """Remove runs and details beyond the policy, and unreferenced files. Runs that are being served are not changed."""
-
+    policy = RetentionPolicy(**settings)
     store = open_existing_record(folder, writes=True)
     try:
-        removed = list(
-            collect(
-                store,
-                folder,
-                keep_runs=keep_runs,
-                keep_rounds=keep_rounds,
-                dry_run=dry_run,
-                keep_mirrors=keep_mirrors,
-                report=lambda line: click.echo(line, err=True),
-            )
-        )
-        if any(entry.what in ("run", "details") for entry in removed) and not dry_run:
+        removed = list(collect(store, folder, policy, report=lambda line: click.echo(line, err=True)))
+        if any(entry.what in ("run", "details") for entry in removed) and not policy.dry_run:
             store.database.compact()
     finally:
         store.close()
-    print_removals(removed, as_json, "would remove" if dry_run else "removed")
+    print_removals(removed, as_json, "would remove" if policy.dry_run else "removed")

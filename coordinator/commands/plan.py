@@ -1,5 +1,6 @@
 """`coordinator plan`: the configuration of a method that boards would get."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ from click.core import ParameterSource
 
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.prediction_flags import request_flags, request_of
+from coordinator.compute.planning.forecast import write_forecast
 from coordinator.config import RunConfig, make_config
 from coordinator.record.opening import open_existing_record
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.files import private_files
+from profiles.report.console import Console
 
 OF_THE_RUN = {"method": "--method", "pairs": "--option", "model": "--model", "model_pairs": "--model-option"}
 """Flags that a recorded run stands for."""
@@ -42,20 +45,17 @@ def plan(run: str | None, folder: Path, as_json: bool, **request: Any) -> None:
     Ends with exit code 8 if nothing fits one of them.
     """
     wanted = request_of(request, config=_read_recorded(run, folder) if run else None)
-    from coordinator.compute.planning.forecast import write_forecast
-    from coordinator.compute.planning.plan_report import plan_report
-    from coordinator.compute.planning.profiling import NothingFits, choose_configurations, forecast_of
-    from profiles.report.console import Console
-
-    chosen = choose_configurations(wanted, progress=lambda line: click.echo(line, err=True))
+    profiling = import_module("coordinator.compute.planning.profiling")  # late: it imports torch
+    chosen = profiling.choose_configurations(wanted, progress=lambda line: click.echo(line, err=True))
     if run:
-        write_forecast(folder / run, forecast_of(wanted, chosen))
+        write_forecast(folder / run, profiling.forecast_of(wanted, chosen))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(chosen)).decode())
     else:
         console = Console()
-        console.print(plan_report(chosen, console.width))
-    if none := [each.device for each in chosen if isinstance(each, NothingFits)]:
+        report = import_module("coordinator.compute.planning.plan_report")
+        console.print(report.plan_report(chosen, console.width))
+    if none := [each.device for each in chosen if isinstance(each, profiling.NothingFits)]:
         raise OverBudget("FV1508", f"nothing fits the budget of {', '.join(none)}")
 
 

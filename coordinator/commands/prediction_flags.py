@@ -1,19 +1,17 @@
 """The flags of commands that predict costs: a method on a model, boards, and budgets."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from coordinator.commands.flags import key_value
+from coordinator.compute.planning.prediction_request import BoardMode, PredictionRequest
 from coordinator.config import RunConfig, make_config
 from fedvit.command_line import amount
 from fedvit.known_values import check_settings
 from fedvit.quantities import parse_bytes, parse_flops, parse_seconds
 from fedvit.resources import Budget
-
-if TYPE_CHECKING:
-    from coordinator.compute.planning.profiling import Request
 
 
 def _budget_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,11 +67,11 @@ def request_of(
     config: RunConfig | None = None,
     masks: Sequence[float] = (),
     splits: Sequence[int] = (),
-) -> "Request":
-    """The request in the values of `request_flags`; `config` stands for method and model. Raises ConfigError for
-    unknown names, before torch is imported."""
-    from profiles.catalogue import in_mode
+) -> PredictionRequest:
+    """Return the request in the values of `request_flags`; `config` stands for method and model.
 
+    Raises ConfigError for unknown names.
+    """
     if config is None:
         values = {
             "method": given["method"],
@@ -84,11 +82,7 @@ def request_of(
         }
         check_settings(values["method"], values["options"], values["model"], values["model_options"])
         config = make_config(values, "flags").run
-    for device in given["devices"]:
-        in_mode(device)
-    from coordinator.compute.planning.profiling import BoardMode, Request
-
-    return Request(
+    return PredictionRequest(
         config=config,
         classes=given["classes"],
         targets=[BoardMode.parse(text) for text in given["devices"]],

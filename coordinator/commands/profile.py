@@ -1,5 +1,6 @@
 """`coordinator profile`: predicts the cost of a method on boards."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ from coordinator.commands.prediction_flags import request_flags, request_of
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import OverBudget
 from fedvit.files import atomic_write
+from profiles.report.console import Console
+from profiles.report.document import encode
+from profiles.report.profile_page import profile_page
+from profiles.report.terminal import profile_report
 
 
 @click.command(
@@ -26,13 +31,8 @@ def profile(masks: tuple[float, ...], splits: tuple[int, ...], out: Path | None,
     Every --mask is combined with every --split. Ends with exit code 8 if no variant fits the budget of a device.
     """
     wanted = request_of(request, masks=masks, splits=splits)
-    from coordinator.compute.planning.profiling import make_document
-    from profiles.report.console import Console
-    from profiles.report.document import encode
-    from profiles.report.profile_page import profile_page
-    from profiles.report.terminal import profile_report
-
-    document = make_document(wanted, progress=lambda line: click.echo(line, err=True))
+    profiling = import_module("coordinator.compute.planning.profiling")  # late: it imports torch
+    document = profiling.make_document(wanted, progress=lambda line: click.echo(line, err=True))
     console = Console()
     if as_json:
         click.echo(encode(document).decode(), nl=False)

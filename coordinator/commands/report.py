@@ -1,5 +1,6 @@
 """`coordinator report`: reports accuracy and cost of a run."""
 
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -39,7 +40,6 @@ def report(run: str | None, folder: Path, out: Path | None, table: Path | None, 
         atomic_write(table, device_sheet(document.devices).csv().encode())
         click.echo(f"written: {table}", err=True)
     if out:
-        from coordinator.views.report.page import run_page  # imports matplotlib, which the tables do not need
-
-        atomic_write(out, run_page(document).encode())
+        page = import_module("coordinator.views.report.page")  # late: matplotlib, which the tables do not need
+        atomic_write(out, page.run_page(document).encode())
         click.echo(f"written: {out}", err=True)

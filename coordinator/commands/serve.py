@@ -37,4 +37,4 @@ from fedvit.files import private_files
 @private_files()
 def serve(**options: Any) -> None:
     """Keep a broker and its devices connected, and serve submitted runs until stopped."""
-    import_module("coordinator.serving").ServiceProcess(options).run()  # late: it loads SQLAlchemy and numpy
+    import_module("coordinator.serving.service").ServiceProcess(options).run()  # late: it loads SQLAlchemy and numpy

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -11,14 +11,16 @@ from coordinator.commands.config_flags import flags_of
 from coordinator.commands.flags import runs_flag
 from coordinator.config import TrackersConfig, make_config, merge_flags
 from coordinator.record.opening import newest_run, open_existing_record
+from coordinator.record.record import Record
+from coordinator.record.retention import lock_run
+from coordinator.run_view import RunView, read_run, show_document
+from coordinator.views.terminal import MOST_ROUNDS, draw_run
+from coordinator.views.trackers.following import check_writers, make_writers, write_all
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.quantities import format_count
-
-if TYPE_CHECKING:
-    from coordinator.record.record import Record
-    from coordinator.run_view import RunView
+from profiles.report.console import Console
 
 
 @click.command(
@@ -38,9 +40,6 @@ if TYPE_CHECKING:
 @json_flag
 def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any) -> None:
     """Print RUN, by default the newest: accuracy by round, devices, refusals."""
-    from coordinator.run_view import read_run, show_document
-    from coordinator.views.terminal import MOST_ROUNDS
-
     track = track or any(value is not None for value in flags.values())
     store = open_existing_record(folder, writes=track)
     try:
@@ -57,21 +56,15 @@ def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any
     print_run(view)
 
 
-def print_run(view: "RunView") -> None:
+def print_run(view: RunView) -> None:
     """Print the tables of one run."""
-    from coordinator.views.terminal import draw_run
-    from profiles.report.console import Console
-
     console = Console()
     console.print(draw_run(view, console.width))
 
 
 @private_files()
-def write_missing(store: "Record", run: str, folder: Path, flags: dict[str, Any]) -> None:
+def write_missing(store: Record, run: str, folder: Path, flags: dict[str, Any]) -> None:
     """Write the rounds that trackers lack."""
-    from coordinator.record.retention import lock_run
-    from coordinator.views.trackers.following import check_writers, make_writers, write_all
-
     config = make_config(store.runs.read(run).config, f"run {run}").run
     values = merge_flags({"trackers": msgspec.to_builtins(config.trackers)}, flags)
     config = msgspec.structs.replace(config, trackers=make_config(values, "flags").run.trackers)

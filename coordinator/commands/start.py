@@ -8,7 +8,7 @@ import click
 
 from coordinator.commands.config_flags import config_flags
 from coordinator.commands.flags import record_flag, runs_flag
-from coordinator.start_request import StartRequest
+from coordinator.serving.request import StartRequest
 from fedvit import monitoring
 from fedvit.command_line import Command, log_format_flag
 from fedvit.files import private_files
@@ -57,4 +57,4 @@ from fedvit.files import private_files
 def start(**options: Any) -> None:
     """Start a broker unless one is given, wait for devices, and train."""
     request = StartRequest.from_flags(options)
-    import_module("coordinator.starting").start_run(request)  # late: it loads SQLAlchemy
+    import_module("coordinator.serving.start").start_run(request)  # late: it loads SQLAlchemy

@@ -2,20 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
+from coordinator.record.liveness import current_status
 from coordinator.record.opening import newest_run, open_existing_record
+from coordinator.record.record import Record
+from coordinator.record.tables import ENDED, RunRecord
+from coordinator.rounds.service.status import read_service_status
+from coordinator.rounds.status import lines, read_status
+from coordinator.run_view import read_head
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.hints import command
-
-if TYPE_CHECKING:
-    from coordinator.record.record import Record
-    from coordinator.record.tables import RunRecord
 
 
 @click.command(cls=Command, examples=["coordinator status", "coordinator status RUN --json"])
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
 @json_flag
 def status(run: str | None, folder: Path, as_json: bool) -> None:
     """Show what RUN is waiting for, since when and until when; by default the service, or the newest run."""
-    from coordinator.record.liveness import current_status
-    from coordinator.record.tables import ENDED
-    from coordinator.rounds.status import lines, read_status
-    from coordinator.run_view import read_head
-
     store = open_existing_record(folder)
     if run is None and _service_status(store, folder, as_json=as_json):
         return
@@ -50,10 +46,8 @@ def status(run: str | None, folder: Path, as_json: bool) -> None:
     click.echo("\n".join(lines(record.id, current_status(store, record), found, resume)))
 
 
-def _service_status(store: "Record", folder: Path, *, as_json: bool) -> bool:
+def _service_status(store: Record, folder: Path, *, as_json: bool) -> bool:
     """Print the status of a folder's service; False if there is no service and no submitted run."""
-    from coordinator.rounds.service.status import read_service_status
-
     status, submitted = read_service_status(folder), store.runs.read_submitted()
     alive = status is not None and not status.is_stale()
     hosts = store.database.services()
@@ -88,10 +82,7 @@ def _service_status(store: "Record", folder: Path, *, as_json: bool) -> bool:
     return True
 
 
-def _doing(store: "Record", record: "RunRecord", folder: Path) -> str:
-    from coordinator.record.liveness import current_status
-    from coordinator.rounds.status import read_status
-
+def _doing(store: Record, record: RunRecord, folder: Path) -> str:
     try:
         doing = read_status(folder / record.id).doing
     except ConfigError:

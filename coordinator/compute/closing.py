@@ -10,7 +10,7 @@ from coordinator.config import UpdatesConfig
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.methods.aggregators import Aggregator
-from fedvit.methods.base import RoundContext, ServerRule, Upload
+from fedvit.methods.base import Method, RoundContext, ServerRule, Upload
 from fedvit.models.vit import PatchViT
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, TensorFile
@@ -53,7 +53,7 @@ class Closing:
     round: int
     rounds: int
     seed: int
-    lr_scale: float
+    method: Method
     before: SavedState
     kept: dict[str, str]  # device -> digest of its upload of an earlier round
     uploads: list[Upload]  # of this round, after screening
@@ -72,7 +72,7 @@ class Closing:
         context = RoundContext(
             round=self.round,
             seed=self.seed,
-            lr_scale=self.lr_scale,
+            lr_scale=self.method.lr_scale(self.round, self.rounds),
             vit=vit,
             accelerator=placement.device,
             load=self.stored,

@@ -10,6 +10,7 @@ from coordinator.compute.accelerator import choose_accelerator, torch_devices
 from coordinator.compute.checkpoint import load_state, start_state, write_models
 from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.messages import (
+    ComputeRequest,
     FindOutliers,
     Finish,
     Fold,
@@ -19,7 +20,6 @@ from coordinator.compute.messages import (
     Prepare,
     Prepared,
     RecallTasks,
-    Request,
     Step,
 )
 from coordinator.compute.planning.planned_device import PlannedDevice
@@ -66,7 +66,7 @@ class Engine:
             Finish: self._finish,
         }
 
-    def ask(self, request: Request[Answer]) -> Answer:
+    def ask(self, request: ComputeRequest[Answer]) -> Answer:
         return cast(Answer, self._answers[type(request)](request))
 
     def damaged(self) -> list[str]:

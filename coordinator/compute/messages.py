@@ -18,7 +18,7 @@ from profiles.prediction import Expected
 Answer = TypeVar("Answer")
 
 
-class Request(Struct, Generic[Answer], frozen=True, kw_only=True):
+class ComputeRequest(Struct, Generic[Answer], frozen=True, kw_only=True):
     """A request; `answer` is the type of the answer."""
 
     answer: ClassVar[Any]
@@ -50,9 +50,13 @@ class PlannedTask(Struct, frozen=True, kw_only=True):
 
     program: str  # digest
     groups: dict[str, str]  # group -> digest of the value that the server sends
-    expected: Expected | None  # None: the device is unknown
+    expected: Expected | None = None  # None: the device is unknown
     delta_chain: tuple[DeltaStep, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
-    lr_scale: float  # factor on the learning rate
+    lr_scale: float = 1.0  # factor on the learning rate
+
+    def identity(self) -> tuple[Any, ...]:
+        """Return everything on which the result depends."""
+        return self.program, sorted(self.groups.items()), self.lr_scale
 
 
 class Planned(Struct, frozen=True, kw_only=True):
@@ -62,7 +66,7 @@ class Planned(Struct, frozen=True, kw_only=True):
     too_small: dict[str, str]  # device -> reason why nothing fits its budget
 
 
-class Stepped(Struct, frozen=True, kw_only=True):
+class NextState(Struct, frozen=True, kw_only=True):
     """The outcome of a server step."""
 
     saved: SavedState
@@ -91,7 +95,7 @@ class Checked(Struct, frozen=True, kw_only=True):
     notes: list[str]  # warnings for the operator
 
 
-class Check(Request[Checked], frozen=True, kw_only=True, tag=True):
+class Check(ComputeRequest[Checked], frozen=True, kw_only=True, tag=True):
     """Check that a run can begin on this machine: build its model, read its weights and the run that it starts from.
 
     Raises ConfigError, and Damaged if the state of the earlier run is damaged.
@@ -104,7 +108,7 @@ class Check(Request[Checked], frozen=True, kw_only=True, tag=True):
     is_region: bool = False  # whether the run is that of a region
 
 
-class Prepare(Request[Prepared], frozen=True, kw_only=True, tag=True):
+class Prepare(ComputeRequest[Prepared], frozen=True, kw_only=True, tag=True):
     """Make the Program and find the newest state; forget earlier requests.
 
     Raises ConfigError if the run began with another Program, Damaged if a damaged state cannot be recomputed.
@@ -116,7 +120,7 @@ class Prepare(Request[Prepared], frozen=True, kw_only=True, tag=True):
     copies: str  # older records of the run, for the message of an error
 
 
-class PlanTasks(Request[Planned], frozen=True, kw_only=True, tag=True):
+class PlanTasks(ComputeRequest[Planned], frozen=True, kw_only=True, tag=True):
     """Plan the tasks of these devices for a round; a target is None for a device that has not sent hello yet."""
 
     answer = Planned
@@ -125,33 +129,33 @@ class PlanTasks(Request[Planned], frozen=True, kw_only=True, tag=True):
     targets: dict[str, PlannedDevice | None]
 
 
-class RecallTasks(Request[list[PlannedTask]], frozen=True, kw_only=True, tag=True):
+class RecallTasks(ComputeRequest[list[PlannedTask]], frozen=True, kw_only=True, tag=True):
     """Plan tasks again as they are recorded, of any round: with the same tensors."""
 
     answer = list[PlannedTask]
     tasks: list[TaskRecord]
 
 
-class FindOutliers(Request[list[Outlier]], frozen=True, kw_only=True, tag=True):
+class FindOutliers(ComputeRequest[list[Outlier]], frozen=True, kw_only=True, tag=True):
     """Find the results of a round that are far out of scale."""
 
     answer = list[Outlier]
     round: int
 
 
-class Step(Request[Stepped], frozen=True, kw_only=True, tag=True):
+class Step(ComputeRequest[NextState], frozen=True, kw_only=True, tag=True):
     """Compute the next state from a round's results, without those of devices in quarantine.
 
     Raises EmptyCohort if no usable result is left.
     """
 
-    answer = Stepped
+    answer = NextState
     round: int
     saved: SavedState  # the state before
     drawn: tuple[int, int] | None  # number of free devices, and of drawn devices; None: unknown
 
 
-class Fold(Request[Folded], frozen=True, kw_only=True, tag=True):
+class Fold(ComputeRequest[Folded], frozen=True, kw_only=True, tag=True):
     """Make one update of a round's results, without those of devices in quarantine.
 
     Raises EmptyCohort if no usable result is left.
@@ -162,7 +166,7 @@ class Fold(Request[Folded], frozen=True, kw_only=True, tag=True):
     saved: SavedState  # the state that the updates belong to
 
 
-class Finish(Request[None], frozen=True, kw_only=True, tag=True):
+class Finish(ComputeRequest[None], frozen=True, kw_only=True, tag=True):
     """Write the run's tensors, and those generated per device, into its folder."""
 
     answer = None
@@ -178,7 +182,7 @@ class Compute(Protocol):
     progress: Callable[[str], None]
     """Called with a description of the current step, in the thread that asks."""
 
-    def ask(self, request: Request[Answer]) -> Answer:
+    def ask(self, request: ComputeRequest[Answer]) -> Answer:
         """Raise the errors that the request documents, DamagedBlob, and StorageFailed."""
         ...
 

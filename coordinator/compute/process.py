@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.compute.integrity import DamagedBlob
-from coordinator.compute.messages import AnyRequest, Check, Prepare, Request
+from coordinator.compute.messages import AnyRequest, Check, ComputeRequest, Prepare
 from coordinator.compute.pipes import close, read_frame, write_frame
 from coordinator.config import RunConfig
 from fedvit import errors
@@ -49,7 +49,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
     graph_cache: str | None
 
 
-class Doing(Struct, frozen=True, tag=True):
+class WorkerProgress(Struct, frozen=True, tag=True):
     """Describes the current step."""
 
     text: str
@@ -78,7 +78,7 @@ class Raised(Struct, frozen=True, kw_only=True, tag=True):
     damaged: list[str] = []
 
 
-Reply = Doing | Warned | Answered | Raised
+Reply = WorkerProgress | Warned | Answered | Raised
 
 
 def encode_error(error: Exception, damaged: list[str]) -> Raised:
@@ -171,7 +171,7 @@ class Worker:
         self.start()
         log.info("worker process", extra={"pid": self.pid})
 
-    def ask(self, request: Request[Answer]) -> Answer:
+    def ask(self, request: ComputeRequest[Answer]) -> Answer:
         with self._busy:
             deaths = 0
             while True:
@@ -211,7 +211,7 @@ class Worker:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _prepare_process(self, child: Child, request: Request[Answer]) -> None:
+    def _prepare_process(self, child: Child, request: ComputeRequest[Answer]) -> None:
         """Send a new process the run and its plan, since it knows nothing of an earlier process."""
         if isinstance(request, Check):
             return
@@ -222,12 +222,12 @@ class Worker:
             self._exchange(child, self._prepare)
             self._prepared = True
 
-    def _exchange(self, child: Child, request: Request[Answer]) -> Answer:
+    def _exchange(self, child: Child, request: ComputeRequest[Answer]) -> Answer:
         self._send(child, request)
         assert child.stdout is not None
         while raw := read_frame(child.stdout):
             reply = msgspec.msgpack.decode(raw, type=Reply)
-            if isinstance(reply, Doing):
+            if isinstance(reply, WorkerProgress):
                 self.progress(reply.text)
                 continue
             if isinstance(reply, Warned):
@@ -292,7 +292,7 @@ class Worker:
         self._warnings.put(text)
         log.warning(text)
 
-    def _out_of_attempts(self, how: str, request: Request[Answer]) -> str:
+    def _out_of_attempts(self, how: str, request: ComputeRequest[Answer]) -> str:
         where = f"; its log: {self._begin.log}" if self._begin else ""
         return (
             f"the worker process ended {DEATHS} times during one request ({type(request).__name__}), the last time "

@@ -21,13 +21,13 @@ from coordinator.compute.process import (
     END_S,
     Answered,
     Child,
-    Doing,
     Raised,
     Reply,
+    WorkerProgress,
     exception_of,
     how_it_ended,
 )
-from coordinator.compute.rank import LOOPBACK, PATIENCE
+from coordinator.compute.rank_loop import LOOPBACK, PATIENCE
 from coordinator.record.tables import SavedState
 from fedvit.errors import DeviceTrouble, FedvitError
 from fedvit.methods.base import ServerRule
@@ -148,7 +148,7 @@ class Ranks:
             match reply:
                 case None:
                     raise self._died(rank)
-                case Doing(text):
+                case WorkerProgress(text):
                     self._progress(text)
                 case Raised():
                     self._report(reply.damaged)

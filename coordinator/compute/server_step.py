@@ -10,7 +10,7 @@ import numpy as np
 from coordinator.compute.checkpoint import find_needed_blobs
 from coordinator.compute.closing import Closing, Placement, StoredUploads
 from coordinator.compute.integrity import VerifiedBlobs
-from coordinator.compute.messages import Folded, Outlier, Stepped
+from coordinator.compute.messages import Folded, NextState, Outlier
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
@@ -45,7 +45,7 @@ class ServerStep:
         """Results of a round that are far out of scale."""
         return self._screen_uploads(number, self.results(number)).outliers
 
-    def take(self, number: int, saved: SavedState, drawn: tuple[int, int] | None) -> Stepped:
+    def take(self, number: int, saved: SavedState, drawn: tuple[int, int] | None) -> NextState:
         """Compute the next state, and the figures for the round's record.
 
         Raises EmptyCohort if no usable result is left.
@@ -65,7 +65,7 @@ class ServerStep:
         private = round_figures(self.store, self.run, config, population=population, cohort=cohort, feature_rows=rows)
         needed = find_needed_blobs(self.plan, updated)
         self.blobs.forget_all_but(needed)
-        return Stepped(saved=updated, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
+        return NextState(saved=updated, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
 
     def fold(self, number: int, saved: SavedState) -> Folded:
         """One update with the mean of a round's updates: tensors that no device trained have not changed.
@@ -145,7 +145,7 @@ class ServerStep:
             round=number,
             rounds=config.rounds,
             seed=config.seed,
-            lr_scale=plan.method.lr_scale(number, config.rounds),
+            method=plan.method,
             before=before,
             kept=kept,
             uploads=uploads,

@@ -1,7 +1,7 @@
 """One run: its own keys, and its tables."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -10,6 +10,7 @@ from coordinator.config.blobs import BlobsConfig
 from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import parse_labels
+from coordinator.config.modes import MODES
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.robust import RobustConfig
 from coordinator.config.trackers import TrackersConfig
@@ -17,6 +18,11 @@ from coordinator.config.updates import UpdatesConfig
 from fedvit.errors import ConfigError
 from fedvit.roles import NONE, ProductPrecision
 from fedvit.wire.topics import check_name
+
+if TYPE_CHECKING:
+    ModeName = str
+else:
+    ModeName = Literal[tuple(MODES)]
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +127,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, Meta(ge=0, description="Most rounds by which a result may be late, if late results are used.")
     ] = 10
     mode: Annotated[
-        Literal["rounds", "buffered"],
+        ModeName,
         Meta(description="buffered: devices get a new task after each answer; every `buffer` results make a round."),
     ] = "rounds"
     buffer: Annotated[int, Meta(ge=1, description="Results that make a round in mode buffered.")] = 4
@@ -209,15 +215,15 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def check_privacy_of_modes(self) -> None:
         """Raise ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""
-        late = "mode = 'buffered'" if self.mode == "buffered" else f"late = {self.late!r}"
-        if self.robust.aggregator != "mean" and (self.mode == "buffered" or self.late == "discount"):
+        late = self.late_setting()
+        if self.robust.aggregator != "mean" and self.discounts_late_results():
             raise ConfigError(
                 "FV1013",
                 f"aggregator = {self.robust.aggregator!r} weighs updates equally, but {late} discounts late ones",
             )
         if not self.privacy.noise_multiplier:
             return
-        if self.mode == "buffered" or self.late != "refuse":
+        if self.uses_late_results():
             raise ConfigError(
                 "FV1014", f"{late}: noise_multiplier is accounted for in whole rounds without late results"
             )
@@ -235,12 +241,20 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 )
 
     def uses_late_results(self) -> bool:
-        return self.mode == "buffered" or self.late != "refuse"
+        return MODES[self.mode].discounts_late_results or self.late != "refuse"
+
+    def discounts_late_results(self) -> bool:
+        return MODES[self.mode].discounts_late_results or self.late == "discount"
+
+    def late_setting(self) -> str:
+        """Return the key that decides on late results, with its value."""
+        if MODES[self.mode].discounts_late_results:
+            return f"mode = {self.mode!r}"
+        return f"late = {self.late!r}"
 
     def discount(self, staleness: int) -> float:
         """Weight of a result made from a state `staleness` rounds old (FedBuff, arXiv:2106.06639, section 5)."""
-        discounted = self.mode == "buffered" or self.late == "discount"
-        return (1 + staleness) ** -0.5 if discounted else 1.0
+        return (1 + staleness) ** -0.5 if self.discounts_late_results() else 1.0
 
 
 TABLES: dict[str, type[Struct]] = {

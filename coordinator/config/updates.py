@@ -1,11 +1,15 @@
 """The table [updates]."""
 
-from typing import Annotated
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta, Struct, field
 
 from fedvit.errors import ConfigError
 from fedvit.roles import NONE, Role
+
+if TYPE_CHECKING:
+    from fedvit.updates import Codec
 
 
 class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,13 +38,9 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         given = {"up": self.up, "features": self.features, "down": self.down, "down_whole": self.down_whole}
         given |= {f"up_groups.{group}": text for group, text in self.up_groups.items()}
         given = {key: text for key, text in given.items() if text != NONE}
-        if not given:  # so that commands which only read a record need not import numpy
-            return
-        from fedvit.updates import make_codec
-
         for key, text in given.items():
             try:
-                codec = make_codec(text)
+                codec = _make_codec(text)
             except ConfigError as error:
                 raise ConfigError("FV1011", f"updates: {key}: {error}") from None
             if key in ("features", "down_whole") and not codec.keeps_shape:
@@ -49,9 +49,7 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 )
 
     def up_of(self, group: str) -> str:
-        from fedvit.updates import make_codec
-
-        return make_codec(self.up_groups.get(group, self.up)).text
+        return _make_codec(self.up_groups.get(group, self.up)).text
 
     @property
     def codes_down(self) -> bool:
@@ -74,3 +72,9 @@ class UpdatesConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError(
                     "FV1012", f"updates: {key} = {getattr(self, key)!r}: {sender} sends nothing of that kind"
                 )
+
+
+def _make_codec(text: str) -> "Codec":
+    """Make a codec. Commands that only read a record use none, so that they need not import numpy."""
+    codec: Codec = import_module("fedvit.updates").make_codec(text)
+    return codec

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import tomli_w
 
 from coordinator.config.run import RunConfig
 
@@ -12,8 +13,6 @@ FILE = "run.toml"
 
 def as_toml(run: str, config: RunConfig) -> str:
     """All keys of the configuration, except unset keys without a default."""
-    import tomli_w  # not needed to read a configuration
-
     head = f"# The configuration of run {run}. Another run like it: coordinator start --config {FILE}\n\n"
     return head + tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
 

@@ -30,6 +30,7 @@ from coordinator.record.copies import (
     read_runs,
 )
 from coordinator.record.record import Record
+from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import SavedState
 from fedvit.blobs import digest_of
 from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_file, sync_folder
@@ -208,7 +209,7 @@ class Backups:
             store.rounds.close_evaluation(run, number - 1)
         if store.rounds.read(run, number) is None:
             store.rounds.open(run, number, [])
-        store.rounds.close(run, number, state, figures, asked)
+        store.rounds.close(run, number, state, figures, RoundWork(asked))
 
     def _read(self, file: Path, operator_log: Callable[[str], None]) -> Iterator[Note]:
         """The intact notes of a file; damaged ones are reported, and removed from the file."""

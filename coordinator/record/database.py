@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -20,9 +21,9 @@ from coordinator.record.leadership import ServiceHost, check_term, fence, servic
 from coordinator.record.postgresql import address_of, engine_of, failure_of
 from coordinator.record.rows import BrokenSeal, read_records
 from coordinator.record.schema import is_older, other_version, version_of
+from coordinator.record.sqlite_errors import convert_error
 from coordinator.record.tables import RUNS, SCHEMA, from_json, to_json
-from fedvit.descriptors import are_used_up, how_many
-from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
+from fedvit.errors import ConfigError, Damaged
 from fedvit.files import atomic_write, storage_failed
 from fedvit.timings import Timings
 
@@ -31,17 +32,8 @@ _R = TypeVar("_R", bound=Struct)
 DATABASE_FILE, ADDRESS_FILE = "fedvit.db", "record.url"
 """In the folder of all runs: the database of SQLite, or the address of another one."""
 
-_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
-"""Errors of SQLite when a write finds no space; the second also for a limit on file sizes."""
-
-_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS")
-"""Prefixes of SQLite's error names for a damaged file."""
-
 _MIGRATING = 7_329_118_101
 """Key of the lock of PostgreSQL that a process holds while it makes or migrates tables."""
-
-_FOREIGN = ("Could not decode to UTF-8", "no such table", "no such column")
-"""Prefixes of SQLite's messages that also mean a damaged file."""
 
 
 def use_database(folder: Path, url: str) -> None:
@@ -130,9 +122,8 @@ class Database:
             connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
         schema = version_of(connection)
         if (schema is None and not inspect(connection).has_table(RUNS.name)) or is_older(schema):
-            from coordinator.record.migrations import migrate  # imports Alembic, which is rarely needed
-
-            migrate(connection)
+            migrations = import_module("coordinator.record.migrations")  # late: Alembic is rarely needed
+            migrations.migrate(connection)
         elif schema != SCHEMA:  # otherwise another process has migrated it
             raise other_version(self._engine.url, schema)
 
@@ -198,18 +189,10 @@ class Database:
             if wrote:
                 self.commits.add(time.perf_counter() - began)
         except (SQLAlchemyError, sqlite3.Error) as error:
-            cause = getattr(error, "orig", None) or error
             if not self.file and isinstance(error, SQLAlchemyError) and (gone := failure_of(error, self._engine.url)):
                 raise gone from error
-            name = getattr(cause, "sqlite_errorname", None) or ""
-            if self.file and (name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN)):
-                raise self.make_damaged_error(str(cause)) from error
-            if are_used_up():  # SQLite only reports that it cannot open a file
-                raise TooManyOpenFiles(
-                    TooManyOpenFiles.general_code, f"database {self._engine.url}: {cause}; {how_many()}"
-                ) from error
-            kind = DiskFull if name in _FULL else StorageFailed
-            raise kind(kind.general_code, f"database {self._engine.url}: {cause}") from error
+            damaged = self.make_damaged_error if self.file else None
+            raise convert_error(error, f"database {self._engine.url}", damaged) from error
         except BrokenSeal as error:
             raise self.make_damaged_error(str(error)) from error
         except (ValueError, msgspec.MsgspecError) as error:

@@ -9,7 +9,7 @@ from sqlalchemy.engine import Connection
 
 from coordinator.record.closing import add_broken, read_devices
 from coordinator.record.database import Database
-from coordinator.record.rows import insert, now, replace, seal
+from coordinator.record.rows import insert, replace, seal
 from coordinator.record.tables import (
     DEVICES,
     LABELS,
@@ -24,8 +24,8 @@ from coordinator.record.tables import (
     QuarantineRecord,
     RefusalRecord,
     StrikeRecord,
+    now,
 )
-from fedvit.resources import BudgetKind
 
 LOGS_KEPT = 20
 """Logs of one device in one run that are kept: more would let the device fill the disk."""
@@ -49,7 +49,7 @@ class RefusalCount(NamedTuple):
     newest: str  # ISO 8601, UTC
 
 
-class Devices:
+class RecordedDevices:
     """Devices of all runs."""
 
     def __init__(self, database: Database) -> None:
@@ -118,23 +118,12 @@ class Devices:
             query = query.where(LOGS.c.run == run)
         return self._database.read(DeviceLog, LOGS, query)
 
-    def add_refusal(
-        self,
-        run: str,
-        round_number: int | None,
-        device: str,
-        kind: str,
-        reason: str,
-        broke: BudgetKind | None = None,
-        *,
-        lost: bool = False,
-    ) -> None:
-        """Store a refusal, or with `lost` something that never arrived. `broke`: the budget that stopped the device."""
-        refusal = RefusalRecord(round_number, device, kind, reason, now(), broke, lost)
+    def add_refusal(self, run: str, refusal: RefusalRecord) -> None:
+        """Store a refusal, or something that never arrived."""
         with self._database.transaction() as connection:
             insert(connection, REFUSALS, [refusal], run=run)
-            if broke:
-                add_broken(connection, run, device, broke)
+            if refusal.broke:
+                add_broken(connection, run, refusal.device, refusal.broke)
 
     def read_refusals(
         self, run: str, newest: int | None = None, *, round_number: int | None = None, device: str | None = None

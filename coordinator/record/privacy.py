@@ -9,6 +9,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 from coordinator.config import PrivacyConfig, RunConfig
@@ -20,7 +21,7 @@ EPSILON = "dp_epsilon"
 ROW_EPSILON, UPLOAD_EPSILON, DEVICE_EPSILON = "dp_row_epsilon", "dp_upload_epsilon", "dp_device_epsilon"
 
 
-class Step(NamedTuple):
+class PrivacyStep(NamedTuple):
     """The noisy sum of one round: `cohort` of `population` devices were drawn."""
 
     noise_multiplier: float
@@ -48,22 +49,20 @@ def cohort_seed(config: RunConfig) -> int:
 # --- epsilon ------------------------------------------------------------------------------------------
 
 
-def compute_epsilon(steps: Iterable[Step] | Mapping[Step, int], privacy: PrivacyConfig) -> float:
+def compute_epsilon(steps: Iterable[PrivacyStep] | Mapping[PrivacyStep, int], privacy: PrivacyConfig) -> float:
     """Compute epsilon of all steps together, for the run's delta. A mapping gives the number of equal steps."""
     times = Counter(steps)
     if not times:
         return 0.0
     if privacy.accounting == "every_round":
         return _gaussian(sum(count * step.noise_multiplier**-2 for step, count in times.items()) ** -0.5, privacy.delta)
-    import dp_accounting
-    from dp_accounting import rdp
-
-    accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    library = import_module("dp_accounting")  # late: other runs do not need it
+    accountant = library.rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
     for step, count in times.items():
         # replacing a device changes the sum by up to twice the clip
-        event = dp_accounting.GaussianDpEvent(step.noise_multiplier / 2)
+        event = library.GaussianDpEvent(step.noise_multiplier / 2)
         if step.cohort < step.population:
-            event = dp_accounting.SampledWithoutReplacementDpEvent(step.population, step.cohort, event)
+            event = library.SampledWithoutReplacementDpEvent(step.population, step.cohort, event)
         accountant.compose(event, count)
     return float(accountant.get_epsilon(privacy.delta))
 
@@ -75,9 +74,8 @@ def compute_epsilon_of_rows(rows: int, noise_multiplier: float, delta: float) ->
 
 def _gaussian(noise_multiplier: float, delta: float) -> float:
     """Exact epsilon: several Gaussian mechanisms are equivalent to one whose precision is the sum of theirs."""
-    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-
-    return float(get_epsilon_gaussian(noise_multiplier, delta))
+    library = import_module("dp_accounting.gaussian_mechanism")
+    return float(library.get_epsilon_gaussian(noise_multiplier, delta))
 
 
 def counts_before(store: Record, run: str, *names: str) -> Counter[tuple[float, ...]]:
@@ -101,9 +99,9 @@ def round_figures(
         return figures
     if privacy.noise_multiplier:
         figures |= {NOISE: privacy.noise_multiplier, POPULATION: float(population), COHORT: float(cohort)}
-        steps = Counter([Step(privacy.noise_multiplier, population, cohort)])
+        steps = Counter([PrivacyStep(privacy.noise_multiplier, population, cohort)])
         for (noise, there, drawn), count in counts_before(store, run, NOISE, POPULATION, COHORT).items():
-            steps[Step(noise, int(there), int(drawn))] += count
+            steps[PrivacyStep(noise, int(there), int(drawn))] += count
         figures[EPSILON] = compute_epsilon(steps, privacy)
     if privacy.feature_noise and feature_rows:
         most = max(feature_rows)

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 
 from coordinator.record.copies import has_lost
 from coordinator.record.database import DATABASE_FILE, Database, address_in
-from coordinator.record.devices import Devices
-from coordinator.record.rounds import Rounds
-from coordinator.record.runs import Runs
-from coordinator.record.tasks import Tasks
+from coordinator.record.devices import RecordedDevices
+from coordinator.record.rounds import RecordedRounds
+from coordinator.record.runs import RecordedRuns
+from coordinator.record.tasks import RecordedTasks
 from fedvit.errors import ConfigError
 from fedvit.files import storage_failed
 
@@ -25,10 +25,10 @@ class Record:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.runs = Runs(database)
-        self.rounds = Rounds(database)
-        self.tasks = Tasks(database)
-        self.devices = Devices(database)
+        self.runs = RecordedRuns(database)
+        self.rounds = RecordedRounds(database)
+        self.tasks = RecordedTasks(database)
+        self.devices = RecordedDevices(database)
         # SQLite does not notice a lost journal
         if database.file and not self.runs.count() and has_lost(database.file):
             raise database.make_damaged_error("it holds no run")

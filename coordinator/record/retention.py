@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,6 +39,15 @@ class Removal(Struct, frozen=True, kw_only=True):
     path: str | None  # None: a part of the record; of a mirror its URL
     bytes: int  # freed on the disk, or in the store; 0 for details, which free space when the record is compacted
     why: str
+
+
+class RetentionPolicy(NamedTuple):
+    """Settings of `collect`: how much is kept."""
+
+    keep_runs: int | None = None  # None: as the newest run's configuration says
+    keep_rounds: int | None = None  # None: as each run's configuration says
+    dry_run: bool = False  # only find what would be removed
+    keep_mirrors: bool = False
 
 
 def lock_run(folder: Path, run: str, term: int = 0) -> int:
@@ -98,9 +108,9 @@ def run_mirror(record: RunRecord) -> "Mirror | None":
     if not settings.get("mirror"):
         return None
     try:
-        from coordinator.record.mirror import Mirror  # imports obstore, which other runs do not need
-
-        return Mirror(BlobsConfig(**settings), record.id)
+        mirrors = import_module("coordinator.record.mirror")  # late: obstore, which other runs do not need
+        mirror: Mirror = mirrors.Mirror(BlobsConfig(**settings), record.id)
+        return mirror
     except ModuleNotFoundError as error:
         raise StorageFailed(
             "FV1019",
@@ -188,18 +198,14 @@ def _remove_folder(directory: Path) -> None:
 def collect(
     store: Record,
     folder: Path,
-    *,
-    keep_runs: int | None,
-    keep_rounds: int | None,
-    dry_run: bool,
-    keep_mirrors: bool = False,
+    policy: RetentionPolicy,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Removal]:
-    """Apply the policy and remove unreferenced files; with `dry_run` only return what would be removed.
+    """Apply the policy and remove unreferenced files.
 
-    The default of `keep_runs` is that of the newest run's configuration, of `keep_rounds` that of each run. A run whose
-    mirror cannot be used is kept, and `report` gets a line with the reason.
+    A run whose mirror cannot be used is kept, and `report` gets a line with the reason.
     """
+    keep_runs, dry_run, keep_mirrors = policy.keep_runs, policy.dry_run, policy.keep_mirrors
     records = store.runs.read_all()
     if keep_runs is None and records:
         keep_runs = records[0].config.get("keep_runs")
@@ -231,7 +237,7 @@ def collect(
         directory = folder / record.id
         if record.id in gone or is_served(directory):
             continue
-        yield from _details(store, record, directory, keep_rounds, dry_run)
+        yield from _details(store, record, directory, policy)
         yield from _files(directory, dry_run)
         if record.status == "finished":
             try:
@@ -279,10 +285,8 @@ def _runs_beyond(records: list[RunRecord], keep: int | None, folder: Path) -> li
     return gone
 
 
-def _details(
-    store: Record, record: RunRecord, directory: Path, keep_rounds: int | None, dry_run: bool
-) -> Iterator[Removal]:
-    keep = keep_rounds if keep_rounds is not None else record.config.get("keep_rounds")
+def _details(store: Record, record: RunRecord, directory: Path, policy: RetentionPolicy) -> Iterator[Removal]:
+    keep = policy.keep_rounds if policy.keep_rounds is not None else record.config.get("keep_rounds")
     newest = store.rounds.read_newest_closed(record.id)
     if newest is None or keep is None:
         return
@@ -293,7 +297,7 @@ def _details(
             what="details", run=record.id, path=None, bytes=0,
             why=f"of rounds before {before}; the newest {keep} are kept, and those that recompute a damaged state",
         )  # fmt: skip
-        yield _apply(removal, lambda: store.runs.thin(record.id, before), dry_run)
+        yield _apply(removal, lambda: store.runs.thin(record.id, before), policy.dry_run)
 
 
 def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
@@ -309,8 +313,6 @@ def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
 def _blobs(store: Record, record: RunRecord, directory: Path, dry_run: bool, keep_mirrors: bool) -> Iterator[Removal]:
     """Remove blobs of a finished run from its folder and its mirror, except those that other runs start from, or that
     its bundle needs."""
-    from fedvit.program import decode_program  # imports numpy, which other commands do not need
-
     newest = store.rounds.read_newest_closed(record.id)
     if newest is None or newest.state is None or record.program is None:
         return
@@ -318,7 +320,7 @@ def _blobs(store: Record, record: RunRecord, directory: Path, dry_run: bool, kee
     mirror = None if keep_mirrors else run_mirror(record)
     try:
         content = blobs.get(record.program) if blobs.has(record.program) or not mirror else mirror.blob(record.program)
-        program = decode_program(content)
+        program = import_module("fedvit.program").decode_program(content)  # late: numpy
     except (OSError, BadPayload, Damaged):  # without its program it is unknown what is needed
         return
     saved = newest.state
@@ -338,8 +340,7 @@ def _blobs(store: Record, record: RunRecord, directory: Path, dry_run: bool, kee
 
 def _objects(record: RunRecord, mirror: "Mirror", keep: set[str], dry_run: bool) -> Iterator[Removal]:
     """Remove blobs of a mirror: those of a coordinator that was cut off, which others do not know."""
-    from coordinator.record.mirror import blob_digest
-
+    blob_digest = import_module("coordinator.record.mirror").blob_digest
     sizes = {
         name: size
         for name, size in mirror.sizes().items()

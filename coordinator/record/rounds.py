@@ -8,8 +8,8 @@ from sqlalchemy import JSON, ColumnElement, cast, func, select, type_coerce, upd
 
 from coordinator.record.closing import sum_up_evaluation, sum_up_training, this_round
 from coordinator.record.database import Database
-from coordinator.record.rows import insert, now, seal, without_infinite
-from coordinator.record.tables import ROUNDS, ResultRecord, RoundRecord, RoundTotals, SavedState
+from coordinator.record.rows import insert, seal, without_infinite
+from coordinator.record.tables import ROUNDS, ResultRecord, RoundRecord, RoundTotals, SavedState, now
 
 
 class ClosedRound(NamedTuple):
@@ -20,7 +20,17 @@ class ClosedRound(NamedTuple):
     figures: dict[str, float]
 
 
-class Rounds:
+class RoundWork(NamedTuple):
+    """The tasks and results of a round that closes, where the caller has them; None: those in the record."""
+
+    asked: Sequence[str] | None = None  # devices with a task
+    results: Sequence[ResultRecord] | None = None  # those that its server step used
+
+
+RECORDED = RoundWork()
+
+
+class RecordedRounds:
     """Rounds of all runs: open, closed and evaluated ones."""
 
     def __init__(self, database: Database) -> None:
@@ -42,18 +52,17 @@ class Rounds:
         number: int,
         state: SavedState | None,
         figures: dict[str, float],
-        asked: Sequence[str] | None = None,
+        work: RoundWork = RECORDED,
         at: str | None = None,
-        results: Sequence[ResultRecord] | None = None,
     ) -> None:
         """Close the training of a round, now or `at` a time: store state and figures, and compute its totals.
 
-        `state`: None if it is lost; `asked`: devices with a task, `results`: those that its server step used; by
-        default the tasks and results in the record."""
+        `state`: None if it is lost.
+        """
         values = {"closed_at": at or now(), "state": msgspec.to_builtins(state), "figures": figures}
         with self._database.transaction() as connection:
             connection.execute(update(ROUNDS).where(this_round(run, number)).values(**values))
-            sum_up_training(connection, run, number, asked, results)
+            sum_up_training(connection, run, number, work.asked, work.results)
 
     def close_evaluation(self, run: str, number: int, results: Sequence[ResultRecord] | None = None) -> None:
         """Close the evaluation of a round, with these results; by default those in the record."""

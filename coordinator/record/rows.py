@@ -1,7 +1,6 @@
 """Rows of the record's tables as records, each sealed: its digest in a column shows whether the row was damaged."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar
 
@@ -16,11 +15,6 @@ from fedvit.blobs import digest_of
 _R = TypeVar("_R", bound=Struct)
 
 _SORTING_ENCODER = msgspec.json.Encoder(order="sorted")
-
-
-def now() -> str:
-    """Return the time as the record writes it (ISO 8601, UTC)."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 class BrokenSeal(ValueError):

@@ -7,7 +7,7 @@ from sqlalchemy.engine import Connection
 
 from coordinator.record.copies import has_lost
 from coordinator.record.database import Database
-from coordinator.record.rows import insert, now, seal
+from coordinator.record.rows import insert, seal
 from coordinator.record.tables import (
     ENDED,
     EXPECTATIONS,
@@ -20,12 +20,13 @@ from coordinator.record.tables import (
     TASKS,
     RunRecord,
     RunStatus,
+    now,
 )
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 
 
-class Runs:
+class RecordedRuns:
     """Runs: their state, their configuration, and what the operator asks of them."""
 
     def __init__(self, database: Database) -> None:

@@ -7,6 +7,7 @@ column may be empty where the field may be None, and where it is JSON with a def
 import json
 import math
 import typing
+from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -235,12 +236,17 @@ class ResultRecord(Struct, frozen=True):
     by_class: tuple[ClassCount, ...] = ()  # of an evaluation; empty: not counted
 
 
+def now() -> str:
+    """Return the time as the record writes it (ISO 8601, UTC)."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 class RefusalRecord(Struct, frozen=True):
     round: int | None
     device: str
     kind: str
     reason: str
-    at: str
+    at: str = msgspec.field(default_factory=now)  # ISO 8601, UTC
     broke: BudgetKind | None = None  # the budget that was exceeded
     lost: bool = False  # nothing arrived
 

@@ -11,8 +11,8 @@ from sqlalchemy.engine import Connection
 from coordinator.record.closing import find_asked, read_used_results
 from coordinator.record.database import Database
 from coordinator.record.leadership import check_term
-from coordinator.record.rows import drop_empty_fields, now, read_rows, record_of, replace, write
-from coordinator.record.tables import EXPECTATIONS, RESULTS, TASKS, ResultRecord, TaskRecord, TaskTimes
+from coordinator.record.rows import drop_empty_fields, read_rows, record_of, replace, write
+from coordinator.record.tables import EXPECTATIONS, RESULTS, TASKS, ResultRecord, TaskRecord, TaskTimes, now
 from fedvit.blobs import digest_of
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result, TaskKind
@@ -36,7 +36,7 @@ class TaskHistory(NamedTuple):
     times: TaskTimes
 
 
-class Tasks:
+class RecordedTasks:
     """Training tasks and their ends, and accepted results."""
 
     def __init__(self, database: Database) -> None:

@@ -9,7 +9,7 @@ from coordinator.rounds.isolation import ends_run
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.state import RunState
 from coordinator.rounds.task_ends import TaskEnds
-from coordinator.rounds.tasks import Task, TaskState
+from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.wire.messages import Result, ResultAck
 
 log = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ class Acceptance:
         self._backups = backups
         self._profiles = profiles
         self._ends = ends
-        self._checked: dict[str, Task] = {}  # valid, not in the store yet
+        self._checked: dict[str, DeviceTask] = {}  # valid, not in the store yet
         self._noted: tuple[OpenRound, int] | None = None  # the round of the newest note, and the size of its cohort
         self._commit_at = 0.0  # when checked results are stored at the latest
 
-    def add(self, task: Task) -> None:
+    def add(self, task: DeviceTask) -> None:
         """Take a task whose result is valid. It is stored with the next `commit`."""
         task.to(TaskState.CHECKED)
         task.deadline.interrupted()
@@ -66,7 +66,7 @@ class Acceptance:
     def acknowledge(self, device: str, result: Result) -> None:
         self._state.send(device, ResultAck(result.run, result.round, result.kind, accepted=True))
 
-    def _write(self, batch: list[Task]) -> None:
+    def _write(self, batch: list[DeviceTask]) -> None:
         """Write first the uploads, then a note outside the record, then the record."""
         state = self._state
         with state.blobs.commit_together() as batched_commit:
@@ -85,7 +85,7 @@ class Acceptance:
         self._backups.note(Accepted(number, cohort, needed, accepted))
         state.add_results(state.store.tasks.add_results(accepted, {task.device: task.times for task in batch}))
 
-    def _accept(self, task: Task) -> None:
+    def _accept(self, task: DeviceTask) -> None:
         """Acknowledge a result that is in the store, and update the round."""
         state, device, result = self._state, task.device, task.result
         assert result is not None  # it was checked
@@ -93,8 +93,9 @@ class Acceptance:
             state.counted.add(device)
         if state.opened and device in state.opened.cohort and state.opened.kind == task.kind:
             state.opened.accept(device)
-        state.presence.finished(device)
-        self._profiles.learn(device, task.work.expected, result.use.broke, result.use)
+        if device in state.presence:
+            state.presence[device].backoff.crashes = 0
+        self._profiles.learn(device, task.work.planned.expected, result.use.broke, result.use)
         self.acknowledge(device, result)
         for what in result.damaged:
             state.refuse(device, "damage", what, result.round)

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 
-from coordinator.record.rows import now
-from coordinator.record.tables import DeviceLog
+from coordinator.record.tables import DeviceLog, RefusalRecord, now
 from coordinator.rounds.acceptance import Acceptance
 from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.open_round import Missing
 from coordinator.rounds.state import RunState
 from coordinator.rounds.task_ends import TaskEnds
-from coordinator.rounds.tasks import Task, TaskState
+from coordinator.rounds.tasks import DeviceTask, TaskState
 from coordinator.rounds.uploads import Uploads
 from coordinator.rounds.validation import check_result
 from fedvit.errors import BadPayload
@@ -55,7 +54,7 @@ class ResultCollector:
             # otherwise its round is about to be reopened after a restart: the device keeps the result until then
         elif task.state in (TaskState.UPLOADING, TaskState.CHECKED) or not state.presence.is_online(device):
             return  # the answer follows, at the latest after the device's hello
-        elif not task.is_same(result) or result.program not in ("", task.work.digest):
+        elif not task.is_same(result) or result.program not in ("", task.work.planned.program):
             # not the device's fault: the task has changed since
             self._ends.refuse(
                 device, result, f"it is of task {result.task}, expected is {task.id}: the task is sent again"
@@ -66,7 +65,7 @@ class ResultCollector:
         else:
             self._check_message(task, result)
 
-    def _check_message(self, task: Task, result: Result) -> None:
+    def _check_message(self, task: DeviceTask, result: Result) -> None:
         """Check a result by its message, then its upload."""
         try:
             check_result(result, task.work.program, self._state.presence[task.device].hello)
@@ -100,7 +99,9 @@ class ResultCollector:
         state.send(device, ResultAck(failed.run, failed.round, failed.kind, accepted=False))
         task = state.tasks.matching(device, failed)
         if task and task.is_same(failed) and task.state is not TaskState.CHECKED:
-            self._profiles.learn(device, task.work.expected, (failed.broke,) if failed.broke else (), failed.use)
+            self._profiles.learn(
+                device, task.work.planned.expected, (failed.broke,) if failed.broke else (), failed.use
+            )
             self._uploads.drop(task)
             self._ends.end_without_result(task, TaskState.FAILED)
             state.operator_log(f"{device} cannot {failed.kind} in round {failed.round}: {failed.reason}")
@@ -117,8 +118,9 @@ class ResultCollector:
         if task is None or not task.is_same(declined) or task.state in (TaskState.UPLOADING, TaskState.CHECKED):
             return
         reason = f"{declined.reason[:200]}; asked again in {declined.again_s:.0f} s"
-        state.store.devices.add_refusal(state.run, declined.round, device, "declined", reason, None)
-        state.presence.back_off(device, declined.reason, declined.again_s)
+        state.store.devices.add_refusal(state.run, RefusalRecord(declined.round, device, "declined", reason))
+        if device in state.presence:
+            state.presence[device].backoff.begin(declined.reason, declined.again_s)
         self._ends.end_without_result(task, TaskState.DECLINED)
         state.operator_log(f"{device} declines to {declined.kind} in round {declined.round}: {reason}")
 
@@ -148,7 +150,7 @@ class ResultCollector:
 
     # --- ends from this side ----------------------------------------------------------------------------
 
-    def give_up(self, task: Task, why: Missing, reason: str) -> None:
+    def give_up(self, task: DeviceTask, why: Missing, reason: str) -> None:
         """End a task whose device sent nothing in time; `reason` is text for the operator."""
         state = self._state
         if state.opened and state.opened.kind == task.kind:
@@ -156,7 +158,7 @@ class ResultCollector:
         state.refuse(task.device, task.kind, reason, task.round, lost=True)
         self.dismiss([task], f"late: round {task.round} no longer waits for it", _GIVEN_UP[why])
 
-    def dismiss(self, tasks: Iterable[Task], reason: str, end: TaskState = TaskState.CANCELLED) -> None:
+    def dismiss(self, tasks: Iterable[DeviceTask], reason: str, end: TaskState = TaskState.CANCELLED) -> None:
         """Cancel tasks: neither side keeps anything of them. An announced upload is refused with the reason; a checked
         result still counts."""
         for task in tasks:
@@ -173,7 +175,7 @@ class ResultCollector:
                 self._ends.refuse(task.device, result, reason)
             self._uploads.grant()
 
-    def fail(self, task: Task, reason: str) -> None:
+    def fail(self, task: DeviceTask, reason: str) -> None:
         """End a task because of an error on this side."""
         self._acceptance.forget(task.device)
         self._uploads.drop(task)

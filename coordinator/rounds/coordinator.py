@@ -7,26 +7,21 @@ return. `parts` connects the parts of a run, `engine` runs its rounds.
 import logging
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
-from coordinator.compute.messages import Compute, Finish
-from coordinator.config import RunConfig
+from coordinator.compute.messages import Finish
 from coordinator.config.writing import FILE as CONFIG_FILE
 from coordinator.config.writing import as_toml
-from coordinator.record.record import Record
-from coordinator.rounds.display import Display
 from coordinator.rounds.engine import RoundEngine
 from coordinator.rounds.events import Events
 from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.journal import RecordJournal
 from coordinator.rounds.leading import Owner
 from coordinator.rounds.lease import FederationTaken
-from coordinator.rounds.parts import RunParts
+from coordinator.rounds.parts import RunParts, RunSetup
 from coordinator.rounds.pausing import repeat_with_resources
 from coordinator.rounds.preparation import check_broker, prepare, wait_for_devices
 from coordinator.rounds.trainer import DeviceTrainer
 from fedvit.errors import FedvitError, LeadershipLost, StorageFailed
-from fedvit.transport.base import Transport
 from fedvit.wire.messages import FromCoordinator, RunEnded
 
 log = logging.getLogger(__name__)
@@ -41,32 +36,13 @@ class Cancelled(Interrupted):
 class Coordinator(RunParts):
     """One run of one federation. `serve` returns when the run is finished."""
 
-    def __init__(
-        self,
-        *,
-        run: str,
-        config: RunConfig,
-        transport: Transport,
-        store: Record,
-        folder: Path,
-        display: Display,
-        compute: Compute,
-        owner: Owner = UNOWNED,
-    ) -> None:
-        super().__init__(
-            run=run,
-            config=config,
-            transport=transport,
-            store=store,
-            folder=folder,
-            display=display,
-            compute=compute,
-        )
+    def __init__(self, setup: RunSetup, owner: Owner = UNOWNED) -> None:
+        super().__init__(setup)
         self.lead = owner.lead(self)
         self.trainer = DeviceTrainer(self)
         self.journal = RecordJournal(self)
         self.engine = RoundEngine(
-            run, config, self.trainer, self.journal, step=self.lead.step, report=self.operator_log
+            setup.run, setup.config, self.trainer, self.journal, step=self.lead.step, report=self.operator_log
         )
         self.inbox.handler = self._events = Events(self, owner, self.lead.on_tick)
 

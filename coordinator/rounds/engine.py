@@ -7,10 +7,12 @@ needs, a mode says how rounds follow each other. Runs on devices, regions and si
 import logging
 import time
 from collections.abc import Callable
+from pkgutil import resolve_name
 
 from coordinator.config import RunConfig
+from coordinator.config.modes import MODES
 from coordinator.record.tables import RoundRecord
-from coordinator.rounds.modes import MODES
+from coordinator.rounds.modes.base import Mode
 from coordinator.rounds.open_round import OpenRound, RoundPlan
 from coordinator.rounds.ports import Journal, MakeState, RoundResult, Trainer
 from fedvit.errors import EmptyCohort
@@ -34,7 +36,8 @@ class RoundEngine:
         step: MakeState,
         report: Callable[[str], None],
     ) -> None:
-        self.mode = MODES[config.mode](run, config, trainer, journal)
+        mode: type[Mode] = resolve_name(MODES[config.mode].implementation)
+        self.mode = mode(run, config, trainer, journal)
         self._run = run
         self._config = config
         self._trainer = trainer

@@ -180,7 +180,7 @@ class Events:
     def _give_up(self, overdue: Overdue) -> None:
         task, why, reason = overdue
         if why is Missing.CRASHED:
-            backoff_s = self._state.presence.crashed(task.device, reason)
+            backoff_s = self._state.presence[task.device].backoff.count_crash(reason)
             crashed = f"{task.device}: {reason}; it is asked again in {backoff_s:.0f} s at the earliest"
             self._parts.operator_log(crashed)
         self._parts.collector.give_up(task, why, reason)

@@ -7,6 +7,7 @@ from functools import partial
 from coordinator.compute.integrity import essential
 from coordinator.record.backups import Closed
 from coordinator.record.retention import oldest_kept
+from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import Asked, ResultRecord, RoundRecord, TaskRecord
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.parts import RunParts
@@ -71,7 +72,7 @@ class RecordJournal(Journal):
         if self._state.mirror:
             self._parts.mirror({digest for part in work.values() for digest in part.offered()})
         tasks = [
-            TaskRecord(number, device, part.digest, part.groups, part.expected, part.attempt)
+            TaskRecord(number, device, part.planned.program, part.planned.groups, part.planned.expected, part.attempt)
             for device, part in work.items()
             if device not in self._state.counted
         ]
@@ -103,7 +104,7 @@ class RecordJournal(Journal):
         asked = store.tasks.list_asked(self._run, number)
         parts.backups.note(Closed(number, asked, saved, figures))
         with store.database.together():
-            store.rounds.close(self._run, number, saved, figures, asked, results=result.updates)
+            store.rounds.close(self._run, number, saved, figures, RoundWork(asked, result.updates))
             store.devices.set_software(self._run, parts.membership.take_versions())
         parts.inbox.in_background(partial(parts.backups.after_round, number, last=result.is_last))
         oldest = oldest_kept(number, state.config.keep_rounds, parts.backups.since(number))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.compute.messages import FindOutliers, Step, Stepped
+from coordinator.compute.messages import FindOutliers, NextState, Step
 from coordinator.record.tables import ResultRecord
 from coordinator.rounds.engine import RoundEngine
 from coordinator.rounds.open_round import OpenRound
@@ -16,7 +16,7 @@ from fedvit.errors import EmptyCohort
 class Lead(Protocol):
     """Leads a run through its rounds."""
 
-    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         """Make the next state of a round's results; see `MakeState`."""
         ...
 
@@ -39,7 +39,7 @@ class OwnLead:
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
 
-    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         """Compute the next state; devices are served meanwhile. Raises EmptyCohort if there is no usable result."""
         parts, state, number = self._parts, self._parts.state, opened.number
         if not results:

@@ -40,7 +40,7 @@ class _Reported(NamedTuple):
     unprinted: int  # refusals with other reasons since then
 
 
-class Membership:
+class Admission:
     """The devices of one run. `take_arrivals` returns the admitted ones."""
 
     def __init__(self, state: RunState, exchange: BlobExchange, quarantine: Quarantine) -> None:

@@ -1,10 +1,12 @@
 """The parts of one run that is served, each with its dependencies; `events` handles what they mean for each other."""
 
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.compute.integrity import VerifiedBlobs
-from coordinator.compute.messages import Compute, Request
+from coordinator.compute.messages import Compute, ComputeRequest
 from coordinator.config import BlobsConfig, RunConfig
 from coordinator.record.backups import Backups, Struck
 from coordinator.record.record import Record
@@ -15,7 +17,7 @@ from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Inbox
 from coordinator.rounds.lease import Lease
-from coordinator.rounds.membership import Membership
+from coordinator.rounds.membership import Admission
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.reporter import Reporter
@@ -36,25 +38,29 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """A run, and everything that its process provides for it."""
+
+    run: str
+    config: RunConfig
+    transport: Transport
+    store: Record
+    folder: Path  # of this run
+    display: Display
+    compute: Compute
+
+
 class RunParts:
     """Only this module connects the parts of a run."""
 
-    def __init__(
-        self,
-        *,
-        run: str,
-        config: RunConfig,
-        transport: Transport,
-        store: Record,
-        folder: Path,
-        display: Display,
-        compute: Compute,
-    ) -> None:
+    def __init__(self, setup: RunSetup) -> None:
+        run, config, store = setup.run, setup.config, setup.store
         self.cancelled: str | None = None  # reason, once the run is to be cancelled
-        self.transport = transport
-        self.folder = folder
-        self.display = display
-        self.compute = compute
+        self.transport = transport = setup.transport
+        self.folder = folder = setup.folder
+        self.display = setup.display
+        self.compute = compute = setup.compute
         blobs = VerifiedBlobs(folder / "blobs")
         blobs.chunk_bytes = chunk_bytes_within(transport.limits.max_payload_bytes)
         self.backups = Backups(store, run, folder, config.backup_every)
@@ -90,7 +96,7 @@ class RunParts:
         )
         self.quarantine = Quarantine(run, store, config.robust)
         self.profiles = DeviceProfiles(run, store, state.presence, config.budget.limits())
-        self.membership = Membership(state, self.exchange, self.quarantine)
+        self.membership = Admission(state, self.exchange, self.quarantine)
         self.scheduler = TaskScheduler(state, self.exchange)
         self.ends = TaskEnds(state)
         self.acceptance = Acceptance(state, self.backups, self.profiles, self.ends)
@@ -114,7 +120,7 @@ class RunParts:
         """Print a line for the operator."""
         self.display.line(escape_line(text))  # the text may quote a device, which must not forge a line
 
-    def ask(self, request: Request[Answer]) -> Answer:
+    def ask(self, request: ComputeRequest[Answer]) -> Answer:
         """Ask the compute side. Devices are served meanwhile; Ctrl-C does not wait for the answer."""
         return self.inbox.in_background(lambda: self.compute.ask(request))
 
@@ -138,6 +144,6 @@ def make_object_store(config: BlobsConfig, run: str, blobs: VerifiedBlobs) -> "O
     """Return the object store of a run; None if its configuration has none."""
     if config.url is None:
         return None
-    from coordinator.rounds.object_store import ObjectStore  # needs obstore, which other runs do not
-
-    return ObjectStore(config, run, blobs)
+    stores = import_module("coordinator.rounds.object_store")  # late: obstore, which other runs do not need
+    store: ObjectStore = stores.ObjectStore(config, run, blobs)
+    return store

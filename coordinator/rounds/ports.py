@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from coordinator.compute.messages import Stepped
+from coordinator.compute.messages import NextState
 from coordinator.record.tables import Asked, ResultRecord, RoundRecord, TaskRecord
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.tasks import Work
 from fedvit.errors import EmptyCohort
 
-MakeState = Callable[[OpenRound, list[ResultRecord]], Stepped]
+MakeState = Callable[[OpenRound, list[ResultRecord]], NextState]
 """Makes the next state of a round's results. Raises EmptyCohort if there is no usable result."""
 
 
@@ -24,7 +24,7 @@ class RoundResult(NamedTuple):
 
     number: int
     updates: list[ResultRecord]
-    stepped: Stepped
+    stepped: NextState
     figures: dict[str, float]
     is_last: bool
 

@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, KeysView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fedvit.wire.messages import DeviceState, Hello
@@ -31,19 +31,38 @@ def hello_spread_s(devices: int) -> float:
 
 
 @dataclass
-class Device:
+class DeviceBackoff:
+    """The time for which a device is not asked, because it declined or crashed."""
+
+    until: float = -math.inf  # monotonic
+    reason: str = ""
+    crashes: int = 0  # tasks in a row that were given up because its process ended repeatedly
+
+    def is_on(self) -> bool:
+        return time.monotonic() < self.until
+
+    def begin(self, reason: str, seconds: float) -> None:
+        """Do not ask the device for this time, which may be infinite: it is bounded."""
+        bounded_s = min(seconds, LONGEST_BACKOFF_S) if math.isfinite(seconds) else LONGEST_BACKOFF_S
+        self.until, self.reason = time.monotonic() + bounded_s, reason
+
+    def count_crash(self, reason: str) -> float:
+        """Begin a backoff that doubles with every crash in a row; return its seconds."""
+        self.crashes += 1
+        backoff_s = min(LONGEST_CRASH_BACKOFF_S, CRASH_BACKOFF_S * 2.0 ** (self.crashes - 1))
+        self.begin(reason, backoff_s)
+        return backoff_s
+
+
+@dataclass
+class PresentDevice:
     """The state of a device that has sent a hello."""
 
     name: str
     hello: Hello
     left_at: float | None = None  # monotonic; None: it is online, or was sent away
-    backoff_until: float = -math.inf  # monotonic; not asked before, because it declined or crashed
-    backoff_reason: str = ""
-    crashes: int = 0  # tasks in a row that were given up because its process ended repeatedly
+    backoff: DeviceBackoff = field(default_factory=DeviceBackoff)
     hello_requested_at: float = -math.inf  # monotonic; last request for its hello
-
-    def is_backing_off(self) -> bool:
-        return time.monotonic() < self.backoff_until
 
 
 class Rival(NamedTuple):
@@ -58,34 +77,26 @@ class Presence:
 
     def __init__(self) -> None:
         self._with_rivals: set[str] = set()  # names that a second process claimed
-        self._devices: dict[str, Device] = {}
+        self._devices: dict[str, PresentDevice] = {}
         self._online: set[str] = set()
         self._classes: Counter[str] = Counter()  # how many devices that are online have each class
         self.changes = 0
         """Counts arrivals and departures."""
 
-    def __iter__(self) -> Iterator[Device]:
-        return iter(self._devices.values())
+    def __iter__(self) -> Iterator[PresentDevice]:
+        """Iterate over a copy, in any thread."""
+        return iter(list(self._devices.values()))
 
-    def __getitem__(self, name: str) -> Device:
+    def __getitem__(self, name: str) -> PresentDevice:
         return self._devices[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._devices
 
-    def names(self) -> set[str]:
-        """Names of all devices that have sent a hello to this process."""
-        return set(self._devices)
-
-    def all(self) -> list[Device]:
-        """All devices that have sent a hello to this process. May be called from any thread."""
-        return list(self._devices.values())
-
     def online(self) -> list[str]:
         return sorted(self._online)
 
-    def count(self) -> int:
-        """Number of devices that have sent a hello to this process."""
+    def __len__(self) -> int:
         return len(self._devices)
 
     def count_online(self) -> int:
@@ -97,34 +108,11 @@ class Presence:
 
     def available(self) -> list[str]:
         """Devices that can be asked: online, and not in a backoff."""
-        return [name for name in self.online() if not self._devices[name].is_backing_off()]
+        return [name for name in self.online() if not self._devices[name].backoff.is_on()]
 
-    def backing_off(self) -> list[Device]:
+    def backing_off(self) -> list[PresentDevice]:
         """Devices that are online but in a backoff."""
-        return [self._devices[name] for name in self.online() if self._devices[name].is_backing_off()]
-
-    def back_off(self, name: str, reason: str, seconds: float) -> None:
-        """Do not ask the device for this time, because it declined or crashed."""
-        if name in self._devices:
-            bounded_s = min(seconds, LONGEST_BACKOFF_S) if math.isfinite(seconds) else LONGEST_BACKOFF_S
-            self._devices[name].backoff_until = time.monotonic() + bounded_s
-            self._devices[name].backoff_reason = reason
-
-    def crashed(self, name: str, reason: str) -> float:
-        """Its process ended too often during a task: start a backoff, which doubles every time.
-
-        Returns the backoff in seconds.
-        """
-        device = self._devices[name]
-        device.crashes += 1
-        backoff_s = min(LONGEST_CRASH_BACKOFF_S, CRASH_BACKOFF_S * 2.0 ** (device.crashes - 1))
-        self.back_off(name, reason, backoff_s)
-        return backoff_s
-
-    def finished(self, name: str) -> None:
-        """The device returned a result: the next crash starts with the shortest backoff."""
-        if name in self._devices:
-            self._devices[name].crashes = 0
+        return [self._devices[name] for name in self.online() if self._devices[name].backoff.is_on()]
 
     def is_online(self, name: str) -> bool:
         return name in self._online
@@ -146,7 +134,7 @@ class Presence:
         """Return when devices were last seen, in monotonic time: now if they are online; not those that left before
         `at`."""
         now = time.monotonic()
-        left = {device.name: device.left_at for device in self.all() if device.left_at and device.left_at >= at}
+        left = {device.name: device.left_at for device in self if device.left_at and device.left_at >= at}
         return left | dict.fromkeys(self._online, now)
 
     def may_return(self, grace_s: float) -> list[str]:
@@ -169,19 +157,12 @@ class Presence:
     def arrived(self, name: str, hello: Hello) -> None:
         known = self._devices.get(name)
         self._leave(name)
-        self._devices[name] = Device(name, hello)
+        device = self._devices[name] = PresentDevice(name, hello)
         self._online.add(name)
         self._classes.update(hello.classes)
         self.changes += 1
-        if known and known.crashes:
-            self._devices[name].crashes = known.crashes
-            self._devices[name].backoff_until, self._devices[name].backoff_reason = (
-                known.backoff_until,
-                known.backoff_reason,
-            )
-        if known and known.hello.instance == hello.instance:  # a repeated hello: its backoff still holds
-            self._devices[name].backoff_until = known.backoff_until
-            self._devices[name].backoff_reason = known.backoff_reason
+        if known and (known.backoff.crashes or known.hello.instance == hello.instance):  # it still holds
+            device.backoff = known.backoff
 
     def state_changed(self, name: str, state: DeviceState) -> bool:
         """Handle a last will or a farewell; False if it is from another process, or about an older connection than that

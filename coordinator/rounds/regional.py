@@ -14,8 +14,9 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple, Protocol
 
-from coordinator.compute.messages import Fold, PlannedTask, PlanTasks, Stepped
+from coordinator.compute.messages import Fold, NextState, PlannedTask, PlanTasks
 from coordinator.config import CENTRE
+from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import ResultRecord, SavedState
 from coordinator.rounds.engine import RoundEngine
 from coordinator.rounds.leading import strike_outliers
@@ -158,7 +159,7 @@ class RegionLead:
         self._await_devices(task)
         for left in state.store.rounds.read_open(state.run):
             if task.kind == "evaluate" or left.round != task.round:  # the centre closed it without this region
-                state.store.rounds.close(state.run, left.round, state.newest(), {}, results=[])
+                state.store.rounds.close(state.run, left.round, state.newest(), {}, RoundWork(results=[]))
         if task.kind == "evaluate":
             self._evaluate(task, engine)
             return
@@ -229,7 +230,7 @@ class RegionLead:
 
     # --- its answer ---------------------------------------------------------------------------------------
 
-    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         """Send the centre the mean of the updates. The next state comes with its next task."""
         number, state, least = opened.number, self._state, self._least_results
         if len(results) < least:
@@ -246,7 +247,7 @@ class RegionLead:
         if losses := [(result.metrics["loss"], result.samples) for result in results if "loss" in result.metrics]:
             metrics["loss"] = sum(loss * samples for loss, samples in losses) / max(1, folded.samples)
         self._answer(results, folded.samples, metrics, update=state.blobs.path(folded.update))
-        return Stepped(saved=state.newest(), figures=folded.figures, damaged={}, needed=folded.needed)
+        return NextState(saved=state.newest(), figures=folded.figures, damaged={}, needed=folded.needed)
 
     def _evaluate(self, task: CentralTask, engine: RoundEngine) -> None:
         state, number = self._state, task.round

@@ -11,19 +11,19 @@ import msgspec
 from coordinator.record.liveness import STALE_S, STATUS_FILE
 from coordinator.rounds.display import DeviceLine, View
 from coordinator.rounds.open_round import OpenRound
-from coordinator.rounds.presence import Device, Presence
+from coordinator.rounds.presence import Presence, PresentDevice
 from coordinator.rounds.state import RunState
 from coordinator.rounds.status import (
     MEMBERS,
     SEEN_EVERY_S,
     AtWork,
     BackingOff,
+    LiveStatus,
     Member,
-    Status,
     read_members,
     read_status,
 )
-from coordinator.rounds.tasks import Task, TaskState
+from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.errors import ConfigError
 
 EVERY_S = 1.0
@@ -103,11 +103,11 @@ class Reporter:
             for task in state.tasks
         ]
         backing_off = [
-            BackingOff(device=device.name, reason=device.backoff_reason, until=iso(device.backoff_until))
+            BackingOff(device=device.name, reason=device.backoff.reason, until=iso(device.backoff.until))
             for device in presence.backing_off()
         ]
         online = presence.count_online()
-        status = Status(
+        status = LiveStatus(
             at=iso(now),
             doing=state.doing,
             waiting_for=at_work,
@@ -126,7 +126,7 @@ class Reporter:
         done = time.monotonic()
         self._due = done + min(SLOWEST_S, max(EVERY_S, (done - now) / SHARE))
 
-    def _member(self, device: Device, online: bool, iso: Callable[[float], str]) -> Member:
+    def _member(self, device: PresentDevice, online: bool, iso: Callable[[float], str]) -> Member:
         before, profile = self._members.get(device.name), device.hello.profile
         seen = iso(time.monotonic() if device.left_at is None else device.left_at)
         is_unchanged = before is not None and before.online == online
@@ -155,7 +155,7 @@ def _write(file: Path, content: bytes) -> None:
         fresh.replace(file)
 
 
-def _state_of(task: Task, presence: Presence) -> str:
+def _state_of(task: DeviceTask, presence: Presence) -> str:
     uploads = task.state in (TaskState.UPLOADING, TaskState.CHECKED)
     return "offline" if not uploads and not presence.is_online(task.device) else task.state
 

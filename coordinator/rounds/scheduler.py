@@ -14,7 +14,7 @@ import msgspec
 from coordinator.rounds.deadlines import Deadline
 from coordinator.rounds.open_round import Missing
 from coordinator.rounds.state import RunState
-from coordinator.rounds.tasks import Task, TaskState, Work, most_steps, predicted_s
+from coordinator.rounds.tasks import DeviceTask, TaskState, Work, most_steps, predicted_s
 from fedvit.errors import BadPayload
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire import messages
@@ -42,7 +42,7 @@ PROGRESS_PER_S = 200.0
 class Overdue(NamedTuple):
     """A task that is given up; `reason` is text for the operator."""
 
-    task: Task
+    task: DeviceTask
     why: Missing
     reason: str
 
@@ -54,9 +54,9 @@ class TaskScheduler:
         self._state = state
         self._exchange = exchange
         self._checked_at = -math.inf
-        self._checks: list[tuple[float, int, Task]] = []  # heap: when to check the deadlines of tasks
+        self._checks: list[tuple[float, int, DeviceTask]] = []  # heap: when to check the deadlines of tasks
         self._number = itertools.count()  # of checks: tasks have no order
-        self._queue: deque[Task] = deque()  # to be sent
+        self._queue: deque[DeviceTask] = deque()  # to be sent
         self._too_large: list[Overdue] = []
 
     # --- assigning --------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class TaskScheduler:
         else:
             late_s = limit_s if state.waits_for_late(kind) else 0.0
             deadline = Deadline.fixed(now, state.config.deadline_s, late_s)
-        task = Task(state.run, device, number, kind, work, deadline, work.attempt)
+        task = DeviceTask(state.run, device, number, kind, work, deadline, work.attempt)
         state.tasks.add(task)
         self.schedule_check(task)
         self.send_task(task)
@@ -103,7 +103,7 @@ class TaskScheduler:
         self.send_task(task)
         return None
 
-    def _attempt_again(self, task: Task, now: float) -> None:
+    def _attempt_again(self, task: DeviceTask, now: float) -> None:
         """Start another attempt: the second at once, the third after a backoff."""
         if task.attempt > 1:
             task.offered_at = now + BACK_OFF_S
@@ -115,7 +115,7 @@ class TaskScheduler:
             self._state.store.tasks.set_attempt(self._state.run, task.round, task.device, task.attempt)
         log.warning("task given again", extra={"device": task.device, "round": task.round, "attempt": task.attempt})
 
-    def send_task(self, task: Task) -> None:
+    def send_task(self, task: DeviceTask) -> None:
         """Send a task to its device when it is its turn, if the device is online and no backoff holds."""
         if not self._state.presence.is_online(task.device):
             return
@@ -139,14 +139,14 @@ class TaskScheduler:
                 task.deadline.delayed(time.monotonic() - queued_at)
                 self._send(task)
 
-    def _send(self, task: Task) -> None:
+    def _send(self, task: DeviceTask) -> None:
         state, device = self._state, task.device
         hello = state.presence[device].hello
         over = (hello.instance, hello.connection, state.epoch)
         is_repeated, task.sent_over = task.sent_over == over, over
         state.tasks.offer(task)
         task.instance = hello.instance
-        work, deadline = task.work, task.deadline
+        work, planned, deadline = task.work, task.work.planned, task.deadline
         deadline.announced = deadline.latest if state.waits_for_late(task.kind) else deadline.at
         self.schedule_check(task)
         asked = len(state.opened.cohort) if state.opened else 1
@@ -157,22 +157,22 @@ class TaskScheduler:
             round=task.round,
             kind=task.kind,
             seed=state.config.seed,
-            program=work.digest,
-            groups=work.groups,
+            program=planned.program,
+            groups=planned.groups,
             blobs=tuple(state.blobs.manifest(digest) for digest in work.named()),
             deadline_s=max(1.0, deadline.announced - time.monotonic()),
-            lr_scale=work.lr_scale,
-            recipes=work.delta_chain,
+            lr_scale=planned.lr_scale,
+            recipes=planned.delta_chain,
             task=task.id,
             attempt=task.attempt,
             progress_s=min(LONGEST_PROGRESS_S, max(PROGRESS_S, asked / PROGRESS_PER_S)),
         )
         try:
-            state.send(device, self._completed(task, message, is_repeated=is_repeated))
+            state.send(device, self._complete(task, message, is_repeated=is_repeated))
         except BadPayload as error:  # the task does not fit into one message
             self._too_large.append(Overdue(task, Missing.FAILED, f"no result: its task cannot be sent: {error}"))
 
-    def _completed(self, task: Task, message: messages.Task, *, is_repeated: bool) -> messages.Task:
+    def _complete(self, task: DeviceTask, message: messages.Task, *, is_repeated: bool) -> messages.Task:
         """The message with small blobs inside. If the delta chains do not fit into one message, the device fetches
         whole values. A task that is only repeated has no blobs: the device has them, or fetches them. Raises
         BadPayload."""
@@ -217,7 +217,7 @@ class TaskScheduler:
             task.deadline.progressed(time.monotonic(), progress.done_steps, total)
             self.schedule_check(task)  # the deadline may be earlier now
 
-    def overdue(self, uploads: Collection[Task], waiting: Collection[str]) -> list[Overdue]:
+    def overdue(self, uploads: Collection[DeviceTask], waiting: Collection[str]) -> list[Overdue]:
         """Tasks to give up; devices that make progress are sent their extended deadlines.
 
         `uploads` are tasks whose uploads are fetched; `waiting` are the devices whose uploads are queued.
@@ -238,7 +238,7 @@ class TaskScheduler:
                 self.schedule_check(task)
         return overdue
 
-    def _due(self, now: float) -> list[Task]:
+    def _due(self, now: float) -> list[DeviceTask]:
         """Tasks whose deadlines are to be checked now; not those whose results are about to be accepted."""
         if len(self._checks) > 2 * len(self._state.tasks) + SPARE_CHECKS:
             self._checks = [check for check in self._checks if self._is_valid(check)]
@@ -253,12 +253,12 @@ class TaskScheduler:
                     due.append(task)
         return due
 
-    def _is_valid(self, check: tuple[float, int, Task]) -> bool:
+    def _is_valid(self, check: tuple[float, int, DeviceTask]) -> bool:
         """Return whether the task is still under way, and was not checked earlier."""
         at, _, task = check
         return at == task.check_at and self._state.tasks.is_current(task)
 
-    def _check_deadline(self, task: Task, now: float) -> Overdue | None:
+    def _check_deadline(self, task: DeviceTask, now: float) -> Overdue | None:
         state, deadline, device = self._state, task.deadline, task.device
         if task.queued_at is not None:
             return None
@@ -278,7 +278,7 @@ class TaskScheduler:
             state.send(device, Extended(state.run, task.round, task.kind, more_s))
         return None
 
-    def schedule_check(self, task: Task) -> None:
+    def schedule_check(self, task: DeviceTask) -> None:
         """Schedule the next check of a task's deadline; to be called whenever it may be due earlier."""
         deadline, now = task.deadline, time.monotonic()
         at = min(deadline.upload_until, deadline.latest if now >= deadline.at else deadline.at)
@@ -294,7 +294,7 @@ class TaskScheduler:
             task.check_at = at
             heapq.heappush(self._checks, (at, next(self._number), task))
 
-    def _watch_upload(self, task: Task, now: float) -> None:
+    def _watch_upload(self, task: DeviceTask, now: float) -> None:
         """Received bytes of an upload extend the deadline; since it occupies an upload slot, they must keep coming."""
         deadline = task.deadline
         if not self._state.presence.is_online(task.device):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import RunConfig
 from coordinator.record.record import Record
-from coordinator.record.tables import ResultRecord, SavedState
+from coordinator.record.tables import RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.deadlines import Links
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.presence import Presence, hello_spread_s
@@ -64,7 +64,7 @@ class RunState:
     @property
     def spread_s(self) -> float:
         """The time over which this fleet sends its hellos."""
-        return hello_spread_s(max(self.config.devices, self.presence.count()))
+        return hello_spread_s(max(self.config.devices, len(self.presence)))
 
     def newest(self) -> SavedState:
         if self.saved is None:
@@ -151,5 +151,5 @@ class RunState:
         if self._refused[device] == REFUSALS_KEPT:
             reason = f"{reason[:400]} (later refusals of this device are not recorded)"
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
-        self.store.devices.add_refusal(self.run, number, device, kind, reason, broke, lost=lost)
+        self.store.devices.add_refusal(self.run, RefusalRecord(number, device, kind, reason, broke=broke, lost=lost))
         log.warning("refused", extra={"device": device, "round": number, "kind": kind, "reason": reason})

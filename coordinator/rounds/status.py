@@ -41,7 +41,7 @@ class BackingOff(Struct, frozen=True, kw_only=True):
     until: str
 
 
-class Status(Struct, frozen=True, kw_only=True):
+class LiveStatus(Struct, frozen=True, kw_only=True):
     """The work of a coordinator when it wrote this file."""
 
     at: str
@@ -82,10 +82,10 @@ def read_members(folder: Path) -> list[Member]:
         return []
 
 
-def read_status(folder: Path) -> Status:
+def read_status(folder: Path) -> LiveStatus:
     """Raises ConfigError when there is none."""
     try:
-        status = msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=Status)
+        status = msgspec.json.decode((folder / STATUS_FILE).read_bytes(), type=LiveStatus)
         dates = [status.at, *(one.until for one in status.backing_off)]
         for text in dates + [date for one in status.waiting_for for date in (one.since, one.until)]:
             datetime.fromisoformat(text)
@@ -98,7 +98,7 @@ def read_status(folder: Path) -> Status:
     return status
 
 
-def lines(run: str, now: str, status: Status, resume: str) -> list[str]:
+def lines(run: str, now: str, status: LiveStatus, resume: str) -> list[str]:
     """Return the status as text; `now`: the run's current status, `resume`: the command that resumes it."""
     if now == "interrupted":
         return [f"run {run}: {now}; not served since {_short(status.at)}: {resume}"]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from coordinator.rounds.open_round import Missing
 from coordinator.rounds.state import RunState
-from coordinator.rounds.tasks import Task, TaskState
+from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.wire.messages import Result, ResultAck
 
 _MISSING: Mapping[TaskState, Missing] = {
@@ -30,7 +30,7 @@ class TaskEnds:
         self._state = state
         self._freed: list[str] = []
         self._strikes: list[Strike] = []
-        self._to_resend: list[Task] = []
+        self._to_resend: list[DeviceTask] = []
         self._errors: list[tuple[str, Exception]] = []
 
     # --- consequences -----------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class TaskEnds:
         errors, self._errors = self._errors, []
         return errors
 
-    def take_to_resend(self) -> list[Task]:
+    def take_to_resend(self) -> list[DeviceTask]:
         """Tasks for which the device sent the result of another task: they have to be sent again."""
         tasks, self._to_resend = self._to_resend, []
         return tasks
@@ -57,7 +57,7 @@ class TaskEnds:
     def add_error(self, device: str, error: Exception) -> None:
         self._errors.append((device, error))
 
-    def resend(self, task: Task) -> None:
+    def resend(self, task: DeviceTask) -> None:
         self._to_resend.append(task)
 
     # --- refusals ---------------------------------------------------------------------------------------
@@ -68,33 +68,33 @@ class TaskEnds:
         answer = ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason[:500])
         self._state.send(device, answer)
 
-    def reject(self, task: Task, result: Result, reason: str, end: TaskState = TaskState.FAILED) -> None:
+    def reject(self, task: DeviceTask, result: Result, reason: str, end: TaskState = TaskState.FAILED) -> None:
         """Refuse the result of a task, which ends the task."""
         self.refuse(task.device, result, reason)
         self._state.operator_log(f"{task.device}: {result.kind} result of round {result.round} refused: {reason}")
         self.end_without_result(task, end)
 
-    def strike(self, task: Task, result: Result, reason: str) -> None:
+    def strike(self, task: DeviceTask, result: Result, reason: str) -> None:
         """Reject a result that an honest device would not send."""
         self.reject(task, result, reason)
         self._strikes.append(Strike(task.device, result.round, reason))
 
     # --- ends -------------------------------------------------------------------------------------------
 
-    def end_without_result(self, task: Task, end: TaskState) -> None:
+    def end_without_result(self, task: DeviceTask, end: TaskState) -> None:
         """End a task without a result that counts."""
         opened = self._state.opened
         if opened and opened.kind == task.kind:
             opened.fail(task.device, _MISSING[end])
         self.end(task, end)
 
-    def end(self, task: Task, end: TaskState) -> None:
+    def end(self, task: DeviceTask, end: TaskState) -> None:
         """End a task, in the record, too."""
         trained = [(task.round, task.device)] if task.kind == "train" else []
         self._state.store.tasks.end(self._state.run, trained, end, {task.device: task.times})
         self.note([task], end)
 
-    def note(self, tasks: list[Task], end: TaskState) -> None:
+    def note(self, tasks: list[DeviceTask], end: TaskState) -> None:
         """Note the end of tasks that the record has already."""
         for task in tasks:
             self._state.tasks.end(task, end)

@@ -19,13 +19,11 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.compute.messages import PlannedTask
-from coordinator.record.rows import now
-from coordinator.record.tables import TaskTimes
+from coordinator.record.tables import TaskTimes, now
 from coordinator.rounds.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.program import Program
-from fedvit.wire.messages import BlobNack, Declined, DeltaStep, Failed, Hello, Progress, Result, TaskKind
-from profiles.prediction import Expected
+from fedvit.wire.messages import BlobNack, Declined, Failed, Hello, Progress, Result, TaskKind
 
 ID_LETTERS = 32
 
@@ -75,26 +73,17 @@ _NOTED = {
 class Work(NamedTuple):
     """The work of one device in a round."""
 
-    digest: str  # of the Program
+    planned: PlannedTask
     program: Program
-    groups: dict[str, str]  # group -> digest of the value that the server sends
-    expected: Expected | None  # None: the device is unknown
-    delta_chain: tuple[DeltaStep, ...] = ()  # steps by which the device can build blobs of `groups` from older ones
-    lr_scale: float = 1.0  # factor on the learning rate
     attempt: int = 1  # number of the next attempt
-
-    @classmethod
-    def of(cls, task: PlannedTask, program: Program, attempt: int = 1) -> "Work":
-        """Return the work of a planned task with this Program."""
-        return cls(task.program, program, task.groups, task.expected, task.delta_chain, task.lr_scale, attempt)
 
     def named(self) -> list[str]:
         """Digests that the task names."""
-        return [self.digest, *self.program.list_fetched_once(), *self.groups.values()]
+        return [self.planned.program, *self.program.list_fetched_once(), *self.planned.groups.values()]
 
     def offered(self) -> set[str]:
         """Digests that the device may request."""
-        return {*self.named(), *(delta.patch.digest for delta in self.delta_chain)}
+        return {*self.named(), *(delta.patch.digest for delta in self.planned.delta_chain)}
 
 
 def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: BlobStore) -> float | None:
@@ -102,14 +91,14 @@ def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: Bl
 
     Everything that the task names counts as fetched: only the device knows what it already has.
     """
-    if work.expected is None:
+    if (expected := work.planned.expected) is None:
         return None
-    prediction = work.expected.prediction
+    prediction = expected.prediction
     computing_s = prediction.train_s if kind == "train" else prediction.evaluate_s
     if computing_s is None:
         return None
     down_bytes = sum(blobs.manifest(digest).size for digest in set(work.named()))
-    return computing_s + links.seconds(device, down_bytes + (work.expected.bytes_up if kind == "train" else 0))
+    return computing_s + links.seconds(device, down_bytes + (expected.bytes_up if kind == "train" else 0))
 
 
 def most_steps(program: Program, kind: TaskKind, hello: Hello) -> int:
@@ -121,7 +110,7 @@ def most_steps(program: Program, kind: TaskKind, hello: Hello) -> int:
 
 
 @dataclass(eq=False)
-class Task:
+class DeviceTask:
     """A device's task; see `TaskState`."""
 
     run: str
@@ -148,7 +137,7 @@ class Task:
     def id(self) -> str:
         """A digest of the work: equal for all devices with the same work."""
         work = self.work
-        asked = (self.run, self.round, self.kind, work.digest, sorted(work.groups.items()), work.lr_scale)
+        asked = (self.run, self.round, self.kind, *work.planned.identity())
         return digest_of(msgspec.msgpack.encode(asked)).partition(":")[2][:ID_LETTERS]
 
     def to(self, state: TaskState) -> None:
@@ -197,9 +186,9 @@ class Task:
 
     def round_blobs(self) -> list[str]:
         """Digests of blobs that are new in this round; as deltas where the previous blobs can be used."""
-        built = {delta.target for delta in self.work.delta_chain}
-        whole = (digest for digest in self.work.groups.values() if digest not in built)
-        return [*whole, *(delta.patch.digest for delta in self.work.delta_chain)]
+        built = {delta.target for delta in self.work.planned.delta_chain}
+        whole = (digest for digest in self.work.planned.groups.values() if digest not in built)
+        return [*whole, *(delta.patch.digest for delta in self.work.planned.delta_chain)]
 
 
 class Tasks:
@@ -207,11 +196,11 @@ class Tasks:
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[TaskKind, TaskState]] = Counter()  # since this process began
-        self._by_device: dict[str, Task] = {}
+        self._by_device: dict[str, DeviceTask] = {}
         self._offered: dict[str, set[str]] = {}  # device -> digests of the task that was sent last
         self._receivers: dict[str, set[str]] = {}  # digest -> devices at work
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[DeviceTask]:
         return iter(list(self._by_device.values()))
 
     def __contains__(self, device: str) -> bool:
@@ -220,21 +209,21 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._by_device)
 
-    def add(self, task: Task) -> None:
+    def add(self, task: DeviceTask) -> None:
         self._by_device[task.device] = task
 
-    def of(self, device: str) -> Task | None:
+    def of(self, device: str) -> DeviceTask | None:
         return self._by_device.get(device)
 
-    def matching(self, device: str, message: Result | Failed | Declined | Progress) -> Task | None:
+    def matching(self, device: str, message: Result | Failed | Declined | Progress) -> DeviceTask | None:
         """The device's task, if the message is about it."""
         found = self._by_device.get(device)
         return found if found and found.concerns(message) else None
 
-    def is_current(self, task: Task) -> bool:
+    def is_current(self, task: DeviceTask) -> bool:
         return self._by_device.get(task.device) is task
 
-    def end(self, task: Task, state: TaskState) -> None:
+    def end(self, task: DeviceTask, state: TaskState) -> None:
         """End a task."""
         task.to(state)
         self.ended[task.kind, state] += 1
@@ -243,7 +232,7 @@ class Tasks:
             for digest in self._offered.get(task.device, ()):
                 self._forget_receiver(digest, task.device)
 
-    def offer(self, task: Task) -> None:
+    def offer(self, task: DeviceTask) -> None:
         """A task is being sent: its device may request the blobs of this task, and no longer those of earlier ones."""
         offered, before = task.work.offered(), self._offered.get(task.device, set())
         for digest in before - offered:

@@ -69,7 +69,7 @@ class DeviceTrainer(Trainer):
 
         def make() -> tuple[dict[str, Work], dict[str, str]]:
             planned = parts.compute.ask(request)
-            work = {device: Work.of(task, state.program(task.program)) for device, task in planned.tasks.items()}
+            work = {device: Work(task, state.program(task.program)) for device, task in planned.tasks.items()}
             for digest in {digest for part in work.values() for digest in part.offered()}:
                 # in the background, since this verifies blobs that were not read yet
                 state.blobs.manifest(digest)
@@ -89,7 +89,7 @@ class DeviceTrainer(Trainer):
         intact = [task for task in tasks if all(map(state.blobs.has, (task.program, *task.groups.values())))]
         planned = self._parts.ask(RecallTasks(tasks=intact)) if intact else []
         return {
-            task.device: Work.of(again, state.program(again.program), task.attempt)
+            task.device: Work(again, state.program(again.program), task.attempt)
             for task, again in zip(intact, planned, strict=True)
         }
 

@@ -10,7 +10,7 @@ from coordinator.rounds.acceptance import Acceptance
 from coordinator.rounds.isolation import ends_run
 from coordinator.rounds.state import RunState
 from coordinator.rounds.task_ends import TaskEnds
-from coordinator.rounds.tasks import Task, TaskState
+from coordinator.rounds.tasks import DeviceTask, TaskState
 from coordinator.rounds.validation import check_free_space, check_labels, check_upload
 from fedvit.blobs import digest_of
 from fedvit.errors import BadPayload
@@ -37,8 +37,8 @@ class Uploads:
         self._exchange = exchange
         self._acceptance = acceptance
         self._ends = ends
-        self._waiting: dict[str, Task] = {}  # uploads that are queued, in the order of arrival
-        self._fetching: dict[str, Task] = {}  # uploads that are being fetched or checked
+        self._waiting: dict[str, DeviceTask] = {}  # uploads that are queued, in the order of arrival
+        self._fetching: dict[str, DeviceTask] = {}  # uploads that are being fetched or checked
         self._checker = ThreadPoolExecutor(MIRRORED_AT_ONCE if state.mirror else 1, "upload-check")
 
     def waiting(self) -> Collection[str]:
@@ -53,11 +53,11 @@ class Uploads:
         }
         return for_store.union(self._waiting)
 
-    def fetching(self) -> Collection[Task]:
+    def fetching(self) -> Collection[DeviceTask]:
         """Tasks whose uploads are being fetched, as a view."""
         return self._fetching.values()
 
-    def add(self, task: Task, result: Result, upload: Manifest) -> None:
+    def add(self, task: DeviceTask, result: Result, upload: Manifest) -> None:
         """Queue an upload for fetching, if the disk has space for it."""
         try:
             check_free_space(upload, free_disk_bytes(self._state.blobs.folder))
@@ -68,7 +68,7 @@ class Uploads:
         self._waiting[task.device] = task
         self.grant()
 
-    def add_inline(self, task: Task, result: Result, upload: Manifest) -> None:
+    def add_inline(self, task: DeviceTask, result: Result, upload: Manifest) -> None:
         """Check an upload that came inside the message."""
         content = result.inline
         task.result = result = msgspec.structs.replace(result, inline=b"")
@@ -84,7 +84,7 @@ class Uploads:
         else:
             self._finish_check(task)
 
-    def drop(self, task: Task) -> None:
+    def drop(self, task: DeviceTask) -> None:
         """Stop fetching or checking the task's upload."""
         fetched = self._fetching.pop(task.device, None)
         self._waiting.pop(task.device, None)
@@ -119,7 +119,7 @@ class Uploads:
             topic = self._state.topics.upload(device, upload.digest)
             self._exchange.fetch(upload, device, topic, self._continuation_of(task, task.result))
 
-    def _continuation_of(self, task: Task, result: Result) -> Callable[[Manifest, Exception | None], None]:
+    def _continuation_of(self, task: DeviceTask, result: Result) -> Callable[[Manifest, Exception | None], None]:
         device, began = task.device, time.monotonic()
 
         def go_on(manifest: Manifest, error: Exception | None) -> None:
@@ -142,7 +142,7 @@ class Uploads:
 
         return go_on
 
-    def _check_of(self, task: Task) -> Callable[[], None]:
+    def _check_of(self, task: DeviceTask) -> Callable[[], None]:
         """A function that checks the task's upload, and puts it into the run's mirror, in any thread; it raises
         BadPayload."""
         result, content, program = task.result, task.content, task.work.program
@@ -165,7 +165,7 @@ class Uploads:
 
         return check
 
-    def _finish_check(self, task: Task, check: Callable[[], None] | None = None) -> None:
+    def _finish_check(self, task: DeviceTask, check: Callable[[], None] | None = None) -> None:
         """The upload has arrived: check it, or take the outcome of `check` if it was checked in a thread."""
         result = task.result
         assert result is not None  # only those get here
@@ -184,7 +184,7 @@ class Uploads:
             self._acceptance.add(task)
 
 
-def _window_of(task: Task) -> int:
+def _window_of(task: DeviceTask) -> int:
     """Most chunks of the task's upload that are in flight."""
     upload = task.result.upload if task.result else None
     return min(upload.chunks, WINDOW_CHUNKS) if upload else 0

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from coordinator.security.authority import DEVICE_DAYS
 from coordinator.security.clock import ServerClock
 from coordinator.security.folder import Deployment
-from coordinator.security.registry import Certificate, Device, OpenToken, Rows, now
+from coordinator.security.registry import Certificate, JoinedDevice, OpenToken, Rows, now
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
 from fedvit.transport.address import Address
 from fedvit.transport.base import Received
@@ -211,7 +211,7 @@ class EnrolmentService:
         return doubt
 
 
-def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -> None:
+def _check_token(token: OpenToken, message: JoinRequest, known: JoinedDevice | None) -> None:
     """Raise PeerRefused, with a message for the person at the device."""
     if token.withdrawn:
         raise PeerRefused(
@@ -235,7 +235,7 @@ def _check_token(token: OpenToken, message: JoinRequest, known: Device | None) -
         )
 
 
-def _may_be_renewed(device: Device | None) -> bool:
+def _may_be_renewed(device: JoinedDevice | None) -> bool:
     if device is None or device.revoked_at is not None:
         return False
     newest = max(device.certificates, key=lambda certificate: certificate.expires_at)

@@ -36,18 +36,14 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from fedvit.descriptors import are_used_up, how_many
-from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed, TooManyOpenFiles
+from coordinator.record.sqlite_errors import convert_error
+from fedvit.errors import ConfigError, Damaged
 from fedvit.files import storage_failed
 
 FORGET_TOKENS_S = 30 * 86_400.0
 """Time for which used and expired tokens are remembered, so that a device learns which of the two its token is."""
 LOCK_S = 30.0
 """Longest time that a change waits for those of other processes."""
-
-_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ")
-_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
-_FOREIGN = ("no such table", "no such column", "Could not decode to UTF-8")
 
 _TABLES = MetaData()
 
@@ -105,7 +101,7 @@ class Certificate(Struct, frozen=True):
     expires_at: float
 
 
-class Device(Struct, frozen=True):
+class JoinedDevice(Struct, frozen=True):
     """A device that has joined."""
 
     name: str
@@ -259,14 +255,16 @@ class Rows:
 
     # --- devices --------------------------------------------------------------------------------------
 
-    def find_device(self, name: str) -> Device | None:
+    def find_device(self, name: str) -> JoinedDevice | None:
         return next(iter(self._read_devices(_DEVICES.c.name == name, _CERTIFICATES.c.device == name)), None)
 
-    def read_devices(self) -> list[Device]:
+    def read_devices(self) -> list[JoinedDevice]:
         """Return all devices, by name."""
         return self._read_devices(_DEVICES.c.name.is_not(None), _CERTIFICATES.c.device.is_not(None))
 
-    def _read_devices(self, of_devices: ColumnElement[bool], of_certificates: ColumnElement[bool]) -> list[Device]:
+    def _read_devices(
+        self, of_devices: ColumnElement[bool], of_certificates: ColumnElement[bool]
+    ) -> list[JoinedDevice]:
         certificates: dict[str, list[Certificate]] = {}
         query = select(_CERTIFICATES).where(of_certificates).order_by(_CERTIFICATES.c.issued_at)
         for row in self.connection.execute(query).mappings():
@@ -274,7 +272,7 @@ class Rows:
             certificates.setdefault(row["device"], []).append(entry)
         devices = select(_DEVICES).where(of_devices).order_by(_DEVICES.c.name)
         return [
-            Device(certificates=certificates.get(row["name"], []), **row)
+            JoinedDevice(certificates=certificates.get(row["name"], []), **row)
             for row in self.connection.execute(devices).mappings()
         ]
 
@@ -363,16 +361,8 @@ class Registry:
                 connection.exec_driver_sql(begin)
                 yield connection
         except (SQLAlchemyError, sqlite3.Error) as error:
-            cause = getattr(error, "orig", None) or error
-            name = getattr(cause, "sqlite_errorname", None) or ""
-            if name.startswith(_DAMAGED) or str(cause).startswith(_FOREIGN):
-                raise self._make_damaged_error(str(cause)) from error
-            if are_used_up():  # SQLite only reports that it cannot open a file
-                raise TooManyOpenFiles(
-                    TooManyOpenFiles.general_code, f"the deployment's registry {self.path}: {cause}; {how_many()}"
-                ) from error
-            kind = DiskFull if name in _FULL else StorageFailed
-            raise kind(kind.general_code, f"the deployment's registry {self.path}: {cause}") from error
+            place = f"the deployment's registry {self.path}"
+            raise convert_error(error, place, self._make_damaged_error) from error
 
     def _make_damaged_error(self, what: str) -> Damaged:
         return Damaged("FV1315", f"the deployment's registry {self.path} is damaged: {what}; {_REMEDY}")

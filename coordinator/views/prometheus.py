@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client import Metric
@@ -14,10 +13,10 @@ from coordinator.record.tables import RunStatus
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.tasks import TaskState
 from coordinator.run_view import DeviceView, RoundView, read_devices, read_newest_round
+from coordinator.views.observed import Observed, Served
 from fedvit.errors import FedvitError
 from fedvit.prometheus import loop_metrics, transport_metrics
 from fedvit.timings import LoopWatch
-from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import TaskKind
 from profiles.probes.host import free_disk_bytes
@@ -30,28 +29,6 @@ DEVICE_STATES = ("offline", "backing_off", "idle", "offered", "fetching", "worki
 OUTCOMES = ("accepted", "declined", "failed", "late", "deadline", "offline", "crashed", "revoked", "cancelled")
 RUN_STATUSES: tuple[RunStatus, ...] = ("queued", "waiting", "running", "interrupted", "finished", "failed", "cancelled")
 KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
-
-
-class Served(NamedTuple):
-    """A run that is being served."""
-
-    coordinator: Coordinator
-    loop: LoopWatch
-
-    @property
-    def run(self) -> str:
-        return self.coordinator.state.run
-
-
-class Observed(NamedTuple):
-    """Sources of a collector. `loops`: further loops of the process by name, each with its inbox's transport."""
-
-    link: Transport
-    is_connected: Callable[[], bool]
-    store: Record
-    folder: Path  # of all runs
-    served: Callable[[], Sequence[Served]]
-    loops: dict[str, LoopWatch]
 
 
 class CoordinatorCollector(Collector):
@@ -118,14 +95,14 @@ def _count_devices(coordinator: Coordinator) -> Values:
     """Count the devices in each of DEVICE_STATES."""
     counts = dict.fromkeys(DEVICE_STATES, 0)
     tasks, presence = coordinator.state.tasks, coordinator.state.presence
-    for device in presence.all():
+    for device in presence:
         task = tasks.of(device.name)
         if not presence.is_online(device.name):
             name = "offline"
         elif task:
             name = task.state.value
         else:
-            name = "backing_off" if device.is_backing_off() else "idle"
+            name = "backing_off" if device.backoff.is_on() else "idle"
         if name in counts:  # a task that has just ended is not counted in this moment
             counts[name] += 1
     return counts

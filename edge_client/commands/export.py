@@ -1,5 +1,6 @@
 """`edge-client export`: the device's own model as ONNX files."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import click
 from edge_client.commands.options import program_options, read_settings
 from edge_client.storage.state import read_device_id, split_file, state_folder
 from export.bundle.command import out_flag, precisions_flag, write
+from export.bundle.write import Bench, check_new
 from fedvit.command_line import Command, json_flag
 from fedvit.data.folder import DeviceData
 from fedvit.data.split import KeptSplit
@@ -35,7 +37,6 @@ def command(
     """
 
     from edge_client.owner.trained import load_own_model  # onnxruntime takes seconds
-    from export.bundle.write import check_new
 
     settings = read_settings(context, own)
     data, threads = settings.data, settings.threads
@@ -53,13 +54,11 @@ def command(
         threads=threads,
         vault_key=settings.vault_key,
     )
-    write(
-        out,
-        trained,
+    bench = Bench(
         images=labelled.test if labelled else None,
         described="of the device's own test images",
         threads=threads,
+        machine=platform.machine(),
         cores=usable_cores(),
-        precisions=precisions,
-        as_json=as_json,
     )
+    write(out, trained, bench, precisions, as_json=as_json)

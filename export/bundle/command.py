@@ -1,14 +1,12 @@
 """The common part of the `export` commands of coordinator and device: two flags, and the writing."""
 
-import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-if TYPE_CHECKING:  # imports the engine, for which errors in flags need not wait
-    from export.bundle.write import TrainedModel
-    from fedvit.data.folder import Split
+from export.bundle.assemble import Precision
+from export.bundle.card import summary
+from export.bundle.write import CARD, Bench, TrainedModel, write_bundle
 
 out_flag = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle."
@@ -22,27 +20,8 @@ precisions_flag = click.option(
 )
 
 
-def write(
-    out: Path,
-    trained: "TrainedModel",
-    *,
-    images: "Split | None",
-    described: str,
-    threads: int,
-    cores: int,
-    precisions: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Write the bundle `out` and print its summary, or its card as JSON.
-
-    `described` names the `images` with which it is measured; `cores` is how many this process may use. Raises as
-    `write_bundle` does.
-    """
-    from export.bundle.assemble import Precision
-    from export.bundle.card import summary
-    from export.bundle.write import CARD, Bench, write_bundle
-
-    bench = Bench(images=images, described=described, threads=threads, machine=platform.machine(), cores=cores)
+def write(out: Path, trained: TrainedModel, bench: Bench, precisions: tuple[str, ...], *, as_json: bool) -> None:
+    """Write the bundle `out` and print its summary, or its card as JSON. Raises as `write_bundle` does."""
     chosen = tuple(map(Precision, precisions)) or tuple(Precision)
     card = write_bundle(out, trained, bench, precisions=chosen, progress=lambda line: click.echo(line, err=True))
     if as_json:

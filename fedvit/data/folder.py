@@ -305,12 +305,7 @@ class DeviceData:
                 f" the run's {len(classes)} classes: {', '.join(classes[:10])}{more}",
             )
         table = np.array([position.get(name, -1) for name in self.classes], dtype=np.int64)
-        return replace(
-            self,
-            classes=tuple(classes),
-            train=self.train.relabel(table),
-            test=self.test.relabel(table),
-        )
+        return replace(self, classes=tuple(classes), train=self.train.relabel(table), test=self.test.relabel(table))
 
     def check_fits(self, batch: Batch) -> None:
         """Raises DataError when the batches of a run's Program cannot be made of this folder."""

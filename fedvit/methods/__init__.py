@@ -15,7 +15,7 @@ from fedvit.known_names import check_method, check_options, find_packaged_method
 from fedvit.known_values import check_option
 from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.apfl import APFL
-from fedvit.methods.base import Method
+from fedvit.methods.base import Method, check_fits
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fed_bias import FedBias
 from fedvit.methods.fed_head import FedHead
@@ -143,7 +143,7 @@ def build_model(
     """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does, and for
     a model that does not suit the method."""
     vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
-    method.check_fits(vit)
+    check_fits(method, vit)
     for patch in method.all_patches():
         patch.apply(vit, seed)
     return vit

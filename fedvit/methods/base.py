@@ -5,31 +5,29 @@ are fields of a frozen dataclass. State between rounds is in the `ServerState` t
 returns, never in the method.
 """
 
-import math
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
-from msgspec import Meta
 from torch import Tensor
 
 from fedvit.errors import ConfigError
 from fedvit.known_values import check_blocks
 from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
-from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
+from fedvit.methods.hyperparameters import Hyperparameters
 from fedvit.models.dropout import Dropout
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.program import Evaluate, Role, Train
-from fedvit.roles import Compute, Novel, Precision, ProductPrecision
+from fedvit.roles import Novel, ProductPrecision
 from fedvit.tensors import Array, Tensors
 
 PREDICT = "predict"
@@ -216,34 +214,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
-    """Base of all methods: the plain client loop, and the hyperparameters that every loop has."""
+class Method(Hyperparameters, ABC):
+    """Base of all methods: the plain client loop."""
 
     source: ClassVar[str]
     """The paper, and where the implementation differs from it."""
     one_gradient: ClassVar[bool] = True
     """True if a step is one gradient and one update: a batch can then be processed in parts."""
-    loop_options: ClassVar[tuple[str, ...]] = ("epochs",)
-    """Options on which no graph depends."""
-
-    epochs: Annotated[int, Meta(ge=1)] = 1  # passes over the device's images per round (papers: E)
-    batch_size: Annotated[int, Meta(ge=1)] = 32
-    micro_batch: Annotated[int, Meta(ge=1)] | None = None  # images at a time on a device; None: chosen for the model
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    lr: Annotated[float, Meta(gt=0)] = 0.01
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # sgd only
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    mask: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of patches that a training step drops, anew for each image
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of values that a training step drops, anew for each image
-    recompute: bool = False  # on devices: less memory, a third more FLOPs
-    frozen_precision: Precision = (
-        "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes
-    )
-    compute: Compute = "fp32"  # products with weights in training; untrained ones are also sent in it
-    clip_norm: Annotated[float, Meta(gt=0)] | None = None  # a step's gradient is scaled down to this norm
-    schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate, over the run's rounds
-    warmup_rounds: Annotated[int, Meta(ge=0)] = 0
-    novel: Novel | None = None  # a run for devices that join after the training: what all share stands still
 
     def needs(self) -> frozenset[ModelPart]:
         """The parts of a model without which the method would be another one; not every model has them."""
@@ -252,63 +229,10 @@ class Method(ABC):
             needed.add("blocks")
         return frozenset(needed)
 
-    def check_fits(self, vit: PatchViT) -> None:
-        """Raises ConfigError for a model that lacks what the method needs, has too few blocks for an option, or reads
-        text where the method cannot."""
-        missing = self.needs() - vit.has
-        name = type(self).__name__
-        if vit.reads_text and missing <= {"patches"} and (missing or not self.reads_text):
-            raise ConfigError(
-                "FV1110",
-                f"{name} with these options trains on images, and model {vit.name!r} reads text; "
-                "text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is",
-            )
-        if missing:
-            raise ConfigError(
-                "FV1111",
-                f"{name} with these options needs {PART_NAMES[min(missing)]}, and model {vit.name!r} is {vit.kind},"
-                " which has none: choose a Transformer, or a method that needs no special part, such as fedavg, fedper"
-                " or local",
-            )
-        if "blocks" in vit.has:
-            options = {option.name: getattr(self, option.name) for option in fields(self)}
-            check_blocks(options, typing.get_type_hints(type(self), include_extras=True), vit.name, vit.depth)
-
     @property
     def reads_text(self) -> bool:
         """Return whether the method can train a model of text: it runs the model without changes."""
         return type(self).forward is Method.forward and not self.all_patches() and not self.mask
-
-    @property
-    def sent_precision(self) -> Precision:
-        """In which weights that a device does not train are sent, and held there."""
-        return self.frozen_precision if self.compute == "fp32" else self.compute
-
-    @property
-    def samples_per_step(self) -> int:
-        """Images that one optimizer step takes."""
-        return self.batch_size
-
-    def optimizer_rule(self) -> Optimizer:
-        if self.optimizer == "adamw":
-            return AdamW(weight_decay=self.weight_decay)
-        if self.momentum:
-            return MomentumSgd(momentum=self.momentum, weight_decay=self.weight_decay)
-        return Sgd(weight_decay=self.weight_decay)
-
-    def lr_scale(self, round_number: int, rounds: int) -> float:
-        """The schedule's factor on `lr` in a round that counts from 1: linear warm-up, then the schedule.
-
-        It is that of the training: novel devices, which join after it, learn with the rate itself.
-        """
-        if self.novel:
-            return 1.0
-        if round_number <= self.warmup_rounds:
-            return round_number / (self.warmup_rounds + 1)
-        if self.schedule == "constant":
-            return 1.0
-        done = (round_number - 1 - self.warmup_rounds) / max(1, rounds - self.warmup_rounds)
-        return 0.5 * (1 + math.cos(math.pi * done))
 
     def in_round(self, round_number: int, rounds: int) -> "Method":
         """The method in a round, which counts from 1; for methods whose roles change during the run.
@@ -316,11 +240,6 @@ class Method(ABC):
         Groups that come from the server hold the same tensors in every round.
         """
         return self
-
-    def as_traced(self) -> "Method":
-        """The method with default values of `loop_options`: methods for which this is equal have the same graphs."""
-        usual = type(self)()
-        return replace(self, **{option: getattr(usual, option) for option in self.loop_options})
 
     # --- tensors --------------------------------------------------------------------------------------
 
@@ -339,12 +258,6 @@ class Method(ABC):
     def tensors(self, vit: PatchViT) -> dict[str, Tensor]:
         """All tensors of the Program by name, with their first values."""
         return {**vit.tensors(), **self.extra_tensors(vit)}
-
-    def list_untrained(self, vit: PatchViT) -> list[str]:
-        """The tensors that a device moves neither in training nor when it tunes a copy before a test."""
-        tuned = {group for phase in self.evaluate(vit).adapt for group in phase.groups}
-        still = (group for group, (role, _) in self.groups(vit).items() if not role.is_trained_on_device)
-        return self.names_in(vit, *(group for group in still if group not in tuned))
 
     @abstractmethod
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
@@ -417,7 +330,10 @@ class Method(ABC):
     def groups(self, vit: PatchViT) -> dict[str, tuple[Role, list[str]]]:
         """The groups: every tensor is in exactly one. Raises ConfigError for a name without a rule."""
         rules = self.rules(vit)
-        members: dict[str, tuple[Role, list[str]]] = {rule.group: (self._role(rule), []) for rule in rules}
+        members: dict[str, tuple[Role, list[str]]] = {}
+        for rule in rules:
+            stands_still = self.novel and rule.role not in (Role.LOCAL, Role.GENERATED)
+            members[rule.group] = Role.FROZEN if stands_still else rule.role, []
         for name in self.tensors(vit):
             for rule in rules:
                 if any(fnmatchcase(name, pattern) for pattern in rule.patterns):
@@ -428,10 +344,6 @@ class Method(ABC):
                     "FV1114", f"{type(self).__name__} has no rule for tensor {name!r} of model {vit.name!r}"
                 )
         return members
-
-    def _role(self, rule: GroupRule) -> Role:
-        own = (Role.LOCAL, Role.GENERATED)
-        return Role.FROZEN if self.novel and rule.role not in own else rule.role
 
     def names_in(self, vit: PatchViT, *groups: str) -> list[str]:
         """The tensors of some groups, in the model's order."""
@@ -452,6 +364,36 @@ def run_model(vit: PatchViT, tensors: Named, body: Callable[[PatchViT], Any]) ->
 def list_trained(method: Method, vit: PatchViT, phase: Train) -> list[str]:
     """The tensors that a phase moves, in the model's order."""
     return method.names_in(vit, *phase.groups)
+
+
+def list_untrained(method: Method, vit: PatchViT) -> list[str]:
+    """The tensors that a device moves neither in training nor when it tunes a copy before a test."""
+    tuned = {group for phase in method.evaluate(vit).adapt for group in phase.groups}
+    still = (group for group, (role, _) in method.groups(vit).items() if not role.is_trained_on_device)
+    return method.names_in(vit, *(group for group in still if group not in tuned))
+
+
+def check_fits(method: Method, vit: PatchViT) -> None:
+    """Raises ConfigError for a model that lacks what the method needs, has too few blocks for an option, or reads
+    text where the method cannot."""
+    missing = method.needs() - vit.has
+    name = type(method).__name__
+    if vit.reads_text and missing <= {"patches"} and (missing or not method.reads_text):
+        raise ConfigError(
+            "FV1110",
+            f"{name} with these options trains on images, and model {vit.name!r} reads text; "
+            "text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is",
+        )
+    if missing:
+        raise ConfigError(
+            "FV1111",
+            f"{name} with these options needs {PART_NAMES[min(missing)]}, and model {vit.name!r} is {vit.kind},"
+            " which has none: choose a Transformer, or a method that needs no special part, such as fedavg, fedper"
+            " or local",
+        )
+    if "blocks" in vit.has:
+        options = {option.name: getattr(method, option.name) for option in fields(method)}
+        check_blocks(options, typing.get_type_hints(type(method), include_extras=True), vit.name, vit.depth)
 
 
 def clip_grads(grads: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:

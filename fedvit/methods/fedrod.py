@@ -6,16 +6,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedvit.methods.base import (
-    Forward,
-    GroupRule,
-    Images,
-    Method,
-    ServerRule,
-    StepInputs,
-    cross_entropy,
-    run_model,
-)
+from fedvit.methods.base import Forward, GroupRule, Images, Method, ServerRule, StepInputs, cross_entropy, run_model
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.extra_head import ExtraHead

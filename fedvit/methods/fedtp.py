@@ -6,16 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.methods.base import (
-    PREDICT,
-    Forward,
-    Gathered,
-    GroupRule,
-    Images,
-    Method,
-    ServerRule,
-    StepInputs,
-)
+from fedvit.methods.base import PREDICT, Forward, Gathered, GroupRule, Images, Method, ServerRule, StepInputs
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.fedrod import PERSONAL_HEAD, two_head_loss, two_heads
 from fedvit.methods.generators.hypernetwork import Hypernetwork, list_generated_shapes

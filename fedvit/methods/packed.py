@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedvit import precision
-from fedvit.methods.base import Method
+from fedvit.methods.base import Method, list_untrained
 from fedvit.methods.calculus import Named
 from fedvit.models.vit import PatchViT
 from fedvit.tensors import Tensors
@@ -15,7 +15,7 @@ from fedvit.tensors import Tensors
 
 def as_sent(method: Method, vit: PatchViT, values: Tensors) -> Tensors:
     """`values`, tensors of the Program, as devices get them: those that nothing moves in `sent_precision`."""
-    still = set(method.list_untrained(vit))
+    still = set(list_untrained(method, vit))
     steps = precision.STEPS_OF_FACTORS if method.compute == "int8" else precision.STEPS
     sent: Tensors = {}
     for name, value in values.items():  # in their order: devices of different roles may share graphs

@@ -32,11 +32,7 @@ class AttentionParts(Protocol):
 
 
 def attend(
-    attention: AttentionParts,
-    x_BND: Tensor,
-    queries: int,
-    more: MoreKeys | None = None,
-    mask_QM: Tensor | None = None,
+    attention: AttentionParts, x_BND: Tensor, queries: int, more: MoreKeys | None = None, mask_QM: Tensor | None = None
 ) -> Tensor:
     """(B, Q, D) the attention's output for the first `queries` tokens; all tokens are keys and values.
 

@@ -34,21 +34,19 @@ class CausalAttention(OpenAttention):
 class _Characters(nn.Module):
     """The tensors of a model of text, named as a Vision Transformer's where they do the same."""
 
-    def __init__(
-        self, classes: int, context: int, width: int, depth: int, heads: int, mlp_ratio: float,
-        head_width: int | None, qkv_bias: bool, causal: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, classes: int, options: TextTransformerOptions) -> None:
         super().__init__()
+        width, heads, qkv_bias = options.width, options.heads, options.qkv_bias
         self.embed_dim = width
         self.num_classes = classes
         self.num_prefix_tokens = 0
         self.token_embed = nn.Embedding(classes, width)
-        self.pos_embed = nn.Parameter(torch.randn(1, context, width) * 0.02)
+        self.pos_embed = nn.Parameter(torch.randn(1, options.context, width) * 0.02)
         self.blocks = nn.Sequential()
-        for _ in range(depth):
-            block = Block(width, heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias)
-            attention = Attention(width, heads, attn_head_dim=head_width, qkv_bias=qkv_bias)
-            cast(Any, block).attn = CausalAttention(attention) if causal else attention
+        for _ in range(options.depth):
+            block = Block(width, heads, mlp_ratio=options.mlp_ratio, qkv_bias=qkv_bias)
+            attention = Attention(width, heads, attn_head_dim=options.head_width, qkv_bias=qkv_bias)
+            cast(Any, block).attn = CausalAttention(attention) if options.causal else attention
             self.blocks.append(block)
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, classes)
@@ -102,8 +100,4 @@ class TextTransformer(TextModel):
 
 
 def make_text_transformer(name: str, classes: int, options: TextTransformerOptions) -> TextTransformer:
-    characters = _Characters(
-        classes, options.context, options.width, options.depth, options.heads, options.mlp_ratio, options.head_width,
-        options.qkv_bias, options.causal,
-    )  # fmt: skip
-    return TextTransformer(name, options.context, characters)
+    return TextTransformer(name, options.context, _Characters(classes, options))

@@ -40,46 +40,10 @@ class TokenHooks(nn.Module):
         return x_BND
 
 
-class PatchViT(nn.Module):
-    """Stages of a plain ViT as functions of patches; `call` runs them with any values for its tensors."""
+class Dimensions:
+    """The dimensions of a timm model, and the costs that follow from them."""
 
-    kind: ClassVar[str] = "a Transformer"
-    reads_text: ClassVar[bool] = False
-    has: ClassVar[frozenset[ModelPart]] = frozenset(typing.get_args(ModelPart))
-
-    def __init__(self, name: str, vit: VisionTransformer) -> None:
-        super().__init__()
-        self.name = name
-        self.vit = vit.eval()
-        self.seeds = SampleSeeds()  # for dropout, as `embed` got them
-        self.recompute = False  # whether blocks keep only what enters them for their backward pass
-        self._check_plain()
-
-    def _check_plain(self) -> None:
-        vit = self.vit
-        embed = vit.patch_embed
-        pool: Any = vit.attn_pool
-        reasons = {
-            f"it pools its tokens by {vit.global_pool!r}, not by one of {', '.join(_POOLS)}": (
-                vit.global_pool not in _POOLS
-            ),
-            "its pooling has positions or several queries": (
-                pool is not None and (pool.pos_embed is not None or pool.latent_len != 1)
-            ),
-            f"its image of {embed.img_size[0]} pixels holds no patch of {embed.patch_size[0]}": embed.num_patches < 1,
-            f"its image of {embed.img_size[0]} pixels is not a multiple of its patches of {embed.patch_size[0]}": (
-                embed.img_size[0] % embed.patch_size[0] != 0
-            ),
-            "its patches are not square": embed.proj.kernel_size[0] != embed.proj.kernel_size[1],
-            "its image is not square": embed.img_size[0] != embed.img_size[1],
-            "its patch embedding is normalised": not isinstance(embed.norm, nn.Identity),
-            "it has no position embedding": vit.pos_embed is None,
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                raise ConfigError("FV1112", f"model {self.name!r} is not supported: {reason}")
-
-    # --- shape and tensors ----------------------------------------------------------------------------
+    vit: VisionTransformer
 
     @property
     def image_size(self) -> int:
@@ -128,6 +92,57 @@ class PatchViT(nn.Module):
         mean, std = tuple(config.get("mean", half)), tuple(config.get("std", half))
         return cast(tuple[float, float, float], mean), cast(tuple[float, float, float], std)
 
+    def activation_bytes(self, tokens: int) -> int:
+        """Memory of pre-norm blocks for one sample's backward pass: 16 units of tokens x width, and twice the attention
+        weights."""
+        return 4 * self.depth * (16 * tokens * self.width + 2 * self.heads * tokens**2)
+
+    def product_rows(self, tokens: int) -> int:
+        """Rows of a matrix product for one sample of `tokens` tokens."""
+        return tokens
+
+
+class PatchViT(Dimensions, nn.Module):
+    """Stages of a plain ViT as functions of patches; `call` runs them with any values for its tensors."""
+
+    kind: ClassVar[str] = "a Transformer"
+    reads_text: ClassVar[bool] = False
+    has: ClassVar[frozenset[ModelPart]] = frozenset(typing.get_args(ModelPart))
+
+    def __init__(self, name: str, vit: VisionTransformer) -> None:
+        super().__init__()
+        self.name = name
+        self.vit = vit.eval()
+        self.seeds = SampleSeeds()  # for dropout, as `embed` got them
+        self.recompute = False  # whether blocks keep only what enters them for their backward pass
+        self._check_plain()
+
+    def _check_plain(self) -> None:
+        vit = self.vit
+        embed = vit.patch_embed
+        pool: Any = vit.attn_pool
+        reasons = {
+            f"it pools its tokens by {vit.global_pool!r}, not by one of {', '.join(_POOLS)}": (
+                vit.global_pool not in _POOLS
+            ),
+            "its pooling has positions or several queries": (
+                pool is not None and (pool.pos_embed is not None or pool.latent_len != 1)
+            ),
+            f"its image of {embed.img_size[0]} pixels holds no patch of {embed.patch_size[0]}": embed.num_patches < 1,
+            f"its image of {embed.img_size[0]} pixels is not a multiple of its patches of {embed.patch_size[0]}": (
+                embed.img_size[0] % embed.patch_size[0] != 0
+            ),
+            "its patches are not square": embed.proj.kernel_size[0] != embed.proj.kernel_size[1],
+            "its image is not square": embed.img_size[0] != embed.img_size[1],
+            "its patch embedding is normalised": not isinstance(embed.norm, nn.Identity),
+            "it has no position embedding": vit.pos_embed is None,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ConfigError("FV1112", f"model {self.name!r} is not supported: {reason}")
+
+    # --- tensors --------------------------------------------------------------------------------------
+
     def tensors(self) -> dict[str, Tensor]:
         """Every trainable tensor by timm's name, or by that of the model patch that added it; detached."""
         return {name: value.detach() for name, value in self.vit.named_parameters()}
@@ -145,15 +160,6 @@ class PatchViT(nn.Module):
 
     def _token_hooks(self) -> list[TokenHooks]:
         return [child for child in self.vit.children() if isinstance(child, TokenHooks)]
-
-    def activation_bytes(self, tokens: int) -> int:
-        """Memory of pre-norm blocks for one sample's backward pass: 16 units of tokens x width, and twice the attention
-        weights."""
-        return 4 * self.depth * (16 * tokens * self.width + 2 * self.heads * tokens**2)
-
-    def product_rows(self, tokens: int) -> int:
-        """Rows of a matrix product for one sample of `tokens` tokens."""
-        return tokens
 
     # --- stages ---------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ Every program has one thread that reads the inbox; everything from the network o
 there as an event. So no state of a program needs a lock.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +77,7 @@ class Transport(ABC):
         self.inbox = inbox
         self.sent_bytes = 0
         self.received_bytes = 0
+        self._count_lock = threading.Lock()
         self.connection = 0
         self.shared_epoch = 0
         self.announced_packet_bytes: int | None = None
@@ -94,10 +96,18 @@ class Transport(ABC):
     def open(self, will: Will | WillMaker | None = None) -> None:
         """Start to connect; Connected arrives in the inbox whenever the link comes up."""
 
-    def _begin_connection(self, will: Will | WillMaker | None) -> Will | None:
+    def begin_connection(self, will: Will | WillMaker | None) -> Will | None:
         """To be called before each attempt to connect; returns its will."""
         self.connection += 1
         return will(self.connection) if callable(will) else will
+
+    def count_sent(self, size: int) -> None:
+        with self._count_lock:
+            self.sent_bytes += size
+
+    def count_received(self, size: int) -> None:
+        with self._count_lock:
+            self.received_bytes += size
 
     @abstractmethod
     def subscribe(self, topic_filter: str, qos: int) -> None:

@@ -55,7 +55,6 @@ class BulkLink:
         client_id: str,
         tls: Callable[[], ssl.SSLContext | None],
         *,
-        largest_packet: int,
         woken: Callable[[], None],
         received: Callable[[int], None],
         backoff: Backoff,
@@ -63,7 +62,6 @@ class BulkLink:
         self._address = address
         self._client_id = client_id
         self._tls = tls
-        self._largest_packet = largest_packet
         self._woken = woken
         self._received = received
         self._backoff = backoff
@@ -246,7 +244,7 @@ class BulkLink:
 
     def _serve(self, opened: socket.socket, mine: socket.socket) -> None:
         """Read, write, and keep the connection alive, until it is not needed any more. Raises if it is lost."""
-        reader = _Reader(opened, self._largest_packet, self._on_packet)
+        reader = _Reader(opened, self._on_packet)
         poller = select.poll()
         poller.register(mine, select.POLLIN)
         sent_at = heard_at = time.monotonic()
@@ -320,13 +318,10 @@ class BulkLink:
 class _Reader:
     """Splits the bytes of a socket into packets, in one buffer that never grows."""
 
-    def __init__(
-        self, opened: socket.socket, largest_packet: int, heard: Callable[[memoryview, packets.Packet], None]
-    ) -> None:
+    def __init__(self, opened: socket.socket, heard: Callable[[memoryview, packets.Packet], None]) -> None:
         self._opened = opened
-        self._largest_packet = largest_packet
         self._heard = heard
-        self._buffer = memoryview(bytearray(largest_packet + READ_BYTES))
+        self._buffer = memoryview(bytearray(packets.MAX_PACKET_BYTES + READ_BYTES))
         self._filled = 0
 
     def read(self) -> None:
@@ -344,7 +339,7 @@ class _Reader:
 
     def _cut(self) -> None:
         start = 0
-        while packet := packets.read_packet(self._buffer, start, self._filled, self._largest_packet):
+        while packet := packets.read_packet(self._buffer, start, self._filled, packets.MAX_PACKET_BYTES):
             self._heard(self._buffer, packet)
             start = packet.end
         if start:

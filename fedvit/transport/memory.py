@@ -110,7 +110,6 @@ class MemoryTransport(Transport):
         self.will: Will | None = None  # of the newest connection
         self._will: Will | WillMaker | None = None
         self._broker = broker
-        self._lock = threading.Lock()
         self._up = False
 
     def open(self, will: Will | WillMaker | None = None) -> None:
@@ -132,8 +131,7 @@ class MemoryTransport(Transport):
             )
         if not self._up or not self._broker.route(topic, payload, qos=qos):
             return False
-        with self._lock:
-            self.sent_bytes += len(payload)
+        self.count_sent(len(payload))
         return True
 
     def listen(self, topic: str, sink: BulkSink) -> None:
@@ -167,10 +165,10 @@ class MemoryTransport(Transport):
     def link_changed(self, event: Connected | Disconnected) -> None:
         self._up = isinstance(event, Connected)
         if self._up:
-            self.will = self._begin_connection(self._will)
+            self.will = self.begin_connection(self._will)
         self.inbox.put(event)
 
     def deliver(self, topic: str, payload: bytes) -> None:
-        self.received_bytes += len(payload)
+        self.count_received(len(payload))
         if self.admits(topic, payload):
             self.inbox.put(Received(topic, payload))

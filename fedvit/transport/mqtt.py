@@ -1,93 +1,34 @@
 """MQTT with paho, for any broker: version 5, or 3.1.1 if the broker does not support it.
 
 Nothing depends on version 5, which reports limits in advance and reasons of refusals; ids, deadlines and
-acknowledgements are in fedvit's own messages. Chunks go through `bulk`.
-
-Problems of paho that are solved here:
-
-- A client that lost its link keeps QoS 1 messages and sends them after reconnecting, beyond any window.
-  So each connection has a client of its own: messages from before a loss are dropped with it.
-- An exception in a callback ends paho's thread while `is_connected()` stays true. The thread is ours (`mqtt_loop`),
-  and callbacks only put events into the inbox.
-- Reconnecting has no jitter, a failed attempt no reason. The first is in `backoff`, the second in `mqtt_loop`.
-- A message over the broker's limit is sent again for ever. The size is checked before publishing.
-- TCP_NODELAY is never set; with the broker's delayed acknowledgement that costs 40 ms per message.
-
-A renewed certificate may be one that the broker refuses, for example because the clock was wrong when it was issued. So
-its predecessor is tried after it, until the broker has accepted it.
+acknowledgements are in fedvit's own messages. Chunks go through `bulk`. Connections are made by `mqtt_connector`.
 """
 
-import functools
-import logging
-import socket
-import ssl
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any
 
-from paho.mqtt.client import (
-    Client,
-    MQTTMessage,
-)
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
-from paho.mqtt.properties import Properties
-from paho.mqtt.reasoncodes import ReasonCode
-from paho.mqtt.subscribeoptions import SubscribeOptions
+from paho.mqtt.client import Client
+from paho.mqtt.enums import MQTTProtocolVersion
 
 from fedvit.errors import BadPayload
-from fedvit.transport.address import Address, tls_context
+from fedvit.transport.address import Address
 from fedvit.transport.backoff import Backoff
-from fedvit.transport.base import (
-    Acknowledged,
-    BulkSink,
-    Connected,
-    Disconnected,
-    Received,
-    Transport,
-    Wake,
-    Will,
-    WillMaker,
-)
+from fedvit.transport.base import BulkSink, Transport, Wake, Will, WillMaker
 from fedvit.transport.bulk import BulkLink
-from fedvit.transport.mqtt_link import MqttLink
-from fedvit.transport.mqtt_loop import FAREWELL_S, LoopMember, MqttLoop
-from fedvit.transport.pace import Pace
+from fedvit.transport.mqtt_connector import MqttConnector
+from fedvit.transport.mqtt_loop import MqttLoop
 from fedvit.wire.limits import BrokerLimits
 
-log = logging.getLogger(__name__)
-
-KEEPALIVE_S = 30
-MAX_PACKET_BYTES = 1024 * 1024
 BOTH_VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
-VERSION_S = 5.0
-"""After this time without an answer to version 5, version 3.1.1 is tried."""
 _HEADER_BYTES = 9  # at most: fixed header 5, length of the topic 2, packet id 2
 
 
-def _never_raises(callback: Callable[..., None]) -> Callable[..., None]:
-    """Log an exception of a callback: paho's thread would die of it."""
-
-    @functools.wraps(callback)
-    def guard(*arguments: Any) -> None:
-        try:
-            callback(*arguments)
-        except Exception:
-            log.exception("MQTT callback failed", extra={"callback": callback.__name__})
-
-    return guard
-
-
-class MqttTransport(Transport, LoopMember):
+class MqttTransport(Transport):
     """A link to an MQTT broker that reconnects by itself, for ever.
 
-    With `report_acknowledged` each acknowledgement of the broker arrives in the inbox, as Acknowledged. After the loss
-    of a link the first attempt is made within about `return_spread_s` seconds, which spreads the load of a large fleet.
-    Its thread is that of `loop`, which is closed after it, or its own.
+    After the loss of a link the first attempt is made within about `return_spread_s` seconds, which spreads the load of
+    a large fleet. Its thread is that of `loop`, which is closed after it, or its own.
 
     Raises ConfigError when the address names certificates that cannot be read.
     """
@@ -98,87 +39,74 @@ class MqttTransport(Transport, LoopMember):
         address: Address,
         client_id: str,
         *,
-        max_packet_bytes: int = MAX_PACKET_BYTES,
         versions: Sequence[MQTTProtocolVersion] = BOTH_VERSIONS,
-        report_acknowledged: bool = False,
         return_spread_s: float = 0.0,
         loop: MqttLoop | None = None,
-        limits: BrokerLimits | None = None,
     ) -> None:
-        Transport.__init__(self, inbox)
-        LoopMember.__init__(self)
-        self._report_acknowledged = report_acknowledged
+        super().__init__(inbox)
         self.address = address
-        self._client_id = client_id
-        self._most_packet_bytes = max_packet_bytes
-        self._max_packet_bytes = max_packet_bytes  # or what the broker said, if that is less
-        self._versions = deque(versions)  # the first is tried next
-        self._certificate = address.cert_file  # of the current connection or attempt
-        self._tries_next_certificate = True
-        if address.tls:
-            tls_context(address)  # says now what is wrong with its files
-        self._will: Will | WillMaker | None = None
+        self._connector = connector = MqttConnector(self, address, client_id, versions, return_spread_s)
         self._bulk = BulkLink(
             address,
             f"{client_id}.b",
-            lambda: self._tls_context() if address.tls else None,
-            largest_packet=max_packet_bytes,
+            lambda: connector.tls_context() if address.tls else None,
             woken=lambda: inbox.put(Wake()),
-            received=self._count_received,
+            received=self.count_received,
             backoff=Backoff(return_spread_s),
         )
-        self._backoff = Backoff(return_spread_s)
-        self._pace = Pace()
-        self._up_at: float | None = None
-        self._lock = threading.Lock()
-        self._filters: dict[str, int] = {}
-        self._link: MqttLink | None = None
-        self.use_limits(limits or BrokerLimits())
         self._has_own_loop = loop is None
         self._loop = loop or MqttLoop()
 
+    @property
+    def client(self) -> Client | None:
+        """paho's client of the connection, or of the attempt to connect."""
+        return self._connector.client
+
+    def report_acknowledged(self) -> None:
+        """Put each acknowledgement of the broker into the inbox from now on, as Acknowledged."""
+        self._connector.reports_acknowledged = True
+
     def open(self, will: Will | WillMaker | None = None) -> None:
-        self._will = will
-        self._loop.add(self)
+        self._connector.will = will
+        self._loop.add(self._connector)
 
     @property
     def limits(self) -> BrokerLimits:
-        return self._limits
+        return self._connector.limits
 
     def use_limits(self, limits: BrokerLimits) -> None:
-        self._limits = limits
-        self._pace.per_s = limits.publishes_per_s
-        self._bulk.pace.per_s = limits.publishes_per_s
-        if (link := self._link) is not None:
+        self._connector.limits = limits
+        self._connector.pace.per_s = self._bulk.pace.per_s = limits.publishes_per_s
+        if (link := self._connector.link) is not None:
             link.max_inflight = limits.max_inflight
 
     def spread_return(self, seconds: float) -> None:
-        self._backoff.spread_s = seconds
+        self._connector.backoff.spread_s = seconds
 
     def subscribe(self, topic_filter: str, qos: int) -> None:
-        with self._lock:
-            self._filters[topic_filter] = qos
-            link = self._link
+        with self._connector.lock:
+            self._connector.filters[topic_filter] = qos
+            link = self._connector.link
             if link is None or not link.answered:
                 return  # goes out with the others when the broker has answered
         link.client.subscribe(topic_filter, qos)
 
     def unsubscribe(self, topic_filter: str) -> None:
-        with self._lock:
-            self._filters.pop(topic_filter, None)
-            link = self._link
+        with self._connector.lock:
+            self._connector.filters.pop(topic_filter, None)
+            link = self._connector.link
         if link is not None and link.answered:
             link.client.unsubscribe(topic_filter)
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1) -> bool:
         self._check_size(topic, len(payload))
-        link = self._link
-        if link is None or not link.up or self.closed_at is not None or not link.publish(topic, payload, qos):
+        link = self._connector.link
+        is_open = link is not None and link.up and self._connector.closed_at is None
+        if link is None or not is_open or not link.publish(topic, payload, qos):
             return False
         if link.waits:
-            self._loop.look_after(self)
-        with self._lock:
-            self.sent_bytes += len(payload)
+            self._loop.look_after(self._connector)
+        self.count_sent(len(payload))
         return True
 
     def listen(self, topic: str, sink: BulkSink) -> None:
@@ -195,202 +123,31 @@ class MqttTransport(Transport, LoopMember):
         self._check_size(topic, max(sizes, default=0))
         if not self._bulk.send(topic, messages):
             return False
-        with self._lock:
-            self.sent_bytes += sum(sizes)
+        self.count_sent(sum(sizes))
         return True
 
     def pending_bytes(self) -> int:
-        link = self._link
+        link = self._connector.link
         return self._bulk.pending_bytes() + (0 if link is None else link.pending_bytes())
 
     def _check_size(self, topic: str, size: int) -> None:
-        if size + len(topic.encode()) + _HEADER_BYTES > self._max_packet_bytes:
+        """Raises BadPayload for a message over a limit: paho would send it again for ever."""
+        most = self._connector.max_packet_bytes
+        if size + len(topic.encode()) + _HEADER_BYTES > most:
             raise BadPayload(
-                "FV1210",
-                f"a message of {size} bytes on {topic} exceeds the limit of {self._max_packet_bytes} bytes per packet",
+                "FV1210", f"a message of {size} bytes on {topic} exceeds the limit of {most} bytes per packet"
             )
-        if size > self._limits.max_payload_bytes:
+        if size > self.limits.max_payload_bytes:
             raise BadPayload(
                 "FV1211",
-                f"a message of {size} bytes on {topic} exceeds max_payload_bytes = {self._limits.max_payload_bytes} "
+                f"a message of {size} bytes on {topic} exceeds max_payload_bytes = {self.limits.max_payload_bytes} "
                 "of the broker",
             )
 
-    def _count_received(self, size: int) -> None:
-        with self._lock:
-            self.received_bytes += size
-
     def close(self) -> None:
-        if self.closed_at is None:
-            self.closed_at = time.monotonic()
+        if self._connector.closed_at is None:
+            self._connector.closed_at = time.monotonic()
             self._bulk.close()
-            self._loop.remove(self)
+            self._loop.remove(self._connector)
             if self._has_own_loop:
                 self._loop.close()
-
-    # --- the network thread ---------------------------------------------------------------------------
-
-    def begin(self) -> Client:
-        version = self._versions[0]
-        self._certificate = self.address.cert_file
-        if self._tries_next_certificate and _is_file(self.address.next_cert_file):
-            self._certificate = self.address.next_cert_file
-        self.client = self._new_client(version)
-        self._link = MqttLink(self.client, version, self._pace, self._limits.max_inflight)
-        return self.client
-
-    def is_over(self) -> bool:
-        """Also when the last messages of a closed link are acknowledged, and when another version is tried."""
-        link = self._link
-        if link is None:
-            return False
-        now = time.monotonic()
-        if self.closed_at is not None:
-            waits = link.up and (link.waits or link.count_unacknowledged() or link.client.want_write())
-            return not waits or now - self.closed_at > FAREWELL_S
-        may_be_other = link.version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
-        # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
-        link.unknown_version |= may_be_other and not link.answered and now - link.began_at > VERSION_S
-        return link.unknown_version or link.is_deaf
-
-    def publish_due(self) -> float | None:
-        link = self._link
-        return link.publish_due() if link is not None and link.up else None
-
-    def end(self, reason: str) -> float | None:
-        link, self._link, self.client = self._link, None, None
-        was_accepted = link is not None and link.answered
-        if link is not None:
-            if link.connected and not link.answered and not link.refused:
-                self._versions.rotate()  # some brokers close without a word instead
-            reason = link.ended or reason
-            link.up = link.answered = False
-        up_at, self._up_at = self._up_at, None
-        if self.closed_at is not None:
-            return None
-        if link is not None and link.version == MQTTProtocolVersion.MQTTv5 and self._versions[0] != link.version:
-            return 0.0  # try the older version at once
-        is_next = self._certificate is not None and self._certificate == self.address.next_cert_file
-        self._tries_next_certificate = was_accepted or not is_next
-        if not self._tries_next_certificate:
-            return 0.0  # try the former certificate at once
-        self.inbox.put(Disconnected(reason, refused=link is not None and link.refused))
-        return self._backoff.wait_s(None if up_at is None else time.monotonic() - up_at)
-
-    def _new_client(self, version: MQTTProtocolVersion) -> Client:
-        client = Client(
-            CallbackAPIVersion.VERSION2,
-            self._client_id,
-            # version 5 begins without a session of itself, as each client here connects once
-            clean_session=None if version == MQTTProtocolVersion.MQTTv5 else True,
-            protocol=version,
-            reconnect_on_failure=False,
-        )
-        if self.address.user is not None:
-            client.username_pw_set(self.address.user, self.address.password)
-        if self.address.tls:
-            client.tls_set_context(self._tls_context())
-        if (will := self._begin_connection(self._will)) is not None:
-            client.will_set(will.topic, will.payload, 1)
-        client.max_inflight_messages_set(self._limits.max_inflight)
-        client.on_socket_open = _never_raises(self._on_socket_open)
-        client.on_connect = _never_raises(self._on_connect)
-        client.on_disconnect = _never_raises(self._on_disconnect)
-        client.on_subscribe = _never_raises(self._on_subscribe)
-        client.on_publish = _never_raises(self._on_publish)
-        client.on_message = _never_raises(self._on_message)
-        client.connect_async(self.address.host, self.address.port, KEEPALIVE_S)
-        return client
-
-    def _tls_context(self) -> ssl.SSLContext:
-        """Read the certificate anew for each connection, as it is renewed while programs run."""
-        accepted = self._certificate if _is_file(self._certificate) else self.address.cert_file
-        return tls_context(replace(self.address, cert_file=accepted))
-
-    def _on_socket_open(self, client: Client, userdata: object, opened: socket.socket) -> None:
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if (link := self._link) is not None:
-            link.connected = True
-
-    def _on_connect(
-        self, client: Client, userdata: object, flags: object, reason: ReasonCode, properties: Properties | None
-    ) -> None:
-        link = self._link
-        if link is None:
-            return
-        if reason.is_failure:
-            link.unknown_version = reason.getName() == "Unsupported protocol version"
-            link.refused = not link.unknown_version
-            words = "not authorised" if reason.getName() == "Not authorized" else reason.getName().lower()
-            link.ended = f"broker refused: {words}"
-            return
-        self.announced_packet_bytes = getattr(properties, "MaximumPacketSize", None)
-        self._max_packet_bytes = min(self.announced_packet_bytes or self._most_packet_bytes, self._most_packet_bytes)
-        with self._lock:
-            link.answered = True
-            filters = [(topic_filter, SubscribeOptions(qos)) for topic_filter, qos in self._filters.items()]
-        at_once = self._limits.topics_per_subscribe
-        for first in range(0, len(filters), at_once):
-            some = filters[first : first + at_once]
-            v5 = self._versions[0] == MQTTProtocolVersion.MQTTv5
-            _, packet_id = client.subscribe(some if v5 else [(topic, options.QoS) for topic, options in some])
-            if packet_id is not None:
-                link.awaited.add(packet_id)
-        self._up_if_subscribed(link)
-
-    def _on_subscribe(
-        self, client: Client, userdata: object, packet_id: int, reasons: list[ReasonCode], properties: object
-    ) -> None:
-        if (link := self._link) is not None:
-            if any(reason.is_failure for reason in reasons):
-                link.is_deaf, link.ended = True, f"{self.address}: the broker refused a subscription"
-                return
-            link.awaited.discard(packet_id)
-            self._up_if_subscribed(link)
-
-    def _on_publish(
-        self, client: Client, userdata: object, packet_id: int, reason: ReasonCode, properties: object
-    ) -> None:
-        refusal = reason.getName().lower() if reason.is_failure else None
-        if refusal:
-            log.warning("the broker refused a message", extra={"reason": refusal})
-        if self._report_acknowledged:
-            self.inbox.put(Acknowledged(refusal))
-
-    def _up_if_subscribed(self, link: MqttLink) -> None:
-        if not link.up and not link.awaited and self.closed_at is None:
-            link.up = True
-            self._up_at = time.monotonic()
-            self.inbox.put(Connected(self._certificate))
-            while link.early:
-                self.inbox.put(link.early.pop(0))
-
-    def _on_disconnect(
-        self, client: Client, userdata: object, flags: object, reason: ReasonCode, properties: object
-    ) -> None:
-        link = self._link
-        if link is not None and link.ended is None:
-            if reason.getName() == "Keep alive timeout":
-                link.ended = f"{self.address}: the broker stopped answering"
-            elif reason.is_failure and reason.getName() != "Unspecified error":
-                link.ended = f"{self.address}: {reason.getName().lower()}"
-            elif not link.answered:
-                refused = "; is the certificate of this side revoked or expired?" if self.address.cert_file else ""
-                link.ended = f"{self.address}: closed without an MQTT answer{refused}"
-
-    def _on_message(self, client: Client, userdata: object, message: MQTTMessage) -> None:
-        link = self._link
-        if link is None or self.closed_at is not None:
-            return
-        received = Received(message.topic, bytes(message.payload))
-        self._count_received(len(received.payload))
-        if not self.admits(*received):
-            return
-        if link.up:
-            self.inbox.put(received)
-        else:
-            link.early.append(received)
-
-
-def _is_file(path: Path | None) -> bool:
-    return path is not None and path.is_file()

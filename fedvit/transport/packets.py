@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from fedvit.errors import BadPayload
 
-CONNACK, PUBLISH, SUBACK, UNSUBACK, PINGRESP = 0x20, 0x30, 0x90, 0xB0, 0xD0
+MAX_PACKET_BYTES = 1024 * 1024
+CONNACK, PUBLISH, SUBACK = 0x20, 0x30, 0x90
 PING = b"\xc0\x00"
 DISCONNECT = b"\xe0\x00"
 REFUSALS = {

@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from fedvit.errors import ConfigError, FedvitError, LinkDown
-from fleet.clusters.programs import Files, ProgramJob, Report, run_program
+from fleet.clusters.programs import Files, ProgramJob, ProgramReport, run_program
 from fleet.clusters.resources import Resources, capacity
 from fleet.processes import last_line_of
 from profiles.probes.host import usable_cores
@@ -159,7 +159,7 @@ class Cluster:
         return actor, actor.run.options(num_returns="streaming").remote(job, parts, self.ray.put(work))
 
 
-def _run_here(job: ProgramJob, parts: Files, work: Files) -> Iterator[Report]:
+def _run_here(job: ProgramJob, parts: Files, work: Files) -> Iterator[ProgramReport]:
     import ray
 
     yield from run_program(job, parts, work, ray.util.get_node_ip_address())
@@ -168,7 +168,7 @@ def _run_here(job: ProgramJob, parts: Files, work: Files) -> Iterator[Report]:
 class _HostActor:
     """A host of virtual devices."""
 
-    def run(self, job: ProgramJob, parts: Files, work: Files) -> Iterator[Report]:
+    def run(self, job: ProgramJob, parts: Files, work: Files) -> Iterator[ProgramReport]:
         yield from _run_here(job, parts, work)
 
 
@@ -183,7 +183,7 @@ class Reports:
         self._ray = ray
         self._reports = reports
 
-    def __iter__(self) -> Iterator[Report]:
+    def __iter__(self) -> Iterator[ProgramReport]:
         """The new reports. Raises NodeLost, and FedvitError when the program cannot be run at all."""
         exceptions = self._ray.exceptions
         while self._ray.wait([self._reports], timeout=0)[0]:

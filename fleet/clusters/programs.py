@@ -47,7 +47,7 @@ class ProgramJob(NamedTuple):
     environment: dict[str, str] | None = None  # added to the node's; no other user of the node can read it
 
 
-class Report(NamedTuple):
+class ProgramReport(NamedTuple):
     """The state of a program on a node."""
 
     node: str
@@ -87,11 +87,11 @@ def unpack(files: Files, folder: Path) -> None:
         raise storage_failed(f"cannot write {folder}", error) from error
 
 
-def run_program(job: ProgramJob, parts: Files, work: Files, node: str) -> Iterator[Report]:
+def run_program(job: ProgramJob, parts: Files, work: Files, node: str) -> Iterator[ProgramReport]:
     """Run a program on this node until it ends; the last report has its exit code and its files."""
     if (here := version("fedvit")) != job.software:
         text = f"fedvit {here} is installed on node {node}, and {job.software} where this was started; install the same"
-        yield Report(node, log=text.encode(), code=1)
+        yield ProgramReport(node, log=text.encode(), code=1)
         return
     with (
         private_files(),
@@ -103,7 +103,7 @@ def run_program(job: ProgramJob, parts: Files, work: Files, node: str) -> Iterat
         unpack(work, home / "work")
         log, progress = home / "log", home / "work" / (job.progress or "no-such-file")
         process = fleet.start(job.name, [*program(job.module), *job.arguments], log, home, job.environment)
-        yield Report(node, _content(progress))
+        yield ProgramReport(node, _content(progress))
         copy_at, reported_at, reported = time.monotonic() + COPY_EVERY_S, time.monotonic(), _content(progress)
         while process.poll() is None:
             time.sleep(POLL_S)
@@ -115,11 +115,11 @@ def run_program(job: ProgramJob, parts: Files, work: Files, node: str) -> Iterat
                 size = sum(map(len, files.values()))
                 copy_at = now + max(COPY_EVERY_S, took_s / COPY_SHARE, size / COPY_BYTES_PER_S)
                 reported_at, reported = now, _content(progress)
-                yield Report(node, reported, _end_of(log), files)
+                yield ProgramReport(node, reported, _end_of(log), files)
             elif (fresh := _content(progress)) != reported or now - reported_at >= REPORT_S:
                 reported_at, reported = now, fresh
-                yield Report(node, reported)
-        yield Report(node, _content(progress), _end_of(log), pack(home / "work"), process.returncode)
+                yield ProgramReport(node, reported)
+        yield ProgramReport(node, _content(progress), _end_of(log), pack(home / "work"), process.returncode)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from fedvit.errors import ConfigError
 from fedvit.quantities import format_bytes, parse_bytes
 
 
-class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Resources of cells; None: those of the more general table."""
 
     num_cpus: Annotated[float, Meta(gt=0)] | None = None  # cores; fractions are allowed
@@ -18,18 +18,15 @@ class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory: Annotated[int, Meta(gt=0)] | str | None = None  # bytes, or "2GB"
 
 
-class RayTable(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RayTable(NodeRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table [ray] of an experiment: for all cells, for those of one method, for those of one partition."""
 
-    methods: dict[str, Request] = field(default_factory=dict)
-    partitions: dict[str, Request] = field(default_factory=dict)
+    methods: dict[str, NodeRequest] = field(default_factory=dict)
+    partitions: dict[str, NodeRequest] = field(default_factory=dict)
 
     def check(self, methods: Collection[str], partitions: Collection[str], where: str) -> None:
         """Raises ConfigError for a method or partition that the experiment does not have, and for bad amounts."""
-        for kind, requests, names in (
-            ("methods", self.methods, methods),
-            ("partitions", self.partitions, partitions),
-        ):
+        for kind, requests, names in (("methods", self.methods, methods), ("partitions", self.partitions, partitions)):
             for name in requests:
                 if name not in names:
                     hint = did_you_mean(name, names, most=1) or f"; there are: {', '.join(names)}"

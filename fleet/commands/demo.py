@@ -42,14 +42,7 @@ class DemoFlags(NamedTuple):
     as_json: bool
 
 
-@click.command(
-    "demo",
-    cls=Command,
-    examples=[
-        "fleet demo",
-        "fleet demo --devices 8 --method fedavg --json",
-    ],
-)
+@click.command("demo", cls=Command, examples=["fleet demo", "fleet demo --devices 8 --method fedavg --json"])
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Edge processes.")
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=DEMO["rounds"], show_default=True, help="Rounds to train."

@@ -12,10 +12,7 @@ from fleet.experiments.settings import read_experiment
 @click.command(
     "experiment",
     cls=Command,
-    examples=[
-        "fleet experiment digits.toml --dry-run",
-        "fleet experiment digits.toml --only 'fedavg/*'",
-    ],
+    examples=["fleet experiment digits.toml --dry-run", "fleet experiment digits.toml --only 'fedavg/*'"],
 )
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--dataset", metavar="NAME|PATH", help="Data set in place of the one that FILE names.")

@@ -51,9 +51,7 @@ class HostFlags(NamedTuple):
     "host",
     cls=Command,
     context_settings={"show_default": True},
-    examples=[
-        "fleet host --broker SERVER --parts parts --devices 500 --state state",
-    ],
+    examples=["fleet host --broker SERVER --parts parts --devices 500 --state state"],
 )
 @click.option(
     "--broker",

@@ -44,13 +44,7 @@ def _merge_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str, 
     return options
 
 
-@click.command(
-    "partition",
-    cls=Command,
-    examples=[
-        "fleet partition --devices 6 --alpha 0.1 --plot --out parts",
-    ],
-)
+@click.command("partition", cls=Command, examples=["fleet partition --devices 6 --alpha 0.1 --plot --out parts"])
 @click.option(
     "--dataset",
     default="digits",

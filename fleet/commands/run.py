@@ -62,10 +62,7 @@ class RunFlags(Struct, frozen=True, kw_only=True):
 @click.command(
     "run",
     cls=Command,
-    examples=[
-        "fleet run --parts parts --method fedavg --rounds 20",
-        "fleet run --virtual 500 --config run.toml",
-    ],
+    examples=["fleet run --parts parts --method fedavg --rounds 20", "fleet run --virtual 500 --config run.toml"],
 )
 @click.option(
     "--parts",

@@ -27,20 +27,20 @@ SOURCES: dict[str, Callable[[int], Samples]] = {
 """Data sets by name: image side -> samples. Every other data set is a path."""
 
 
-class Reader(NamedTuple):
+class DatasetReader(NamedTuple):
     """Opens the paths that `recognises` accepts: (path, image side) -> samples."""
 
     recognises: Callable[[Path], bool]
     read: Callable[[Path, int], Samples]
 
 
-READERS: dict[str, Reader] = {
-    "medmnist": Reader(is_medmnist, read_medmnist),
-    "idx": Reader(is_idx, read_idx),
-    "cifar": Reader(is_cifar, read_cifar),
-    "parquet": Reader(is_parquet, read_parquet),
-    "domainfolder": Reader(is_domainfolder, read_domainfolder),
-    "imagefolder": Reader(Path.exists, read_imagefolder),
+READERS: dict[str, DatasetReader] = {
+    "medmnist": DatasetReader(is_medmnist, read_medmnist),
+    "idx": DatasetReader(is_idx, read_idx),
+    "cifar": DatasetReader(is_cifar, read_cifar),
+    "parquet": DatasetReader(is_parquet, read_parquet),
+    "domainfolder": DatasetReader(is_domainfolder, read_domainfolder),
+    "imagefolder": DatasetReader(Path.exists, read_imagefolder),
 }
 """Kinds of data sets in files; the first that recognises a path reads it."""
 

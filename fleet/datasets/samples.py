@@ -14,7 +14,7 @@ from fedvit.data.layout import is_hidden
 from fedvit.errors import ConfigError, DataError
 
 
-class Images(Protocol):
+class ImageSource(Protocol):
     """Pixels by row number: an array in memory, or a reader that decodes what is asked for.
 
     A reader raises DataError, naming the file, when an image asked for cannot be decoded.
@@ -90,7 +90,7 @@ class Samples:
 
     dataset: str  # a name for people and records, no path
     size: int
-    images: Images
+    images: ImageSource
     labels: Indices
     classes: tuple[str, ...]
     coarse_labels: Indices | None = None  # the group that a sample's class belongs to
@@ -99,11 +99,7 @@ class Samples:
     unreadable: tuple[str, ...] = ()  # images that were left out, with the reason
 
     def __post_init__(self) -> None:
-        for what, values in (
-            ("images", self.images),
-            ("coarse labels", self.coarse_labels),
-            ("domains", self.domains),
-        ):
+        for what, values in (("images", self.images), ("coarse labels", self.coarse_labels), ("domains", self.domains)):
             if values is not None and len(values) != len(self.labels):
                 raise DataError("FV2012", f"{self.dataset}: {len(values)} {what} for {len(self.labels)} labels")
         if unfit := [name for name in self.classes if not _is_folder_name(name)]:

@@ -6,6 +6,7 @@ T steps.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,10 +22,10 @@ from fedvit.data.images import Indices
 from fedvit.methods.base import Method
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT
-from fedvit.program import LABELS, Batch, Gather, Program, Train
+from fedvit.program import LABELS, Program, Train
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
-from fleet.engines.pictures import Drawn, Images, Pictures, draw_training, whole_samples
+from fleet.engines.pictures import DeviceImages, Drawn, Pictures, draw_training, whole_samples
 from fleet.engines.steps import (
     BatchedStep,
     BatchWork,
@@ -60,7 +61,7 @@ class Values(NamedTuple):
 
 
 @dataclass
-class Trained:
+class CohortUpdate:
     """The outcome of a round's training on D devices."""
 
     tensors: Named  # (D, ...): all tensors that a phase updated
@@ -108,12 +109,12 @@ class Cohort:
         method: Method,
         phases: Sequence[Train],
         values: Values,
-        images: Sequence[Images],  # of each device; those with the most images first
+        images: Sequence[DeviceImages],  # of each device; those with the most images first
         generators: Sequence[list[np.random.Generator]],  # of each device
-    ) -> Trained:
+    ) -> CohortUpdate:
         """Run the phases from the round's start values. Raises DataError when a device has no readable image."""
         program, count, start = work.program, len(images), values
-        trained = Trained({}, [{} for _ in images], [], [0.0] * count, [0] * count)
+        trained = CohortUpdate({}, [{} for _ in images], [], [0.0] * count, [0] * count)
         lost: list[set[int]] = [set() for _ in images]
         for phase in phases:
             facts = [
@@ -131,9 +132,8 @@ class Cohort:
                 for rows in drawing.rows:
                     lost[device].update(rows[~one.readable[rows]].tolist())
                 trained.flops[device] += drawing.runs * phase.repeats * program.graphs[phase.graph].flops
-            names = [name for group in phase.groups for name in program.names(group)]
-            arrays = self._arrays(work, phase, names, values, start, facts, drawn)
-            tensors, trained.losses = self._run(program, method, phase, arrays, drawn, samplers, trained)
+            arrays = self._arrays(work, phase, values, start, facts, drawn)
+            tensors, trained.losses = self._run(method, phase, arrays, drawn, samplers, trained)
             values = values.with_own(tensors)
             trained.tensors |= tensors
         trained.samples = [len(one) - len(gone) for one, gone in zip(images, lost, strict=True)]
@@ -143,13 +143,13 @@ class Cohort:
         self,
         work: Work,
         phase: Train,
-        names: list[str],
         values: Values,
         start: Values,
         facts: Sequence[dict[str, Array]],
         drawn: Sequence[Drawn],
     ) -> BatchWork:
         program, count = work.program, len(drawn)
+        names = [name for group in phase.groups for name in program.names(group)]
         updated = {f"tensor/{name}": values.of(name, count) for name in names}
         for slot in phase.slots:
             updated |= {f"slot/{slot}/{name}": torch.zeros_like(updated[f"tensor/{name}"]) for name in names}
@@ -170,18 +170,17 @@ class Cohort:
             arrays[name] = self._to_accelerator(whole)
         last = self._to_accelerator((np.arange(steps) % phase.repeats == phase.repeats - 1).astype(np.float32))
         ends = self._to_accelerator(np.array([len(of.epochs) * phase.repeats for of in drawn]))
-        rate = self._to_accelerator(np.array(phase.lr * work.lr_scale, np.float32))
+        rate = self._to_accelerator(np.array(phase.lr * work.planned.lr_scale, np.float32))
         return BatchWork(updated, own, common, arrays, ends, last, rate)
 
     def _run(
         self,
-        program: Program,
         method: Method,
         phase: Train,
         work: BatchWork,
         drawn: Sequence[Drawn],
         samplers: Sequence[Sampler | None],
-        trained: Trained,
+        trained: CohortUpdate,
     ) -> tuple[Named, list[float]]:
         """The updated tensors (D, ...), and each device's loss. Devices without further batches leave the batch."""
         ends = [len(of.epochs) * phase.repeats for of in drawn]  # descending
@@ -204,7 +203,7 @@ class Cohort:
         first = 0
         for count, last in self._segments(ends):
             work = work.first_devices(count)
-            runner = self._runner(method, phase, program.batch, count, fused=self._fused and count == len(ends))
+            runner = self._runner(method, phase, count, fused=self._fused and count == len(ends))
             work.updated = runner.run(work, first, last, losses, keep if phase.collect else None)
             first, left = last, self._device_count(ends, last)
             pieces.append({name: value[left:] for name, value in work.updated.items() if name.startswith("tensor/")})
@@ -237,20 +236,21 @@ class Cohort:
         On a GPU each number of devices has its own recording, so the numbers are rounded up to few values.
         """
         active = sum(end > step for end in ends)
-        return active if not (self._captures and active) else _halved(len(ends), active)
+        return active if not (self._captures and active) else _halve_until(len(ends), active)
 
-    def _runner(self, method: Method, phase: Train, batch: Batch, devices: int, *, fused: bool) -> Runner:
+    def _runner(self, method: Method, phase: Train, devices: int, *, fused: bool) -> Runner:
         # recomputing blocks saves a small device's memory, and changes no result
         plain = replace(method, recompute=False)
         key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
-            batched = self._made((plain, phase), lambda: whole_step(plain, self._vit, phase), trains=True, fused=fused)
-            given = batched, self._pictures.pixels, batch
+            step = partial(whole_step, plain, self._vit, phase)
+            batched = self._make_step((plain, phase), step, trains=True, fused=fused)
+            given = batched, self._pictures.pixels, self._pictures.batch
             recorded = self._accelerator.type == "cuda"
             self._runners[key] = CapturedRunner(*given, recorded=recorded) if self._captures else Runner(*given)
         return self._runners[key]
 
-    def _made(
+    def _make_step(
         self, key: tuple[object, ...], step: Callable[[], Step], *, trains: bool = False, fused: bool = False
     ) -> BatchedStep:
         key = (*key, fused)
@@ -267,8 +267,8 @@ class Cohort:
         program: Program,
         method: Method,
         values: Values,
-        train: Sequence[Images],
-        test: Sequence[Images],
+        train: Sequence[DeviceImages],
+        test: Sequence[DeviceImages],
         choices: Sequence[np.random.Generator],
     ) -> list[tuple[float, int]]:
         """(right answers, images) of each device on its test images, whole and not varied."""
@@ -276,8 +276,8 @@ class Cohort:
         own = {f"tensor/{name}": value for name, value in values.own.items()}
         common = {f"tensor/{name}": value for name, value in values.common.items()}
         if evaluate.gather:
-            own |= self._gather(program, method, evaluate.gather, common, own, train, choices)
-        batched = self._made((method, "predict"), lambda: predict_step(method, self._vit))
+            own |= self._gather(program, method, common, own, train, choices)
+        batched = self._make_step((method, "predict"), lambda: predict_step(method, self._vit))
         correct = np.zeros(len(test))
         for labels, readable, outputs in self._full(program, batched, common, own, test):
             right = outputs["logits"].argmax(dim=-1).cpu().numpy() == labels
@@ -288,18 +288,19 @@ class Cohort:
         self,
         program: Program,
         method: Method,
-        gather: Gather,
         common: Named,
         own: Named,
-        train: Sequence[Images],
+        train: Sequence[DeviceImages],
         choices: Sequence[np.random.Generator],
     ) -> Named:
         """Outputs of a graph for each device's chosen training images, as inputs of the prediction."""
+        gather = program.evaluate.gather
+        assert gather is not None
         chosen = [
             _only(one, choose_rows(len(one), gather.capacity, choice))
             for one, choice in zip(train, choices, strict=True)
         ]
-        batched = self._made((method, gather), lambda: gather_step(method, self._vit, gather))
+        batched = self._make_step((method, gather), lambda: gather_step(method, self._vit, gather))
         count = len(chosen)
         values = torch.zeros(count, gather.capacity, *gather.shape, device=self._accelerator)
         labels, weight = np.zeros((count, gather.capacity), np.int64), np.zeros((count, gather.capacity), np.float32)
@@ -316,7 +317,7 @@ class Cohort:
         }
 
     def _full(
-        self, program: Program, batched: BatchedStep, common: Named, own: Named, images: Sequence[Images]
+        self, program: Program, batched: BatchedStep, common: Named, own: Named, images: Sequence[DeviceImages]
     ) -> Iterator[tuple[Indices, Flags, Named]]:
         """Whole images of all devices, some at a time: labels and which of them are there (D, n), and what a function
         gives of them."""
@@ -340,9 +341,9 @@ class Cohort:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._accelerator)
 
 
-def _only(images: Images, chosen: Array) -> Images:
+def _only(images: DeviceImages, chosen: Array) -> DeviceImages:
     split = replace(images.split, labels=images.labels[chosen])
-    return Images(split, images.rows[chosen], images.readable[chosen])
+    return DeviceImages(split, images.rows[chosen], images.readable[chosen])
 
 
 def _loss(drawn: Drawn, losses: Array, repeats: int) -> float:
@@ -353,7 +354,7 @@ def _loss(drawn: Drawn, losses: Array, repeats: int) -> float:
     return float((last * counts).sum() / counts.sum())
 
 
-def evaluation_flops(program: Program, train: Images, test: Images) -> int:
+def evaluation_flops(program: Program, train: DeviceImages, test: DeviceImages) -> int:
     """Graphs of an evaluation, without those that tune the model before it."""
     evaluate, size = program.evaluate, program.batch.answer_size
     flops = program.graphs[evaluate.graph].flops * -(-len(test) // size)
@@ -363,10 +364,10 @@ def evaluation_flops(program: Program, train: Images, test: Images) -> int:
     return flops
 
 
-def _halved(most: int, least: int) -> int:
+def _halve_until(most: int, least: int) -> int:
     """The smallest of most, half of it, a quarter, ... that is not below `least`.
 
-    >>> [_halved(10, least) for least in (10, 6, 5, 2, 1)]
+    >>> [_halve_until(10, least) for least in (10, 6, 5, 2, 1)]
     [10, 10, 5, 2, 1]
     """
     while most > 1 and (half := -(-most // 2)) >= least:

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import torch
 
+from coordinator.compute.messages import PlannedTask
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import snapshot
 from coordinator.config import RunConfig
@@ -33,7 +34,7 @@ from fedvit.tensors import Tensors, unpack
 from fedvit.updates import NONE
 from fedvit.wire.messages import TaskKind
 from fleet.engines.cohort import Cohort, Values, evaluation_flops
-from fleet.engines.pictures import Images, Pictures
+from fleet.engines.pictures import DeviceImages, Pictures
 from fleet.engines.steps import Named, to_numpy
 from profiles.program_cost import PricedProgram
 
@@ -46,12 +47,12 @@ MOST_AT_ONCE = 32
 
 
 @dataclass
-class Device:
+class SimulatedDevice:
     """A simulated device: its images, and the contents of its vault."""
 
     name: str
-    train: Images
-    test: Images
+    train: DeviceImages
+    test: DeviceImages
     kept: Named = field(default_factory=dict)  # its own tensors as it last trained them
     kept_round: int = 0
     residual: Tensors = field(default_factory=dict)  # error feedback: what coding left out of earlier deltas
@@ -86,16 +87,15 @@ class TorchSettings(NamedTuple):
     fused: bool | None = None  # whether steps are compiled; None: on a GPU for long runs
 
 
-class Devices:
-    """The devices of a run, by name. `opened` has their folders of images; `log(line)` prints a line."""
+class SimulatedDevices:
+    """The devices of a run. `data` has the images of each by its name; `log(line)` prints a line."""
 
     def __init__(
         self,
         config: RunConfig,
         plan: Plan,
         blobs: BlobStore,
-        folders: Mapping[str, Path],
-        opened: Mapping[Path, DeviceData],
+        data: Mapping[str, DeviceData],
         settings: TorchSettings,
         *,
         log: Callable[[str], None],
@@ -106,13 +106,15 @@ class Devices:
         self._log = log
         batch = plan.batch_of(plan.method_for("", 1))
         pictures = Pictures(batch, accelerator)
-        images: dict[Path, tuple[Images, Images]] = {}
-        for folder, data in opened.items():
-            known = data.relabel(plan.classes)
-            known.check_fits(batch)
-            images[folder] = pictures.add(known.train), pictures.add(known.test)
+        self._devices: dict[str, SimulatedDevice] = {}
+        images: dict[Path, tuple[DeviceImages, DeviceImages]] = {}
+        for name, own in sorted(data.items()):
+            if own.folder not in images:
+                known = own.relabel(plan.classes)
+                known.check_fits(batch)
+                images[own.folder] = pictures.add(known.train), pictures.add(known.test)
+            self._devices[name] = SimulatedDevice(name, *images[own.folder])
         pictures.finish()
-        self._devices = {name: Device(name, *images[folder]) for name, folder in sorted(folders.items())}
         fused = settings.fused
         if fused is None:
             fused = accelerator.type == "cuda" and config.rounds >= FUSED_FROM_ROUNDS
@@ -155,7 +157,8 @@ class Devices:
     def plan(self, device: str, number: int, digest: str) -> Work:
         """Plan the work of a device in a round. `digest` stands for that of its Program."""
         method = self._plan.method_for(device, number)
-        return Work(digest, self._program(method), {}, None, lr_scale=method.lr_scale(number, self._config.rounds))
+        lr_scale = method.lr_scale(number, self._config.rounds)
+        return Work(PlannedTask(program=digest, groups={}, lr_scale=lr_scale), self._program(method))
 
     def train(self, number: int, work: Mapping[str, Work]) -> list[DeviceResult]:
         """The cohort's results of a round, sorted by device. Raises FedvitError when memory is too small for one."""
@@ -176,7 +179,9 @@ class Devices:
             for results in self._in_parts(method, group, train):
                 yield from results
 
-    def _train_together(self, number: int, method: Method, work: Work, devices: Sequence[Device]) -> list[DeviceResult]:
+    def _train_together(
+        self, number: int, method: Method, work: Work, devices: Sequence[SimulatedDevice]
+    ) -> list[DeviceResult]:
         program = work.program
         values = self._values(method, program, devices, number, "train")
         seeds = [Seeds(self._config.seed, number, device.name) for device in devices]
@@ -224,7 +229,9 @@ class Devices:
             results.append(DeviceResult(device.name, *figures, received_bytes, upload))
         return results
 
-    def _upload(self, program: Program, device: Device, deltas: Tensors, collected: Tensors, seeds: Seeds) -> Tensors:
+    def _upload(
+        self, program: Program, device: SimulatedDevice, deltas: Tensors, collected: Tensors, seeds: Seeds
+    ) -> Tensors:
         """The result's tensors, as the device would code them."""
         if program.clip_delta is not None:
             deltas = clip_update(deltas, program.clip_delta)
@@ -236,7 +243,7 @@ class Devices:
         return upload
 
     def _test_together(
-        self, number: int, method: Method, program: Program, devices: Sequence[Device]
+        self, number: int, method: Method, program: Program, devices: Sequence[SimulatedDevice]
     ) -> list[DeviceEvaluation]:
         values = self._values(method, program, devices, number, "evaluate")
         drawn = [Seeds(self._config.seed, number, device.name).generators(6) for device in devices]
@@ -244,7 +251,7 @@ class Devices:
         flops = [evaluation_flops(program, device.train, device.test) for device in devices]
         if program.evaluate.adapt:
             adapted = self._cohort.train(
-                Work("", program, {}, None), method, program.evaluate.adapt, values, train,
+                Work(PlannedTask(program="", groups={}), program), method, program.evaluate.adapt, values, train,
                 [draws[:5] for draws in drawn],
             )  # fmt: skip
             values = values.with_own(adapted.tensors)
@@ -255,15 +262,15 @@ class Devices:
             for device, answer, spent in zip(devices, answers, flops, strict=True)
         ]
 
-    def _groups(self, devices: Sequence[Device], number: int) -> dict[Method, list[Device]]:
+    def _groups(self, devices: Sequence[SimulatedDevice], number: int) -> dict[Method, list[SimulatedDevice]]:
         """Devices by Program, those with the most images first: those of one Program can be computed in one batch."""
-        groups: dict[Method, list[Device]] = {}
+        groups: dict[Method, list[SimulatedDevice]] = {}
         for device in sorted(devices, key=lambda device: -len(device.train)):
             groups.setdefault(self._plan.method_for(device.name, number), []).append(device)
         return groups
 
     def _in_parts(
-        self, method: Method, devices: Sequence[Device], work: Callable[[Sequence[Device]], T]
+        self, method: Method, devices: Sequence[SimulatedDevice], work: Callable[[Sequence[SimulatedDevice]], T]
     ) -> Iterator[T]:
         """Call `work` with as many devices as should fit into memory, and with fewer when they do not.
 
@@ -309,7 +316,7 @@ class Devices:
     # --- values ---------------------------------------------------------------------------------------
 
     def _values(
-        self, method: Method, program: Program, devices: Sequence[Device], number: int, kind: TaskKind
+        self, method: Method, program: Program, devices: Sequence[SimulatedDevice], number: int, kind: TaskKind
     ) -> Values:
         """Every tensor of the Program at the start of a task of these devices."""
         common: Named = {}

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from coordinator.config import RunConfig
 from coordinator.record.record import Record
-from coordinator.record.rows import now
-from coordinator.record.tables import Asked, ResultRecord, SavedState, TaskRecord
+from coordinator.record.rounds import RoundWork
+from coordinator.record.tables import Asked, RefusalRecord, ResultRecord, SavedState, TaskRecord, now
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.ports import Journal, RoundResult
 from coordinator.rounds.round_line import round_line
@@ -18,7 +17,7 @@ from fedvit.hints import command
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, compute_packed_bytes, pack, unpack
 from fedvit.wire.messages import Result, TaskKind
-from fleet.engines.devices import DeviceEvaluation, DeviceResult, Devices
+from fleet.engines.devices import DeviceEvaluation, DeviceResult
 from fleet.engines.server import TorchServer
 from fleet.engines.trainer import PROGRAM, TorchTrainer
 
@@ -31,21 +30,11 @@ class CheckpointJournal(Journal):
     """The newest checkpoint is on disk: after `kill -9` the run resumes from it, with the same results."""
 
     def __init__(
-        self,
-        run: str,
-        config: RunConfig,
-        store: Record,
-        home: Path,
-        *,
-        blobs: BlobStore,
-        trainer: TorchTrainer,
-        server: TorchServer,
-        devices: Devices,
+        self, run: str, store: Record, home: Path, blobs: BlobStore, trainer: TorchTrainer, server: TorchServer
     ) -> None:
-        self._run, self._config, self._store, self._home, self._blobs = run, config, store, home, blobs
+        self._run, self._store, self._home, self._blobs = run, store, home, blobs
         self._trainer = trainer
         self._server = server
-        self._devices = devices
         self._first = 1
         self._selected: dict[str, Asked] = {}  # how often each device was in a cohort, and when last
         self._opened_at = ""
@@ -61,7 +50,7 @@ class CheckpointJournal(Journal):
             return
         self._first = newest.round + 1
         self._selected = self._store.devices.read_asked(self._run)
-        self._devices.restore(unpack(self._own_file(newest.round).read_bytes()))
+        self._trainer.devices.restore(unpack(self._own_file(newest.round).read_bytes()))
         self._server.restore(newest.state)
 
     def first_round(self) -> int:
@@ -111,8 +100,8 @@ class CheckpointJournal(Journal):
     # --- checkpoints ------------------------------------------------------------------------------------
 
     def _is_checkpoint(self, number: int) -> bool:
-        privacy, is_last = self._config.privacy, number == self._config.rounds
-        if is_last or self._config.robust.reject_scale or privacy.noise_multiplier or privacy.feature_noise:
+        privacy, is_last = self._trainer.config.privacy, number == self._trainer.config.rounds
+        if is_last or self._trainer.config.robust.reject_scale or privacy.noise_multiplier or privacy.feature_noise:
             return True  # spent privacy and strikes are read from the record in the next round
         pause_s = max(CHECKPOINT_EVERY_S, self._checkpoint_s / CHECKPOINT_SHARE)
         return time.monotonic() - self._saved_at >= pause_s
@@ -120,7 +109,7 @@ class CheckpointJournal(Journal):
     def _save(self, number: int) -> SavedState:
         """Save everything that a resume needs; the record names it afterwards."""
         began = time.monotonic()
-        atomic_write(self._own_file(number), pack(self._devices.kept()))
+        atomic_write(self._own_file(number), pack(self._trainer.devices.kept()))
         saved = self._server.save()
         self._checkpoint_s = time.monotonic() - began
         return saved
@@ -134,7 +123,7 @@ class CheckpointJournal(Journal):
                 write()
         self._rows = []
         self._saved_at = time.monotonic()
-        self._trainer.report(round_line(self._store, self._run, number, self._config.rounds))
+        self._trainer.report(round_line(self._store, self._run, number, self._trainer.config.rounds))
         needed = {*saved.groups.values(), *saved.uploads.values(), *([saved.memory] if saved.memory else [])}
         needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}
         self._blobs.prune(needed)
@@ -157,7 +146,7 @@ class CheckpointJournal(Journal):
         store.tasks.add(run, [TaskRecord(number, name, PROGRAM, {}) for name in chosen])
         failed = {one.device: one.failure for one, _ in trained if one.failure}
         for name, reason in failed.items():
-            store.devices.add_refusal(run, number, name, "train", reason)
+            store.devices.add_refusal(run, RefusalRecord(number, name, "train", reason))
         store.tasks.end(run, [(number, name) for name in failed], "failed")
         results: list[tuple[str, Result, None]] = []
         for one, sent_bytes in trained:
@@ -168,7 +157,7 @@ class CheckpointJournal(Journal):
                 metrics = {} if one.loss is None else {"loss": one.loss}
                 results.append((one.device, self._result(number, "train", one.samples, metrics, use), None))
         accepted = store.tasks.add_results(results)
-        store.rounds.close(run, number, saved, closed.figures, chosen, times[1], accepted)
+        store.rounds.close(run, number, saved, closed.figures, RoundWork(chosen, accepted), times[1])
         if evaluations is not None:
             answers = store.tasks.add_results([self._answer(number, one) for one in evaluations])
             store.rounds.close_evaluation(run, number, answers)

@@ -23,7 +23,7 @@ from fedvit.tensors import Array
 
 
 @dataclass(frozen=True, eq=False)
-class Images:
+class DeviceImages:
     """One device's images of one split, as rows of `Pictures`."""
 
     split: Split
@@ -45,6 +45,7 @@ class Pictures:
     """
 
     def __init__(self, batch: Batch, accelerator: torch.device) -> None:
+        self.batch = batch
         self._size = size = batch.image_size
         self._accelerator = accelerator
         self._parts: list[Tensor] = []
@@ -54,7 +55,7 @@ class Pictures:
         if batch.text:
             self.pixels = torch.empty(0, batch.text.context, dtype=torch.int64, device=accelerator)
 
-    def add(self, split: Split) -> Images:
+    def add(self, split: Split) -> DeviceImages:
         """Decode a split. Call `finish` before the images are used."""
         if split.paths not in self._known:
             pixels: Array
@@ -66,7 +67,7 @@ class Pictures:
             self._parts.append(torch.from_numpy(pixels))
             self._known[split.paths] = np.arange(self._count, self._count + len(split)), readable
             self._count += len(split)
-        return Images(split, *self._known[split.paths])
+        return DeviceImages(split, *self._known[split.paths])
 
     def finish(self) -> None:
         """Move what was added to the accelerator."""
@@ -84,7 +85,7 @@ class Drawn(NamedTuple):
     runs: int  # of a device's graph, which sums gradients over parts of a batch
 
 
-def draw_training(images: Images, batch: Batch, phase: Train, generators: Sequence[np.random.Generator]) -> Drawn:
+def draw_training(images: DeviceImages, batch: Batch, phase: Train, generators: Sequence[np.random.Generator]) -> Drawn:
     """A device's draws for a phase: the order of its images, their augmentation, and the kept patches.
 
     Raises DataError when none of the images can be decoded.

@@ -7,24 +7,21 @@ from functools import partial
 import msgspec
 
 from coordinator.compute.checkpoint import load_state, save_state
-from coordinator.compute.messages import Stepped
+from coordinator.compute.messages import NextState
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of
-from coordinator.config import RunConfig
 from coordinator.record.privacy import round_figures
 from coordinator.record.record import Record
-from coordinator.record.tables import Reference, ResultRecord, SavedState
+from coordinator.record.tables import Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
-from coordinator.rounds.quarantine import Quarantine
 from fedvit.blobs import BlobStore
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, Upload
 from fedvit.program import LABELS
 from fedvit.tensors import Array, Tensors, pack, unpack
 from fedvit.updates import Decoded
-from fleet.engines.devices import Devices
 from fleet.engines.trainer import TorchTrainer
 
 UNSAVED = SavedState({}, None, {})
@@ -34,31 +31,18 @@ UNSAVED = SavedState({}, None, {})
 class TorchServer:
     """The server steps of one run."""
 
-    def __init__(
-        self,
-        run: str,
-        config: RunConfig,
-        store: Record,
-        plan: Plan,
-        *,
-        blobs: BlobStore,
-        trainer: TorchTrainer,
-        devices: Devices,
-        quarantine: Quarantine,
-    ) -> None:
+    def __init__(self, run: str, store: Record, plan: Plan, blobs: BlobStore, trainer: TorchTrainer) -> None:
         self.state = plan.state
-        self._run, self._config, self._store, self._plan, self._blobs = run, config, store, plan, blobs
+        self._run, self._store, self._plan, self._blobs = run, store, plan, blobs
         self._trainer = trainer
-        self._devices = devices
-        self._quarantine = quarantine
-        self._screen = Screen.of(config.robust)
+        self._screen = Screen.of(trainer.config.robust)
         self._sent: dict[str, Reference] = {}
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
         self._unsaved: set[str] = set()  # names of those that no checkpoint holds, instead of digests
 
-    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         """Update the state. Raises EmptyCohort when no device has a result."""
-        config, plan, number, trained = self._config, self._plan, opened.number, self._trainer.trained
+        config, plan, number, trained = self._trainer.config, self._plan, opened.number, self._trainer.trained
         if not results:
             first = trained[0]
             raise EmptyCohort("FV1501", f"round {number}: no device returned a result; {first.device}: {first.failure}")
@@ -72,8 +56,8 @@ class TorchServer:
                 uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
         screened = self._screen.apply(uploads)
         for device, reason in screened.outliers:
-            self._store.devices.add_refusal(self._run, number, device, "train", f"left out: {reason}")
-            if self._quarantine.strike(device, number, reason):
+            self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
+            if self._trainer.quarantine.strike(device, number, reason):
                 self._trainer.report(f"{device} is in quarantine: {reason}")
         quarantined = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}
         older = {device: kept for device, kept in self.state.uploads.items() if device not in quarantined}
@@ -82,7 +66,7 @@ class TorchServer:
             seed=config.seed,
             lr_scale=plan.method.lr_scale(number, config.rounds),
             vit=plan.vit,
-            accelerator=self._devices.accelerator,
+            accelerator=self._trainer.devices.accelerator,
             load=self._load,
             progress=self._trainer.show,
             aggregator=aggregator_of(config, number),
@@ -95,12 +79,12 @@ class TorchServer:
                 group: {name: self.state.tensors[name] for name in names} for group, names in plan.groups.items()
             }
             self._sent = references(members, self._sent, config.updates, self._blobs)
-        self._devices.start_from(self.state, self._sent)
+        self._trainer.devices.start_from(self.state, self._sent)
         rows = [len(one.upload[LABELS]) for one in trained if LABELS in one.upload]
         population, cohort = opened.drawn or (len(trained), len(trained))
         private = round_figures(self._store, self._run, config, population=population, cohort=cohort, feature_rows=rows)
         figures = figures | screened.figures | private
-        return Stepped(saved=UNSAVED, figures=figures, damaged={}, needed=set())
+        return NextState(saved=UNSAVED, figures=figures, damaged={}, needed=set())
 
     def save(self) -> SavedState:
         """Save the state and the uploads that the rule keeps; the record names them afterwards."""
@@ -120,7 +104,7 @@ class TorchServer:
         self.state = load_state(saved, self._blobs, self._plan.values)
         self._uploads = {digest: unpack(self._blobs.get(digest)) for digest in saved.uploads.values()}
         self._sent = saved.references
-        self._devices.start_from(self.state, self._sent)
+        self._trainer.devices.start_from(self.state, self._sent)
 
     def _load(self, name: str) -> Mapping[str, Array]:
         return Decoded(self._uploads[name], {name: value.shape for name, value in self._plan.values.items()})

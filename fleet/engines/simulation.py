@@ -22,7 +22,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.tensors import Tensors, map_tensors
-from fleet.engines.devices import Devices, TorchSettings
+from fleet.engines.devices import SimulatedDevices, TorchSettings
 from fleet.engines.journal import CheckpointJournal
 from fleet.engines.server import TorchServer
 from fleet.engines.trainer import PROGRAM, TorchTrainer
@@ -68,15 +68,12 @@ class TorchSimulation:
         opened = {folder: DeviceData.open(folder) for folder in dict.fromkeys(self.folders.values())}
         start = start_state(config.start_from, store, self.home.parent) if config.start_from is not None else None
         plan = make_plan(config, self._classes(opened), blobs, start=start, cache=self.graph_cache, progress=self._show)
-        devices = Devices(config, plan, blobs, self.folders, opened, self.settings, log=self.display.line)
+        data = {name: opened[folder] for name, folder in self.folders.items()}
+        devices = SimulatedDevices(config, plan, blobs, data, self.settings, log=self.display.line)
         quarantine = Quarantine(run, store, config.robust)
         trainer = TorchTrainer(config, devices, quarantine, self.display)
-        server = TorchServer(
-            run, config, store, plan, blobs=blobs, trainer=trainer, devices=devices, quarantine=quarantine
-        )
-        journal = CheckpointJournal(
-            run, config, store, self.home, blobs=blobs, trainer=trainer, server=server, devices=devices
-        )
+        server = TorchServer(run, store, plan, blobs, trainer)
+        journal = CheckpointJournal(run, store, self.home, blobs, trainer, server)
         engine = RoundEngine(run, config, trainer, journal, step=server.step, report=self.display.line)
         store.runs.update(run, classes=list(plan.classes), status="running", program=PROGRAM, protocol=plan.protocol)
         try:

@@ -8,7 +8,7 @@ from coordinator.rounds.open_round import Missing, OpenRound
 from coordinator.rounds.ports import Trainer
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.tasks import Work
-from fleet.engines.devices import DeviceEvaluation, DeviceResult, Devices
+from fleet.engines.devices import DeviceEvaluation, DeviceResult, SimulatedDevices
 
 PROGRAM = "torch"
 """Stands for the Program's digest in the record of a run of this engine, so that no other engine resumes it."""
@@ -19,37 +19,37 @@ class TorchTrainer(Trainer):
 
     is_repeatable = False  # the same work gives the same numbers
 
-    def __init__(self, config: RunConfig, devices: Devices, quarantine: Quarantine, display: Display) -> None:
+    def __init__(self, config: RunConfig, devices: SimulatedDevices, quarantine: Quarantine, display: Display) -> None:
         self.trained: list[DeviceResult] = []
         self.tested: list[DeviceEvaluation] = []
-        self._config = config
-        self._devices = devices
-        self._quarantine = quarantine
+        self.config = config
+        self.devices = devices
+        self.quarantine = quarantine
         self._display = display
         self.report = display.line
         self._number = 0
 
     def online(self) -> list[str]:
-        return self.admit(self._devices.names())
+        return self.admit(self.devices.names())
 
     def admit(self, devices: Iterable[str]) -> list[str]:
-        return self._quarantine.admitted(devices, self._number)
+        return self.quarantine.admitted(devices, self._number)
 
     def begin(self, number: int, *, is_new: bool) -> None:
         self._number = number
 
     def plan(self, devices: Iterable[str]) -> dict[str, Work]:
-        return {device: self._devices.plan(device, self._number, PROGRAM) for device in devices}
+        return {device: self.devices.plan(device, self._number, PROGRAM) for device in devices}
 
     def offer(self, opened: OpenRound, devices: Iterable[str]) -> None:
-        cohort, of_rounds = list(devices), f"round {opened.number}/{self._config.rounds}"
+        cohort, of_rounds = list(devices), f"round {opened.number}/{self.config.rounds}"
         self.show(f"{of_rounds}: {len(cohort)} devices {'train' if opened.kind == 'train' else 'test'}")
         if opened.kind == "train":
-            self.trained = self._devices.train(opened.number, {device: opened.work[device] for device in cohort})
+            self.trained = self.devices.train(opened.number, {device: opened.work[device] for device in cohort})
             for device in [one.device for one in self.trained if one.failure]:
                 opened.fail(device, Missing.FAILED)
         else:
-            self.tested = self._devices.test(opened.number, cohort)
+            self.tested = self.devices.test(opened.number, cohort)
         for device in opened.waiting_for():
             opened.accept(device)
 

@@ -32,14 +32,14 @@ from fedvit.logs import configure_logging
 from fedvit.methods.base import Images
 from fedvit.tensors import map_tensors
 from fleet.devices import device_folders
-from fleet.experiments.cells import Cell
+from fleet.experiments.cells import GridCell
 from fleet.experiments.folder import (
     CELL_FILE,
     PROGRESS_FILE,
     RESULT_FILE,
     UNUSABLE_FILE,
-    Progress,
-    Unusable,
+    CellProgress,
+    UnusableCell,
     read_progress,
 )
 from fleet.experiments.pictures import attention_pictures, embed_devices, restore_model
@@ -105,7 +105,7 @@ class ProgressWriter(Display):
         number = max(finished, default=0)
         rounds = read_run(self._store, RUN).rounds
         evaluated = [entry.accuracy_mean for entry in rounds if entry.accuracy_mean is not None]
-        progress = Progress(
+        progress = CellProgress(
             round=number, accuracy=evaluated[-1] if evaluated else None, headline=view.headline, wall_s=self.wall_s
         )
         aside = self._folder / f".{PROGRESS_FILE}"
@@ -123,7 +123,7 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
 
     Raises FedvitError.
     """
-    cell = msgspec.json.decode((folder / CELL_FILE).read_bytes(), type=Cell)
+    cell = msgspec.json.decode((folder / CELL_FILE).read_bytes(), type=GridCell)
     out = folder / "runs"
     resumes = out.exists()
     watcher = ProgressWriter(folder)
@@ -138,7 +138,7 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
     except EmptyCohort as error:
         if cell.deal.validation_share is None:
             raise
-        atomic_write(folder / UNUSABLE_FILE, msgspec.json.encode(Unusable(digest=cell.digest, reason=str(error))))
+        atomic_write(folder / UNUSABLE_FILE, msgspec.json.encode(UnusableCell(digest=cell.digest, reason=str(error))))
         return
     finally:
         watcher.close()
@@ -159,7 +159,7 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
                     shutil.rmtree(out / run / name)
 
 
-def _train(cell: Cell, out: Path, parts: Path, options: CellOptions, display: Display) -> CellRuns:
+def _train(cell: GridCell, out: Path, parts: Path, options: CellOptions, display: Display) -> CellRuns:
     """Run or resume the training, and after it the run of novel devices."""
 
     def run(name: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunView:
@@ -180,7 +180,7 @@ def _train(cell: Cell, out: Path, parts: Path, options: CellOptions, display: Di
     return CellRuns(training, run(NOVEL_RUN, later, values, f"{cell.path}/{NOVEL_RUN}"))
 
 
-def _divide_devices(cell: Cell, parts: Path) -> tuple[list[Path], list[Path]]:
+def _divide_devices(cell: GridCell, parts: Path) -> tuple[list[Path], list[Path]]:
     """Divide the folders into those that train and those of novel devices, the same for all methods of a seed."""
     folders = device_folders(parts, None)
     if cell.novel is UNSET:
@@ -189,7 +189,7 @@ def _divide_devices(cell: Cell, parts: Path) -> tuple[list[Path], list[Path]]:
     return [one for one in folders if one.name not in novel], [one for one in folders if one.name in novel]
 
 
-def make_result(cell: Cell, summary: RunView, *, wall_s: float) -> CellResult:
+def make_result(cell: GridCell, summary: RunView, *, wall_s: float) -> CellResult:
     """Collect the figures of a finished run. Raises ConfigError when no device could test its model."""
     rounds = [_make_round(entry) for entry in summary.rounds]
     if rounds[-1].accuracy is None:
@@ -213,7 +213,7 @@ def make_result(cell: Cell, summary: RunView, *, wall_s: float) -> CellResult:
     )
 
 
-def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
+def generic_accuracy(cell: GridCell, server: Path, parts: Path) -> float | None:
     """Accuracy of the server's tensors, in the file `server`, on the images in `parts` that no device has.
 
     None if the method has no model without a device's own part.
@@ -234,7 +234,7 @@ def generic_accuracy(cell: Cell, server: Path, parts: Path) -> float | None:
     return correct / len(layout.train)
 
 
-def _add_pictures(result: CellResult, cell: Cell, out: Path, parts: Path, runs: CellRuns) -> CellResult:
+def _add_pictures(result: CellResult, cell: GridCell, out: Path, parts: Path, runs: CellRuns) -> CellResult:
     """Add the pictures of the report: embeddings on a plane, and the attention of the models of some devices."""
     run = FinishedRun(RUN, out / RUN, 0.0, runs.training)
     later = FinishedRun(NOVEL_RUN, out / NOVEL_RUN, 0.0, runs.novel) if runs.novel else None

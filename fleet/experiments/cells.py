@@ -45,7 +45,7 @@ class NovelDevices(Struct, frozen=True, kw_only=True):
     run: dict[str, Any] | None  # its configuration without what the first run's end defines; None: of a search
 
 
-class Cell(Struct, frozen=True, kw_only=True):
+class GridCell(Struct, frozen=True, kw_only=True):
     """One run of the grid, with all settings that its outcome depends on."""
 
     schema: int
@@ -79,12 +79,12 @@ class Cell(Struct, frozen=True, kw_only=True):
         return int(self.run["rounds"])
 
 
-class Point(NamedTuple):
+class SearchPoint(NamedTuple):
     """Values that a search may choose."""
 
     values: Values
-    tries: tuple[tuple[Cell, ...], ...]  # by rung, a cell for each seed of the search
-    cells: tuple[Cell, ...]  # the method's own, for each seed of the experiment, when these values are chosen
+    tries: tuple[tuple[GridCell, ...], ...]  # by rung, a cell for each seed of the search
+    cells: tuple[GridCell, ...]  # the method's own, for each seed of the experiment, when these values are chosen
 
 
 class Rung(NamedTuple):
@@ -99,7 +99,7 @@ class Search(NamedTuple):
 
     method: str
     partition: str
-    points: tuple[Point, ...]
+    points: tuple[SearchPoint, ...]
     rungs: tuple[Rung, ...]
 
 
@@ -110,7 +110,7 @@ class Grid(NamedTuple):
     description: str  # the file's leading comment
     experiment: Experiment
     methods: dict[str, dict[str, Any]]  # name -> method and all its options; of one that is tuned, all its values
-    cells: tuple[Cell, ...]  # of methods that are not tuned
+    cells: tuple[GridCell, ...]  # of methods that are not tuned
     searches: tuple[Search, ...]
 
 

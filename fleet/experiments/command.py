@@ -17,7 +17,7 @@ from coordinator.rounds.display import Display, choose_display
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.clusters.cluster import connect
-from fleet.experiments.cells import Cell, Grid, Search, as_text
+from fleet.experiments.cells import Grid, GridCell, Search, as_text
 from fleet.experiments.cells_on_ray import CellsOnRay
 from fleet.experiments.folder import CellFolder
 from fleet.experiments.grid import plan_grid
@@ -125,13 +125,13 @@ def select_cells(grid: Grid, only: tuple[str, ...]) -> Grid:
 
     Raises ConfigError for a pattern that names no cell.
     """
-    every: list[Cell | Search] = [*grid.cells, *grid.searches]
+    every: list[GridCell | Search] = [*grid.cells, *grid.searches]
     names = sorted({f"{one.method}/{one.partition}" for one in every})
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError("FV2105", f"--only {pattern!r} names no cell; there are: {', '.join(names)}")
 
-    def is_selected(one: Cell | Search) -> bool:
+    def is_selected(one: GridCell | Search) -> bool:
         return not only or any(fnmatchcase(f"{one.method}/{one.partition}", pattern) for pattern in only)
 
     return grid._replace(

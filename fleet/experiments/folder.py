@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from fedvit.files import atomic_write
-from fleet.experiments.cells import Cell
+from fleet.experiments.cells import GridCell
 from profiles.report.experiment import CellResult
 
 CELL_FILE = "cell.json"
@@ -24,7 +24,7 @@ UNUSABLE_FILE = "unusable.json"
 LOG_FILE = "cell.log"
 
 
-class Progress(Struct, frozen=True, kw_only=True):
+class CellProgress(Struct, frozen=True, kw_only=True):
     """Progress of a cell."""
 
     round: int = 0  # finished
@@ -33,7 +33,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0  # of all processes of the cell
 
 
-class Unusable(Struct, frozen=True, kw_only=True):
+class UnusableCell(Struct, frozen=True, kw_only=True):
     """The outcome of a cell of a search whose values no device could train with; it is not a failure."""
 
     digest: str  # of the cell
@@ -43,19 +43,19 @@ class Unusable(Struct, frozen=True, kw_only=True):
 class FinishedCell(NamedTuple):
     """A cell that has ended, with a result or the reason why it has none."""
 
-    cell: Cell
+    cell: GridCell
     result: CellResult | None
     failure: str | None
     unusable: str | None = None  # of a search: why no device could train with its values
 
 
-_Ending = TypeVar("_Ending", CellResult, Unusable)
+_Ending = TypeVar("_Ending", CellResult, UnusableCell)
 
 
 class CellFolder:
     """The folder of a cell. Call `begin` before it is run, `result` after."""
 
-    def __init__(self, cell: Cell, out: Path) -> None:
+    def __init__(self, cell: GridCell, out: Path) -> None:
         self.cell = cell
         self.folder = out / "cells" / cell.path
         images = "seed" if cell.deal.validation_share is None else "validation-seed"
@@ -67,7 +67,7 @@ class CellFolder:
 
     def find_ending(self) -> FinishedCell | None:
         """Return the outcome of a cell that need not run again; None if it must run."""
-        result, unusable = self.result(), self._read(UNUSABLE_FILE, Unusable)
+        result, unusable = self.result(), self._read(UNUSABLE_FILE, UnusableCell)
         if result or unusable:
             return FinishedCell(self.cell, result, None, unusable.reason if unusable else None)
         return None
@@ -89,7 +89,7 @@ class CellFolder:
             shutil.rmtree(self.folder)
         atomic_write(file, content)
 
-    def progress(self) -> Progress:
+    def progress(self) -> CellProgress:
         """Return the newest progress, in which a new cell has no rounds."""
         return read_progress(self.folder)
 
@@ -106,9 +106,9 @@ class CellFolder:
         return lines[-1] if lines else f"its process ended with code {code}"
 
 
-def read_progress(folder: Path) -> Progress:
+def read_progress(folder: Path) -> CellProgress:
     """Read a cell's progress; one without a file has no rounds."""
     try:
-        return msgspec.json.decode((folder / PROGRESS_FILE).read_bytes(), type=Progress)
+        return msgspec.json.decode((folder / PROGRESS_FILE).read_bytes(), type=CellProgress)
     except (FileNotFoundError, msgspec.MsgspecError):
-        return Progress()
+        return CellProgress()

@@ -13,7 +13,7 @@ from coordinator.compute.planning.checks import checked_config
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method, method_class
 from fedvit.wire.topics import check_name
-from fleet.experiments.cells import SCHEMA, Cell, Deal, Grid, NovelDevices, Point, Rung, Search
+from fleet.experiments.cells import SCHEMA, Deal, Grid, GridCell, NovelDevices, Rung, Search, SearchPoint
 from fleet.experiments.settings import (
     Experiment,
     ExperimentFile,
@@ -35,7 +35,7 @@ NOVEL_KEYS = ("accelerator", "deadline_s", "server_precision")
 """Keys of the table [run] that also hold for novel devices."""
 
 
-class Runs(NamedTuple):
+class CellConfigs(NamedTuple):
     """Configurations of a cell's runs, without the seed."""
 
     training: dict[str, Any]
@@ -122,18 +122,18 @@ def plan_rungs(points: int, tuning: TuningTable, rounds: int) -> tuple[Rung, ...
 def _make_cell(
     comparison: _Comparison,
     seed: int,
-    runs: Runs,
+    runs: CellConfigs,
     *,
     tried: Values | UnsetType = UNSET,
     validation_share: float | None = None,
-) -> Cell:
+) -> GridCell:
     experiment, (kind, options) = comparison.experiment, comparison.rule
     novel: NovelDevices | UnsetType = UNSET
     if experiment.novel:
         later = runs.novel if tried is UNSET else None
         novel = NovelDevices(devices=experiment.novel.devices, run=later)
     pictures = experiment.pictures if tried is UNSET and seed == experiment.seeds[0] else None
-    return Cell(
+    return GridCell(
         schema=SCHEMA,
         method=comparison.method,
         partition=comparison.partition,
@@ -158,12 +158,12 @@ def _make_cell(
     )
 
 
-def _make_search(comparison: _Comparison, points: list[tuple[Values, Runs]]) -> Search:
+def _make_search(comparison: _Comparison, points: list[tuple[Values, CellConfigs]]) -> Search:
     experiment = comparison.experiment
     tuning = experiment.tuning or TuningTable()
     rungs = plan_rungs(len(points), tuning, experiment.rounds)
 
-    def tries(values: Values, runs: Runs, rounds: int) -> tuple[Cell, ...]:
+    def tries(values: Values, runs: CellConfigs, rounds: int) -> tuple[GridCell, ...]:
         # only the last accuracy is used
         once = runs._replace(training={**runs.training, "rounds": rounds, "evaluate_every": rounds})
         share = tuning.validation_share
@@ -176,7 +176,7 @@ def _make_search(comparison: _Comparison, points: list[tuple[Values, Runs]]) -> 
         comparison.method,
         comparison.partition,
         tuple(
-            Point(
+            SearchPoint(
                 values,
                 tuple(tries(values, runs, rung.rounds) for rung in rungs),
                 tuple(_make_cell(comparison, seed, runs) for seed in experiment.seeds),
@@ -202,10 +202,7 @@ def _complete_methods(experiment: Experiment, where: str) -> dict[str, list[Meth
             complete[name] = [
                 MethodPoint(
                     values,
-                    {
-                        "method": method.kind,
-                        **asdict(make_method(method.kind, {**common, **method.options, **values})),
-                    },
+                    {"method": method.kind, **asdict(make_method(method.kind, {**common, **method.options, **values}))},
                 )
                 for values in list_points(method.tune)
             ]
@@ -216,7 +213,7 @@ def _complete_methods(experiment: Experiment, where: str) -> dict[str, list[Meth
     return complete
 
 
-def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], where: str) -> Runs:
+def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], where: str) -> CellConfigs:
     """Plan complete configurations of a cell's runs, without the seed."""
     table = experiment.methods[name]
     keys = divide_method(table, where).run_keys
@@ -244,7 +241,7 @@ def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], whe
         raise ConfigError("FV2107", f"{where}: [run]: {twice[0]!r} is not set here, but by the experiment")
     training = _complete_run({**experiment.run, **own}, where)
     if novel is None:
-        return Runs(training, None)
+        return CellConfigs(training, None)
     later = {
         **{key: experiment.run[key] for key in NOVEL_KEYS if key in experiment.run},
         **every,
@@ -256,7 +253,7 @@ def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], whe
         **{key: keys[key] for key in NOVEL_RUN_KEYS if key in keys},
         "model_options": own["model_options"],
     }
-    return Runs(training, _complete_run(later, f"{where}: [novel]"))
+    return CellConfigs(training, _complete_run(later, f"{where}: [novel]"))
 
 
 def _complete_run(values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from fleet.experiments.settings import Experiment
 from profiles.report.experiment import (
     CellOutcome,
     CellResult,
-    Comparison,
     Difference,
     ExperimentOutcome,
     Gain,
     Interval,
+    MethodComparison,
     SearchOutcome,
     TriedValues,
     Values,
@@ -181,7 +181,7 @@ def _results(cells: Sequence[CellOutcome], method: str, partition: str) -> dict[
     }
 
 
-def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experiment: Experiment) -> Comparison:
+def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experiment: Experiment) -> MethodComparison:
     results = list(by_seed.values())
     late = [_late_accuracies(result, experiment.late_rounds) for result in results] if experiment.late_rounds else []
     reached = [_first_round(result, experiment.target_accuracy) for result in results]
@@ -191,7 +191,7 @@ def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experi
     novel = [result.novel.mean for result in results if result.novel is not None]
     flops = [result.flops for result in results if result.flops is not None]
     peaks = [result.peak_rss_bytes for result in results if result.peak_rss_bytes is not None]
-    return Comparison(
+    return MethodComparison(
         method=method,
         partition=partition,
         seeds=list(by_seed),

@@ -69,11 +69,7 @@ def html_report(outcome: ExperimentOutcome) -> str:
         accuracy=accuracy_sheet(outcome),
         notes=[describe_spread(outcome), LEADER, *protocol_lines(outcome), *privacy_lines(outcome)],
         sections=[
-            (
-                section.title if ":" in section.title else section.title.capitalize(),
-                section.sheet,
-                section.note,
-            )
+            (section.title if ":" in section.title else section.title.capitalize(), section.sheet, section.note)
             for section in make_sections(outcome)
         ],
         cost_table=cost_sheet(outcome),

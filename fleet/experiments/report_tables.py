@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fleet.experiments.cells import as_text
 from fleet.experiments.outcome import CONFIDENCE, find_leader
-from profiles.report.experiment import Comparison, ExperimentOutcome, Interval, SearchOutcome
+from profiles.report.experiment import ExperimentOutcome, Interval, MethodComparison, SearchOutcome
 from profiles.report.tables import Column, Sheet
 
 COST_HEADINGS = (
@@ -47,7 +47,7 @@ OF_MEAN = f" of the mean over devices, [ ] is its {CONFIDENCE:.0%} interval over
 Rows = list[tuple[str, ...]]
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """A table with its title and the note below it."""
 
     title: str
@@ -66,24 +66,24 @@ def make_sheet(headings: Sequence[str], rows: Sequence[tuple[str, ...]], names: 
     return Sheet(rows, words + figures)
 
 
-def make_sections(outcome: ExperimentOutcome) -> list[Section]:
+def make_sections(outcome: ExperimentOutcome) -> list[ReportSection]:
     """Make the tables between accuracy and costs, as far as the experiment has their figures."""
     columns = ("method", *outcome.partitions)
     name = outcome.experiment
     sections = []
     if outcome.differences:
         sheet = make_sheet(columns, _difference_rows(outcome))
-        sections.append(Section(f"{name}: difference in accuracy to {outcome.reference}", sheet, DIFFERENCES))
+        sections.append(ReportSection(f"{name}: difference in accuracy to {outcome.reference}", sheet, DIFFERENCES))
     if outcome.gains:
         sheet = make_sheet(("method", "partition", *GAIN_COLUMNS), _gain_rows(outcome), names=2)
-        sections.append(Section(f"{name}: gain over {outcome.reference}", sheet, GAINS))
+        sections.append(ReportSection(f"{name}: gain over {outcome.reference}", sheet, GAINS))
     if rows := _mean_rows(outcome, lambda entry: (entry.generic, entry.generic_interval)):
-        sections.append(Section("generic model", make_sheet(columns, rows), GENERIC))
+        sections.append(ReportSection("generic model", make_sheet(columns, rows), GENERIC))
     if rows := _mean_rows(outcome, lambda entry: (entry.novel, entry.novel_interval)):
-        sections.append(Section("novel devices", make_sheet(columns, rows), NOVEL))
+        sections.append(ReportSection("novel devices", make_sheet(columns, rows), NOVEL))
     if rows := _progress_rows(outcome):
         sheet = make_sheet(_progress_headings(outcome), rows, names=2)
-        sections.append(Section("progress", sheet, PROGRESS, is_titled=False))
+        sections.append(ReportSection("progress", sheet, PROGRESS, is_titled=False))
     return sections
 
 
@@ -215,8 +215,7 @@ def _gain_rows(outcome: ExperimentOutcome) -> Rows:
 
 
 def _mean_rows(
-    outcome: ExperimentOutcome,
-    figure: Callable[[Comparison], tuple[float | None, Interval | None]],
+    outcome: ExperimentOutcome, figure: Callable[[MethodComparison], tuple[float | None, Interval | None]]
 ) -> Rows:
     """One row for each method that has the figure on any partition."""
     rows = []
@@ -276,7 +275,7 @@ def _fewer(outcome: ExperimentOutcome, seeds: Sequence[int]) -> str:
     return f" ({len(seeds)} of {len(outcome.seeds)} seeds)" if len(seeds) < len(outcome.seeds) else ""
 
 
-def _cost_row(entry: Comparison) -> tuple[str, ...]:
+def _cost_row(entry: MethodComparison) -> tuple[str, ...]:
     return (
         entry.method,
         entry.partition,

@@ -15,7 +15,7 @@ from fedvit.files import atomic_write
 from fleet.datasets import read_dataset
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts
-from fleet.experiments.cells import Cell
+from fleet.experiments.cells import GridCell
 from fleet.experiments.folder import LOG_FILE, CellFolder, FinishedCell
 from fleet.experiments.search import Schedule
 from fleet.partition import DealSettings, deal
@@ -207,7 +207,7 @@ class RoundTimes:
     def __init__(self) -> None:
         self._round_s: dict[str, float] = {}
 
-    def learn(self, cell: Cell, wall_s: float, rounds: int) -> None:
+    def learn(self, cell: GridCell, wall_s: float, rounds: int) -> None:
         """Take the time of a cell's rounds so far."""
         if rounds:
             self._round_s[cell.method] = wall_s / rounds

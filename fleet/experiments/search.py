@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from fleet.experiments.cells import Cell, Grid, Point, Search
+from fleet.experiments.cells import Grid, GridCell, Search, SearchPoint
 from fleet.experiments.folder import CellFolder, FinishedCell
 
 Ended = Mapping[str, FinishedCell]
@@ -19,7 +19,7 @@ Ended = Mapping[str, FinishedCell]
 class Try(NamedTuple):
     """The outcome of a point in its last rung."""
 
-    point: Point
+    point: SearchPoint
     rounds: int
     accuracy: float | None  # on validation images, mean over devices, then over seeds; None: not known, or unusable
     unusable: str | None  # why
@@ -29,9 +29,9 @@ class SearchState(NamedTuple):
     """The state of a search."""
 
     tries: tuple[Try, ...]  # of all points, in their order
-    runnable: tuple[Cell, ...]  # of the rung that is under way, or the method's own; finished ones are among them
+    runnable: tuple[GridCell, ...]  # of the rung that is under way, or the method's own; finished ones are among them
     ahead: tuple[int, ...]  # rounds of each cell that comes later; unusable points may make them fewer
-    chosen: Point | None  # None: not yet, or no point is usable
+    chosen: SearchPoint | None  # None: not yet, or no point is usable
     over: bool
 
 
@@ -65,7 +65,7 @@ def list_rounds(search: Search, first_rung: int = 0) -> list[int]:
     ]
 
 
-def _try(point: Point, rung: int, rounds: int, ended: Ended) -> Try:
+def _try(point: SearchPoint, rung: int, rounds: int, ended: Ended) -> Try:
     over = [ended[cell.digest] for cell in point.tries[rung] if _is_finished(cell, ended)]
     reasons = [entry.unusable for entry in over if entry.unusable]
     results = [entry.result.accuracy.mean for entry in over if entry.result]
@@ -73,7 +73,7 @@ def _try(point: Point, rung: int, rounds: int, ended: Ended) -> Try:
     return Try(point, rounds, fmean(results) if complete else None, reasons[0] if reasons else None)
 
 
-def _is_finished(cell: Cell, ended: Ended) -> bool:
+def _is_finished(cell: GridCell, ended: Ended) -> bool:
     entry = ended.get(cell.digest)
     return entry is not None and entry.failure is None
 

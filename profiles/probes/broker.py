@@ -22,7 +22,8 @@ class BrokerProbe:
     def __init__(self, address: Address, client_id: str, topic: str) -> None:
         self._inbox: SimpleQueue[object] = SimpleQueue()
         self._topic = topic
-        self._transport = MqttTransport(self._inbox, address, client_id, report_acknowledged=True)
+        self._transport = MqttTransport(self._inbox, address, client_id)
+        self._transport.report_acknowledged()
 
     def __enter__(self) -> Self:
         """Connect. Raises LinkDown, with the broker's reason, when that fails or takes too long."""

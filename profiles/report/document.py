@@ -35,7 +35,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return (self.predicted - self.measured) / self.measured
 
 
-class PublishedFigure(Struct, frozen=True, kw_only=True):
+class PublishedFigure(Struct, frozen=True):
     """A figure of a paper beside ours."""
 
     figure: str

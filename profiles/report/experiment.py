@@ -75,7 +75,7 @@ class Interval(Struct, frozen=True):
     high: float
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class MethodComparison(Struct, frozen=True, kw_only=True):
     """One method on one partition, over the seeds that are finished; every figure is a mean over them."""
 
     method: str
@@ -154,7 +154,7 @@ class ExperimentOutcome(Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # the experiment's file, with defaults
     methods: dict[str, dict[str, Any]]  # name -> method, and all its options
     seeds: list[int]
-    comparisons: list[Comparison]
+    comparisons: list[MethodComparison]
     cells: list[CellOutcome]
     differences: list[Difference] = []
     gains: list[Gain] = []  # if the file names a reference
@@ -176,7 +176,7 @@ class ExperimentOutcome(Struct, frozen=True, kw_only=True):
         """True if a cell or a search has a result."""
         return bool(self.comparisons) or any(one.rounds for search in self.searches for one in search.tried)
 
-    def comparison(self, method: str, partition: str) -> Comparison | None:
+    def comparison(self, method: str, partition: str) -> MethodComparison | None:
         """Return the comparison of a method on a partition, or None before a seed is finished."""
         pairs = (entry for entry in self.comparisons if (entry.method, entry.partition) == (method, partition))
         return next(pairs, None)

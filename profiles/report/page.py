@@ -23,7 +23,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Bar:
+class ChartBar:
     label: str
     segments: tuple[Segment, ...]
     text: str
@@ -35,10 +35,10 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Chart:
+class BarChart:
     """Bars below each other on one scale, with what their colours mean."""
 
-    bars: tuple[Bar, ...]
+    bars: tuple[ChartBar, ...]
     legend: tuple[Segment, ...] = ()
     limit_name: str = ""
     least_scale: float = 0.0  # of charts that are compared, the largest scale of them
@@ -53,7 +53,7 @@ class Chart:
     def percent(self, value: float) -> str:
         return f"{100 * value / self.scale:.2f}%"
 
-    def shows(self, bar: Bar) -> bool:
+    def shows(self, bar: ChartBar) -> bool:
         """Return whether the bar's limit lies on the scale."""
         return bar.limit is not None and bar.limit <= self.scale
 
@@ -62,7 +62,7 @@ class Chart:
         return any(self.shows(bar) for bar in self.bars)
 
 
-def on_one_scale(charts: Sequence[Chart]) -> list[Chart]:
+def on_one_scale(charts: Sequence[BarChart]) -> list[BarChart]:
     """Put charts on one scale: bars of the same length stand for the same amount."""
     largest = max((chart.scale for chart in charts), default=0.0)
     return [replace(chart, least_scale=largest) for chart in charts]
@@ -74,11 +74,7 @@ def environment(*packages: str) -> "Environment":
 
     loaders = [PackageLoader(package, ".") for package in (*packages, "profiles.report")]
     templates = Environment(
-        loader=ChoiceLoader(loaders),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=ChoiceLoader(loaders), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     templates.filters |= {
         "duration": duration,

@@ -8,8 +8,8 @@ from fedvit.resources import Budget, BudgetKind
 from profiles.prediction import MemoryPhase, Prediction, ProgramCost
 from profiles.report.document import ProfiledDevice, ProfileDocument
 from profiles.report.page import (
-    Bar,
-    Chart,
+    BarChart,
+    ChartBar,
     Segment,
     count,
     duration,
@@ -107,7 +107,7 @@ def _format_span(values: list[int] | list[float], unit: str) -> str:
     return f"{low.split()[0] if low.split()[1:] == high.split()[1:] else low} to {high}"
 
 
-def _pair_charts(names: Sequence[T], charts: Sequence[Chart]) -> list[tuple[T, Chart]]:
+def _pair_charts(names: Sequence[T], charts: Sequence[BarChart]) -> list[tuple[T, BarChart]]:
     """Pair charts of one kind, on one scale, with their names."""
     return list(zip(names, on_one_scale(charts), strict=True))
 
@@ -123,19 +123,19 @@ def _cell(prediction: Prediction) -> tuple[str, str, str]:
     return "good", "fits", small
 
 
-def _flops_by_variant(document: ProfileDocument) -> Chart:
+def _flops_by_variant(document: ProfileDocument) -> BarChart:
     bars = []
     for variant in document.variants:
         cost = variant.cost
         forward, backward = per_image(cost, cost.flops_forward), per_image(cost, cost.flops_backward)
         parts = (Segment(forward, "c0", "forward"), Segment(backward, "c1", "backward"))
-        bars.append(Bar(variant.label, parts, count(forward + backward, "FLOP")))
-    return Chart(tuple(bars), (FORWARD, BACKWARD))
+        bars.append(ChartBar(variant.label, parts, count(forward + backward, "FLOP")))
+    return BarChart(tuple(bars), (FORWARD, BACKWARD))
 
 
-def _bytes_by_variant(document: ProfileDocument) -> Chart:
+def _bytes_by_variant(document: ProfileDocument) -> BarChart:
     bars = [
-        Bar(
+        ChartBar(
             variant.label,
             (
                 Segment(variant.cost.bytes_down, "c2", "down each round"),
@@ -145,10 +145,10 @@ def _bytes_by_variant(document: ProfileDocument) -> Chart:
         )
         for variant in document.variants
     ]
-    return Chart(tuple(bars), (Segment(0, "c2", "down each round"), Segment(0, "c5", "up each round")))
+    return BarChart(tuple(bars), (Segment(0, "c2", "down each round"), Segment(0, "c5", "up each round")))
 
 
-def _flops_by_block(cost: ProgramCost) -> Chart:
+def _flops_by_block(cost: ProgramCost) -> BarChart:
     blocks: dict[str, list[float]] = {}
     trained: dict[str, bool] = {}
     for entry in cost.flops:
@@ -157,7 +157,7 @@ def _flops_by_block(cost: ProgramCost) -> Chart:
         sums[1] += per_image(cost, entry.backward)
         trained[entry.block] = trained.get(entry.block, False) or entry.trained is not False
     bars = tuple(
-        Bar(
+        ChartBar(
             block,
             (
                 Segment(forward, "c0", f"forward {count(forward, 'FLOP')}", hatched=not trained[block]),
@@ -167,10 +167,10 @@ def _flops_by_block(cost: ProgramCost) -> Chart:
         )
         for block, (forward, backward) in blocks.items()
     )
-    return Chart(bars, (FORWARD, BACKWARD, *([] if all(trained.values()) else [FROZEN])))
+    return BarChart(bars, (FORWARD, BACKWARD, *([] if all(trained.values()) else [FROZEN])))
 
 
-def _times(document: ProfileDocument, variant: int) -> Chart:
+def _times(document: ProfileDocument, variant: int) -> BarChart:
     bars = []
     for device in document.devices:
         prediction = device.predictions[variant]
@@ -180,30 +180,32 @@ def _times(document: ProfileDocument, variant: int) -> Chart:
         if tested is not None:
             parts.append(Segment(tested, "c4", f"testing {duration(tested)}"))
         bars.append(
-            Bar(
+            ChartBar(
                 device_name(device),
                 tuple(parts),
                 duration(trained + (tested or 0.0)),
                 limit=device.budget.round_deadline_s,
             )
         )
-    return Chart(tuple(bars), (Segment(0, "c0", "training"), Segment(0, "c4", "testing")), "time budget, of training")
+    return BarChart(
+        tuple(bars), (Segment(0, "c0", "training"), Segment(0, "c4", "testing")), "time budget, of training"
+    )
 
 
-def _energies(document: ProfileDocument, variant: int) -> Chart:
+def _energies(document: ProfileDocument, variant: int) -> BarChart:
     known = [(device, device.predictions[variant].energy_j) for device in document.devices]
     bars = tuple(
-        Bar(
+        ChartBar(
             device_name(device),
             (Segment(energy_j or 0.0, "c6", count(energy_j, "J")),),
             "power not known" if energy_j is None else count(energy_j, "J"),
         )
         for device, energy_j in known
     )
-    return Chart(bars)
+    return BarChart(bars)
 
 
-def _memory(document: ProfileDocument, device: ProfiledDevice) -> Chart:
+def _memory(document: ProfileDocument, device: ProfiledDevice) -> BarChart:
     names = _part_names(document)
     bars = []
     for variant, prediction in zip(document.variants, device.predictions, strict=True):
@@ -214,9 +216,9 @@ def _memory(document: ProfileDocument, device: ProfiledDevice) -> Chart:
                 if phase.parts.get(name)
             )
             label = _phase_label(variant.label, phase, many=len(document.variants) > 1)
-            bars.append(Bar(label, parts, size(phase.total_bytes), limit=device.budget.memory_bytes))
+            bars.append(ChartBar(label, parts, size(phase.total_bytes), limit=device.budget.memory_bytes))
     legend = tuple(Segment(0, f"c{number % 8}", name) for number, name in enumerate(names))
-    return Chart(tuple(bars), legend, f"memory budget, {size(device.budget.memory_bytes)}")
+    return BarChart(tuple(bars), legend, f"memory budget, {size(device.budget.memory_bytes)}")
 
 
 def _part_names(document: ProfileDocument) -> list[str]:

@@ -30,7 +30,7 @@ from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.brokers import mosquitto, served
 from tests.support.forked import Forked
-from tests.support.once import made_once
+from tests.support.once import make_once
 from tests.support.programs import Stage, toml
 from tests.support.settings import make_settings
 from tests.support.tiny import make_tiny
@@ -82,7 +82,7 @@ def python(processor: str) -> str:
     return str(ARM / processor / "bin" / "python")
 
 
-def emulated(processor: str, *arguments: object, codes: tuple[int, ...] = (0,), **environment: str) -> str:
+def emulate(processor: str, *arguments: object, codes: tuple[int, ...] = (0,), **environment: str) -> str:
     """What Python on that processor prints."""
     command = [python(processor), *map(str, arguments)]
     done = subprocess.run(
@@ -101,16 +101,16 @@ def parts(shared: Path) -> Path:
         shares = partition("iid", digits.labels[:40], 2, seed=3)
         write_device_folders(digits, shares, folder, test_share=0.2, seed=3)
 
-    return made_once(shared / "arm" / "parts", deal)
+    return make_once(shared / "arm" / "parts", deal)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_what_a_processor_can_change_is_as_elsewhere(processor: str, shared: Path, graph_cache: Path) -> None:
     """The device's own tests, in its own Python; none of them is skipped."""
-    settings = made_once(shared / "arm" / "settings", lambda folder: make_settings(folder, graph_cache))
+    settings = make_once(shared / "arm" / "settings", lambda folder: make_settings(folder, graph_cache))
     tests = [f"tests/unit/{name}" for name in OWN_TESTS]
-    said = emulated(
+    said = emulate(
         processor, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", NO_TORCH, "-k", NOT_LONG, *tests,
         FEDVIT_TEST_SETTINGS=str(settings),
     )  # fmt: skip
@@ -241,8 +241,8 @@ def test_doctor_and_profile(tmp_path: Path, parts: Path) -> None:
     with mosquitto(tmp_path / "broker") as broker, served(broker.address):
         flags = ["--broker", f"127.0.0.1:{broker.address.port}", "--data", parts / "device-0", "--json"]
         flags += ["--state", tmp_path / "state"]
-        found = json.loads(emulated("cortex-a72", "-c", PROGRAM, "doctor", *flags, codes=(0, 1)))
-        profile = json.loads(emulated("cortex-a72", "-c", PROGRAM, "profile", *flags))
+        found = json.loads(emulate("cortex-a72", "-c", PROGRAM, "doctor", *flags, codes=(0, 1)))
+        profile = json.loads(emulate("cortex-a72", "-c", PROGRAM, "profile", *flags))
     findings = {finding["check"]: finding for finding in found["findings"]}
     for name in ("engine", "state", "broker", "messages", "coordinator"):
         assert findings[name]["level"] == "ok", findings[name]
@@ -272,7 +272,7 @@ def test_steps_with_kernels_train_the_same(
     trained = []
     for name, environment in (("plain", {}), ("kernels", KERNELS)):
         file = tmp_path / f"{name}.npz"
-        done = json.loads(emulated(processor, "-m", "tests.arm.step_process", tmp_path, 2, file, **environment))
+        done = json.loads(emulate(processor, "-m", "tests.arm.step_process", tmp_path, 2, file, **environment))
         assert done["kernels"] == (name == "kernels")
         with np.load(file) as tensors:
             trained.append(np.concatenate([tensors[each].ravel() for each in sorted(tensors)]))
@@ -296,7 +296,7 @@ def test_instructions_of_a_step(
     for steps in STEPS:
         plugin = f"{ARM / 'instructions.so'},out={tmp_path / 'count'}"
         given = {"QEMU_PLUGIN": plugin, **ALIKE, **environment}
-        done = json.loads(emulated(processor, "-m", "tests.arm.step_process", tmp_path, steps, **given))
+        done = json.loads(emulate(processor, "-m", "tests.arm.step_process", tmp_path, steps, **given))
         counts.append(int((tmp_path / "count").read_text()))
         flops = done["flops"] / done["steps"]
     one = (counts[1] - counts[0]) / (STEPS[1] - STEPS[0])

@@ -22,6 +22,7 @@ from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import BlobNack, Manifest
 from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
 from tests.support.brokers import mosquitto
+from tests.support.codes import has_code
 from tests.support.peers import Peer, blob, drive, settle
 from tests.support.waiting import WAIT_S
 from tests.support.worlds import MqttWorld, World
@@ -212,7 +213,7 @@ def test_a_request_for_chunks_that_do_not_exist_leaves_nothing_behind(peer: Peer
     settle(peers)
     content = blob(1000)
     manifest = sender.blobs.put(content)
-    with pytest.raises(BadPayload, match="wants chunks 0 to 8 of a blob of 1 chunks"):
+    with pytest.raises(BadPayload, check=has_code("FV2302", "0 to 8")):
         sender.exchange.on_nack("stranger", BlobNack(manifest.digest, ((0, 9),)))
     receiver.fetch(manifest, sender)
     drive(peers, lambda: receiver.has_ended)

@@ -124,10 +124,7 @@ def test_device_hears_its_own_topics_alone(stage: Stage, qos: int) -> None:
         spy.subscribe([own], qos)
         spy.subscribe([pattern], qos)
     secret = {each: payload() for each in topics}
-    with (
-        connect(stage.coordinator) as coordinator,
-        connect(stage.victim, [topics["to_device"]]) as victim,
-    ):
+    with connect(stage.coordinator) as coordinator, connect(stage.victim, [topics["to_device"]]) as victim:
         for each, topic in topics.items():
             coordinator.publish(topic, secret[each], qos=qos)
         wait_until(lambda: secret["to_device"] in seen(victim))
@@ -153,7 +150,7 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
         while not inbox.empty():
             events.append(inbox.get())
 
-    def received() -> set[tuple[str, bytes]]:
+    def list_received() -> set[tuple[str, bytes]]:
         return {(event.topic, event.payload) for event in events if isinstance(event, Received)}
 
     with connect(stage.coordinator, [EVERYTHING]) as coordinator:
@@ -161,7 +158,7 @@ def test_each_device_hears_and_says_its_own(stage: Stage) -> None:
         wait_until(lambda: any(isinstance(event, Connected) for event in events), meanwhile=look)
         for each in sorted(MAY_RECEIVE):
             coordinator.publish(topics[each], each.encode())
-        wait_until(lambda: received() == {(topics[each], each.encode()) for each in MAY_RECEIVE}, meanwhile=look)
+        wait_until(lambda: list_received() == {(topics[each], each.encode()) for each in MAY_RECEIVE}, meanwhile=look)
         for each in sorted(MAY_PUBLISH):
             assert device.publish(topics[each], each.encode())
         wait_until(lambda: {each.encode() for each in MAY_PUBLISH} <= seen(coordinator))

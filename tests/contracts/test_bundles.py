@@ -21,20 +21,20 @@ SIDE = 35
 
 
 @pytest.fixture(scope="module")
-def checked() -> set[str]:
+def checked_traces() -> set[str]:
     """Traces of predict graphs whose files were compared: many methods share one."""
     return set()
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_a_bundle_answers_what_the_graph_answers(case: Case, checked: set[str]) -> None:
+def test_a_bundle_answers_what_the_graph_answers(case: Case, checked_traces: set[str]) -> None:
     """Tensors and gathered values as they are verified with; one image, some, and more than the graph is made for."""
     method = case.method()
     vit = build_model(method, SMALL, 10, seed=0, options=TINY_MODEL)
     batch = msgspec.structs.replace(method_batch(method, vit), image_size=SIDE)
     inputs = example_inputs(method, vit, batch, None)
     traced = trace(predict_step(method, vit), inputs)
-    if traced.key in checked:
+    if traced.key in checked_traces:
         return
     graph = to_onnx(traced)
     values = {name: value.numpy() for name, value in inputs.items()}
@@ -58,7 +58,7 @@ def test_a_bundle_answers_what_the_graph_answers(case: Case, checked: set[str]) 
             np.testing.assert_allclose(softmax(logits), probabilities, rtol=1e-4, atol=1e-6)
         sizes[precision] = len(content)
     assert sizes[Precision.INT8] < sizes[Precision.FP16] < sizes[Precision.FP32]
-    checked.add(traced.key)
+    checked_traces.add(traced.key)
 
 
 def softmax(logits_BC: np.ndarray) -> np.ndarray:

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedvit.models import LSTM, RESNET
+from fedvit.models import LSTM, RESNET, SMALL
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
 from fleet.partition import DealSettings, deal, write_device_folders
@@ -27,26 +27,45 @@ CONVOLUTIONS = {"image_size": 8, "width": 8, "stages": 2, "groups": 2}
 MODEL = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "heads": 2}
 QUICK: dict[str, Any] = {"batch_size": 32, "epochs": 2, "optimizer": "adamw", "lr": 0.01}
 """Much for ten rounds: the smallest model begins with guesses, one in ten of which is right."""
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "the whole model is averaged": ("fedavg", {}),
-    "the whole model is averaged, of masked images": ("fedavg", {"mask": 0.5}),
-    "a part stays on the device": ("fedper", {}),
-    "prefixes stay on the device": ("fedperfix", {}),
-    "adapters of a frozen backbone are averaged": ("fed_lora", {}),
-    "masked images, features for the server": ("eftvit", {"local_blocks": 1, "mask": 0.5, "warmup_rounds": 0}),
-    "the server generates a part for each device": ("fedtp", {}),
-    "some blocks at a time": ("fedbfpt", {"local_blocks": 2}),
-    "a model that is good after one step": ("per_fedavg", {"batch_size": 4}),
-}
-PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "prompts are averaged": ("fed_prompt", {"head": "local"}),
-    "the server generates prompts for each device": ("pfedpg", {}),
-}
-"""They begin with a backbone that was trained on other images, the first digits upside down."""
-BACKBONE = "backbone"
 APART = 0.2
 """By which share of their norm generated prompts differ from their mean over the devices, at the least."""
+BACKBONE = "backbone"
+
+
+class Family(NamedTuple):
+    """A method, and what its devices train; `on_backbone`: it begins with a backbone that was trained on other images,
+    the first digits upside down."""
+
+    what: str
+    name: str
+    options: dict[str, Any]
+    model: str = SMALL
+    on_backbone: bool = False
+
+    def __repr__(self) -> str:
+        return self.what
+
+
+FAMILIES = [
+    Family("the whole model is averaged", "fedavg", {}),
+    Family("the whole model is averaged, of masked images", "fedavg", {"mask": 0.5}),
+    Family("a part stays on the device", "fedper", {}),
+    Family("prefixes stay on the device", "fedperfix", {}),
+    Family("adapters of a frozen backbone are averaged", "fed_lora", {}),
+    Family("masked images, features for the server", "eftvit", {"local_blocks": 1, "mask": 0.5, "warmup_rounds": 0}),
+    Family("the server generates a part for each device", "fedtp", {}),
+    Family("some blocks at a time", "fedbfpt", {"local_blocks": 2}),
+    Family("a model that is good after one step", "per_fedavg", {"batch_size": 4}),
+    Family("prompts are averaged", "fed_prompt", {"head": "local"}, on_backbone=True),
+    Family("the server generates prompts for each device", "pfedpg", {}, on_backbone=True),
+    Family("a residual network is averaged", "fedavg", {}, model=RESNET),
+    Family("a residual network whose norms stay on the device", "fedbn", {}, model=RESNET),
+    Family("two residual networks are mixed", "apfl", {}, model=RESNET),
+    Family("an LSTM is averaged", "fedavg", {}, model=LSTM),
+    Family("an LSTM whose head stays on the device", "fedper", {}, model=LSTM),
+    Family("an LSTM of each device", "local", {}, model=LSTM),
+]
+SIZES = {SMALL: MODEL, RESNET: CONVOLUTIONS, LSTM: LSTM_MODEL}
 
 
 @pytest.fixture(scope="module")
@@ -82,72 +101,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("family", PROMPTS)
-def test_ten_rounds_of_prompts_on_a_trained_backbone_improve_accuracy(
-    family: str, folders: list[Path], runs: Path
-) -> None:
-    """What the server generates differs between devices, too."""
-    method, options = PROMPTS[family]
-    values = {"method": method, "options": {**QUICK, **options}, "model_options": MODEL, "rounds": ROUNDS}
-    outcome = simulate(
-        RunRequest(
-            folders,
-            {**values, "seed": 0, "accelerator": "cpu", "start_from": BACKBONE},
-            out=runs,
-            run=method,
-            engine="torch",
-            at_once=1,
-        )
-    )
+@pytest.fixture(scope="module")
+def speeches(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Each device has the speeches of a role, which repeats a word of its own."""
+    out = tmp_path_factory.mktemp("play")
+    deal(str(write_play(out / "play.txt", DEVICES)), "natural", DEVICES, out / "parts", DealSettings(size=8))
+    return device_folders(out / "parts", DEVICES)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=repr)
+def test_ten_rounds_improve_accuracy(family: Family, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """All devices of a cohort are computed side by side on torch. Generated prompts differ between devices, too."""
+    values: dict[str, Any] = {"method": family.name, "options": {**QUICK, **family.options}, "model": family.model}
+    values |= {"model_options": SIZES[family.model], "rounds": ROUNDS, "seed": 0, "accelerator": "cpu"}
+    out = tmp_path
+    if family.on_backbone:
+        out, values["start_from"] = request.getfixturevalue("runs"), BACKBONE
+    devices = request.getfixturevalue("speeches" if family.model == LSTM else "folders")
+    outcome = simulate(RunRequest(devices, values, out=out, run=family.name, engine="torch", at_once=1))
     first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
     assert last - first >= MARGIN
-    if method == "pfedpg":
-        files = sorted((runs / method / "generated").iterdir())
+    if family.name == "pfedpg":
+        files = sorted((out / family.name / "generated").iterdir())
         prompts = np.stack([load_file(file)["prompts.tokens"] for file in files])
         apart = np.linalg.norm(prompts - prompts.mean(axis=0), axis=(1, 2))
         assert np.mean(apart / np.linalg.norm(prompts, axis=(1, 2))) >= APART
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedbn", "apfl"])
-def test_ten_rounds_of_a_residual_network_improve_accuracy(method: str, folders: list[Path], tmp_path: Path) -> None:
-    values = {"method": method, "options": QUICK, "model": RESNET, "model_options": CONVOLUTIONS, "rounds": ROUNDS}
-    outcome = simulate(
-        RunRequest(
-            folders, {**values, "seed": 0, "accelerator": "cpu"}, out=tmp_path, run="run", engine="torch", at_once=1
-        )
-    )
-    first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
-    assert last - first >= MARGIN
-
-
-@pytest.mark.parametrize("method", ["fedavg", "fedper", "local"])
-def test_ten_rounds_of_an_lstm_improve_accuracy(method: str, tmp_path: Path) -> None:
-    """Each device has the speeches of a role, which repeats a word of its own."""
-    deal(str(write_play(tmp_path / "play.txt", DEVICES)), "natural", DEVICES, tmp_path / "parts", DealSettings(size=8))
-    values = {"method": method, "options": QUICK, "model": LSTM, "model_options": LSTM_MODEL, "rounds": ROUNDS}
-    outcome = simulate(
-        RunRequest(
-            device_folders(tmp_path / "parts", DEVICES),
-            {**values, "seed": 0, "accelerator": "cpu"},
-            out=tmp_path / "runs",
-            run="run",
-            engine="torch",
-            at_once=1,
-        )
-    )
-    first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
-    assert last - first >= MARGIN
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ten_rounds_improve_accuracy(family: str, folders: list[Path], tmp_path: Path) -> None:
-    """All devices of a cohort are computed side by side on torch."""
-    method, options = FAMILIES[family]
-    values = {"method": method, "options": {**QUICK, **options}, "model_options": MODEL, "rounds": ROUNDS}
-    outcome = simulate(
-        RunRequest(
-            folders, {**values, "seed": 0, "accelerator": "cpu"}, out=tmp_path, run="run", engine="torch", at_once=1
-        )
-    )
-    first, *_, last = [np.mean(list(entry.accuracy.values())) for entry in outcome.summary.rounds]
-    assert last - first >= MARGIN

@@ -199,10 +199,7 @@ def test_device_does_not_fill_the_queue_of_its_own_session(stage: Stage, version
     with Client(attacker, "talker") as talker:
         for topic in own:
             talker.publish(topic, b"to myself")
-    with (
-        make_witness(stage) as witness,
-        Client(attacker, "stayer", filters, version=version, persistent=True) as back,
-    ):
+    with make_witness(stage) as witness, Client(attacker, "stayer", filters, version=version, persistent=True) as back:
         flush(witness, back)
     Client(attacker, "stayer").close()  # a clean session replaces the persistent one
     assert b"to myself" not in back.payloads

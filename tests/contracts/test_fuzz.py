@@ -20,6 +20,7 @@ from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Interrupted
+from coordinator.rounds.parts import RunSetup
 from fedvit.errors import FedvitError
 from fedvit.program import Role, encode_program
 from fedvit.tensors import pack
@@ -43,14 +44,10 @@ from fedvit.wire.transfer import CHUNK_BYTES, Chunk, decode_chunk
 from tests.support.corpus import RUN, USE, list_coordinator_messages, list_device_messages, make_hello
 from tests.support.fuzz_scene import Scene, make_scene
 from tests.support.hostile import WAIT_S, Peer
-from tests.support.mutations import (
-    damage_chunk,
-    damage_message,
-    damage_structure,
-    damage_tensors,
-    replace_delta_chains,
-)
+from tests.support.mutations import damage_chunk, damage_message, damage_structure, damage_tensors, replace_delta_chains
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 BATCH, BATCH_CPU_S = 100, 5.0
 """Messages that a program gets before the test waits for it, and its most processor time for them."""
@@ -213,13 +210,15 @@ def test_coordinator_bears_hostile_devices(scene: Scene) -> None:
     store = open_record(folder.parent)
     store.runs.create(RUN, msgspec.to_builtins(scene.config))
     coordinator = Coordinator(
-        run=RUN,
-        config=scene.config,
-        transport=MemoryTransport(SimpleQueue(), broker, "coordinator"),
-        store=store,
-        folder=folder,
-        display=Display(),
-        compute=Engine(run=RUN, config=scene.config, store=store, folder=folder, graph_cache=scene.cache),
+        RunSetup(
+            run=RUN,
+            config=scene.config,
+            transport=MemoryTransport(SimpleQueue(), broker, "coordinator"),
+            store=store,
+            folder=folder,
+            display=Display(),
+            compute=Engine(run=RUN, config=scene.config, store=store, folder=folder, graph_cache=scene.cache),
+        )
     )
     coordinator.transport.admits = lambda topic, payload: True  # limits of senders would drop most of the damage
     name, instance, classes = HOSTILE[0], secrets.token_hex(8), scene.plan.classes

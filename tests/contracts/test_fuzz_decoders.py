@@ -23,6 +23,8 @@ from tests.support.corpus import list_coordinator_messages, list_device_messages
 from tests.support.fuzz_scene import Scene, make_scene
 from tests.support.mutations import damage_bytes, damage_chunk, damage_message, damage_structure, damage_tensors
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 CPU_S = 1.0
 """Most processor time for a message; milliseconds are usual."""

@@ -25,6 +25,8 @@ from profiles.probes.speed import GRAPHS
 from tests.support.disguised_graphs import disguise, make_model
 from tests.support.mutations import damage_bytes
 
+pytestmark = pytest.mark.slow
+
 # --- what is hostile ----------------------------------------------------------------------------------
 
 

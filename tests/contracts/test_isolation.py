@@ -138,6 +138,7 @@ def flood_coordinator(parties: Parties) -> None:
             talker.publish(parties.topics.from_device(parties.attacker), messages[number % 4], qos=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flood",
     [

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.resources import Budget, DeviceProfile, ProductRate, ResourceUse, Speed
@@ -61,6 +62,7 @@ from fedvit.wire.messages import (
     peek_tag,
     unread_hello,
 )
+from tests.support.codes import has_code
 
 GOLDEN = Path(__file__).parent / "golden" / f"v{WIRE_VERSION}"
 
@@ -68,251 +70,91 @@ DIGEST = "blake3:" + "0123456789abcdef" * 4
 MANIFEST = Manifest(DIGEST, 300_000, 126_976)
 TASK_ID = "0123456789abcdef" * 4
 
+INSTANCE, EPOCH = "8f14e45fceea167a", 281_474_976_710_656
+PI = DeviceProfile(host="pi", machine="aarch64", cores=4, threads=3)
+WEIGHTS = ProductRate("weights", 1, 200, 768, 3072, 2.5e10)
+SPEED = Speed(
+    threads=3,
+    products=(WEIGHTS, ProductRate("attention", 24, 197, 64, 197, 1.25e10)),
+    bytes_per_s={"Add": 3.5e9, "Softmax": 7.5e8},
+    node_s=1.5e-6,
+)
+LOADED = replace(SPEED, products=(WEIGHTS,), bytes_per_s={"Add": 3.5e9}, load_per_core=2.5)
+BOARD = replace(
+    PI, threads=4, ram_bytes=2**32, board="Raspberry Pi 4 Model B Rev 1.4", base_rss_bytes=50_000_000,
+    free_disk_bytes=2**34,
+    budget=Budget(
+        memory_bytes=512_000_000, flops_per_round=2 * 10**12, round_deadline_s=600.0, upload_bytes=5_000_000
+    ),
+)  # fmt: skip
+STATE = CoordinatorState(EPOCH, True, "c0ffee", "run-1", "server", 1_700_000_000.5)
+HELLO = Hello(INSTANCE, "0.1.0", PI, ("cat", "dog"), 120, 30)
+PROGRESS = Progress("run-1", 7, "train", 12, 40, 0.5)
+RESULT = Result("run-1", 7, "train", 120, {"loss": 0.25}, ResourceUse(train_s=1.5), MANIFEST)
+EVALUATION = Result("run-1", 7, "evaluate", 12, {"correct": 9.0}, ResourceUse())
+USE = ResourceUse(
+    train_s=12.5, step_s=0.25, steps=40, flops=10**12, peak_rss_bytes=2**28, received_bytes=5, sent_bytes=6
+)
+HOT_USE = ResourceUse(
+    train_s=12.5, sustained=1.25, energy_j=60.5, energy_source="ina3221 VDD_IN", temperature_c=71.5, throttled=True,
+    broke=("time", "memory"),
+)  # fmt: skip
+FAILED = Failed("run-1", 7, "evaluate", "no memory")
+TASK = Task(INSTANCE, EPOCH, "run-1", 8, "train", 5, DIGEST, {"model": DIGEST}, (MANIFEST,), 600.0)
+FIRST_TASK = replace(TASK, round=7, seed=2**31 - 1)
+WELCOME = Welcome(INSTANCE, 7, "the first round")
+WANT = BlobNack(DIGEST, ((0, 3),))
+
 EXAMPLES: dict[str, AnyMessage] = {
-    "coordinator": CoordinatorState(281_474_976_710_656, alive=True),
-    "coordinator-4": CoordinatorState(
-        281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5, spread_s=20.0, clock_s=1_790_000_000.25
-    ),
-    "coordinator-3": CoordinatorState(
-        281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5, spread_s=20.0
-    ),
-    "coordinator-2": CoordinatorState(281_474_976_710_656, True, "c0ffee", "run-1", "server", 1_700_000_000.5),
-    "device": DeviceState("8f14e45fceea167a", online=False),
-    "device-2": DeviceState("8f14e45fceea167a", online=False, connection=3),
-    "hello": Hello(
-        "8f14e45fceea167a",
-        "0.1.0",
-        DeviceProfile(host="pi-küche", machine="aarch64", cores=4, threads=3, ram_bytes=4_294_967_296),
-        ("cat", "dog"),
-        120,
-        30,
-    ),
-    "hello-2": Hello(
-        "8f14e45fceea167a",
-        "0.1.0",
-        DeviceProfile(
-            host="pi",
-            machine="aarch64",
-            cores=4,
-            threads=4,
-            ram_bytes=2**32,
-            board="Raspberry Pi 4 Model B Rev 1.4",
-            base_rss_bytes=50_000_000,
-            free_disk_bytes=2**34,
-            budget=Budget(
-                memory_bytes=512_000_000, flops_per_round=2 * 10**12, round_deadline_s=600.0, upload_bytes=5_000_000
-            ),
-        ),
-        ("cat",),
-        12,
-        3,
-    ),
-    "hello-3": Hello(
-        "8f14e45fceea167a",
-        "0.1.0",
-        DeviceProfile(
-            host="pi",
-            machine="aarch64",
-            cores=4,
-            threads=3,
-            speed=Speed(
-                threads=3,
-                products=(
-                    ProductRate("weights", 1, 200, 768, 3072, 2.5e10),
-                    ProductRate("attention", 24, 197, 64, 197, 1.25e10),
-                ),
-                bytes_per_s={"Add": 3.5e9, "Softmax": 7.5e8},
-                node_s=1.5e-6,
-            ),
-        ),
-        ("cat", "dog"),
-        120,
-        30,
-    ),
-    "hello-4": Hello(
-        "8f14e45fceea167a",
-        "0.1.0",
-        DeviceProfile(host="pi", machine="aarch64", cores=4, threads=3),
-        ("cat", "dog"),
-        120,
-        30,
-        {"site": "berlin", "board": "pi-4"},
-        3,
-    ),
-    "hello-5": Hello(
-        "8f14e45fceea167a",
-        "0.1.0",
-        DeviceProfile(host="pi", machine="aarch64", cores=4, threads=3),
-        (),
-        120,
-        30,
-        {},
-        1,
-        MANIFEST,
-    ),
-    "hello-6": Hello(
-        "8f14e45fceea167a",
-        "0.1.0",
-        DeviceProfile(host="pi", machine="aarch64", cores=4, threads=3),
-        ("cat", "dog"),
-        120,
-        30,
-        empty_folders=("horse",),
-    ),
-    "hello-7": Hello(
-        "8f14e45fceea167a",
-        "0.1.0",
-        DeviceProfile(
-            host="pi",
-            machine="aarch64",
-            cores=4,
-            threads=3,
-            speed=Speed(
-                threads=3,
-                products=(ProductRate("weights", 1, 200, 768, 3072, 2.5e10),),
-                bytes_per_s={"Add": 3.5e9},
-                node_s=1.5e-6,
-                load_per_core=2.5,
-            ),
-        ),
-        ("cat", "dog"),
-        120,
-        30,
-    ),
-    "progress": Progress("run-1", 7, "train", 12, 40, 0.5),
-    "progress-2": Progress("run-1", 7, "train", 12, 40, 0.5, TASK_ID),
-    "result": Result(
-        "run-1",
-        7,
-        "train",
-        120,
-        {"loss": 0.25},
-        ResourceUse(
-            train_s=12.5, step_s=0.25, steps=40, flops=10**12, peak_rss_bytes=2**28, received_bytes=5, sent_bytes=6
-        ),
-        MANIFEST,
-    ),
-    "result-2": Result(
-        "run-1",
-        7,
-        "train",
-        120,
-        {"loss": 0.25},
-        ResourceUse(
-            train_s=12.5,
-            sustained=1.25,
-            energy_j=60.5,
-            energy_source="ina3221 VDD_IN",
-            temperature_c=71.5,
-            throttled=True,
-            broke=("time", "memory"),
-        ),
-    ),
-    "result-3": Result("run-1", 7, "train", 120, {"loss": 0.25}, ResourceUse(train_s=1.5), MANIFEST, b"tensors"),
-    "result-4": Result(
-        "run-1",
-        7,
-        "train",
-        120,
-        {"loss": 0.25},
-        ResourceUse(train_s=1.5),
-        MANIFEST,
-        damaged=("blobs/ab/abcd was damaged and is deleted", "round-6 is gone back to"),
-    ),
-    "result-5": Result("run-1", 7, "train", 120, {}, ResourceUse(train_s=1.5), task=TASK_ID, program=DIGEST),
-    "result-6": Result(
-        "run-1",
-        7,
-        "evaluate",
-        12,
-        {"correct": 9.0},
-        ResourceUse(battery_percent=81, charging=False),
+    "coordinator": CoordinatorState(EPOCH, alive=True),
+    "coordinator-4": replace(STATE, spread_s=20.0, clock_s=1_790_000_000.25),
+    "coordinator-3": replace(STATE, spread_s=20.0),
+    "coordinator-2": STATE,
+    "device": DeviceState(INSTANCE, online=False),
+    "device-2": DeviceState(INSTANCE, online=False, connection=3),
+    "hello": replace(HELLO, profile=replace(PI, host="pi-küche", ram_bytes=4_294_967_296)),
+    "hello-2": replace(HELLO, profile=BOARD, classes=("cat",), train_samples=12, test_samples=3),
+    "hello-3": replace(HELLO, profile=replace(PI, speed=SPEED)),
+    "hello-4": replace(HELLO, labels={"site": "berlin", "board": "pi-4"}, connection=3),
+    "hello-5": replace(HELLO, classes=(), connection=1, class_list=MANIFEST),
+    "hello-6": replace(HELLO, empty_folders=("horse",)),
+    "hello-7": replace(HELLO, profile=replace(PI, speed=LOADED)),
+    "progress": PROGRESS,
+    "progress-2": replace(PROGRESS, task=TASK_ID),
+    "result": replace(RESULT, use=USE),
+    "result-2": replace(RESULT, use=HOT_USE, upload=None),
+    "result-3": replace(RESULT, inline=b"tensors"),
+    "result-4": replace(RESULT, damaged=("blobs/ab/abcd was damaged and is deleted", "round-6 is gone back to")),
+    "result-5": replace(RESULT, metrics={}, upload=None, task=TASK_ID, program=DIGEST),
+    "result-6": replace(
+        EVALUATION,
+        use=ResourceUse(battery_percent=81, charging=False),
         by_class=(ClassCount(0, 4, 5), ClassCount(3, 5, 7)),
     ),
-    "result-7": Result(
-        "run-1",
-        7,
-        "evaluate",
-        12,
-        {"correct": 9.0},
-        ResourceUse(),
-        by_class=(ClassCount(0, 4, 5, ((3, 1),)), ClassCount(3, 5, 7, ((0, 1), (2, 1)))),
-    ),
-    "failed": Failed("run-1", 7, "evaluate", "no memory"),
+    "result-7": replace(EVALUATION, by_class=(ClassCount(0, 4, 5, ((3, 1),)), ClassCount(3, 5, 7, ((0, 1), (2, 1))))),
+    "failed": FAILED,
     "failed-2": Failed("run-1", 7, "train", "over budget", "memory", ResourceUse(train_s=1.5, peak_rss_bytes=2**28)),
-    "failed-3": Failed("run-1", 7, "evaluate", "no memory", task=TASK_ID),
+    "failed-3": replace(FAILED, task=TASK_ID),
     "failed-4": Failed("run-1", 7, "train", "disk full", log="2026-11-22 12:00:01 E task failed  reason='disk full'"),
     "declined": Declined("run-1", 7, "train", "hot: 81 C, the limit is 75 C", 120.0),
     "declined-2": Declined("run-1", 7, "train", "busy", 120.0, TASK_ID),
     "extended": Extended("run-1", 7, "train", 95.5),
     "cancel": Cancel("run-1", 7, "train", "round 7 has the results that it needs"),
-    "welcome": Welcome("8f14e45fceea167a", 281_474_976_710_656, "waiting for devices: 1 of 3 are here"),
-    "welcome-2": Welcome("8f14e45fceea167a", 281_474_976_710_656, "the first round", "https://store:9000"),
-    "welcome-3": Welcome("8f14e45fceea167a", 7, "3 of 10 devices are online", spread_s=20.0),
-    "welcome-4": Welcome("8f14e45fceea167a", 7, "the first round", limits=BrokerLimits(65_536, 15, 8, 1)),
-    "refused": Refused("8f14e45fceea167a", "unknown class", final=True),
-    "task": Task(
-        "8f14e45fceea167a",
-        281_474_976_710_656,
-        "run-1",
-        7,
-        "train",
-        2**31 - 1,
-        DIGEST,
-        {"global": DIGEST, "head": DIGEST},
-        (MANIFEST,),
-        600.0,
-        0.5,
-    ),
-    "task-3": Task(
-        "8f14e45fceea167a",
-        281_474_976_710_656,
-        "run-1",
-        7,
-        "train",
-        2**31 - 1,
-        DIGEST,
-        {"prompts": DIGEST},
-        (MANIFEST,),
-        600.0,
-        1.0,
-        (b"tensors", b"more tensors"),
-    ),
-    "task-4": Task(
-        "8f14e45fceea167a",
-        281_474_976_710_656,
-        "run-1",
-        8,
-        "train",
-        5,
-        DIGEST,
-        {"model": DIGEST},
-        (MANIFEST,),
-        600.0,
-        1.0,
-        recipes=(DeltaStep(DIGEST, DIGEST, MANIFEST), DeltaStep(DIGEST, "", MANIFEST, "fp16")),
-    ),
-    "task-5": Task(
-        "8f14e45fceea167a",
-        281_474_976_710_656,
-        "run-1",
-        8,
-        "train",
-        5,
-        DIGEST,
-        {"model": DIGEST},
-        (MANIFEST,),
-        600.0,
-        task=TASK_ID,
-        attempt=2,
-        progress_s=30.0,
-    ),
+    "welcome": Welcome(INSTANCE, EPOCH, "waiting for devices: 1 of 3 are here"),
+    "welcome-2": Welcome(INSTANCE, EPOCH, "the first round", "https://store:9000"),
+    "welcome-3": Welcome(INSTANCE, 7, "3 of 10 devices are online", spread_s=20.0),
+    "welcome-4": replace(WELCOME, limits=BrokerLimits(65_536, 15, 8, 1)),
+    "refused": Refused(INSTANCE, "unknown class", final=True),
+    "task": replace(FIRST_TASK, groups={"global": DIGEST, "head": DIGEST}, lr_scale=0.5),
+    "task-3": replace(FIRST_TASK, groups={"prompts": DIGEST}, inline=(b"tensors", b"more tensors")),
+    "task-4": replace(TASK, recipes=(DeltaStep(DIGEST, DIGEST, MANIFEST), DeltaStep(DIGEST, "", MANIFEST, "fp16"))),
+    "task-5": replace(TASK, task=TASK_ID, attempt=2, progress_s=30.0),
     "ack": ResultAck("run-1", 7, "train", accepted=False, reason="late"),
     "ack-2": ResultAck("run-1", 7, "train", accepted=False, reason="run 'run-1' is not served here", keep=True),
     "ended": RunEnded("run-1", "finished"),
     "want": BlobNack(DIGEST, ((0, 3), (7, 1)), 12, True),
     "want-2": BlobNack(DIGEST, ((0, 3),), 0, False, True),
-    "want-3": BlobNack(DIGEST, ((0, 3),), url="ask"),
+    "want-3": replace(WANT, url="ask"),
     "want-4": BlobNack(DIGEST, ((4, 9),), put=UrlPiece("https://store/bucket/up/1?X-Amz-Signature=2", 4, 8)),
     "url": BlobUrl(DIGEST, "https://store/bucket/b/1?X-Amz-Signature=2"),
     "put": BlobPut(DIGEST, 4, 8, stored=True),
@@ -337,7 +179,7 @@ def items(raw: bytes) -> list[Any]:
     return decoded
 
 
-def written(items: list[Any], version: int = WIRE_VERSION) -> bytes:
+def write_items(items: list[Any], version: int = WIRE_VERSION) -> bytes:
     return bytes([version]) + msgspec.msgpack.encode(items)
 
 
@@ -467,7 +309,7 @@ def test_loss_that_is_nan_can_be_sent() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("appended", [[1], ["text", {"a": [1, None]}], [None, 2.5, b"bytes"]])
 def test_fields_of_a_newer_peer_are_passed_over(name: str, appended: list[Any]) -> None:
-    newer = written(items(encode(EXAMPLES[name])) + appended)
+    newer = write_items(items(encode(EXAMPLES[name])) + appended)
     assert decode(newer) == EXAMPLES[name]
 
 
@@ -475,10 +317,10 @@ def test_inner_records_of_a_newer_peer_are_read() -> None:
     """A manifest is a list in the message and grows at its end; a profile is a map and gets more keys."""
     result = items(encode(EXAMPLES["result"]))
     result[7] = [*result[7], "extra"]
-    assert decode(written(result)) == EXAMPLES["result"]
+    assert decode(write_items(result)) == EXAMPLES["result"]
     hello = items(encode(EXAMPLES["hello"]))
     hello[3] = {**hello[3], "gpu": "none"}
-    assert decode(written(hello)) == EXAMPLES["hello"]
+    assert decode(write_items(hello)) == EXAMPLES["hello"]
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> object:
@@ -492,11 +334,11 @@ def test_fields_that_an_older_peer_does_not_know_take_their_default(kind: type[M
     example, fields = EXAMPLES[name], msgspec.structs.fields(kind)
     whole = items(encode(example))
     for length in range(len(fields)):
-        older = written(whole[: 1 + length])
+        older = write_items(whole[: 1 + length])
         absent = fields[length:]
         if not any(field.required for field in absent):
             defaults = {field.name: default_of(field) for field in absent}
-            assert decode(older) == msgspec.structs.replace(example, **defaults)
+            assert decode(older) == replace(example, **defaults)
         else:
             with pytest.raises(BadPayload):
                 decode(older)
@@ -522,23 +364,23 @@ def test_another_version_is_refused_by_name(version: int) -> None:
         b"",
         bytes([WIRE_VERSION]),
         bytes([WIRE_VERSION, 0xC1]),  # no such opcode
-        written(["nonsense", 1]),
-        written([]),
-        written([1]),
-        written(["done"]),
-        written(["done", 5]),
-        written(["done", DIGEST])[:-1],
-        written(["done", DIGEST]) + b"\0",
-        written({"type": "done", "digest": DIGEST}),  # type: ignore[arg-type]
-        written(["progress", "run", 1, "dream", 1, 1]),
-        written(["progress", "run", 1.5, "train", 1, 1]),
-        written(["progress", "run", -1, "train", 1, 1]),
-        written(["progress", "run", 2**31, "train", 1, 1]),  # no database keeps it as a round's number
-        written(["want", DIGEST, [[1, 2, 3]]]),
-        written(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 0, 4096]]),  # a blob has at least a byte
-        written(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 5, 16]]),  # and chunks of a sensible size
-        written(["ended", "run", "x"]).replace(b"\xa1x", b"\xa1\xff"),  # text that is not UTF-8
-        written(["ended", "run", "x"]).replace(b"\xa5ended", b"\xa5end\xff\xfe"),
+        write_items(["nonsense", 1]),
+        write_items([]),
+        write_items([1]),
+        write_items(["done"]),
+        write_items(["done", 5]),
+        write_items(["done", DIGEST])[:-1],
+        write_items(["done", DIGEST]) + b"\0",
+        write_items({"type": "done", "digest": DIGEST}),  # type: ignore[arg-type]
+        write_items(["progress", "run", 1, "dream", 1, 1]),
+        write_items(["progress", "run", 1.5, "train", 1, 1]),
+        write_items(["progress", "run", -1, "train", 1, 1]),
+        write_items(["progress", "run", 2**31, "train", 1, 1]),  # no database keeps it as a round's number
+        write_items(["want", DIGEST, [[1, 2, 3]]]),
+        write_items(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 0, 4096]]),  # a blob has at least a byte
+        write_items(["result", "run", 1, "train", 1, {}, {}, [DIGEST, 5, 16]]),  # and chunks of a sensible size
+        write_items(["ended", "run", "x"]).replace(b"\xa1x", b"\xa1\xff"),  # text that is not UTF-8
+        write_items(["ended", "run", "x"]).replace(b"\xa5ended", b"\xa5end\xff\xfe"),
         bytes([WIRE_VERSION]) + b"\x91" * 5000,  # lists in lists
         bytes([WIRE_VERSION, 0x93]) + encode(BlobAck(DIGEST))[2:] + b"\x91" * 60_000 + b"\0",  # in a field to pass over
         bytes([WIRE_VERSION, 0xDD, 0xFF, 0xFF, 0xFF, 0xFF]),  # a list of 4 billion items
@@ -570,8 +412,8 @@ def test_any_bytes_are_a_message_or_refused(tail: bytes) -> None:
     ],
 )
 def test_a_hello_that_cannot_be_read_still_says_from_which_process_it_is(content: Any, instance: str | None) -> None:
-    assert unread_hello(written(content)) == instance
-    assert unread_hello(written(content) + bytes(MAX_MESSAGE_BYTES)) is None
+    assert unread_hello(write_items(content)) == instance
+    assert unread_hello(write_items(content) + bytes(MAX_MESSAGE_BYTES)) is None
 
 
 @given(st.sampled_from(sorted(EXAMPLES)), st.data())
@@ -586,32 +428,32 @@ def test_a_changed_byte_is_another_message_or_refused(name: str, data: st.DataOb
 def test_class_lists_are_read_as_they_were_written_and_bounded() -> None:
     classes = ("cat", "dög", "x" * 255)
     assert decode_class_list(encode_class_list(classes)) == classes
-    with pytest.raises(BadPayload, match=f"at most {MAX_CLASS_LIST_BYTES} may be"):
+    with pytest.raises(BadPayload, check=has_code("FV2301", str(MAX_CLASS_LIST_BYTES))):
         encode_class_list(("x" * 255,) * 20_000)
     for raw in (b"", b"\xc1", encode_class_list(("x" * 256,)), msgspec.msgpack.encode(["cat", 5])):
-        with pytest.raises(BadPayload, match="cannot be read"):
+        with pytest.raises(BadPayload, check=has_code("FV2301", "a list of classes")):
             decode_class_list(raw)
 
 
-def ended(size: int) -> RunEnded:
+def make_ended(size: int) -> RunEnded:
     """A message of `size` bytes: version, list of 3, 'ended' with its length (1 + 5), 'r' (1 + 1) and a text of up
     to 65535 bytes behind 3 bytes of length make 13 and the text."""
     return RunEnded("r", "x" * (size - 13))
 
 
 def test_the_largest_message() -> None:
-    raw = encode(ended(MAX_MESSAGE_BYTES))
+    raw = encode(make_ended(MAX_MESSAGE_BYTES))
     assert len(raw) == MAX_MESSAGE_BYTES
-    assert decode(raw) == ended(MAX_MESSAGE_BYTES)
+    assert decode(raw) == make_ended(MAX_MESSAGE_BYTES)
 
 
 def test_a_larger_message_is_refused_by_both_sides() -> None:
-    limit = f"{MAX_MESSAGE_BYTES + 1} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes"
-    with pytest.raises(BadPayload, match=f"^a RunEnded message of {limit}$"):
-        encode(ended(MAX_MESSAGE_BYTES + 1))
-    raw = encode(ended(MAX_MESSAGE_BYTES))
+    size = str(MAX_MESSAGE_BYTES + 1)
+    with pytest.raises(BadPayload, check=has_code("FV2301", f"RunEnded message of {size}")):
+        encode(make_ended(MAX_MESSAGE_BYTES + 1))
+    raw = encode(make_ended(MAX_MESSAGE_BYTES))
     one_more = raw.replace(b"\xda" + (MAX_MESSAGE_BYTES - 13).to_bytes(2, "big"), b"\xda\xff\xf4") + b"x"
-    with pytest.raises(BadPayload, match=f"^a message of {limit}$"):
+    with pytest.raises(BadPayload, check=has_code("FV2301", size)):
         decode(one_more)
 
 

@@ -26,6 +26,7 @@ from coordinator.config import make_config
 from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.display import Display
+from coordinator.rounds.parts import RunSetup
 from coordinator.run_view import RunView, read_run
 from coordinator.security.broker import start_broker
 from edge_client.storage.vault import Vault
@@ -647,13 +648,15 @@ class Fleet:
         store = open_record(out)
         store.runs.create(case.id, msgspec.to_builtins(config))
         coordinator = Coordinator(
-            run=case.id,
-            config=config,
-            transport=MqttTransport(SimpleQueue(), Address.parse(str(self._broker.address)), case.id),
-            store=store,
-            folder=out / case.id,
-            display=Display(),
-            compute=Engine(run=case.id, config=config, store=store, folder=out / case.id, graph_cache=self._cache),
+            RunSetup(
+                run=case.id,
+                config=config,
+                transport=MqttTransport(SimpleQueue(), Address.parse(str(self._broker.address)), case.id),
+                store=store,
+                folder=out / case.id,
+                display=Display(),
+                compute=Engine(run=case.id, config=config, store=store, folder=out / case.id, graph_cache=self._cache),
+            )
         )
         coordinator.serve()
         store.close()
@@ -679,12 +682,10 @@ def fleet(device_folders: list[Path], graph_cache: Path, tmp_path_factory: pytes
     fleet.close()
 
 
-REAL = [
-    case
-    for case in CASES
-    if case.id
-    in ("fedavg", "eftvit", "fedbfpt", "fedrep", "apfl", "pfedme", "per_fedavg", "knn_per", "fedtp", "pfedpg")
-]
+REAL_NAMES = (
+    "apfl", "eftvit", "fedavg", "fedbfpt", "fedperfix", "fedrep", "fedtp", "knn_per", "per_fedavg", "pfedme", "pfedpg"
+)  # fmt: skip
+REAL = [case for case in CASES if case.id in REAL_NAMES]
 """A method for each kind of work that a Program can ask of a device; agents and their code are those of all others."""
 
 

@@ -154,7 +154,7 @@ def make_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make
         fleet.store.close()
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch, folder: str, chunks: int) -> tuple[threading.Event, list[int]]:
+def hold_up(monkeypatch: pytest.MonkeyPatch, folder: str, chunks: int) -> tuple[threading.Event, list[int]]:
     """The disk of one peer takes no more than so many chunks before the event is set; and which chunks it wrote."""
     event, written, write = threading.Event(), list[int](), PartialBlob.write
 
@@ -217,7 +217,7 @@ def test_download_continues_where_the_store_was_killed(
     fleet = make_fleet(own_server, fallback_bytes=0)
     monkeypatch.setattr(store_access, "RETRY_S", 0.1)
     device = fleet.device()
-    event, written = held_up(monkeypatch, "device", 5)
+    event, written = hold_up(monkeypatch, "device", 5)
     content = fleet.send_down(device, size=30_000_000)
     with fleet.driven():
         wait_until(lambda: len(written) > 5)
@@ -239,14 +239,14 @@ def test_expired_url_is_renewed(make_fleet: MakeFleet, server: AnyServer) -> Non
     fleet = make_fleet(server, url_valid_s=1)
     device = fleet.device()
 
-    def expired(message: AnyMessage) -> AnyMessage:
+    def expire(message: AnyMessage) -> AnyMessage:
         """The first URL comes late."""
         if isinstance(message, BlobUrl) and not device.urls:
             wait_until(lambda: status_of(message.url) != 200, pause_s=0.1)
             fleet.store._valid = timedelta(hours=1)
         return message
 
-    device.change = expired
+    device.change = expire
     content = fleet.send_down(device)
     fleet.drive(lambda: device.has_ended)
     assert device.got(content)
@@ -323,7 +323,7 @@ def test_upload_continues_where_the_store_was_killed(
     fleet = make_fleet(own_server, fallback_bytes=0)
     monkeypatch.setattr(store_access, "RETRY_S", 0.1)
     device = fleet.device()
-    event, written = held_up(monkeypatch, "coordinator", 5)
+    event, written = hold_up(monkeypatch, "coordinator", 5)
     # several pieces: some are still to be read when the store is killed, however fast it was
     content = fleet.send_up(device, size=100 * CHUNK_BYTES)
     with fleet.driven():

@@ -31,14 +31,14 @@ class Case:
     left_out: int = 0
 
 
-def shuffled(counts: list[int]) -> Indices:
+def shuffle_samples(counts: list[int]) -> Indices:
     return np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int64)
 
 
 @st.composite
 def any_labels(draw: st.DrawFn, **options: Any) -> Case:
     counts = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any))
-    return Case(Annotations(labels=shuffled(counts)), draw(st.integers(1, sum(counts))), options)
+    return Case(Annotations(labels=shuffle_samples(counts)), draw(st.integers(1, sum(counts))), options)
 
 
 @st.composite
@@ -51,7 +51,7 @@ def pathological(draw: st.DrawFn) -> Case:
     shares = per_device * devices // classes
     counts = draw(st.lists(st.integers(2 * shares, 2 * shares + 30), min_size=classes, max_size=classes))
     return Case(
-        Annotations(labels=shuffled(counts)), devices, {"classes_per_device": per_device}, classes * (shares - 1)
+        Annotations(labels=shuffle_samples(counts)), devices, {"classes_per_device": per_device}, classes * (shares - 1)
     )
 
 
@@ -59,7 +59,7 @@ def pathological(draw: st.DrawFn) -> Case:
 def pachinko(draw: st.DrawFn) -> Case:
     """Everybody gets floor(n / devices): n mod devices are left out. Two classes have the same coarse label."""
     counts = draw(st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any))
-    labels = shuffled(counts)
+    labels = shuffle_samples(counts)
     devices = draw(st.integers(1, len(labels)))
     options = {"alpha": draw(st.sampled_from([1e-9, 0.3, 1e6])), "fine_alpha": draw(st.sampled_from([1e-9, 10.0]))}
     return Case(Annotations(labels=labels, coarse_labels=labels // 2), devices, options, len(labels) % devices)
@@ -69,7 +69,7 @@ def pachinko(draw: st.DrawFn) -> Case:
 def coarse_iid(draw: st.DrawFn) -> Case:
     groups, times = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     counts = draw(st.lists(st.integers(times, 30), min_size=2 * groups, max_size=2 * groups))
-    labels = shuffled(counts)
+    labels = shuffle_samples(counts)
     return Case(Annotations(labels=labels, coarse_labels=labels // 2), groups * times, {})
 
 
@@ -77,12 +77,12 @@ def coarse_iid(draw: st.DrawFn) -> Case:
 def disjoint(draw: st.DrawFn) -> Case:
     counts = draw(st.lists(st.integers(1, 20), min_size=1, max_size=12))
     devices = draw(st.sampled_from([count for count in range(1, 13) if len(counts) % count == 0]))
-    return Case(Annotations(labels=shuffled(counts)), devices, {})
+    return Case(Annotations(labels=shuffle_samples(counts)), devices, {})
 
 
 @st.composite
 def domain(draw: st.DrawFn) -> Case:
-    labels = shuffled(draw(st.lists(st.integers(12, 20), min_size=1, max_size=5)))
+    labels = shuffle_samples(draw(st.lists(st.integers(12, 20), min_size=1, max_size=5)))
     domains = np.arange(len(labels), dtype=np.int64) % draw(st.integers(1, 4))
     per_domain = draw(st.integers(1, 3))
     return Case(
@@ -98,7 +98,7 @@ def natural(draw: st.DrawFn) -> Case:
     counts = draw(st.lists(st.integers(1, 20), min_size=1, max_size=12))
     least = draw(st.integers(1, max(counts)))
     devices = draw(st.integers(1, sum(count >= least for count in counts)))
-    samples = Annotations(labels=shuffled([sum(counts)]), domains=shuffled(counts))
+    samples = Annotations(labels=shuffle_samples([sum(counts)]), domains=shuffle_samples(counts))
     return Case(samples, devices, {"min_samples": least}, sum(counts))
 
 
@@ -115,7 +115,7 @@ CASES: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
 }
 
 # 400 samples of 10 classes, 5 coarse labels, and 2 domains or 20: all partitions can deal them out to 10 devices
-LABELS = shuffled([40] * 10)
+LABELS = shuffle_samples([40] * 10)
 ALL = Annotations(labels=LABELS, coarse_labels=LABELS // 2, domains=np.arange(400) % 2)
 SOURCES = Annotations(labels=LABELS, domains=np.arange(400) // 20)
 OPTIONS: dict[str, dict[str, Any]] = {"domain": {"per_domain": 5}}

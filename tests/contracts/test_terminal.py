@@ -16,9 +16,9 @@ from PIL import Image
 
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import open_record
-from coordinator.record.tables import DeviceLog, SavedState
+from coordinator.record.tables import DeviceLog, RefusalRecord, SavedState
 from coordinator.rounds.service.status import MemberStatus, write_service_status
-from coordinator.rounds.status import MEMBERS, AtWork, Member, Status
+from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
 from edge_client.health import status as device_status
@@ -128,7 +128,7 @@ def _record(folder: Path) -> None:
         store.tasks.add_results([(ATTACK, answer, None)])
         store.rounds.close_evaluation(name, 1)
         store.devices.set_software(name, {ATTACK: ATTACK})
-        store.devices.add_refusal(name, 1, ATTACK, "train", ATTACK)
+        store.devices.add_refusal(name, RefusalRecord(1, ATTACK, "train", ATTACK))
         store.devices.add_strike(name, 1, ATTACK, ATTACK)
         store.devices.add_quarantine(name, ATTACK, 1, None, ATTACK)
         store.devices.add_log(
@@ -144,7 +144,7 @@ def _record(folder: Path) -> None:
     awaited = AtWork(
         device=ATTACK, round=1, kind="train", state="working", done_steps=3, total_steps=40, since=at, until=at
     )
-    status = Status(at=at, doing=ATTACK, waiting_for=[awaited], backing_off=[], online=1)
+    status = LiveStatus(at=at, doing=ATTACK, waiting_for=[awaited], backing_off=[], online=1)
     (run / STATUS_FILE).write_bytes(msgspec.json.encode(status))
     member = Member(
         device=ATTACK, online=True, seen=at, since=at, board=ATTACK, host=ATTACK, machine=ATTACK, cores=4, ram_bytes=1,

@@ -2,18 +2,14 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from fleet.datasets.digits import read_digits
-from fleet.partition import write_device_folders
-from fleet.partitions import partition
 from fleet.request import RunRequest
 from fleet.simulate import simulate
-from tests.support.once import made_once
+from tests.support.federation import deal_digits
+from tests.support.once import make_once
 from tests.support.programs import CONFIG, DEVICES, Stage
 
 collect_ignore = [] if os.environ.get("FEDVIT_TEST_BROKERS") else ["test_other_brokers.py"]
@@ -22,22 +18,14 @@ collect_ignore = [] if os.environ.get("FEDVIT_TEST_BROKERS") else ["test_other_b
 @pytest.fixture(scope="session")
 def parts(shared: Path) -> Path:
     """Three devices with 150 digits in all."""
-    return made_once(shared / "e2e" / "data", deal_digits) / "parts"
-
-
-def deal_digits(folder: Path) -> None:
-    digits = read_digits(size=32)
-    few = np.arange(150)
-    samples = replace(digits, images=digits.images[few], labels=digits.labels[few])
-    shares = partition("dirichlet", samples.labels, len(DEVICES), seed=3, alpha=1.0)
-    write_device_folders(samples, shares, folder / "parts", test_share=0.2, seed=3)
+    return make_once(shared / "e2e" / "data", lambda folder: deal_digits(folder / "parts", DEVICES)) / "parts"
 
 
 @pytest.fixture(scope="session")
 def undisturbed(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     """The final tensors of a run to which nothing happened, in memory."""
     folders = [parts / name for name in DEVICES]
-    out = made_once(
+    out = make_once(
         shared / "e2e" / "undisturbed",
         lambda out: simulate(RunRequest(folders, CONFIG, out=out, run="calm", graph_cache=graph_cache)),
     )

@@ -7,9 +7,8 @@ import pytest
 
 from fedvit.models import LSTM, RESNET, TEXT
 from fleet.partition import DealSettings, deal
-from tests.support.forked import Forked
 from tests.support.plays import LSTM_MODEL, TEXT_MODEL, write_play
-from tests.support.programs import Stage, toml
+from tests.support.programs import Stage
 
 FEDTP = {"batch_size": 8, "optimizer": "adamw", "lr": 0.01, "hidden": 8, "embedding_dim": 4}
 RUNS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], int]] = {
@@ -35,16 +34,10 @@ def test_processes_train(model: str, tmp_path: Path, cache: Path) -> None:
         "method": method, "model": model, "model_options": model_options, "devices": 2, "rounds": rounds,
         "deadline_s": 120.0, "options": options,
     }  # fmt: skip
-    (tmp_path / "run.toml").write_text(toml(values))
     try:
-        given = ["start", "--runs", str(stage.out), "--broker", "mosquitto", "--broker.port", str(stage.port)]
-        given += ["--config", str(tmp_path / "run.toml"), "--run", "run"]
-        log = stage.log_path("coordinator")
-        coordinator = stage.keep(Forked("coordinator.cli", given, log, stage.environment))
+        coordinator = stage.coordinator(broker="mosquitto", values=values)
         devices = {name: stage.device(name) for name in ("device-0", "device-1")}
-        assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-        for name, process in devices.items():
-            assert stage.finish(process, name) == 0, stage.log(name)
+        stage.finish_run(coordinator, devices)
         shown = stage.show()
     finally:
         stage.close()

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from edge_client.owner.speed import find_speed
 from fedvit.errors import PeerRefused
 from fedvit.resources import Budget, ProductRate, Speed
@@ -23,6 +25,7 @@ def vault_of(stage: Stage, name: str) -> Path:
     return stage.folder / "state" / name / "vault" / "run" / "CURRENT"
 
 
+@pytest.mark.slow
 def test_devices_without_a_fitting_plan_get_the_reason(stage: Stage) -> None:
     """device-1 has no time to train, device-2 not even the memory that the program takes: both leave with what would be
     needed, and the round closes with device-0 alone."""
@@ -54,6 +57,7 @@ def test_devices_without_a_fitting_plan_get_the_reason(stage: Stage) -> None:
     assert "Traceback" not in "".join(stage.log(name) for name in ("coordinator", *devices))
 
 
+@pytest.mark.slow
 def test_device_that_is_slower_than_its_profile(stage: Stage) -> None:
     """Its plan fits by the speed that it claims. It stops at its deadline, keeps nothing, and says what it measured;
     the coordinator then knows better, and in round 2 nothing fits it."""
@@ -62,10 +66,7 @@ def test_device_that_is_slower_than_its_profile(stage: Stage) -> None:
     observer = stage.observer()
     stopped = observer.find(Failed, device="device-1", kind="train")
     claimed = Speed(
-        threads=1,
-        products=(ProductRate("weights", 1, 64, 192, 768, 1e18),),
-        bytes_per_s={"Add": 1e18},
-        node_s=1e-12,
+        threads=1, products=(ProductRate("weights", 1, 64, 192, 768, 1e18),), bytes_per_s={"Add": 1e18}, node_s=1e-12
     )
     find_speed(stage.folder / "state" / "device-1", 1, lambda threads: claimed)
     others = [stage.device(name) for name in ("device-0", "device-2")]

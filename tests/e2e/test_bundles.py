@@ -115,7 +115,7 @@ def on_device(run: Trained, out: Path, *arguments: object) -> Result:
     return CliRunner().invoke(edge_client.cli.cli, list(map(str, given)))
 
 
-def refused(done: Result, kind: type[FedvitError], *named: object) -> None:
+def assert_refused(done: Result, kind: type[FedvitError], *named: object) -> None:
     assert isinstance(done.exception, kind), (done.output, done.exception)
     for text in named:
         assert str(text) in str(done.exception)
@@ -235,18 +235,18 @@ def test_the_server_sends_to_the_device(
     trained: Callable[[str], Trained], tmp_path: Path, method: str, reason: str
 ) -> None:
     done = on_server(trained(method), tmp_path / "bundle")
-    refused(done, ConfigError, repr(method), reason, f"edge-client export {method}")
+    assert_refused(done, ConfigError, repr(method), reason, f"edge-client export {method}")
     assert not [*tmp_path.iterdir()]
 
 
 def test_the_server_names_what_is_wrong(trained: Callable[[str], Trained], tmp_path: Path) -> None:
     fedavg, fedtp, out = trained("fedavg"), trained("fedtp"), tmp_path / "bundle"
-    refused(on_server(fedavg._replace(name="nothing"), out), ConfigError, "'nothing'", "fedavg")
-    refused(on_server(fedavg._replace(runs=tmp_path), out), ConfigError, tmp_path, "--runs")
-    refused(on_server(fedavg, out, "--device", "pi-9"), ConfigError, "'pi-9'", *DEVICES)
-    refused(on_server(fedavg, out, "--device", DEVICE), ConfigError, "'fedavg'", DEVICE)
-    refused(on_server(fedtp, out), ConfigError, "--device", *DEVICES)
-    refused(on_server(fedtp, tmp_path, "--device", DEVICE), ConfigError, tmp_path, "--out")
+    assert_refused(on_server(fedavg._replace(name="nothing"), out), ConfigError, "'nothing'", "fedavg")
+    assert_refused(on_server(fedavg._replace(runs=tmp_path), out), ConfigError, tmp_path, "--runs")
+    assert_refused(on_server(fedavg, out, "--device", "pi-9"), ConfigError, "'pi-9'", *DEVICES)
+    assert_refused(on_server(fedavg, out, "--device", DEVICE), ConfigError, "'fedavg'", DEVICE)
+    assert_refused(on_server(fedtp, out), ConfigError, "--device", *DEVICES)
+    assert_refused(on_server(fedtp, tmp_path, "--device", DEVICE), ConfigError, tmp_path, "--out")
     assert not [*tmp_path.iterdir()]
 
 
@@ -255,33 +255,35 @@ def test_a_run_that_is_not_whole_is_named(copied: Callable[[str], Trained], tmp_
     run, out = copied("fedtp"), tmp_path / "bundle"
     made = run.runs / run.name / "generated" / f"{DEVICE}.safetensors"
     made.write_bytes(b"cut")
-    refused(on_server(run, out, "--device", DEVICE), StorageFailed, made)
+    assert_refused(on_server(run, out, "--device", DEVICE), StorageFailed, made)
     store = open_record(run.runs)
     config = store.runs.read(run.name).config
     store.runs.update(run.name, status="interrupted")
-    refused(on_server(run, out, "--device", DEVICE), ConfigError, run.name, "interrupted", "--resume")
+    assert_refused(on_server(run, out, "--device", DEVICE), ConfigError, run.name, "interrupted", "--resume")
     store.runs.update(run.name, config={**config, "variants": {"device-*": {"epochs": 2}}})
-    refused(on_server(run, out, "--device", DEVICE), ConfigError, "'device-*'", "edge-client export")
+    assert_refused(on_server(run, out, "--device", DEVICE), ConfigError, "'device-*'", "edge-client export")
     store.runs.create("young", config)
-    refused(on_server(run._replace(name="young"), out), ConfigError, "'young'", "closed no round")
+    assert_refused(on_server(run._replace(name="young"), out), ConfigError, "'young'", "closed no round")
     store.close()
     held, blobs = run.program()
     graph = blobs.path(held.graphs[held.evaluate.graph].digest)
     graph.unlink()
-    refused(on_server(run, out, "--device", DEVICE), StorageFailed, f"{graph} is missing")
+    assert_refused(on_server(run, out, "--device", DEVICE), StorageFailed, f"{graph} is missing")
     assert not out.exists()
 
 
 def test_the_device_names_what_is_wrong(copied: Callable[[str], Trained], tmp_path: Path) -> None:
     run, out = copied("knn_per"), tmp_path / "bundle"
-    refused(on_device(run._replace(name="nothing"), out, "--state", run.state), ConfigError, "'nothing'", run.name)
-    refused(on_device(run._replace(name="a/b"), out, "--state", run.state), ConfigError, "'a/b'")
-    refused(on_device(run, tmp_path), ConfigError, tmp_path, "--out")
-    refused(on_device(run, out, "--state", tmp_path / "none"), ConfigError, tmp_path / "none", "--state")
+    assert_refused(
+        on_device(run._replace(name="nothing"), out, "--state", run.state), ConfigError, "'nothing'", run.name
+    )
+    assert_refused(on_device(run._replace(name="a/b"), out, "--state", run.state), ConfigError, "'a/b'")
+    assert_refused(on_device(run, tmp_path), ConfigError, tmp_path, "--out")
+    assert_refused(on_device(run, out, "--state", tmp_path / "none"), ConfigError, tmp_path / "none", "--state")
     without = ["export", run.name, "--out", str(out)]
-    refused(CliRunner().invoke(edge_client.cli.cli, without), ConfigError, "--data", "--state")
+    assert_refused(CliRunner().invoke(edge_client.cli.cli, without), ConfigError, "--data", "--state")
     blind = [*without, "--state", str(run.state)]
-    refused(CliRunner().invoke(edge_client.cli.cli, blind), ConfigError, "'knn_per'", "--data")
+    assert_refused(CliRunner().invoke(edge_client.cli.cli, blind), ConfigError, "'knn_per'", "--data")
     assert not out.exists()
 
 
@@ -290,10 +292,10 @@ def test_a_damaged_vault_is_named(copied: Callable[[str], Trained], tmp_path: Pa
     home = run.state / "vault" / run.name
     local = home / (home / "CURRENT").read_text() / "local.safetensors"
     local.write_bytes(local.read_bytes()[:100])
-    refused(on_device(run, out), StorageFailed, local)
+    assert_refused(on_device(run, out), StorageFailed, local)
     note = run.state / "vault" / run.name / "TASK"
     note.write_bytes(b"\xc1")
-    refused(on_device(run, out), StorageFailed, note)
+    assert_refused(on_device(run, out), StorageFailed, note)
     assert not out.exists()
 
 
@@ -308,8 +310,10 @@ def test_a_device_that_went_on_cannot_look_back(copied: Callable[[str], Trained]
     assert noted is not None
     program_blob = BlobStore(run.state / "blobs").path(noted.program)
     program_blob.unlink()
-    refused(on_device(run, out), ConfigError, f"'{run.name}'", "'later' since")
-    refused(on_device(run._replace(name="later"), out, "--state", run.state), ConfigError, "'later'", noted.program)
+    assert_refused(on_device(run, out), ConfigError, f"'{run.name}'", "'later' since")
+    assert_refused(
+        on_device(run._replace(name="later"), out, "--state", run.state), ConfigError, "'later'", noted.program
+    )
 
 
 def test_without_images_nothing_is_claimed(trained: Callable[[str], Trained], tmp_path: Path) -> None:

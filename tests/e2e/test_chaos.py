@@ -14,9 +14,11 @@ from fleet.processes import last_line
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.federation import BROKER, COORDINATOR, PATIENCE_S, SCENARIO, Fault, Federation, count_duplicates
-from tests.support.once import made_once
+from tests.support.once import make_once
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 from tests.support.proxy import Network
+
+pytestmark = pytest.mark.slow
 
 VALUES = {**SCENARIO, "rounds": 3}
 YEAR_S = 365 * 86_400.0
@@ -44,7 +46,7 @@ ROOM_BYTES = 8192
 def reference(shared: Path, parts: Path, graph_cache: Path) -> bytes:
     """The tensors of a run without faults."""
     folders = [parts / name for name in DEVICES]
-    out = made_once(
+    out = make_once(
         shared / "e2e" / "calm",
         lambda out: simulate(RunRequest(folders, VALUES, out=out, run="calm", graph_cache=graph_cache)),
     )
@@ -146,8 +148,7 @@ def test_coordinator_with_a_full_disk_pauses(stage: Stage, undisturbed: bytes) -
             assert stage.query("select count(*) from results") == before
             assert all(process.poll() is None for process in devices.values())
             coordinator = stage.coordinator(resume=True)
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(coordinator, devices)
     assert [entry["accepted"] for entry in stage.show()["rounds"]] == [3] * ROUNDS
     assert stage.model() == undisturbed
 
@@ -162,8 +163,7 @@ def test_device_with_a_full_disk_misses_rounds_and_returns(stage: Stage) -> None
     refused = "select round from refusals where device = 'device-0' and kind = 'train' and reason like '%too large%'"
     [(missed,), *_] = wait_for(lambda: stage.query(refused), "device-0 to say why it cannot train")
     resource.prlimit(devices["device-0"].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(coordinator, devices)
     shown = stage.show()
     assert shown["status"] == "finished"
     assert shown["rounds"][missed - 1]["accepted"] == 2

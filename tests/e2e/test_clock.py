@@ -7,9 +7,13 @@ import time
 from datetime import datetime
 from typing import Any
 
+import pytest
+
 from coordinator.security.broker.process import claim_port
 from tests.support.programs import Stage, program, said, wait_for
 from tests.support.shifted_clock import ShiftedClock
+
+pytestmark = pytest.mark.slow
 
 DAY_S = 86_400.0
 AHEAD_S, BEHIND_S = 65 * DAY_S, -730 * DAY_S

@@ -19,9 +19,7 @@ def test_damaged_blobs_are_fetched_again_and_results_are_the_same(stage: Stage, 
     for file in [*blobs, state / "vault" / "run" / "CURRENT"]:
         flip(file, 0.9)
     devices["device-1"] = stage.device("device-1")
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    for name, process in devices.items():
-        assert stage.finish(process, name) == 0, stage.log(name)
+    stage.finish_run(coordinator, devices)
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [3] * ROUNDS
     assert stage.model() == undisturbed

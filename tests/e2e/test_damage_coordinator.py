@@ -5,10 +5,14 @@ import resource
 import shutil
 from pathlib import Path
 
+import pytest
+
 from fedvit.program import decode_program
 from fedvit.wire.messages import Progress
 from tests.support.damage import flip
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
+
+pytestmark = pytest.mark.slow
 
 
 def blob(stage: Stage, digest: str) -> Path:
@@ -58,8 +62,7 @@ def test_files_are_damaged_in_the_middle_of_a_run(stage: Stage, undisturbed: byt
     for beside in ("-wal", "-shm"):
         Path(f"{database}{beside}").unlink(missing_ok=True)
     shutil.copy(copy, database)
-    assert stage.finish(stage.coordinator(resume=True), "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(stage.coordinator(resume=True), devices)
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [3] * ROUNDS
     assert shown["refusals"] == []

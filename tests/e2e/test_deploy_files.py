@@ -35,16 +35,16 @@ def set_by(unit: str, key: str) -> str:
     return str(value)
 
 
-def composed() -> list[str]:
+def read_compose() -> list[str]:
     compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
     return [str(word) for word in compose["services"]["coordinator"]["command"]]
 
 
 def begin(stage: Stage, arguments: list[str]) -> Forked:
-    return stage.keep(Forked("coordinator.cli", arguments, stage.log_path("coordinator"), stage.environment))
+    return stage.fork("coordinator", *arguments)
 
 
-def killed_in_round(stage: Stage, process: Forked, number: int) -> None:
+def kill_in_round(stage: Stage, process: Forked, number: int) -> None:
     """kill -9 when the first device has brought its result of a round, and the second one is still at work."""
     result = f"select 1 from results where kind = 'train' and round = {number}"
     wait_for(lambda: stage.query(result), f"a result of round {number}")
@@ -68,11 +68,11 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
     folder = str(stage.folder / "deployment")
     ports = [str(claim_port()) for _ in range(2)]
 
-    def said(module: str, *arguments: str) -> str:
+    def read_output(module: str, *arguments: str) -> str:
         command = [*program(module), *arguments]
         return subprocess.run(command, env=stage.environment, capture_output=True, text=True, check=True).stdout
 
-    said(
+    read_output(
         "coordinator.cli", "init", folder, "--listen", "127.0.0.1", "--host", "localhost", "--port", ports[0],
         "--enrolment-port", ports[1],
     )  # fmt: skip
@@ -84,15 +84,15 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
     wait_for(lambda: "for devices of" in stage.log("coordinator"), "the deployment's broker")
     devices = {}
     for name in TRAINED:
-        token = said("coordinator.cli", "enroll", name, "--deployment", folder, "--no-wait").split()[-1]
+        token = read_output("coordinator.cli", "enroll", name, "--deployment", folder, "--no-wait").split()[-1]
         state = str(stage.folder / "state" / name)
-        said("edge_client.cli", "join", token, "--state", state)
+        read_output("edge_client.cli", "join", token, "--state", state)
         command = [*program("edge_client.cli"), "--data", str(stage.parts / name), "--state", state]
         devices[name] = stage.start(name, [*command, "--threads", "1", "--once"])
     stage.submit("main", devices=2, rounds=2, variants=CONFIG["variants"])
-    killed_in_round(stage, coordinator, 1)
+    kill_in_round(stage, coordinator, 1)
     coordinator = begin(stage, line)
-    killed_in_round(stage, coordinator, 2)
+    kill_in_round(stage, coordinator, 2)
     by_hand = ["start", "--resume-or-new", "--run", "main", "--runs", str(stage.out)]
     assert stage.finish(begin(stage, by_hand), "coordinator") == 0, stage.log("coordinator")
     check_outcome(stage, devices)
@@ -101,16 +101,17 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
     assert stage.log("coordinator").count(f":{ports[0]}, only for devices of {folder}") == 3
 
 
+@pytest.mark.slow
 def test_container_resumes_its_run_with_its_broker(stage: Stage) -> None:
     """The command of compose.yaml, killed and started again."""
     stage.environment["FEDVIT_BROKER_PASSWORD"] = "a-password"
-    line = [str(stage.out) if word == "/state/runs" else word for word in composed()]
+    line = [str(stage.out) if word == "/state/runs" else word for word in read_compose()]
     line[line.index("--broker.listen") + 1] += f":{stage.port}"
     coordinator = begin(stage, line)
     broker = f"mqtt://fedvit:a-password@127.0.0.1:{stage.port}"
     devices = {name: stage.device(name, "--broker", broker) for name in TRAINED}
     stage.submit("main", devices=2, rounds=2, variants=CONFIG["variants"])
-    killed_in_round(stage, coordinator, 1)
+    kill_in_round(stage, coordinator, 1)
     coordinator = begin(stage, line)
     check_outcome(stage, devices)
     coordinator.send_signal(signal.SIGTERM)

@@ -5,13 +5,15 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from coordinator.rounds.status import read_members
 from coordinator.security.broker.process import claim_port
 from tests.support.forked import Forked
 from tests.support.programs import DEVICES, ROUNDS, Stage, program, said, wait_for
 
 
-def made_deployment(stage: Stage) -> str:
+def make_deployment(stage: Stage) -> str:
     folder = str(stage.folder / "deployment")
     ports = [str(claim_port()) for _ in range(2)]
     said(
@@ -21,7 +23,7 @@ def made_deployment(stage: Stage) -> str:
     return folder
 
 
-def joined(stage: Stage, folder: str, name: str) -> "subprocess.Popen[bytes]":
+def join_device(stage: Stage, folder: str, name: str) -> "subprocess.Popen[bytes]":
     """Enrol a device, and start it."""
     token = said(stage, "coordinator.cli", "enroll", name, "--deployment", folder, "--no-wait").split()[-1]
     state = str(stage.folder / "state" / name)
@@ -33,11 +35,11 @@ def joined(stage: Stage, folder: str, name: str) -> "subprocess.Popen[bytes]":
 def test_join_train_and_revoke(stage: Stage) -> None:
     """device-1 trains so long that it is revoked while it does. It is cut off and stays out; the round closes without
     it at once, not at its deadline, and the run goes on with device-0."""
-    folder = made_deployment(stage)
+    folder = make_deployment(stage)
     given = ["--devices", "2", "--broker.deployment", folder, "--variant", "device-1:epochs=3000"]
     coordinator = stage.coordinator(*given, broker="auto")
     wait_for(lambda: "broker: mosquitto" in stage.log("coordinator"), "the broker")
-    devices = {name: joined(stage, folder, name) for name in ("device-0", "device-1")}
+    devices = {name: join_device(stage, folder, name) for name in ("device-0", "device-1")}
     wait_for(lambda: stage.query("select 1 from results where device = 'device-0'"), "a result of device-0")
     assert not stage.query("select 1 from results where device = 'device-1'")
     devices["device-0"].send_signal(signal.SIGSTOP)  # the run, and its broker, are there until device-1 tried to return
@@ -68,14 +70,15 @@ def test_join_train_and_revoke(stage: Stage) -> None:
     assert "Traceback" not in "".join(stage.log(name) for name in ("coordinator", *devices))
 
 
+@pytest.mark.slow
 def test_service_does_not_wait_for_revoked_devices(stage: Stage) -> None:
     """One is revoked in the middle of a round, one while no service runs: the service that resumes the round closes it
     with the third one's result."""
-    folder = made_deployment(stage)
+    folder = make_deployment(stage)
 
     def serve() -> Forked:
         given = ["serve", "--runs", str(stage.out), "--broker.deployment", folder]
-        return stage.keep(Forked("coordinator.cli", given, stage.log_path("service"), stage.environment))
+        return stage.fork("service", *given)
 
     def revoke(name: str) -> None:
         said(stage, "coordinator.cli", "revoke", name, "--deployment", folder)
@@ -84,7 +87,7 @@ def test_service_does_not_wait_for_revoked_devices(stage: Stage) -> None:
     stage.submit("main", devices=3, rounds=2, variants={"device-1": long, "device-2": long})
     service = serve()
     wait_for(lambda: "broker: mosquitto" in stage.log("service"), "the broker")
-    device = {name: joined(stage, folder, name) for name in DEVICES}["device-0"]
+    device = {name: join_device(stage, folder, name) for name in DEVICES}["device-0"]
     wait_for(lambda: stage.query("select 1 from results where device = 'device-0'"), "a result of device-0")
     ends = "select device, outcome from tasks where round = 1 order by device"
     assert stage.query(ends) == [("device-0", "accepted"), ("device-1", None), ("device-2", None)]

@@ -114,7 +114,7 @@ class Impostor:
         asked = self.observer.find(BlobNack, digest=digest, device=self.name)
         self.say(result)
 
-        def answered() -> ResultAck | None:
+        def find_answer() -> ResultAck | None:
             if asked():
                 count = -(-len(content) // CHUNK_BYTES)
                 for index in range(count):
@@ -125,7 +125,7 @@ class Impostor:
             assert found is None or isinstance(found, ResultAck)
             return found
 
-        return wait_for(answered, f"an answer to the result for round {result.round}")
+        return wait_for(find_answer, f"an answer to the result for round {result.round}")
 
 
 def test_bad_results_are_refused_and_rounds_continue(stage: Stage) -> None:
@@ -150,8 +150,7 @@ def test_bad_results_are_refused_and_rounds_continue(stage: Stage) -> None:
         assert lie in answer.reason
         impostor.task(number, "evaluate")
         impostor.say(Failed(task.run, number, "evaluate", "it has no images"))
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in honest.items())
+    stage.finish_run(coordinator, honest)
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [2] * ROUNDS
     refused = [entry for entry in shown["refusals"] if entry["device"] == "device-2" and entry["kind"] == "train"]

@@ -4,8 +4,10 @@ import os
 import shutil
 import signal
 
+import pytest
+
 from tests.support.forked import Forked
-from tests.support.programs import CONFIG, Stage, toml, wait_for
+from tests.support.programs import CONFIG, Stage, wait_for
 
 RUN = {
     "method": "fedavg",
@@ -25,17 +27,17 @@ def test_picture_counts_from_the_next_round_on_and_a_removed_one_does_not(stage:
     before = sorted((pictures / "train").glob("*/*.png"))
     coordinator = endless(stage)
     stage.device("device-0")
-    assert trained_on(stage, 1) == len(before)
+    assert count_trained(stage, 1) == len(before)
 
     for number in range(3):  # as a camera does it: under another name first
         written = pictures / f".{number}.png"
         shutil.copy(before[0], written)
         os.rename(written, before[0].parent / f"new-{number}.png")
-    assert trained_on(stage, next_round(stage)) == len(before) + 3
+    assert count_trained(stage, next_round(stage)) == len(before) + 3
 
     for picture in before[-2:]:
         picture.unlink()
-    assert trained_on(stage, next_round(stage)) == len(before) + 1
+    assert count_trained(stage, next_round(stage)) == len(before) + 1
 
     coordinator.send_signal(signal.SIGINT)
     assert stage.finish(coordinator, "coordinator") == 130
@@ -43,6 +45,7 @@ def test_picture_counts_from_the_next_round_on_and_a_removed_one_does_not(stage:
     assert "Traceback" not in stage.log("device-0")
 
 
+@pytest.mark.slow
 def test_pictures_of_a_virtual_device_count_from_the_next_round_on(stage: Stage) -> None:
     """Of a host of two devices with the same folder."""
     pictures = stage.folder / "parts" / "device-0"
@@ -63,6 +66,7 @@ def test_pictures_of_a_virtual_device_count_from_the_next_round_on(stage: Stage)
     assert "Traceback" not in stage.log("host")
 
 
+@pytest.mark.slow
 def test_class_folder_that_is_empty_on_all_devices_is_no_class(stage: Stage) -> None:
     """The second device's folder "2" is empty, which the first one fills; a folder of the run that is filled counts."""
     for name in ("device-0", "device-1"):
@@ -106,11 +110,7 @@ def images_of(stage: Stage, number: int) -> list[int]:
 
 def endless(stage: Stage, devices: int = 1) -> Forked:
     """A coordinator whose run is not over before it is stopped."""
-    config = stage.folder / "run.toml"
-    config.write_text(toml({**RUN, "devices": devices}))
-    given = ["start", "--runs", str(stage.out), "--config", str(config), "--run", "run"]
-    given += ["--broker", "mosquitto", "--broker.port", str(stage.port)]
-    return stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))
+    return stage.coordinator(broker="mosquitto", values={**RUN, "devices": devices})
 
 
 def rounds(stage: Stage) -> dict[int, int]:
@@ -123,7 +123,7 @@ def next_round(stage: Stage) -> int:
     return max(rounds(stage)) + 2
 
 
-def trained_on(stage: Stage, number: int) -> int:
+def count_trained(stage: Stage, number: int) -> int:
     """Training images of a round, which are also those of the round after it."""
     wait_for(lambda: {number, number + 1} <= rounds(stage).keys(), f"round {number + 1}")
     samples = rounds(stage)

@@ -3,10 +3,13 @@
 import time
 from typing import Any
 
+import pytest
+
 from fedvit.wire.messages import Task
 from tests.support.brokers import mosquitto
-from tests.support.forked import Forked
 from tests.support.programs import CONFIG, DEVICES, WAIT_S, Stage, program, toml, wait_for
+
+pytestmark = pytest.mark.slow
 
 BRIEF: dict[str, Any] = {**CONFIG, "rounds": 1, "variants": {}}
 """Short tasks; what concerns deadlines is at its defaults."""
@@ -19,40 +22,26 @@ FEW_FILES = 64
 def test_device_that_dies_at_every_task_holds_no_round(stage: Stage) -> None:
     """Two seconds into each of them it is killed, and started again at once, as by systemd. Its round closes with the
     others' results, by attempts and not by a deadline, which would be hours away."""
-    config = stage.folder / "brief.toml"
     # the one that dies would take long enough to be killed on any processor
     values = {**BRIEF, "devices": len(DEVICES), "variants": {"device-1": {"epochs": 100_000}}}
-    config.write_text(toml(values))
-    coordinator = Forked(
-        "coordinator.cli",
-        [
-            "start", "--config", str(config), "--run", "run", "--runs", str(stage.out), "--broker", "embedded",
-            "--broker.port", str(stage.port),
-        ],
-        stage.log_path("coordinator"),
-        stage.environment,
-    )  # fmt: skip
-    try:
-        good = {name: stage.device(name) for name in DEVICES if name != "device-1"}
-        unlucky = stage.device("device-1")
-        deaths, given_up = 0, "its process ended 3 times at this task"
-        wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
-        told = stage.observer().find(Task, since_start=True, device="device-1")
-        until = time.monotonic() + WAIT_S
-        while given_up not in stage.log("coordinator") and time.monotonic() < until:
-            if told():
-                time.sleep(2.0)  # it is well into its task
-                unlucky.kill()
-                unlucky.wait()
-                deaths += 1
-                unlucky = stage.device("device-1")
-            time.sleep(0.05)
-        assert given_up in stage.log("coordinator"), stage.log("coordinator")
-        assert deaths == 3
-        assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-        assert all(stage.finish(process, name) == 0 for name, process in good.items())
-    finally:
-        coordinator.kill()
+    coordinator = stage.coordinator(values=values)
+    good = {name: stage.device(name) for name in DEVICES if name != "device-1"}
+    unlucky = stage.device("device-1")
+    deaths, given_up = 0, "its process ended 3 times at this task"
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    told = stage.observer().find(Task, since_start=True, device="device-1")
+    until = time.monotonic() + WAIT_S
+    while given_up not in stage.log("coordinator") and time.monotonic() < until:
+        if told():
+            time.sleep(2.0)  # it is well into its task
+            unlucky.kill()
+            unlucky.wait()
+            deaths += 1
+            unlucky = stage.device("device-1")
+        time.sleep(0.05)
+    assert given_up in stage.log("coordinator"), stage.log("coordinator")
+    assert deaths == 3
+    stage.finish_run(coordinator, good)
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [2]
     assert sorted(shown["rounds"][0]["accuracy"]) == ["device-0", "device-2"]
@@ -71,18 +60,13 @@ def test_second_coordinator_on_the_same_broker_ends_and_names_the_first(stage: S
         elsewhere = stage.folder / "elsewhere"
         config = stage.folder / "second.toml"
         config.write_text(toml({**BRIEF, "devices": 1}))
-        second = Forked(
-            "coordinator.cli",
-            ["start", "--config", str(config), "--run", "second", "--runs", str(elsewhere), "--broker", address],
-            stage.log_path("second"),
-            stage.environment,
-        )
+        given = ["--config", str(config), "--run", "second", "--runs", str(elsewhere), "--broker", address]
+        second = stage.fork("second", "start", *given)
         assert second.wait(WAIT_S) == 2, stage.log("second")
         assert "federation 'home' is served by another coordinator: run 'run' on " in stage.log("second")
         assert not (elsewhere / "second").exists(), "it leaves nothing behind"
         wait_for(lambda: "another coordinator (run 'second' on " in stage.log("coordinator"), "the first to name it")
-        assert stage.finish(first, "coordinator") == 0, stage.log("coordinator")
-        assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+        stage.finish_run(first, devices)
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [3] * CONFIG["rounds"]
     assert shown["refusals"] == []
@@ -95,17 +79,8 @@ def test_coordinator_with_few_open_files_serves_a_hundred_devices(stage: Stage) 
         # prompts are made for each device, and each sends some back
         values = {**BRIEF, "method": "pfedpg", "options": {"steps": 1, "batch_size": 8, "tokens": 4}, "rounds": 2}
         config.write_text(toml({**values, "devices": MANY, "evaluate_every": 2}))
-        given = [
-            "start",
-            "--config",
-            str(config),
-            "--run",
-            "run",
-            "--runs",
-            str(stage.out),
-            "--broker",
-            f"mqtt://{address}",
-        ]
+        given = ["start", "--config", str(config), "--run", "run", "--runs", str(stage.out)]
+        given += ["--broker", f"mqtt://{address}"]
         limited = ["prlimit", f"--nofile={FEW_FILES}:{FEW_FILES}", *program("coordinator.cli"), *given]
         coordinator = stage.start("coordinator", limited)
         arguments = ["--broker", address, "--parts", str(stage.parts), "--devices", str(MANY)]

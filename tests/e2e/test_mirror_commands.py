@@ -41,7 +41,7 @@ class World:
     def export(self, out: Path) -> Result:
         return self.run("export", RUN, "--device", DEVICES[0], "--out", out, "--threads", 1)
 
-    def listed(self) -> list[str]:
+    def list_runs(self) -> list[str]:
         return [entry["run"] for entry in json.loads(self.run("runs", "--json").output)]
 
     def put(self, name: str, content: bytes, run: str = RUN) -> None:
@@ -51,11 +51,7 @@ class World:
 
 @pytest.fixture(params=["s3", "folder"])
 def world(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    parts: Path,
-    graph_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, tmp_path: Path, parts: Path, graph_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
     set_keys(monkeypatch)
     with store_server(request.param, tmp_path / "store") as server:
@@ -110,16 +106,16 @@ def test_rm_removes_the_mirror_too(world: World) -> None:
     assert all(entry["bytes"] > 10_000 for entry in removed)
     assert world.server.objects() == [f"{world.server.prefix}/other-run/results/model.safetensors"]
     assert not (world.runs / RUN).exists()
-    assert world.listed() == []
+    assert world.list_runs() == []
 
 
 def test_rm_removes_nothing_while_the_store_cannot_be_used(world: World) -> None:
     world.server.kill()
     failure(world.run("rm", RUN), "cannot be used")
-    assert world.listed() == [RUN]
+    assert world.list_runs() == [RUN]
     assert (world.runs / RUN / "model.safetensors").is_file() or (world.runs / RUN / "blobs").is_dir()
     assert world.run("rm", RUN, "--keep-mirrors").exit_code == 0
-    assert world.listed() == []
+    assert world.list_runs() == []
 
 
 def test_gc_removes_what_a_coordinator_that_was_cut_off_has_left(world: World, tmp_path: Path) -> None:
@@ -139,9 +135,9 @@ def test_gc_keeps_a_run_whose_mirror_cannot_be_used(world: World) -> None:
     ended = world.run("gc", "--keep-runs", 0)
     assert ended.exit_code == 0, ended.exception
     assert f"run {RUN!r} is kept as it is: object store" in ended.output
-    assert world.listed() == [RUN]
+    assert world.list_runs() == [RUN]
     assert world.run("gc", "--keep-runs", 0, "--keep-mirrors").exit_code == 0
-    assert world.listed() == []
+    assert world.list_runs() == []
 
 
 def test_run_whose_mirror_a_newer_version_described_is_kept(world: World) -> None:
@@ -154,7 +150,7 @@ def test_run_whose_mirror_a_newer_version_described_is_kept(world: World) -> Non
         database.commit()
     objects = world.server.objects()
     failure(world.run("rm", RUN), f"[blobs] of run {RUN!r} cannot be read", "future")
-    assert world.listed() == [RUN]
+    assert world.list_runs() == [RUN]
     assert world.run("rm", RUN, "--keep-mirrors").exit_code == 0
     assert world.server.objects() == objects
 
@@ -166,5 +162,5 @@ def test_run_with_a_mirror_is_kept_where_the_package_is_missing(
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "coordinator.record.mirror")
     failure(world.run("rm", RUN), "needs the package 'obstore'", "fedvit[s3]")
-    assert world.listed() == [RUN]
+    assert world.list_runs() == [RUN]
     assert world.export(tmp_path / "bundle").exit_code == 0

@@ -13,8 +13,7 @@ from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 from coordinator.security.broker.process import claim_port
-from tests.support.forked import Forked
-from tests.support.programs import CONFIG, Stage, toml, wait_for
+from tests.support.programs import CONFIG, Stage, wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 SCRAPE_S = 0.5
@@ -58,8 +57,7 @@ class Prometheus:
         file.write_text(json.dumps(config))  # which is YAML
         storage = f"--storage.tsdb.path={stage.folder / 'prometheus'}"
         stage.start(
-            "prometheus",
-            ["prometheus", f"--config.file={file}", storage, f"--web.listen-address={self._address}"],
+            "prometheus", ["prometheus", f"--config.file={file}", storage, f"--web.listen-address={self._address}"]
         )
 
     def values(self, query: str) -> list[float]:
@@ -86,7 +84,7 @@ class Systemd:
         while True:
             self.received.append(self._socket.recv(1000).decode())
 
-    def reported(self, message: str) -> bool:
+    def has_reported(self, message: str) -> bool:
         return message in self.received
 
 
@@ -129,11 +127,11 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     assert prometheus.values("fedvit_round") == [1.0]
     assert prometheus.values('count(count by (__name__) ({__name__=~"fedvit_.+"}))')[0] > 30
     assert page(ports[0], "healthz") == page(ports[0], "readyz") == "ok\n"
-    wait_for(lambda: all(found.reported("WATCHDOG=1") for found in systemd), "signs of life")
+    wait_for(lambda: all(found.has_reported("WATCHDOG=1") for found in systemd), "signs of life")
     for name, device in devices.items():
         assert stage.finish(device, name) == 0, stage.log(name)
     assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    wait_for(lambda: all(found.reported("STOPPING=1") for found in systemd), "the programs to report their end")
+    wait_for(lambda: all(found.has_reported("STOPPING=1") for found in systemd), "the programs to report their end")
     for found in systemd:
         assert found.received[0] == "READY=1"
     log = lines_of((stage.out / "run" / "coordinator.log").read_text())
@@ -147,12 +145,9 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
 
 def test_device_without_logs_sends_none_with_its_failure(stage: Stage) -> None:
     """Two devices whose training diverges: one sends its last lines, the other was started with --no-logs."""
-    config = stage.folder / "run.toml"
     diverging = {"epochs": 4, "batch_size": 8, "lr": 1e6, "momentum": 0.9}
-    config.write_text(toml({**CONFIG, "variants": {}, "method": "fedavg", "devices": 2, "options": diverging}))
-    given = ["start", "--runs", str(stage.out), "--config", str(config), "--run", "run"]
-    given += ["--broker", "embedded", "--broker.port", str(stage.port)]
-    coordinator = stage.keep(Forked("coordinator.cli", given, stage.log_path("coordinator"), stage.environment))
+    values = {**CONFIG, "variants": {}, "method": "fedavg", "devices": 2, "options": diverging}
+    coordinator = stage.coordinator(values=values)
     stage.device("device-0")
     stage.device("device-2", "--no-logs")
 

@@ -21,8 +21,7 @@ def test_run_through_a_store_that_is_down_at_first_has_the_same_tensors(
         devices = {name: stage.device(name) for name in DEVICES}
         wait_for(lambda: "larger ones wait for it" in stage.log("coordinator"), "the coordinator to notice")
         server.start()
-        assert stage.finish(coordinator, "coordinator") == 0
-        assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+        stage.finish_run(coordinator, devices)
         assert not [name for name in server.objects() if "probe" not in name], "what was put is removed in the end"
     assert stage.model() == undisturbed
     assert not stage.show()["refusals"]

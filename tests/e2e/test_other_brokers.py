@@ -27,9 +27,7 @@ def test_node_of_a_cluster_dies(stage: Stage, undisturbed: bytes, killed: int) -
             observer = stage.observer()
             wait_for(observer.find(Progress, round=2, device="device-1"), "round 2")
             os.kill(nodes[killed].pid, signal.SIGKILL)
-            assert stage.finish(coordinator, "coordinator") == 0
-            for name, process in devices.items():
-                assert stage.finish(process, name) == 0, stage.log(name)
+            stage.finish_run(coordinator, devices)
     finally:
         for node in nodes:
             node.stop()
@@ -43,9 +41,7 @@ def test_run_over_two_nodes_of_rabbitmq(stage: Stage, undisturbed: bytes, tmp_pa
         stage.port = nodes[1].address.port
         coordinator = stage.coordinator(broker=f"mqtt://{nodes[0].address}")
         devices = {name: stage.device(name) for name in DEVICES}
-        assert stage.finish(coordinator, "coordinator") == 0
-        for name, process in devices.items():
-            assert stage.finish(process, name) == 0, stage.log(name)
+        stage.finish_run(coordinator, devices)
     finally:
         for node in nodes:
             node.stop()

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fleet.partition import DealSettings, deal
 from tests.support.packages import NORMS, install
 from tests.support.programs import WAIT_S, program
@@ -36,6 +38,7 @@ def test_a_method_of_a_package_trains(tmp_path: Path, cache: Path) -> None:
     assert "run one: norms_alone on vit_small_images, finished, 2 of 2 rounds" in shown.stdout
 
 
+@pytest.mark.slow
 def test_contracts_cover_a_method_of_a_package(tmp_path: Path, cache: Path) -> None:
     """The command of `make test-method`, with the tests of graphs and engines alone."""
     install(tmp_path / "site", "acme-norms", {"norms_alone": "acme_norms:Norms"}, acme_norms=NORMS)

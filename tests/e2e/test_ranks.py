@@ -6,14 +6,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from coordinator.compute import ranks
 from fleet.request import RunRequest
 from fleet.simulate import simulate
-from tests.support.forked import Forked, ForkedRank
-from tests.support.programs import CONFIG, DEVICES, Stage, find_worker, toml, wait_for
+from tests.support.forked import ForkedRank
+from tests.support.programs import CONFIG, DEVICES, Stage, find_worker, is_running, wait_for
+
+pytestmark = pytest.mark.slow
 
 ACCELERATOR = ("--accelerator", "cpu:2")
 RUN: dict[str, Any] = {
@@ -30,17 +31,8 @@ def test_processes_of_the_servers_training_may_be_killed_and_the_numbers_stay_th
 ) -> None:
     """kill -9 of one of them when all results of a round are here; of the worker process, whose processes then end by
     themselves; and of the coordinator, with which all end."""
-    config = stage.folder / "run.toml"
-    config.write_text(toml(RUN))
     run = stage.out / "run"
-    given = ["start", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), *ACCELERATOR]
-
-    def coordinator(*arguments: str) -> Forked:
-        return stage.keep(
-            Forked("coordinator.cli", [*given, *arguments], stage.log_path("coordinator"), stage.environment)
-        )
-
-    first = coordinator("--config", str(config), "--run", "run")
+    first = stage.coordinator(*ACCELERATOR, values=RUN)
     devices = {name: stage.device(name) for name in DEVICES}
     wait_for_results(stage, 1, len(DEVICES))
     begun = training(run)
@@ -53,15 +45,14 @@ def test_processes_of_the_servers_training_may_be_killed_and_the_numbers_stay_th
     worker = find_worker(run)
     assert worker is not None
     os.kill(worker, signal.SIGKILL)
-    wait_for(lambda: not any(map(lives, second)), "the processes of a dead worker to end")
+    wait_for(lambda: not any(map(is_running, second)), "the processes of a dead worker to end")
     wait_for(lambda: training(run) != second, "those of another worker")
     third = training(run)
     first.kill()
     first.wait()
-    wait_for(lambda: not any(map(lives, third)), "the processes of a dead coordinator to end")
-    assert stage.finish(coordinator("--resume"), "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
-    wait_for(lambda: not any(map(lives, training(run))), "the processes of a run that is over to end")
+    wait_for(lambda: not any(map(is_running, third)), "the processes of a dead coordinator to end")
+    stage.finish_run(stage.coordinator(*ACCELERATOR, resume=True), devices)
+    wait_for(lambda: not any(map(is_running, training(run))), "the processes of a run that is over to end")
 
     monkeypatch.setattr(ranks, "spawn", ForkedRank)
     values = {**{key: value for key, value in RUN.items() if key != "devices"}, "accelerator": "cpu:2"}
@@ -78,7 +69,3 @@ def training(run: Path) -> list[int]:
     """The newest processes of the server's training, as the run's log says."""
     said = re.findall(r"server training .*pids='\[(\d+), (\d+)\]'", (run / "coordinator.log").read_text())
     return [int(pid) for pid in said[-1]]
-
-
-def lives(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

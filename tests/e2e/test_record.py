@@ -29,8 +29,7 @@ def test_run_survives_its_database(stage: Stage, undisturbed: bytes, server: Pos
     wait_for(lambda: "round   2/" in stage.log("coordinator"), "round 2")
     first.kill()
     first.wait()
-    assert stage.finish(stage.coordinator(resume=True), "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(stage.coordinator(resume=True), devices)
     assert [entry["accepted"] for entry in stage.show()["rounds"]] == [len(DEVICES)] * ROUNDS
     assert stage.model() == undisturbed
     assert not list(stage.out.glob("fedvit.db*"))

@@ -18,7 +18,7 @@ from fedvit.tensors import unpack
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.forked import Forked
-from tests.support.once import made_once
+from tests.support.once import make_once
 from tests.support.programs import CONFIG, DEVICES, Stage, said, toml, wait_for
 
 VALUES: dict[str, Any] = {
@@ -91,7 +91,7 @@ def single(shared: Path, parts: Path, graph_cache: Path) -> Path:
     """The folder of runs in which the run `single` had one coordinator for all three devices."""
     values = {key: value for key, value in VALUES.items() if key != "broker"}
     folders = [parts / name for name in DEVICES]
-    return made_once(
+    return make_once(
         shared / "e2e" / "without-regions",
         lambda out: simulate(RunRequest(folders, values, out=out, run="single", graph_cache=graph_cache)),
     )
@@ -155,6 +155,7 @@ def test_region_that_cannot_send_a_mean_is_refused_before_it_begins(world: World
     assert not (world.stages["north"].out / "run").exists()
 
 
+@pytest.mark.slow
 def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, single: Path) -> None:
     """The centre has one device, the region south; that one has a device of its own, and the region north with two."""
     north, south = world.stages["north"], world.stages["south"]
@@ -183,6 +184,7 @@ def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, singl
     world.check_model(single / "single")
 
 
+@pytest.mark.slow
 def test_region_with_a_certificate_of_its_centre(world: World) -> None:
     """Its name, the broker and the federation are those of its certificate. When that is revoked, the region is left
     out as a device is, and its operator reads why."""
@@ -196,7 +198,7 @@ def test_region_with_a_certificate_of_its_centre(world: World) -> None:
     file = world.folder / "centre.toml"
     file.write_text(toml(VALUES | {"devices": 1, "broker": {"deployment": deployment}}))
     given = ["start", "--run", "run", "--config", str(file), "--runs", str(centre.out)]
-    centre.keep(Forked("coordinator.cli", given, centre.log_path("coordinator"), centre.environment))
+    centre.fork("coordinator", *given)
     wait_for(lambda: "broker: mosquitto" in centre.log("coordinator"), "the broker")
     token = said(centre, "coordinator.cli", "enroll", "north", "--deployment", deployment, "--no-wait").split()[-1]
     said(north, "edge_client.cli", "join", token, "--state", state)
@@ -215,13 +217,14 @@ def test_region_with_a_certificate_of_its_centre(world: World) -> None:
     device.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_region_of_a_service_takes_part_in_one_run_after_another(world: World) -> None:
     """The second run waits for the region while it is in the first, and has a task for it before the region has noticed
     that its run is over: that task waits for the region's next run."""
     centre, north = world.stages["centre"], world.stages["north"]
     given = ["serve", "--runs", str(centre.out), "--broker", "mosquitto", "--broker.port", str(centre.port)]
     given += ["--side-by-side", "2"]
-    centre.keep(Forked("coordinator.cli", given, centre.log_path("service"), centre.environment))
+    centre.fork("service", *given)
     values = {key: value for key, value in VALUES.items() if key != "broker"} | {"rounds": 1}
     for run, more in {"first": {"devices": 2}, "second": {"devices": 1, "devices_where": "role=region"}}.items():
         centre.submit(run, **values | more)

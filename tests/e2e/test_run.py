@@ -156,6 +156,7 @@ def test_second_device_with_the_same_id(stage: Stage) -> None:
     wait_for(lambda: stage.query("select 1 from results where device = 'device-0'"), "the first device-0 to train")
 
 
+@pytest.mark.slow
 def test_device_that_stays_after_its_run(stage: Stage) -> None:
     """A wrong password is an error with a remedy. The broker of a run that has ended goes with it, which is none."""
     stage.environment["FEDVIT_BROKER_PASSWORD"] = "right"
@@ -216,6 +217,7 @@ def test_fleet_run_with_flags_alone(stage: Stage) -> None:
     assert "fedavg" in subprocess.run(listed, capture_output=True, check=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_fleet_run_ends_a_device_that_was_not_connected_at_the_end(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

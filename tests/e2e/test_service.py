@@ -5,6 +5,8 @@ import signal
 import subprocess
 from typing import Any
 
+import pytest
+
 from coordinator.record.record import open_record
 from fedvit.wire.messages import Hello, Task
 from tests.support.event_files import steps
@@ -17,7 +19,7 @@ SLOW = {"*": {"epochs": 30}}
 
 def serve(stage: Stage, *arguments: str) -> Forked:
     given = ["serve", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), *arguments]
-    return stage.keep(Forked("coordinator.cli", given, stage.log_path("service"), stage.environment))
+    return stage.fork("service", *given)
 
 
 def device(stage: Stage, name: str) -> "subprocess.Popen[bytes]":
@@ -54,11 +56,11 @@ def service_status(stage: Stage) -> dict[str, Any]:
     return dict(stage.command("status", "--runs", str(stage.out))["service"])
 
 
-def said_of_service(stage: Stage) -> str:
+def read_service_log(stage: Stage) -> str:
     return said(stage, "coordinator.cli", "status", "--runs", str(stage.out))
 
 
-def listed(stage: Stage) -> dict[str, str]:
+def list_runs(stage: Stage) -> dict[str, str]:
     """The status of each run as `runs` has it."""
     output = said(stage, "coordinator.cli", "runs", "--runs", str(stage.out), "--json")
     return {entry["run"]: entry["status"] for entry in json.loads(output)}
@@ -111,6 +113,7 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
     assert stage.finish(service, "service") == 130
 
 
+@pytest.mark.slow
 def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -> None:
     """A cancelled run makes room for the next; that one is resumed after kill -9, and then the queue's turn comes, in
     which a run that fails holds up nobody."""
@@ -133,8 +136,8 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     assert service.wait(60) == -signal.SIGKILL
     over = {"dropped": "cancelled", "never": "cancelled"}
     assert statuses(stage) == {**over, "kept": "running", "wrong": "queued", "unfit": "queued", "queued": "queued"}
-    wait_for(lambda: "run kept: interrupted" in said_of_service(stage), "status to notice")
-    assert listed(stage)["kept"] == "interrupted", "the record cannot know it"
+    wait_for(lambda: "run kept: interrupted" in read_service_log(stage), "status to notice")
+    assert list_runs(stage)["kept"] == "interrupted", "the record cannot know it"
     service = serve(stage)
     wait_for(lambda: statuses(stage)["queued"] == "finished", "the run of the queue")
     assert statuses(stage) == {**over, "kept": "finished", "wrong": "failed", "unfit": "failed", "queued": "finished"}
@@ -150,6 +153,7 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     assert steps(stage.out / "kept", "loss/train") == [1, 2]
 
 
+@pytest.mark.slow
 def test_service_cleans_up_its_folder(stage: Stage) -> None:
     """By the policy of the newest run; not with `--gc-every-h 0`."""
     store = open_record(stage.out)

@@ -110,6 +110,7 @@ def test_others_take_over_from_leaders_that_are_killed_hang_or_are_cut_off(
     assert stage.finish(services[last], last) == 130
 
 
+@pytest.mark.slow
 def test_standby_on_another_disk_takes_over_from_the_mirror(
     stage: Stage, hosts: Hosts, undisturbed: bytes, tmp_path: Path
 ) -> None:

@@ -46,8 +46,7 @@ def test_a_stopped_device_is_late_and_a_busy_one_declines(stage: Stage) -> None:
     devices["device-1"].send_signal(signal.SIGCONT)
     wait_for(lambda: stage.query("select 1 from results where device = 'device-1'"), "the late result")
     devices["device-0"].send_signal(signal.SIGCONT)
-    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(coordinator, devices)
     counted = stage.query("select device, round, used_in from results where kind = 'train' order by round, device")
     assert ("device-1", 1, 3) in counted
     assert [row for row in counted if row[0] == "device-2"] == [("device-2", 1, 1)]

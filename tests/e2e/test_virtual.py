@@ -45,26 +45,8 @@ def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, graph_cache: 
     """
     config = stage.folder / "run.toml"
     config.write_text(toml(VALUES))
-    arguments = [
-        "run",
-        "--virtual",
-        str(DEVICES),
-        "--hosts",
-        "2",
-        "--parts",
-        str(stage.parts),
-        "--runs",
-        str(stage.out),
-    ]
-    arguments += [
-        "--run",
-        "run",
-        "--broker",
-        "mosquitto",
-        "--config",
-        str(config),
-        "--json",
-    ]
+    arguments = ["run", "--virtual", str(DEVICES), "--hosts", "2", "--parts", str(stage.parts), "--run", "run"]
+    arguments += ["--runs", str(stage.out), "--broker", "mosquitto", "--config", str(config), "--json"]
     fleet = Forked("fleet.cli", arguments, stage.log_path("fleet"), stage.environment)
     try:
         wait_for(lambda: sorted(hosts(stage.out / "run")) == ["0", "1"], "two processes of devices")

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import pytest
 
 from coordinator.config import make_config
 from coordinator.record.record import open_record
-from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, find_worker, program, wait_for
+from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, find_worker, is_running, program, wait_for
 
 MOST_RSS_BYTES = 200e6
 """Of a coordinator that waits; docs/architecture.md has what was measured."""
@@ -40,6 +41,7 @@ def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None
     worker.wait(30)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_started_again_and_the_numbers_stay_the_same(
     stage: Stage, undisturbed: bytes
 ) -> None:
@@ -63,10 +65,9 @@ def test_a_worker_that_is_killed_is_started_again_and_the_numbers_stay_the_same(
     assert left is not None
     coordinator.kill()
     coordinator.wait()
-    wait_for(lambda: not _runs(left), "the worker to end by itself")
+    wait_for(lambda: not is_running(left), "the worker to end by itself")
     assert stage.log("coordinator").count("worker process ended with signal 9 (SIGKILL)") == len(killed)
-    assert stage.finish(stage.coordinator(resume=True), "coordinator") == 0, stage.log("coordinator")
-    assert all(stage.finish(process, name) == 0 for name, process in devices.items())
+    stage.finish_run(stage.coordinator(resume=True), devices)
     assert [entry["accepted"] for entry in stage.show()["rounds"]] == [len(DEVICES)] * ROUNDS
     assert stage.model() == undisturbed
 
@@ -76,7 +77,3 @@ def _kill_worker(run: Path) -> int:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return pid
-
-
-def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from coordinator.security.broker.process import claim_port
 from tests.support.programs import WAIT_S
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "write-a-method.md"

@@ -58,6 +58,27 @@ SILENT = Watch(lambda *step: None, lambda: False)
 Kind = TypeVar("Kind", bound=FromDevice)
 
 
+def make_agent(
+    name: str,
+    transport: MemoryTransport,
+    images: GrowingFolder | FixedImages,
+    home: Path,
+    *,
+    federation: str = "home",
+    guard: Guard | None = None,
+    policy: OwnerPolicy | None = None,
+    recent_log: Callable[[], str] = lambda: "",
+) -> Agent:
+    """Connect the parts of a real agent, whose state is in `home`."""
+    policy = policy or OwnerPolicy()
+    identity = DeviceIdentity(device=name, federation=federation, software="9.9", profile=PROFILE)
+    storage = DeviceStorage(Vault(home / "vault"), BlobStore(home / "blobs"), images)
+    link = DeviceLink(identity, transport, storage, recent_log=recent_log)
+    executor = TaskExecutor(link, storage, Runtime(1), guard or Guard(), policy)
+    status = StatusFile(home / "status.json", identity, broker="memory")
+    return Agent(link, storage, executor, policy, status=status)
+
+
 class Device:
     """A real agent in a thread."""
 
@@ -73,17 +94,11 @@ class Device:
         growing: bool = False,
         recent_log: Callable[[], str] = lambda: "",
     ) -> None:
-        policy = policy or OwnerPolicy()
         self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
-        self.vault = Vault(state / "vault")
-        self.blobs = BlobStore(state / "blobs")
-        folder = GrowingFolder(digits, split_file=state / "split.json") if growing else None
-        identity = DeviceIdentity(device="pi", federation="home", software="9.9", profile=PROFILE)
-        storage = DeviceStorage(self.vault, self.blobs, folder or FixedImages(DeviceData.open(digits)))
-        link = DeviceLink(identity, self.transport, storage, recent_log=recent_log)
-        worker = TaskExecutor(link, storage, Runtime(1), guard or Guard(), policy)
-        status = StatusFile(state / "status.json", identity, broker="memory")
-        self.agent = Agent(link, storage, worker, policy, status=status)
+        split_file = state / "split.json"
+        images = GrowingFolder(digits, split_file=split_file) if growing else FixedImages(DeviceData.open(digits))
+        self.agent = make_agent("pi", self.transport, images, state, guard=guard, policy=policy, recent_log=recent_log)
+        self.vault, self.blobs = self.agent.storage.vault, self.agent.storage.blobs
         self.outcome: str | BaseException | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(once,), daemon=True)
@@ -238,14 +253,7 @@ class World:
         self._digits = digits
         self.state = folder / "state"
 
-    def device(
-        self,
-        *,
-        joined: bool = True,
-        once: bool = False,
-        digits: Path | None = None,
-        **changed: Any,
-    ) -> Device:
+    def device(self, *, joined: bool = True, once: bool = False, digits: Path | None = None, **changed: Any) -> Device:
         device = Device(self.broker, digits or self._digits, self.state, once=once, **changed)
         self.devices.append(device)
         if joined:
@@ -309,15 +317,10 @@ class World:
         return self.server.expect(Failed).reason
 
 
-def trained_here(setting: Setting, program: Program, start: Tensors, digits: Path, round: int = 1) -> Tensors:
+def train_here(setting: Setting, program: Program, start: Tensors, digits: Path, round: int = 1) -> Tensors:
     """What the same round gives without an agent: new values of what moves, and what is collected."""
     trained = setting.runtime().train(
-        program,
-        start,
-        DeviceData.open(digits).relabel(program.classes).train,
-        Seeds(5, round, "pi"),
-        1.0,
-        SILENT,
+        program, start, DeviceData.open(digits).relabel(program.classes).train, Seeds(5, round, "pi"), 1.0, SILENT
     )
     return trained.tensors | trained.collected
 

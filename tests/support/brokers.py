@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from coordinator.rounds.service.router import Router
 from coordinator.security.broker.mosquitto import configuration, find_mosquitto, password_line
-from coordinator.security.broker.process import FLEET_USER, Broker, claim_port
+from coordinator.security.broker.process import FLEET_USER, Broker, BrokerProgram, claim_port
 from fedvit.transport.address import Address
 from fedvit.transport.mqtt import MqttTransport
 
@@ -33,7 +33,7 @@ def mosquitto(folder: Path, *lines: str, password: str | None = None, tls: bool 
         text += _certificate(folder)
     (folder / "mosquitto.conf").write_text("\n".join(text) + "\n")
     command = [str(program), "-c", str(folder / "mosquitto.conf")]
-    broker = Broker("mosquitto", address, command, {}, folder / "log")
+    broker = Broker("mosquitto", address, BrokerProgram(command, {}, folder / "log"))
     try:
         yield broker
     finally:

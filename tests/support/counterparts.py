@@ -21,13 +21,13 @@ def of_timms_resnet(name: str, timms: str) -> str:
 def for_torchs_lstm(tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
     """The tensors of a layer of torch's LSTM: its gates stand in another order, and it adds two biases."""
 
-    def ordered(name: str) -> Tensor:
+    def order(name: str) -> Tensor:
         enters, keeps, leaves, candidate = tensors[f"blocks.{layer}.{name}"].chunk(4)
         return torch.cat([enters, keeps, candidate, leaves])
 
     return {
-        f"weight_ih_l{layer}": ordered("input_weight"),
-        f"weight_hh_l{layer}": ordered("state_weight"),
-        f"bias_ih_l{layer}": ordered("bias"),
+        f"weight_ih_l{layer}": order("input_weight"),
+        f"weight_hh_l{layer}": order("state_weight"),
+        f"bias_ih_l{layer}": order("bias"),
         f"bias_hh_l{layer}": torch.zeros_like(tensors[f"blocks.{layer}.bias"]),
     }

@@ -22,7 +22,7 @@ def environment(password: str | None = None) -> dict[str, str]:
 def served(folder: Path, *flags: str, password: str | None = None) -> Iterator[str]:
     """The address of a dashboard of these runs, without the last slash; it ends by Ctrl-C, and says nothing else.
 
-    Without a password it is opened by `opened_by`.
+    Without a password its address is that of `read_address`.
     """
     command = [*COMMAND, "--runs", str(folder), "--port", "0", *flags]
     process = subprocess.Popen(
@@ -41,6 +41,6 @@ def served(folder: Path, *flags: str, password: str | None = None) -> Iterator[s
     assert errors == ""
 
 
-def opened_by(folder: Path, address: str) -> str:
+def read_address(folder: Path, address: str) -> str:
     """The address with the token of a dashboard without a password."""
     return (folder / f"dashboard-{address.rpartition(':')[2]}.url").read_text().strip()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coordinator.config import TrackersConfig
-from coordinator.record.rounds import Rounds
+from coordinator.record.rounds import RecordedRounds
 from coordinator.rounds.display import Display
 from fleet.experiments.cell import CellOptions, run_cell
 from fleet.experiments.folder import LOG_FILE, CellFolder
@@ -80,14 +80,14 @@ def main() -> None:
     """For `Forked`: run an experiment's file in a folder, with a folder of graphs; a cell that is named gets a kill -9
     when two rounds are closed and the third is about to be."""
     file, out, graph_cache, fatal = sys.argv[1:]
-    close = Rounds.close
+    close = RecordedRounds.close
 
     def begin(folder: CellFolder) -> None:
-        def die_or_close(self: Rounds, run: str, number: int, *arguments: Any, **more: Any) -> None:
+        def die_or_close(self: RecordedRounds, run: str, number: int, *arguments: Any, **more: Any) -> None:
             if number == 3 and folder.cell.path == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
             close(self, run, number, *arguments, **more)
 
-        Rounds.close = die_or_close  # type: ignore[method-assign]
+        RecordedRounds.close = die_or_close  # type: ignore[method-assign]
 
     run_experiment(Path(file), Path(out), graph_cache=Path(graph_cache), begin=begin)

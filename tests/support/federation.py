@@ -4,12 +4,11 @@ import os
 import re
 import resource
 import signal
-import sqlite3
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from fleet.partition import write_device_folders
 from fleet.partitions import partition
 from fleet.processes import last_line
 from tests.support.forked import Forked
+from tests.support.programs import query_record
 from tests.support.proxy import Links, Network
 from tests.support.waiting import wait_until
 
@@ -132,11 +132,7 @@ class Federation:
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """Read the record while it is written; no rows before it exists."""
-        try:
-            with closing(sqlite3.connect(f"file:{self.runs / 'fedvit.db'}?mode=ro", uri=True, timeout=5)) as database:
-                return database.execute(sql, values).fetchall()
-        except sqlite3.OperationalError:
-            return []
+        return query_record(self.runs, sql, *values)
 
     def count_complete_rounds(self) -> int:
         """Count the rounds of all runs in which every device's result was accepted."""

@@ -114,11 +114,11 @@ class ForkedWorker:
         self.stdout: IO[bytes] | None = os.fdopen(replies[0], "rb")
 
     def poll(self) -> int | None:
-        return self._reaped(os.WNOHANG)
+        return self._reap(os.WNOHANG)
 
     def wait(self, timeout: float | None = None) -> int:
         """Its pipe is closed when this is called: it ends at once."""
-        code = self._reaped(0)
+        code = self._reap(0)
         assert code is not None
         return code
 
@@ -126,7 +126,7 @@ class ForkedWorker:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def _reaped(self, options: int) -> int | None:
+    def _reap(self, options: int) -> int | None:
         with self._reaping:
             if self._code is None:
                 pid, status = os.waitpid(self.pid, options)

@@ -9,19 +9,13 @@ from coordinator.compute.planning.checks import checked_config
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import RunConfig
 from edge_client.agent import Agent
-from edge_client.health.guard import Guard
-from edge_client.link.device_link import DeviceIdentity, DeviceLink
-from edge_client.settings import OwnerPolicy
-from edge_client.storage.device_storage import DeviceStorage, FixedImages
-from edge_client.storage.vault import Vault
-from edge_client.work.runtime import Runtime
-from edge_client.work.task_executor import TaskExecutor
+from edge_client.storage.device_storage import FixedImages
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.tensors import pack
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import Task
-from profiles.probes.host import device_profile
+from tests.support.agents import make_agent
 from tests.support.corpus import RUN, SETTINGS
 
 
@@ -47,14 +41,8 @@ class Scene(NamedTuple):
         return Task(instance, epoch, RUN, 1, "train", 0, self.plan.first.digest, groups, manifests, 60.0)
 
     def agent(self, broker: MemoryBroker, name: str) -> Agent:
-        home, policy = self.folder / name, OwnerPolicy()
-        identity = DeviceIdentity(
-            device=name, federation=self.config.federation, software="fuzz", profile=device_profile(1)
-        )
-        images = FixedImages(DeviceData.open(self.data))
-        storage = DeviceStorage(Vault(home / "vault"), BlobStore(home / "blobs"), images)
-        link = DeviceLink(identity, MemoryTransport(SimpleQueue(), broker, name), storage)
-        return Agent(link, storage, TaskExecutor(link, storage, Runtime(1), Guard(), policy), policy)
+        transport, images = MemoryTransport(SimpleQueue(), broker, name), FixedImages(DeviceData.open(self.data))
+        return make_agent(name, transport, images, self.folder / name, federation=self.config.federation)
 
 
 def make_scene(home: Path, graph_cache: Path) -> Scene:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from types import ModuleType
 
-from tests.support.once import made_once
+from tests.support.once import make_once
 
 SOURCE = Path(__file__).parents[2] / "kernels"
 
@@ -17,7 +17,7 @@ def compiled(shared: Path, kind: str = "") -> Path:
         shutil.copytree(SOURCE / "fedvit_kernels", folder / "fedvit_kernels")
         _compiling().compile_library(kernels_in(folder), kind)
 
-    return made_once(shared / f"kernels-{kind}", make)
+    return make_once(shared / f"kernels-{kind}", make)
 
 
 def kernels_in(folder: Path) -> Path:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
+def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
     """`folder`, filled by `make` unless another process has done so; other processes wait meanwhile."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from coordinator.security.broker.process import Broker, claim_port
+from coordinator.security.broker.process import Broker, BrokerProgram, claim_port
 from fedvit.transport.address import Address
 
 RABBITMQ = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
@@ -41,7 +41,7 @@ def start_nats(folder: Path, count: int = 1, users: Path | None = None) -> list[
             shutil.copy(users, home)
             lines.append(f'include "{users.name}"')
         config.write_text("\n".join(lines) + "\n")
-        nodes.append(_started("nats-server", mqtt, [program, "-c", str(config)], {}, home))
+        nodes.append(_start("nats-server", mqtt, [program, "-c", str(config)], {}, home))
     return nodes
 
 
@@ -54,7 +54,7 @@ def start_rabbitmq(
     folder.mkdir(parents=True, exist_ok=True)
     epmd_port, epmd = _port(), shutil.which("epmd")
     assert epmd
-    names = _started("epmd", epmd_port, [epmd, "-address", "127.0.0.1", "-port", str(epmd_port)], {}, folder)
+    names = _start("epmd", epmd_port, [epmd, "-address", "127.0.0.1", "-port", str(epmd_port)], {}, folder)
     members = [f"fedvit-{number}@localhost" for number in range(count)]
     plugins = folder / "plugins"
     plugins.write_text("[rabbitmq_mqtt].\n")
@@ -91,7 +91,7 @@ def start_rabbitmq(
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none -noinput "
             "-kernel inet_dist_use_interface {127,0,0,1}",
         }
-        nodes.append(_started("rabbitmq-server", mqtt, [str(RABBITMQ)], environment, home))
+        nodes.append(_start("rabbitmq-server", mqtt, [str(RABBITMQ)], environment, home))
     return nodes, names.stop
 
 
@@ -99,5 +99,7 @@ def _port() -> int:
     return claim_port()
 
 
-def _started(kind: str, port: int, command: list[str], environment: dict[str, str], folder: Path) -> Broker:
-    return Broker(kind, Address("127.0.0.1", port), command, {**os.environ, **environment}, folder / "log")
+def _start(kind: str, port: int, command: list[str], environment: dict[str, str], folder: Path) -> Broker:
+    return Broker(
+        kind, Address("127.0.0.1", port), BrokerProgram(command, {**os.environ, **environment}, folder / "log")
+    )

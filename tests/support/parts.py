@@ -10,11 +10,13 @@ import msgspec
 import numpy as np
 
 from coordinator.compute.engine import Engine
+from coordinator.compute.messages import PlannedTask
 from coordinator.config import make_config
 from coordinator.record.record import open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.open_round import OpenRound, RoundPlan
-from coordinator.rounds.tasks import Task, Work
+from coordinator.rounds.parts import RunSetup
+from coordinator.rounds.tasks import DeviceTask, Work
 from fedvit.program import Batch, Evaluate, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train, encode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import pack
@@ -37,13 +39,15 @@ class Parts(Coordinator):
         store = open_record(folder)
         store.runs.create("r", msgspec.to_builtins(config))
         super().__init__(
-            run="r",
-            config=config,
-            transport=MemoryTransport(SimpleQueue(), MemoryBroker(), "coordinator"),
-            store=store,
-            folder=folder / "r",
-            display=Lines(self.lines),
-            compute=Engine(run="r", config=config, store=store, folder=folder / "r"),
+            RunSetup(
+                run="r",
+                config=config,
+                transport=MemoryTransport(SimpleQueue(), MemoryBroker(), "coordinator"),
+                store=store,
+                folder=folder / "r",
+                display=Lines(self.lines),
+                compute=Engine(run="r", config=config, store=store, folder=folder / "r"),
+            )
         )
         self.state.send = lambda device, message: self.sent.append((device, message))
         self.work = self._make_work()
@@ -62,7 +66,8 @@ class Parts(Coordinator):
             evaluate=Evaluate(graph="predict"),
             batch=Batch(image_size=8, patch_size=4, batch_size=2, mean=HALF, std=HALF),
         )
-        return Work(blobs.put(encode_program(program)).digest, program, {"model": weights}, None)
+        planned = PlannedTask(program=blobs.put(encode_program(program)).digest, groups={"model": weights})
+        return Work(planned, program)
 
     def arrive(self, *devices: str) -> None:
         """Devices send their first hello."""
@@ -81,7 +86,7 @@ class Parts(Coordinator):
             self.scheduler.assign_open(device)
         return opened
 
-    def task(self, device: str) -> Task:
+    def task(self, device: str) -> DeviceTask:
         found = self.state.tasks.of(device)
         assert found is not None
         return found

@@ -69,12 +69,12 @@ class Peer:
         return f"{self._prefix}lane/{peer}/{blob_level(digest)}"
 
     def fetch(self, manifest: Manifest, sender: "Peer") -> None:
-        def finished(*ended: Any) -> None:
+        def finish(*ended: Any) -> None:
             self.finished.append(ended)
 
         digest = manifest.digest
         self.exchange.fetch(
-            manifest, sender.name, sender.data_topic(digest), finished, sender.dedicated_topic(self.name, digest)
+            manifest, sender.name, sender.data_topic(digest), finish, sender.dedicated_topic(self.name, digest)
         )
 
     @property

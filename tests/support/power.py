@@ -91,19 +91,19 @@ def after_power_cut(before: Tree, ops: list[Op]) -> Iterator[tuple[int, Tree]]:
     """(calls that were done, what may lie there then), each state once; `before` was all durable."""
     seen: set[frozenset[tuple[str, bytes | None]]] = set()
     for done in range(len(ops) + 1):
-        unsure = _unsynced(ops[:done])
+        unsure = _find_unsynced(ops[:done])
         assert len(unsure) <= 12, "too many changes are open at once to try all subsets"
         for survived in itertools.product((True, False), repeat=len(unsure)):
             lost = {index for index, kept in zip(unsure, survived, strict=True) if not kept}
             for garbage in GARBAGE:
-                state = _replayed(before, [op for index, op in enumerate(ops[:done]) if index not in lost], garbage)
+                state = _replay(before, [op for index, op in enumerate(ops[:done]) if index not in lost], garbage)
                 key = frozenset((path, content) for path, content in state.items())
                 if key not in seen or done == len(ops):
                     seen.add(key)
                     yield done, state
 
 
-def _unsynced(ops: list[Op]) -> list[int]:
+def _find_unsynced(ops: list[Op]) -> list[int]:
     """Changes to folders that no sync of their folder followed."""
     open_changes: dict[int, str] = {}
     for index, op in enumerate(ops):
@@ -114,7 +114,7 @@ def _unsynced(ops: list[Op]) -> list[int]:
     return list(open_changes)
 
 
-def _replayed(before: Tree, ops: list[Op], garbage: bytes) -> Tree:
+def _replay(before: Tree, ops: list[Op], garbage: bytes) -> Tree:
     """The tree after these changes alone; what happened inside a folder whose name was lost is lost, too."""
     state = dict(before)
     for op in ops:

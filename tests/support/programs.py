@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import paho.mqtt.client as paho
+import psutil
 
 from coordinator.security.broker.process import claim_port
 from fedvit.errors import FedvitError
@@ -157,18 +158,23 @@ class Stage:
     def log(self, name: str) -> str:
         return self.log_path(name).read_text()
 
-    def coordinator(self, *arguments: str, broker: str = "embedded", resume: bool = False) -> Forked:
+    def coordinator(
+        self, *arguments: str, broker: str = "embedded", resume: bool = False, values: dict[str, Any] | None = None
+    ) -> Forked:
+        """Start the run `run`, with `values` in its configuration if it is another than usual; or resume it."""
         given = ["start", "--runs", str(self.out), "--broker", broker]
         given += ["--broker.port", str(self.port)] if "://" not in broker else []
         if resume:
             given.append("--resume")
         else:
             config = self.folder / "run.toml"
-            config.write_text(toml({**CONFIG, "devices": len(DEVICES)}))
+            config.write_text(toml(values or {**CONFIG, "devices": len(DEVICES)}))
             given += ["--config", str(config), "--run", "run"]
-        return self.keep(
-            Forked("coordinator.cli", [*given, *arguments], self.log_path("coordinator"), self.environment)
-        )
+        return self.fork("coordinator", *given, *arguments)
+
+    def fork(self, log: str, *arguments: str) -> Forked:
+        """Start a command of the coordinator that has torch at once; its output is in the log of this name."""
+        return self.keep(Forked("coordinator.cli", list(arguments), self.log_path(log), self.environment))
 
     def keep(self, process: Forked) -> Forked:
         """A program that ends with the stage."""
@@ -178,7 +184,7 @@ class Stage:
     def command(self, *arguments: str) -> Any:
         """What a command of the coordinator that succeeds prints as JSON."""
         name = f"command-{len(self._processes)}"
-        process = self.keep(Forked("coordinator.cli", [*arguments, "--json"], self.log_path(name), self.environment))
+        process = self.fork(name, *arguments, "--json")
         assert self.finish(process, name) == 0, self.log(name)
         output = self.log(name)
         return json.loads(output[output.index("{") :])
@@ -206,6 +212,14 @@ class Stage:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{name} is still running; its log:\n{self.log(name)}") from None
 
+    def finish_run(
+        self, coordinator: subprocess.Popen[bytes] | Forked, devices: Mapping[str, subprocess.Popen[bytes]]
+    ) -> None:
+        """Wait until the coordinator and its devices have ended without an error."""
+        assert self.finish(coordinator, "coordinator") == 0, self.log("coordinator")
+        for name, process in devices.items():
+            assert self.finish(process, name) == 0, self.log(name)
+
     def model(self) -> bytes:
         return (self.out / "run" / "model.safetensors").read_bytes()
 
@@ -216,12 +230,7 @@ class Stage:
         return dict(self.command("report", "run", "--runs", str(self.out)))
 
     def query(self, sql: str) -> list[tuple[Any, ...]]:
-        """Read the run's record while it is being written; empty while there is none."""
-        try:
-            with closing(sqlite3.connect(f"file:{self.out / 'fedvit.db'}?mode=ro", uri=True, timeout=5)) as database:
-                return database.execute(sql).fetchall()
-        except sqlite3.OperationalError:
-            return []
+        return query_record(self.out, sql)
 
     def close(self) -> None:
         for process in self._processes:
@@ -241,6 +250,19 @@ def find_worker(run: Path) -> int | None:
     """Find the pid of the worker process of a run's coordinator in its log; None before the log names one."""
     pids: list[str] = re.findall(r"worker process  pid=(\d+)", (run / "coordinator.log").read_text())
     return int(pids[-1]) if pids else None
+
+
+def query_record(runs: Path, sql: str, *values: object) -> list[tuple[Any, ...]]:
+    """Read a record while it is written; no rows before it exists."""
+    try:
+        with closing(sqlite3.connect(f"file:{runs / 'fedvit.db'}?mode=ro", uri=True, timeout=5)) as database:
+            return database.execute(sql, values).fetchall()
+    except sqlite3.OperationalError:
+        return []
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def toml(values: dict[str, Any]) -> str:

@@ -9,8 +9,8 @@ import msgspec
 
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import Record, open_record
-from coordinator.record.tables import SavedState, TaskRecord
-from coordinator.rounds.status import MEMBERS, AtWork, Member, Status, read_status
+from coordinator.record.tables import RefusalRecord, SavedState, TaskRecord
+from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member, read_status
 from coordinator.run_view import RunLine, RunView
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import Manifest, Result
@@ -72,8 +72,8 @@ def begin_run(folder: Path) -> Record:
     made.rounds.close_evaluation(RUN, 1)
     made.rounds.open(RUN, 2, ["a", "b"])
     trained(made, 2, "a", 30, 0.5, step_s=0.020, flops=600)
-    made.devices.add_refusal(RUN, 1, "c", "train", "no result: deadline", lost=True)
-    made.devices.add_refusal(RUN, None, "e", "hello", "its class folder [wasp] is unknown [/b]")
+    made.devices.add_refusal(RUN, RefusalRecord(1, "c", "train", "no result: deadline", lost=True))
+    made.devices.add_refusal(RUN, RefusalRecord(None, "e", "hello", "its class folder [wasp] is unknown [/b]"))
     return made
 
 
@@ -113,7 +113,7 @@ def fleet_run(folder: Path, devices: int = 500, rounds: int = 3, refusals: int =
     with made.database.together():
         for number in range(refusals):
             made.devices.add_refusal(
-                FLEET_RUN, 1 + number % rounds, names[number % 7], "train", "a number is not finite <b>"
+                FLEET_RUN, RefusalRecord(1 + number % rounds, names[number % 7], "train", "a number is not finite <b>")
             )
     for number in (1, 2):
         made.devices.add_strike(FLEET_RUN, number, names[2], "a number is not finite")
@@ -148,7 +148,7 @@ def write_status(folder: Path, waiting: Sequence[str] = (), number: int = 0) -> 
         )
         for name in waiting
     ]
-    status = Status(at=at, doing=f"round {number}: train", waiting_for=awaited, backing_off=[], online=len(waiting))
+    status = LiveStatus(at=at, doing=f"round {number}: train", waiting_for=awaited, backing_off=[], online=len(waiting))
     if not waiting:
         status = msgspec.structs.replace(read_status(folder), at=at)
     fresh = folder / "status.new"

@@ -16,11 +16,11 @@ from coordinator.views.report.document import (
 )
 from fedvit.resources import Budget, ResourceUse
 from profiles.catalogue import load
-from profiles.predict import predict
+from profiles.predict import Target, predict
 from profiles.prediction import Expected, FlopShare, GraphWork, MemoryPhase, Prediction, ProductWork, ProgramCost
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant, PublishedFigure
-from profiles.report.experiment import CellOutcome, CellResult, Comparison, ExperimentOutcome
+from profiles.report.experiment import CellOutcome, CellResult, ExperimentOutcome, MethodComparison
 
 MADE_AT = "2026-11-22T08:00:00.000+00:00"
 BATCH = 32
@@ -82,10 +82,7 @@ def prediction(cost: ProgramCost, device: str, mode: str | None = None, **budget
     """On a board of the catalogue, whose memory is a budget, too."""
     board = load(device)
     limits = board.budget().tightest(Budget(**budget))
-    return predict(
-        cost, board.speed(mode), device=device, source="catalogue", mode=mode, budget=limits,
-        power_w=board.power_w(mode),
-    )  # fmt: skip
+    return predict(cost, board.speed(mode), Target(device, "catalogue", mode, board.power_w(mode)), limits)
 
 
 def profile_document(
@@ -275,7 +272,7 @@ def experiment_outcome() -> ExperimentOutcome:
         settings={"rounds": 3, "partitions": {partition: {"partition": "iid"} for partition in partitions}},
         methods={method: {"lr": 0.1, "options": ["x" * 60, "y" * 60]} for method in methods}, seeds=[0],
         comparisons=[
-            Comparison(
+            MethodComparison(
                 method=method, partition=partition, seeds=[0], accuracy=0.9, std_over_seeds=None, std_over_devices=0.1,
                 accuracy_weighted=0.9, bytes_down=2e6, bytes_up=1e6, flops=None, wall_s=10.0, peak_rss_bytes=None,
             )

@@ -20,6 +20,7 @@ from coordinator.record.record import Record, open_record
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.leading import Owner
+from coordinator.rounds.parts import RunSetup
 from fedvit.blobs import BlobStore
 from fedvit.methods.base import GroupRule, ServerRule
 from fedvit.methods.calculus import Named
@@ -244,16 +245,18 @@ class Stage:
             self.store.runs.create(run, msgspec.to_builtins(config))
         self.outcome = None
         self.coordinator = Coordinator(
-            run=run,
-            config=config,
-            transport=MemoryTransport(SimpleQueue(), self.broker, f"coordinator-{secrets.token_hex(4)}"),
-            store=self.store,
-            folder=self.out / run,
-            display=Lines(self.lines),
-            compute=Engine(
-                run=run, config=config, store=self.store, folder=self.out / run, graph_cache=self._graph_cache
+            RunSetup(
+                run=run,
+                config=config,
+                transport=MemoryTransport(SimpleQueue(), self.broker, f"coordinator-{secrets.token_hex(4)}"),
+                store=self.store,
+                folder=self.out / run,
+                display=Lines(self.lines),
+                compute=Engine(
+                    run=run, config=config, store=self.store, folder=self.out / run, graph_cache=self._graph_cache
+                ),
             ),
-            owner=self.owner,
+            self.owner,
         )
         self._thread = threading.Thread(target=self._serve, args=(self.coordinator,), daemon=True)
         self._thread.start()

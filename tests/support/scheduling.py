@@ -5,6 +5,7 @@ which their first tests were collected.
 """
 
 import re
+from typing import Any
 
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
@@ -35,3 +36,8 @@ class Groups(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+    def _reschedule(self, node: Any) -> None:
+        """Leave out a worker that replaces a dead one and still collects: xdist 3.8 ends the session there."""
+        if node in self.registered_collections:
+            super()._reschedule(node)

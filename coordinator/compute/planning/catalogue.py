@@ -31,6 +31,7 @@ from fedvit.choices import describe_allowed
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, build_model, make_method, method_class
 from fedvit.methods.base import Method
+from fedvit.methods.hyperparameters import Hyperparameters
 from fedvit.methods.novel import phases_of
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
@@ -163,7 +164,8 @@ def options_of(kind: type[Method]) -> list[OptionEntry]:
     """A method's hyperparameters, described by the comments beside them in the code."""
     hints = typing.get_type_hints(kind, include_extras=True)
     texts: dict[str, str] = {}
-    for owner in reversed([each for each in kind.__mro__ if issubclass(each, Method)]):
+    owners: list[type] = [each for each in kind.__mro__ if issubclass(each, Hyperparameters)]
+    for owner in reversed(owners):
         texts |= {name: text for name, text in _comments(owner).items() if text or name not in texts}
     return [
         OptionEntry(

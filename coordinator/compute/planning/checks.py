@@ -8,7 +8,7 @@ from coordinator.compute.planning.batch import method_batch
 from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import ServerRule
+from fedvit.methods.base import ServerRule, check_fits
 from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.model_options import OWN_MODELS
 from fedvit.program import Role
@@ -80,7 +80,7 @@ def _check(config: RunConfig) -> None:
         for pattern, options in config.variants.items():
             try:
                 other = make_method(config.method, {**config.options, **options})
-                other.check_fits(vit)
+                check_fits(other, vit)
                 other.groups(vit)
                 if other.all_patches() != method.all_patches():
                     raise ConfigError("FV1112", f"{options} adds other tensors to the model than the run does")
@@ -91,13 +91,13 @@ def _check(config: RunConfig) -> None:
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
     """Check that this method's server can use uploads for an older state."""
-    if config.mode == "buffered" and config.evaluation == "pre_aggregation":
+    if config.mode != "rounds" and config.evaluation == "pre_aggregation":
         raise ConfigError(
             "FV1015", "evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'"
         )
-    setting = "mode = 'buffered'" if config.mode == "buffered" else f"late = {config.late!r}"
-    if config.mode == "rounds" and config.late == "refuse":
+    if not config.uses_late_results():
         return
+    setting = config.late_setting()
     if why := rule.why_never_late:
         raise ConfigError("FV1015", f"{setting} cannot be used with method {config.method!r}: {why}")
     if config.late == "discount" and not rule.discounts:

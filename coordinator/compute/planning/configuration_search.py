@@ -24,7 +24,7 @@ from fedvit.models.vit import PatchViT
 from fedvit.program import Batch
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, BudgetKind, image_cache_bytes
-from profiles.predict import predict
+from profiles.predict import Target, predict
 from profiles.prediction import Expected, Prediction, ProgramCost
 from profiles.program_cost import PricedProgram
 
@@ -262,15 +262,9 @@ class ConfigurationSearch:
         prediction = predict(
             cost,
             planned.speed,
-            device=planned.device,
-            source=planned.source,
-            mode=planned.mode,
-            budget=msgspec.structs.replace(
-                planned.budget, memory_bytes=None if limit is None else int(HEADROOM * limit)
-            ),
-            power_w=planned.power_w,
-            base_rss_bytes=planned.base_rss_bytes,
-            corrections=dict(planned.corrections),
+            Target(planned.device, planned.source, planned.mode, planned.power_w, planned.base_rss_bytes),
+            msgspec.structs.replace(planned.budget, memory_bytes=None if limit is None else int(HEADROOM * limit)),
+            dict(planned.corrections),
         )
         return Candidate(changes=changes, quality=quality, prediction=prediction)
 

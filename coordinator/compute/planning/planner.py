@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -95,11 +95,12 @@ class Plan:
     groups: dict[str, list[str]]  # groups that are the same for all devices -> their tensors
     cache: Path | None
     progress: Callable[[str], None]
-    variants: dict[Method, Variant]
-    choices: dict[tuple[Method, bytes], tuple[Variant, Expected]]  # by method and target without its name
-    costs: dict[str, GraphCost]  # by the graph's digest
-    packed: dict[tuple[str, Precision, Compute], str]  # (digest, how it is packed) -> digest
-    lock: threading.Lock
+    variants: dict[Method, Variant] = field(default_factory=dict)
+    # by method and target without its name
+    choices: dict[tuple[Method, bytes], tuple[Variant, Expected]] = field(default_factory=dict)
+    costs: dict[str, GraphCost] = field(default_factory=dict)  # by the graph's digest
+    packed: dict[tuple[str, Precision, Compute], str] = field(default_factory=dict)  # (digest, how it is packed)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def first(self) -> Variant:
@@ -360,11 +361,6 @@ def make_plan(
         groups=groups,
         cache=cache,
         progress=progress,
-        variants={},
-        choices={},
-        costs={},
-        packed={},
-        lock=threading.Lock(),
     )
 
 

@@ -6,11 +6,10 @@ Programs and graphs are made as a run makes them, so the same graphs are priced 
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -20,15 +19,15 @@ from coordinator.compute.planning.configuration_search import Choice, make_expec
 from coordinator.compute.planning.forecast import BoardForecast, Forecast
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.planner import Plan, make_plan
-from coordinator.config import RunConfig
+from coordinator.compute.planning.prediction_request import BoardMode, PredictionRequest
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS, make_method, method_class
+from fedvit.methods.base import check_fits
 from fedvit.program import Program
 from fedvit.resources import Budget
-from profiles.catalogue import Board, in_mode
 from profiles.crosscheck import fvcore_check
-from profiles.predict import predict
+from profiles.predict import Target, predict
 from profiles.prediction import FlopShare, ProgramCost
 from profiles.published import find_published
 from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVariant
@@ -37,53 +36,15 @@ SPLIT_OPTION = "local_blocks"
 MASK_OPTION = "mask"
 
 
-class BoardMode(NamedTuple):
-    """A board of the catalogue in one of its power modes."""
-
-    board: Board
-    mode: str | None
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """ID, or ID@MODE. Raises ConfigError for a board or a mode that the catalogue does not have."""
-        return cls(*in_mode(text))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A run in some variants of its method, and the boards to price it for."""
-
-    config: RunConfig
-    classes: int  # where the configuration names none
-    targets: Sequence[BoardMode]
-    masks: Sequence[float]  # empty: the method's own
-    splits: Sequence[int]
-    images: int
-    test_images: int
-    budget: Budget  # of every device, beside the limits of its board
-
-    def variants(self) -> list[dict[str, Any]]:
-        """Options of every variant. Raises ConfigError when the method has no split to vary."""
-        if self.splits and SPLIT_OPTION not in method_class(self.config.method).__dataclass_fields__:
-            able = sorted(name for name, kind in METHODS.items() if SPLIT_OPTION in kind.__dataclass_fields__)
-            raise ConfigError(
-                "FV1101",
-                f"--split: method {self.config.method!r} has no option {SPLIT_OPTION!r}; these have: {', '.join(able)}",
-            )
-        splits: Sequence[dict[str, Any]] = [{SPLIT_OPTION: split} for split in self.splits] or [{}]
-        masks: Sequence[dict[str, Any]] = [{MASK_OPTION: mask} for mask in self.masks] or [{}]
-        return [{**self.config.options, **split, **mask} for split in splits for mask in masks]
-
-
 def make_document(
-    request: Request,
+    request: PredictionRequest,
     *,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ProfileDocument:
     """Price all variants, and predict them on all boards. Raises ConfigError as a run's configuration does."""
     plan = _plan(request, progress)
     variants = []
-    for options in request.variants():
+    for options in _list_variants(request):
         cost = _price(request, plan, options, progress)
         variants.append(ProfiledVariant(label=_label(cost), cost=cost))
     devices = [_predict(target, variants, request.budget) for target in request.targets]
@@ -102,7 +63,7 @@ def make_document(
     )
 
 
-def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
+def _plan(request: PredictionRequest, progress: Callable[[str], None], *, budgets: bool = False) -> Plan:
     """A plan of the first round; nothing of it is stored, and no weights are read, on which no cost depends."""
     check_run(request.config, "profile")
     config = msgspec.structs.replace(request.config, pretrained=False)
@@ -110,10 +71,25 @@ def _plan(request: Request, progress: Callable[[str], None], *, budgets: bool = 
     return make_plan(config, classes, BlobStore(Path(os.devnull)), budgets=budgets, progress=progress)
 
 
-def _price(request: Request, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]) -> ProgramCost:
+def _list_variants(request: PredictionRequest) -> list[dict[str, Any]]:
+    """List the options of every variant. Raises ConfigError when the method has no split to vary."""
+    method, options = request.config.method, request.config.options
+    if request.splits and SPLIT_OPTION not in method_class(method).__dataclass_fields__:
+        able = sorted(name for name, kind in METHODS.items() if SPLIT_OPTION in kind.__dataclass_fields__)
+        raise ConfigError(
+            "FV1101", f"--split: method {method!r} has no option {SPLIT_OPTION!r}; these have: {', '.join(able)}"
+        )
+    splits: Sequence[dict[str, Any]] = [{SPLIT_OPTION: split} for split in request.splits] or [{}]
+    masks: Sequence[dict[str, Any]] = [{MASK_OPTION: mask} for mask in request.masks] or [{}]
+    return [{**options, **split, **mask} for split in splits for mask in masks]
+
+
+def _price(
+    request: PredictionRequest, plan: Plan, options: dict[str, Any], progress: Callable[[str], None]
+) -> ProgramCost:
     """The cost of one variant's Program."""
     method = make_method(request.config.method, options).in_round(1, request.config.rounds)
-    method.check_fits(plan.vit)
+    check_fits(method, plan.vit)
     method.groups(plan.vit)  # says what does not fit the model
     named = ", ".join(f"{name} = {value}" for name, value in options.items())
     progress(f"pricing {named or request.config.method}")
@@ -165,8 +141,7 @@ def _predict(target: BoardMode, variants: list[ProfiledVariant], wanted: Budget)
         mode=mode,
         budget=budget,
         predictions=[
-            predict(variant.cost, speed, device=board.id, source="catalogue", mode=mode, budget=budget, power_w=power_w)
-            for variant in variants
+            predict(variant.cost, speed, Target(board.id, "catalogue", mode, power_w), budget) for variant in variants
         ],
         warnings=warnings,
     )
@@ -181,7 +156,7 @@ class NothingFits(Struct, frozen=True, kw_only=True):
 
 
 def choose_configurations(
-    request: Request, *, progress: Callable[[str], None] = lambda line: None
+    request: PredictionRequest, *, progress: Callable[[str], None] = lambda line: None
 ) -> list[Choice | NothingFits]:
     """The configuration of the method that a run would choose for each board."""
     plan = _plan(request, progress, budgets=True)
@@ -205,7 +180,7 @@ def choose_configurations(
     return chosen
 
 
-def forecast_of(request: Request, chosen: Sequence[Choice | NothingFits]) -> Forecast:
+def forecast_of(request: PredictionRequest, chosen: Sequence[Choice | NothingFits]) -> Forecast:
     """Return what `choose_configurations` found for the boards of a request."""
     names = [f"{board.id}@{mode}" if mode else board.id for board, mode in request.targets]
     return Forecast(

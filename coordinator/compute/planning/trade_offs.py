@@ -8,7 +8,7 @@ not a prediction; beside each stands its evidence.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from fedvit.methods.base import Method
+from fedvit.methods.base import Method, list_untrained
 from fedvit.methods.eftvit import EFTViT
 from fedvit.models.vit import PatchViT
 from fedvit.resources import BudgetKind
@@ -50,7 +50,7 @@ def _recompute(method: Method, vit: PatchViT) -> Values:
 
 def _frozen_precision(method: Method, vit: PatchViT) -> Values:
     """Assumed to be a little less: what was measured (docs/measurements.md) cannot be told from chance."""
-    if method.compute != "fp32" or not method.list_untrained(vit):
+    if method.compute != "fp32" or not list_untrained(method, vit):
         return ()
     fewer_bits: dict[str, Values] = {"fp32": (("fp16", 0.99), ("int8", 0.98)), "fp16": (("int8", 0.99),), "int8": ()}
     return fewer_bits[method.sent_precision]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coordinator.record.record import Record
-from coordinator.record.retention import collect
+from coordinator.record.retention import RetentionPolicy, collect
 from fedvit.errors import FedvitError
 
 log = logging.getLogger(__name__)
@@ -48,9 +48,7 @@ class Cleaner:
         freed, count = 0, 0
         try:
             self._store.database.check_leads()
-            for entry in collect(
-                self._store, self._out, keep_runs=None, keep_rounds=None, dry_run=False, report=self._operator_log
-            ):
+            for entry in collect(self._store, self._out, RetentionPolicy(), report=self._operator_log):
                 log.info("removed", extra={"what": entry.what, "path": entry.path, "bytes": entry.bytes})
                 freed, count = freed + entry.bytes, count + 1
                 if self._stop.is_set():

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.config import why_not_asked
 from coordinator.record.leadership import Leadership
 from coordinator.rounds.lease import Lease
 from coordinator.rounds.presence import Presence, hello_spread_s
 from coordinator.rounds.sender_limits import SenderLimits
+from coordinator.rounds.service.assignment import Assignments, RunLink
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Wake, Will, WillMaker
 from fedvit.wire.limits import BrokerLimits
@@ -39,14 +39,13 @@ from fedvit.wire.topics import Topics, is_name
 
 log = logging.getLogger(__name__)
 
-NO_WORK = "no run has work for it now"
 EVENTS_AT_ONCE = 500
 """After this many events the service handles its runs, however fast devices send."""
 _HEAD_BYTES = 16
 """A message's type is within its first bytes."""
 
 
-class RunTransport(Transport):
+class RunTransport(RunLink):
     """The link as one run sees it: its own devices, and the epoch that all runs share.
 
     A final refusal of this run is not sent to the device: another run may accept it.
@@ -116,25 +115,6 @@ class _Rejected(NamedTuple):
     reason: str
 
 
-class Member(NamedTuple):
-    """A device that has sent a hello to this process."""
-
-    device: str
-    labels: dict[str, str]
-    online: bool
-    run: str | None
-
-
-class _DeviceEntry:
-    """The router's state of one device, apart from its presence."""
-
-    def __init__(self, hello: Hello, event: Received) -> None:
-        self.hello = hello
-        self.event = event  # the message with the hello
-        self.owner: RunTransport | None = None
-        self.refused: dict[str, str] = {}  # run -> reason of its refusal
-
-
 class Router:
     """See above. `has_ended(run)` says whether results of a run are no longer wanted; `operator_log` prints a line.
 
@@ -161,9 +141,16 @@ class Router:
         self._has_ended = has_ended
         self._operator_log = operator_log
         self._lease = Lease(link, self.topics, "", operator_log, leadership.term if leadership else 0)
-        self._runs: list[RunTransport] = []  # in the order in which devices are offered to them
         self._presence = Presence()
-        self._devices: dict[str, _DeviceEntry] = {}
+        self._assignments = Assignments(
+            self.topics,
+            self._presence,
+            lambda device, hello, why: self._send(
+                device, Welcome(hello.instance, self.epoch, why, limits=link.limits.non_default())
+            ),
+        )
+        self.seen_since = self._presence.seen_since
+        self.members = self._assignments.list_devices
         self._link_trouble = ""
         self.limits = SenderLimits(self.topics)
         link.admits = self.limits.admits
@@ -206,21 +193,11 @@ class Router:
             elif self._linked and not self.connected and self._leads():
                 self._on_connected()
 
-    def seen_since(self, at: float) -> dict[str, float]:
-        """Return when each device that was seen after `at` was last seen, as `Presence` does."""
-        return self._presence.seen_since(at)
-
-    def members(self) -> list[Member]:
-        return [
-            Member(name, entry.hello.labels, self._presence.is_online(name), entry.owner.run if entry.owner else None)
-            for name, entry in sorted(self._devices.items())
-        ]
-
     def set_labels(self, labels: Mapping[str, Mapping[str, str]]) -> None:
         """Labels by device that replace those of the devices; a device whose labels change may change its run."""
         before, self._labels = self._labels, {device: dict(of) for device, of in labels.items()}
         for device in before.keys() | self._labels.keys():
-            entry = self._devices.get(device)
+            entry = self._assignments.devices.get(device)
             if entry and before.get(device) != self._labels.get(device) and self._presence.is_online(device):
                 hello = decode(entry.event.payload)
                 assert isinstance(hello, Hello)  # `event` is the message with the hello
@@ -228,7 +205,7 @@ class Router:
 
     def expel(self, device: str) -> None:
         """Exclude a device."""
-        self._devices.pop(device, None)
+        self._assignments.devices.pop(device, None)
         if device in self._presence:
             self._presence.dismiss(device)
 
@@ -255,24 +232,18 @@ class Router:
                 self._linked = False
                 self._on_disconnected(event)
             case _Opened(transport=transport):
-                self._runs.append(transport)
                 if self.connected:
                     self._connect(transport)
-                self._offer_all()
+                self._assignments.add_run(transport)
             case _Closed(transport=transport):
-                self._runs.remove(transport)
-                for entry in self._devices.values():
-                    entry.refused.pop(transport.run, None)
-                    if entry.owner is transport:
-                        entry.owner = None
-                self._offer_all()
+                self._assignments.remove_run(transport)
             case _Rejected(transport=transport, device=device, reason=reason):
-                self._on_rejected(transport, device, reason)
+                self._assignments.reject(transport, device, reason)
             case _:
                 self._to_all_runs(Wake())
 
     def _to_all_runs(self, event: object) -> None:
-        for transport in self._runs:
+        for transport in self._assignments.runs:
             transport.inbox.put(event)
 
     def _on_disconnected(self, event: Disconnected) -> None:
@@ -283,18 +254,18 @@ class Router:
     def _on_connected(self) -> None:
         self.connected = True
         self._link_trouble = ""
-        self.epoch = self._lease.renew(hello_spread_s(len(self._devices)))
-        for transport in self._runs:
+        self.epoch = self._lease.renew(hello_spread_s(len(self._assignments.devices)))
+        for transport in self._assignments.runs:
             self._connect(transport)
 
-    def _connect(self, transport: RunTransport) -> None:
+    def _connect(self, transport: RunLink) -> None:
         transport.shared_epoch = self.epoch
         transport.announced_packet_bytes = self.link.announced_packet_bytes
         transport.inbox.put(Connected())
 
     def _on_received(self, event: Received) -> None:
         device = self.topics.device_of(event.topic)
-        entry = self._devices.get(device)
+        entry = self._assignments.devices.get(device)
         owner = entry.owner if entry else None
         if not is_name(device):
             log.warning("message dropped", extra={"reason": f"{device[:64]!r} cannot be the name of a device"})
@@ -336,8 +307,6 @@ class Router:
         reason = f"run {result.run!r} " + ("has no work for it now" if keep else "has ended")
         self._send(device, ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason, keep=keep))
 
-    # --- which run a device belongs to ------------------------------------------------------------------------
-
     def _on_hello(self, device: str, hello: Hello, event: Received) -> None:
         hello = msgspec.structs.replace(hello, labels=hello.labels | self._labels.get(device, {}))
         if rival := self._presence.find_rival(device, hello):
@@ -350,46 +319,7 @@ class Router:
             self._operator_log(f"{device} is online{labels}")
             log.info("device online", extra={"device": device, "labels": labels.strip()})
         self._presence.arrived(device, hello)
-        before = self._devices.get(device)
-        entry = self._devices[device] = _DeviceEntry(hello, event)
-        if before and before.owner and self._why_not(before.owner, entry) is None:
-            entry.owner = before.owner
-            entry.owner.inbox.put(event)
-            return
-        if before and before.owner:  # its labels have changed
-            left = encode(DeviceState(hello.instance, online=False))
-            before.owner.inbox.put(Received(self.topics.device_state(device), left))
-        self._offer(device)
-
-    def _on_rejected(self, transport: RunTransport, device: str, reason: str) -> None:
-        entry = self._devices.get(device)
-        if entry and entry.owner is transport:
-            entry.owner = None
-            entry.refused[transport.run] = reason
-            self._offer(device)
-
-    def _offer_all(self) -> None:
-        for device, entry in self._devices.items():
-            if entry.owner is None and self._presence.is_online(device):
-                self._offer(device)
-
-    def _offer(self, device: str) -> None:
-        """Assign a device to the first run that selects it; otherwise tell it the reasons."""
-        entry, reasons = self._devices[device], []
-        for transport in self._runs:
-            why = self._why_not(transport, entry)
-            if why is None:
-                entry.owner = transport
-                transport.inbox.put(entry.event)
-                return
-            reasons.append(f"run {transport.run}: {why}")
-        why = "; ".join(reasons)[:1000] or NO_WORK
-        self._send(device, Welcome(entry.hello.instance, self.epoch, why, limits=self.link.limits.non_default()))
-
-    def _why_not(self, transport: RunTransport, entry: _DeviceEntry) -> str | None:
-        if transport not in self._runs:
-            return "it has ended"
-        return entry.refused.get(transport.run) or why_not_asked(transport.devices_where, entry.hello.labels)
+        self._assignments.assign(device, hello, event)
 
     def _send(self, device: str, message: FromCoordinator) -> None:
         self.publish(self.topics.to_device(device), encode(message))

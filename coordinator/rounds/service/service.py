@@ -23,6 +23,7 @@ from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import TICK_S as RUN_TICK_S
 from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.leading import Owner
+from coordinator.rounds.parts import RunSetup
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
 from coordinator.rounds.service.cleaning import Cleaner
 from coordinator.rounds.service.router import Router, RunTransport
@@ -52,20 +53,21 @@ class RunHost(NamedTuple):
     display: Display
     compute_of: ComputeOf
     follow: Follow
+    leadership: Leadership | None = None  # None: the service need not lead
+
+    @property
+    def term(self) -> int:
+        """The term in which the service leads; 0: it need not lead."""
+        return self.leadership.term if self.leadership else 0
 
 
 class ServedRun:
-    """One run in its own thread; `term`: in which the service leads. Raises ConfigError if another process serves it,
-    unless that was an earlier leader."""
+    """One run in its own thread.
 
-    def __init__(
-        self,
-        record: RunRecord,
-        config: RunConfig,
-        transport: RunTransport,
-        host: RunHost,
-        term: int,
-    ) -> None:
+    Raises ConfigError if another process serves it, unless that was an earlier leader.
+    """
+
+    def __init__(self, record: RunRecord, config: RunConfig, transport: RunTransport, host: RunHost) -> None:
         self.name = record.id
         self.loop = LoopWatch(RUN_TICK_S)
         self.coordinator: Coordinator | None = None  # once it has begun
@@ -78,7 +80,7 @@ class ServedRun:
         self._display = host.display
         self._expelled: SimpleQueue[tuple[str, str]] = SimpleQueue()
         self._stack = ExitStack()
-        self._stack.callback(os.close, lock_run(self._folder, record.id, term))
+        self._stack.callback(os.close, lock_run(self._folder, record.id, host.term))
         self._thread = threading.Thread(target=self._serve, name=f"run-{record.id}", daemon=True)
 
     def begin(self) -> None:
@@ -86,14 +88,16 @@ class ServedRun:
             compute = self._compute = self._host.compute_of(self.name, self._config, self._folder)
             self._stack.callback(compute.close)
             self.coordinator = Coordinator(
-                run=self.name,
-                config=self._config,
-                transport=self._transport,
-                store=self._store,
-                folder=self._folder,
-                display=RunDisplay(self.name, self._display),
-                compute=compute,
-                owner=Owner(self._watch),
+                RunSetup(
+                    run=self.name,
+                    config=self._config,
+                    transport=self._transport,
+                    store=self._store,
+                    folder=self._folder,
+                    display=RunDisplay(self.name, self._display),
+                    compute=compute,
+                ),
+                Owner(self._watch),
             )
             operator_log = RunDisplay(self.name, self._display).line
             self._stack.enter_context(
@@ -193,8 +197,7 @@ class RunService:
         link: Transport,
         endpoint: BrokerEndpoint,
         stop: threading.Event,
-        on_turn: Callable[[], None] = lambda: None,
-        leadership: Leadership | None = None,
+        on_turn: Callable[[], None],
     ) -> None:
         self.loop = LoopWatch(TICK_S, on_turn)
         self._host = host
@@ -202,9 +205,12 @@ class RunService:
         self._store = store = host.store
         self._endpoint = endpoint
         self._display = display = host.display
-        self._term = leadership.term if leadership else 0
         self._router = Router(
-            link, config.federation, has_ended=store.runs.has_ended, operator_log=display.line, leadership=leadership
+            link,
+            config.federation,
+            has_ended=store.runs.has_ended,
+            operator_log=display.line,
+            leadership=host.leadership,
         )
         self._cleaner = Cleaner(store, host.out, config.gc_every_h, display.line)
         self._running: dict[str, ServedRun] = {}
@@ -298,7 +304,7 @@ class RunService:
             return
         transport = RunTransport(self._router, record.id, config.devices_where)
         try:
-            run = ServedRun(record, config, transport, self._host, self._term)
+            run = ServedRun(record, config, transport, self._host)
         except ConfigError:  # by `coordinator start --resume`
             return
         if not self._recorded(record, config):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from coordinator.security.broker.mosquitto import find_mosquitto, start_mosquitto
-from coordinator.security.broker.process import FLEET_USER, Broker, claim_port
+from coordinator.security.broker.process import FLEET_USER, Broker, BrokerProgram, claim_port
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.transport.address import Address
 
@@ -27,7 +27,7 @@ def start_broker(
     """
     if choice not in ("auto", "mosquitto", "embedded"):
         raise ConfigError("FV1204", f"broker {choice!r} is unknown; expected auto, mosquitto or embedded")
-    if password is None and not _is_loopback(listen):
+    if password is None and not is_loopback(listen):
         raise ConfigError(
             "FV1205",
             f"a broker on {listen} can be reached from other machines and needs a password; "
@@ -52,26 +52,29 @@ def start_broker(
     return Broker(
         "embedded amqtt",
         address,
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "coordinator.security.broker.embedded",
-            "--listen",
-            listen,
-            "--port",
-            str(address.port),
-        ],
-        {**os.environ, PASSWORD_VARIABLE: password or ""},
-        folder / "amqtt.log",
+        BrokerProgram(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                EMBEDDED,
+                "--listen",
+                listen,
+                "--port",
+                str(address.port),
+            ],
+            {**os.environ, PASSWORD_VARIABLE: password or ""},
+            folder / "amqtt.log",
+        ),
     )
 
 
-def _is_loopback(listen: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return True for an address or name by which only this machine reaches itself."""
     try:
-        return ipaddress.ip_address(listen).is_loopback
+        return ipaddress.ip_address(address).is_loopback
     except ValueError:
-        return listen == "localhost"
+        return address == "localhost"
 
 
 def _reachable(listen: str) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from coordinator.security.broker.process import FLEET_USER, START_S, Broker
+from coordinator.security.broker.process import FLEET_USER, START_S, Broker, BrokerProgram
 from fedvit.files import atomic_write
 from fedvit.transport.address import Address
-from fedvit.transport.mqtt import MAX_PACKET_BYTES
+from fedvit.transport.packets import MAX_PACKET_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +92,8 @@ def run_mosquitto(
 ) -> Broker:
     """Raise ConfigError when it does not come up; `operator_log` is called if it is slow."""
     kind = f"mosquitto {_version(program)} ({program})"
-    command = [str(program), "-c", str(config)]
-    return Broker(
-        kind, address, command, os.environ, log_file, most_bytes=choose_watched_bytes(), operator_log=operator_log
-    )
+    started = BrokerProgram([str(program), "-c", str(config)], os.environ, log_file)
+    return Broker(kind, address, started, most_bytes=choose_watched_bytes(), operator_log=operator_log)
 
 
 def configuration(listen: str, address: Address, password_file: Path) -> str:

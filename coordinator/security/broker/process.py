@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import psutil
 
@@ -46,6 +47,14 @@ log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
+class BrokerProgram(NamedTuple):
+    """The command line of a broker's process."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log_file: Path
+
+
 class Broker:
     """Our running broker. Raises ConfigError if it cannot be started, or accepts no connection within START_S.
 
@@ -58,18 +67,16 @@ class Broker:
         self,
         kind: str,
         address: Address,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log_file: Path,
+        program: BrokerProgram,
         *,
         most_bytes: float = math.inf,
         operator_log: Callable[[str], None] = log.warning,
     ) -> None:
         self.kind = kind
         self.address = address
-        self._command = command
-        self._environment = environment
-        self.log_file = log_file
+        self._command = program.command
+        self._environment = program.environment
+        self.log_file = program.log_file
         self.log_position = 0
         """Position in the log at which the lines of the current process begin."""
         self.up = False

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, quote, urlencode, urlsplit
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
+from coordinator.security.broker import is_loopback
 from coordinator.views.dashboard.frame import templates
 
 COOKIE = "fedvit_dashboard"
@@ -42,7 +43,7 @@ Scope = MutableMapping[str, Any]
 
 
 @dataclass
-class Guard:
+class AccessGuard:
     """An ASGI application that passes on what is allowed, pages and live connections alike."""
 
     app: Any
@@ -171,14 +172,6 @@ def policy_header(page: bytes) -> tuple[bytes, bytes]:
         "img-src 'self' data: blob:; font-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'self'; "
         "frame-ancestors 'none'"
     ).encode()
-
-
-def is_loopback(address: str) -> bool:
-    """Return True for an address or name by which only this machine reaches itself."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _network(request: HTTPConnection) -> str:

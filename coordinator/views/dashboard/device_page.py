@@ -22,7 +22,7 @@ ROUNDS = 50
 REFUSALS = 50
 
 
-class Entry(NamedTuple):
+class HistoryEntry(NamedTuple):
     """One round of the device."""
 
     task: TaskHistory
@@ -43,7 +43,7 @@ class DeviceDetails(Struct, frozen=True):
     first: int  # round of the history
     last: int
     newest: int  # round of the run
-    history: list[Entry]  # the newest round first
+    history: list[HistoryEntry]  # the newest round first
     refusals: list[RefusalRecord]  # the newest last
     standing: Standing | None
 
@@ -69,13 +69,15 @@ def read_details(store: Record, run: str, device: str, until: int | None) -> Dev
         numbers[0] if numbers else 0,
         last,
         newest,
-        [Entry(task, accuracy.get(task.round)) for task in reversed(tasks)],
+        [HistoryEntry(task, accuracy.get(task.round)) for task in reversed(tasks)],
         store.devices.read_refusals(run, REFUSALS, device=device),
         next((standing for standing in read_standings(store, run) if standing.device == device), None),
     )
 
 
-def _by_round(name: str, unit: str, of: Callable[[Entry], float | None]) -> Callable[[DeviceDetails], charts.Options]:
+def _by_round(
+    name: str, unit: str, of: Callable[[HistoryEntry], float | None]
+) -> Callable[[DeviceDetails], charts.Options]:
     """A line of the rounds in which the device measured something."""
 
     def draw(seen: DeviceDetails) -> charts.Options:
@@ -95,12 +97,12 @@ def _memory(seen: DeviceDetails) -> charts.Options:
     return charts.lines(_numbers(measured), lines, x_name="round", y_name="MB")
 
 
-def _list_measured(seen: DeviceDetails) -> list[Entry]:
+def _list_measured(seen: DeviceDetails) -> list[HistoryEntry]:
     """The oldest round first."""
     return [entry for entry in reversed(seen.history) if entry.task.use is not None]
 
 
-def _numbers(entries: list[Entry]) -> list[float]:
+def _numbers(entries: list[HistoryEntry]) -> list[float]:
     return [float(entry.task.round) for entry in entries]
 
 
@@ -116,15 +118,15 @@ FIGURES = {
 }
 
 
-def _history_sheet(history: list[Entry], run: str) -> Sheet:
+def _history_sheet(history: list[HistoryEntry], run: str) -> Sheet:
     def read_use(name: str, heading: str) -> Column:
         return Column(name, heading, lambda entry: getattr(entry.use, name))
 
-    def outcome(entry: Entry) -> str:
+    def outcome(entry: HistoryEntry) -> str:
         attempt = f", attempt {entry.task.attempt}" if entry.task.attempt > 1 else ""
         return f"{entry.task.outcome or 'under way'}{attempt}"
 
-    def budget_bytes(entry: Entry) -> int | None:
+    def budget_bytes(entry: HistoryEntry) -> int | None:
         return entry.task.expected.budget.memory_bytes if entry.task.expected else None
 
     return Sheet(

@@ -8,9 +8,9 @@ from msgspec import Struct
 from nicegui import ui
 
 from coordinator.record.record import Record
-from coordinator.record.tables import Asked
-from coordinator.rounds.status import Member, Status, read_members
-from coordinator.run_view import DeviceView, Standing, read_run, read_standings
+from coordinator.record.tables import Asked, DeviceTotals
+from coordinator.rounds.status import LiveStatus, Member, read_members
+from coordinator.run_view import DeviceView, Standing, read_run, read_standings, view_device
 from coordinator.views.dashboard import charts
 from coordinator.views.dashboard.frame import Part, Site, find_status, follow, link, page
 from fedvit.errors import ConfigError
@@ -92,24 +92,30 @@ def read_details(store: Record, run: str) -> FleetDetails:
 
 
 def rows(
-    run: str, seen: FleetDetails, members: list[Member], status: Status | None, revoked: set[str]
+    run: str, seen: FleetDetails, members: list[Member], status: LiveStatus | None, revoked: set[str]
 ) -> list[dict[str, Any]]:
     """Make the rows of the table, by name: every device that the record, the status or the coordinator knows."""
     known, present = {device.device: device for device in seen.devices}, {member.device: member for member in members}
     states, live = _find_states(seen, present, status, revoked), is_served(seen.status, status)
     return [
-        _row(run, name, seen, known.get(name), present.get(name), states.get(name, "unknown"), live=live)
+        {
+            "device": name,
+            "link": link("/device", run=run, device=name),
+            "state": states.get(name, "unknown"),
+            **_describe_member(present.get(name), live=live),
+            **_describe_history(seen, name, known.get(name), present.get(name)),
+        }
         for name in sorted(known.keys() | present.keys() | seen.asked.keys() | seen.standings.keys())
     ]
 
 
-def is_served(run_status: str, status: Status | None) -> bool:
+def is_served(run_status: str, status: LiveStatus | None) -> bool:
     """Return True while a coordinator serves the run."""
     return run_status in ("running", "waiting") and status is not None and not status.is_stale()
 
 
 def _find_states(
-    seen: FleetDetails, present: Mapping[str, Member], status: Status | None, revoked: set[str]
+    seen: FleetDetails, present: Mapping[str, Member], status: LiveStatus | None, revoked: set[str]
 ) -> dict[str, str]:
     live = is_served(seen.status, status)
     states = {
@@ -122,29 +128,34 @@ def _find_states(
     return states | dict.fromkeys(revoked & (seen.asked.keys() | present.keys()), "revoked")
 
 
-def _row(
-    run: str, name: str, seen: FleetDetails, device: DeviceView | None, member: Member | None, state: str, *, live: bool
+def _describe_member(member: Member | None, *, live: bool) -> dict[str, Any]:
+    if member is None:
+        return {"board": "", "labels": "", "seen": ""}
+    return {
+        "board": member.board or member.machine,
+        "labels": ", ".join(f"{key}={value}" for key, value in member.labels.items()),
+        "seen": "now" if member.online and live else member.seen.replace("T", " ")[:19],
+    }
+
+
+def _describe_history(
+    seen: FleetDetails, name: str, device: DeviceView | None, member: Member | None
 ) -> dict[str, Any]:
     standing = seen.standings.get(name)
     budget = seen.budgets.get(name) or (member.memory_budget_bytes if member else None)
+    device = device or view_device(name, DeviceTotals())
     return {
-        "device": name,
-        "link": link("/device", run=run, device=name),
-        "state": state,
-        "board": (member.board or member.machine) if member else "",
-        "labels": ", ".join(f"{key}={value}" for key, value in member.labels.items()) if member else "",
-        "seen": ("now" if member.online and live else member.seen.replace("T", " ")[:19]) if member else "",
         "round": seen.asked[name].last if name in seen.asked else None,
-        "rounds": device.rounds if device else 0,
-        "accuracy": device.accuracy if device else None,
-        "memory_mb": charts.scale(device.peak_rss_bytes if device else None, 1e6),
+        "rounds": device.rounds,
+        "accuracy": device.accuracy,
+        "memory_mb": charts.scale(device.peak_rss_bytes, 1e6),
         "budget_mb": charts.scale(budget, 1e6),
-        "temperature_c": device.temperature_c if device else None,
-        "throttled": YES_NO[device.throttled if device else None],
-        "battery": device.battery_percent if device else None,
-        "charging": YES_NO[device.charging if device else None],
-        "step_ms": charts.scale(device.step_s if device else None, 1e-3),
-        "energy_j": device.energy_j if device else None,
+        "temperature_c": device.temperature_c,
+        "throttled": YES_NO[device.throttled],
+        "battery": device.battery_percent,
+        "charging": YES_NO[device.charging],
+        "step_ms": charts.scale(device.step_s, 1e-3),
+        "energy_j": device.energy_j,
         "strikes": standing.strikes if standing else 0,
         "quarantine": standing.quarantine or "" if standing else "",
     }

@@ -13,11 +13,11 @@ from nicegui import ui
 
 from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
-from coordinator.rounds.status import Status, read_status
+from coordinator.rounds.status import LiveStatus, read_status
 from coordinator.security.folder import Deployment
 from coordinator.views.dashboard.charts import Options
 from coordinator.views.dashboard.experiments import Experiments
-from coordinator.views.dashboard.reader import Reader
+from coordinator.views.dashboard.reader import RecordReader
 from fedvit.errors import ConfigError, FedvitError
 from profiles.report.page import environment
 from profiles.report.tables import Column, Sheet, clock, format_value
@@ -36,7 +36,7 @@ PAGES = (("/", "Runs"), ("/fleet", "Fleet"), ("/compare", "Compare"))
 class Site:
     """Settings and sources that all pages share."""
 
-    reader: Reader
+    reader: RecordReader
     folder: Path  # of the runs
     experiments: Experiments
     deployment: Deployment | None  # the devices' certificates
@@ -96,7 +96,7 @@ class Part:
             self._html.content = text
 
 
-class Chart:
+class LiveChart:
     """A chart that is sent when its data change; `name` is read to people who do not see it."""
 
     def __init__(self, name: str) -> None:
@@ -117,7 +117,7 @@ class Figures(Generic[T]):
 
     def __init__(self, drawings: Mapping[str, Callable[[T], Options]]) -> None:
         with ui.element("div").classes("figures"):
-            self._charts = [(Chart(name), draw) for name, draw in drawings.items()]
+            self._charts = [(LiveChart(name), draw) for name, draw in drawings.items()]
 
     def show(self, data: T) -> None:
         """Draw all charts from the same data."""
@@ -141,7 +141,7 @@ async def follow(refresh: Callable[[], Awaitable[None]]) -> None:
     ui.timer(EVERY_S, attempt, immediate=False)
 
 
-def find_status(site: Site, run: str) -> Status | None:
+def find_status(site: Site, run: str) -> LiveStatus | None:
     """Return what the run's coordinator does; None if none has served it, or its file cannot be read."""
     try:
         return read_status(site.folder / run)

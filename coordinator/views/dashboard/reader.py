@@ -27,7 +27,7 @@ class _Answer(NamedTuple):
 
 
 @dataclass
-class Reader:
+class RecordReader:
     """Asks one question at a time, in a thread. Questions are functions of the store; their arguments can be hashed.
 
     An answer is kept until the record's files change, and longer where the question took long.

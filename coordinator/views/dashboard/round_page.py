@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     width: float
 
 
-class Bar(NamedTuple):
+class TaskBar(NamedTuple):
     """A task on the scale of its round."""
 
     task: TaskHistory
@@ -64,7 +64,7 @@ def read_details(store: Record, run: str, number: int) -> RoundDetails:
     )
 
 
-def bars(record: RoundRecord, tasks: list[TaskHistory], states: dict[str, str]) -> tuple[float, list[Bar]]:
+def bars(record: RoundRecord, tasks: list[TaskHistory], states: dict[str, str]) -> tuple[float, list[TaskBar]]:
     """Return the length of the scale in seconds, and the tasks on it: those under way first, then the slowest."""
     begin = min(_seconds(record.opened_at), *(_seconds(task.asked_at) for task in tasks)) if tasks else 0.0
     times = [at for task in tasks for at in (task.asked_at, task.received_at, task.times.ended_at) if at]
@@ -75,7 +75,7 @@ def bars(record: RoundRecord, tasks: list[TaskHistory], states: dict[str, str]) 
     return scale, drawn
 
 
-def _bar(task: TaskHistory, states: dict[str, str], begin: float, scale: float) -> Bar:
+def _bar(task: TaskHistory, states: dict[str, str], begin: float, scale: float) -> TaskBar:
     """Return the bar of a task. The training ends when the result arrives, and has the length that the device
     measured; nothing is drawn below the time in which the device was offline."""
 
@@ -107,21 +107,21 @@ def _bar(task: TaskHistory, states: dict[str, str], begin: float, scale: float) 
     ]
     late = task.used_in is not None and task.used_in != task.round
     state = f"late, used in round {task.used_in}" if late else task.outcome or states.get(task.device, "under way")
-    return Bar(task, state, pieces, fetching_s, arrived_s, took_s)
+    return TaskBar(task, state, pieces, fetching_s, arrived_s, took_s)
 
 
 def _seconds(at: str) -> float:
     return datetime.fromisoformat(at).timestamp()
 
 
-def _draw_pieces(bar: Bar) -> Markup:
+def _draw_pieces(bar: TaskBar) -> Markup:
     piece = Markup('<i class="{}{}" style="left: {:.2f}%; width: {:.2f}%"></i>')
     hatched = " hatched" if bar.took_s is None else ""
     pieces = Markup("").join(piece.format(colour, hatched, left, width) for colour, left, width in bar.pieces)
     return Markup('<div class="timeline" aria-hidden="true">{}</div>').format(pieces)
 
 
-def _bar_sheet(bars: list[Bar], run: str) -> Sheet:
+def _bar_sheet(bars: list[TaskBar], run: str) -> Sheet:
     return Sheet(
         bars,
         [

@@ -28,7 +28,7 @@ MOST_REASONS = 50
 MOST_AWAITED = 20
 
 
-class Plan(NamedTuple):
+class PlanGroup(NamedTuple):
     """Tasks of a round with equal plans."""
 
     changes: str
@@ -46,7 +46,7 @@ class RunDetails(Struct, frozen=True):
 
     run: RunView
     refusals: list[RefusalCount]
-    plans: list[Plan]
+    plans: list[PlanGroup]
     classes: list[ClassAccuracy]  # of the newest evaluation
     is_paused: bool  # by the operator
 
@@ -64,13 +64,13 @@ def read_details(store: Record, run: str) -> RunDetails:
     )
 
 
-def group_plans(tasks: Iterable[TaskHistory]) -> list[Plan]:
+def group_plans(tasks: Iterable[TaskHistory]) -> list[PlanGroup]:
     """Group a round's tasks by their plans, the most frequent first."""
-    plans: dict[tuple[str, Budget], Plan] = {}
+    plans: dict[tuple[str, Budget], PlanGroup] = {}
     for task in tasks:
         if task.expected is not None:
             key = (_describe_changes(task.expected), task.expected.budget)
-            plans.setdefault(key, Plan(*key, [])).tasks.append(task)
+            plans.setdefault(key, PlanGroup(*key, [])).tasks.append(task)
     return sorted(plans.values(), key=lambda plan: -len(plan.tasks))
 
 

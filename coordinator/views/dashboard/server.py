@@ -11,7 +11,7 @@ from nicegui import ui
 from starlette.middleware.gzip import GZipMiddleware
 
 from coordinator.views.dashboard import compare_page, device_page, fleet_page, round_page, run_page, runs_page
-from coordinator.views.dashboard.access import ContentPolicy, Guard
+from coordinator.views.dashboard.access import AccessGuard, ContentPolicy
 from coordinator.views.dashboard.connections import BoundedProtocol
 from coordinator.views.dashboard.frame import Site
 from fedvit.errors import ConfigError
@@ -61,7 +61,7 @@ def serve(site: Site, opened: socket.socket, secret: str, *, by_address: bool, p
         binding_refresh_interval=None, show_welcome_message=False, gzip_middleware_factory=None,
     )  # fmt: skip
     config = uvicorn.Config(
-        Guard(GZipMiddleware(ContentPolicy(app)), secret, by_address), http=BoundedProtocol, ws="wsproto",
+        AccessGuard(GZipMiddleware(ContentPolicy(app)), secret, by_address), http=BoundedProtocol, ws="wsproto",
         log_level="error", access_log=False, timeout_graceful_shutdown=2, server_header=False,
         proxy_headers=proxies is not None, forwarded_allow_ips=proxies or "",
     )  # fmt: skip

@@ -11,7 +11,7 @@ MOST_CLASSES = 20
 MOST_ANSWERS = 3
 
 
-class Cell(NamedTuple):
+class AnswerShare(NamedTuple):
     """Test images of one class with one answer."""
 
     images: int
@@ -23,7 +23,7 @@ class Confusion(NamedTuple):
     """Matrix of answers: rows are classes of images, columns are answers."""
 
     answers: list[str]
-    rows: list[tuple[str, list[Cell]]]
+    rows: list[tuple[str, list[AnswerShare]]]
 
 
 def make_confusion(classes: Sequence[ClassAccuracy]) -> Confusion | None:
@@ -37,10 +37,10 @@ def make_confusion(classes: Sequence[ClassAccuracy]) -> Confusion | None:
     return Confusion(answers, [(entry.name, [_count(entry, answer) for answer in answers]) for entry in classes])
 
 
-def _count(entry: ClassAccuracy, answer: str) -> Cell:
+def _count(entry: ClassAccuracy, answer: str) -> AnswerShare:
     right = answer == entry.name
     images = entry.correct if right else entry.wrong.get(answer, 0)
-    return Cell(images, images / entry.images, right)
+    return AnswerShare(images, images / entry.images, right)
 
 
 def class_sheet(classes: Sequence[ClassAccuracy]) -> Sheet:

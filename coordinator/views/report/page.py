@@ -15,7 +15,7 @@ from coordinator.views.report.document import DeviceReport, DeviceRound, RunRepo
 from coordinator.views.report.words import feature_words, generator_words, privacy_words, run_verdict, setting_words
 from fedvit.quantities import format_count
 from profiles.report.figures import svg
-from profiles.report.page import Bar, Chart, Segment, duration, environment, percent, quantity, share, size
+from profiles.report.page import BarChart, ChartBar, Segment, duration, environment, percent, quantity, share, size
 from profiles.report.profile_page import budget_words
 from profiles.report.tables import Column, Sheet, columns
 from profiles.report.verdict import BUDGETS
@@ -258,9 +258,9 @@ def _name_rounds(axes: Axes) -> None:
     axes.set_xlabel("round")
 
 
-def _compare(devices: Sequence[DeviceReport], figure: str) -> Chart | None:
+def _compare(devices: Sequence[DeviceReport], figure: str) -> BarChart | None:
     """Compare one figure of the devices with the most of it, predicted above measured; None if never measured."""
-    bars: list[Bar] = []
+    bars: list[ChartBar] = []
     rows = [
         (device, entry, entry.measured)
         for device in devices
@@ -273,11 +273,11 @@ def _compare(devices: Sequence[DeviceReport], figure: str) -> Chart | None:
         name, budget = device.device, COMPARED[figure]
         if entry.predicted is not None:
             segment = Segment(entry.predicted, PREDICTED.colour, PREDICTED.name)
-            bars.append(Bar(name, (segment,), quantity(entry.predicted, entry.unit)))
+            bars.append(ChartBar(name, (segment,), quantity(entry.predicted, entry.unit)))
             name = ""
         error = f" ({percent(entry.relative_error)})" if entry.relative_error is not None else ""
         bars.append(
-            Bar(
+            ChartBar(
                 name,
                 (Segment(measured, MEASURED.colour, MEASURED.name),),
                 quantity(measured, entry.unit) + error,
@@ -285,7 +285,7 @@ def _compare(devices: Sequence[DeviceReport], figure: str) -> Chart | None:
             )
         )
     predicted = any(segment.colour == PREDICTED.colour for bar in bars for segment in bar.segments)
-    return Chart(tuple(bars), (PREDICTED, MEASURED) if predicted else (MEASURED,), "budget") if bars else None
+    return BarChart(tuple(bars), (PREDICTED, MEASURED) if predicted else (MEASURED,), "budget") if bars else None
 
 
 # --- tables ---------------------------------------------------------------------------------------------

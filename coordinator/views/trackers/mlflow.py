@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -51,11 +52,7 @@ class MlflowWriter(Writer):
         return f"MLflow at {uri}" if uri else "MLflow"
 
     def begin(self) -> int:
-        for name, value in MLFLOW_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        from mlflow import MlflowClient
-
-        self._client = client = MlflowClient(tracking_uri=self._config.mlflow_uri)
+        self._client = client = _library().MlflowClient(tracking_uri=self._config.mlflow_uri)
         known = _read(self._run.folder / FILE)
         if known and known.uri == client.tracking_uri and (newest := _newest_step(client, known.run)) is not None:
             self._id = known.run
@@ -66,12 +63,11 @@ class MlflowWriter(Writer):
         return 0
 
     def write(self, rounds: Sequence[TaggedRound]) -> None:
-        from mlflow.entities import Metric
-
         assert self._client is not None
         # repeating a request is harmless: a database stores a metric of one step and time only once
+        metric = _library().entities.Metric
         entries = [
-            Metric(tag, value, int(closed_at.timestamp() * 1000), number)
+            metric(tag, value, int(closed_at.timestamp() * 1000), number)
             for number, closed_at, figures in rounds
             for tag, value in figures.items()
         ]
@@ -84,24 +80,28 @@ class MlflowWriter(Writer):
 
     def _create_run(self, client: "MlflowClient") -> str:
         """Create a run of MLflow, with the configuration as its parameters."""
-        from mlflow.entities import Param
-
         run = client.create_run(_experiment(client, self._config.mlflow_experiment), run_name=self._run.name)
-        params = [Param(key, str(value)) for key, value in self._run.settings.items()]
+        param = _library().entities.Param
+        params = [param(key, str(value)) for key, value in self._run.settings.items()]
         for first in range(0, len(params), MOST_PARAMS):
             client.log_batch(run.info.run_id, params=params[first : first + MOST_PARAMS])
         return str(run.info.run_id)
 
 
+def _library() -> Any:
+    """Import MLflow, which takes seconds and is optional, with its environment."""
+    for name, value in MLFLOW_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return import_module("mlflow")
+
+
 def _experiment(client: "MlflowClient", name: str) -> str:
     """Return the experiment's id. If several runs begin at the same time, one of them creates it."""
-    from mlflow import MlflowException
-
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:
+        except _library().MlflowException:
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -110,12 +110,10 @@ def _experiment(client: "MlflowClient", name: str) -> str:
 
 def _newest_step(client: "MlflowClient", run: str) -> int | None:
     """The newest completely written round; None if the server has no such run."""
-    from mlflow import MlflowException
-
     try:
         client.get_run(run)  # the history of a missing run would be empty, too
         return max((entry.step for entry in client.get_metric_history(run, LAST_OF_ROUND)), default=0)
-    except MlflowException as error:
+    except _library().MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise

@@ -23,7 +23,7 @@ from coordinator.cli import cli
 from coordinator.compute.accelerator import choose_accelerator
 from coordinator.config import RunConfig, make_config, merge_flags
 from coordinator.record.record import open_record
-from coordinator.record.tables import SavedState
+from coordinator.record.tables import RefusalRecord, SavedState
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.models import build_vit
 from fedvit.resources import ResourceUse
@@ -53,7 +53,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
         add_result(store, device, messages.Result("done", 1, "evaluate", 5, {"correct": right}, ResourceUse()))
     store.rounds.close("done", 1, SavedState({}, None, {}), {})
     store.rounds.close_evaluation("done", 1)
-    store.devices.add_refusal("done", 1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
+    store.devices.add_refusal("done", RefusalRecord(1, "pi-3", "train", "'head.bias' holds [3] values that are NaN"))
     yield folder
     store.close()
 

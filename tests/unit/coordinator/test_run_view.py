@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.config import RunConfig, make_config
 from coordinator.record.record import Record
-from coordinator.record.tables import SavedState
+from coordinator.record.tables import RefusalRecord, SavedState
 from coordinator.run_view import list_runs, read_head, read_run, show_document
 from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
@@ -106,8 +106,8 @@ def test_budgets_that_were_kept_and_broken(store: Record) -> None:
     stopped in a fifth; `f` was stopped in the only one that it had."""
     store.rounds.open(RUN, 3, ["a"])
     trained(store, 3, "a", broke=("time", "memory"))
-    store.devices.add_refusal(RUN, 4, "a", "train", "memory", "memory")
-    store.devices.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
+    store.devices.add_refusal(RUN, RefusalRecord(4, "a", "train", "memory", broke="memory"))
+    store.devices.add_refusal(RUN, RefusalRecord(4, "f", "train", "hot", broke="temperature"))
     run = read_run(store, RUN)
     by_name = {device.device: device for device in run.devices}
     assert (by_name["a"].budget_kept, by_name["a"].budget_broken) == (3, 2)

@@ -9,7 +9,7 @@ import pytest
 from edge_client.link import resending
 from fedvit.data.folder import DeviceData
 from tests.support.agents import Log, World
-from tests.support.once import made_once
+from tests.support.once import make_once
 from tests.support.settings import Setting, make_settings, read_settings
 
 
@@ -19,7 +19,7 @@ def made(shared: Path, graph_cache: Path) -> Path:
     tests on a processor for which there is no torch."""
     if elsewhere := os.environ.get("FEDVIT_TEST_SETTINGS"):
         return Path(elsewhere)
-    return made_once(shared / "settings", lambda folder: make_settings(folder, graph_cache))
+    return make_once(shared / "settings", lambda folder: make_settings(folder, graph_cache))
 
 
 @pytest.fixture(scope="session")

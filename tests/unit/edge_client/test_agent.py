@@ -18,7 +18,7 @@ def growing(tmp_path: Path, digits: Path) -> Path:
     return folder
 
 
-def announced(world: World) -> list[tuple[int, int]]:
+def list_announced(world: World) -> list[tuple[int, int]]:
     """Training and test images of every hello."""
     hellos = [message for message in world.server.heard if isinstance(message, Hello)]
     return [(hello.train_samples, hello.test_samples) for hello in hellos]
@@ -37,27 +37,27 @@ def test_changes_count_from_the_next_task_on_and_are_announced_before_its_result
     first = world.result(fedavg)
     server.acknowledge(first)
     assert first.samples == 20
-    assert announced(world)[-1] == (20, 12)
+    assert list_announced(world)[-1] == (20, 12)
     add(growing, "new.png")
     add(growing, "newer.png")
     second = world.result(fedavg, round=2)
     server.acknowledge(second)
     assert second.samples == 22
-    assert announced(world)[-1] == (22, 12)
+    assert list_announced(world)[-1] == (22, 12)
     kinds = [type(message) for message in server.heard[server.heard.index(first) :]]
     assert kinds.index(Hello) < len(kinds) - kinds[::-1].index(Result) - 1
     (growing / "train/0/new.png").unlink()
     (growing / "test/0/00.png").unlink()
     assert world.result(fedavg, round=3).samples == 21
-    assert announced(world)[-1] == (21, 11)
+    assert list_announced(world)[-1] == (21, 11)
 
 
 def test_same_images_are_announced_once(world: World, fedavg: Setting, growing: Path) -> None:
     world.device(digits=growing, growing=True)
-    before = announced(world)
+    before = list_announced(world)
     for number in (1, 2):
         world.server.acknowledge(world.result(fedavg, round=number))
-    assert announced(world) == before
+    assert list_announced(world) == before
 
 
 def test_result_without_an_answer_keeps_the_numbers_that_were_announced_before_it(
@@ -70,7 +70,7 @@ def test_result_without_an_answer_keeps_the_numbers_that_were_announced_before_i
     (growing / "train/0/00.png").unlink()
     server.is_here(server.epoch + 1)
     server.welcome()
-    assert announced(world)[-1] == (20, 12)
+    assert list_announced(world)[-1] == (20, 12)
     server.acknowledge(server.expect(Result))  # sent again
     assert world.result(fedavg, round=2).samples == 19
 

@@ -23,7 +23,6 @@ import profiles.probes
 from coordinator.security.broker import Broker
 from edge_client.cli import cli
 from edge_client.owner.speed import find_speed
-from edge_client.storage.state import device_id
 from fedvit.errors import ConfigError, DataError
 from fedvit.resources import Budget
 from fedvit.transport.base import Received
@@ -190,20 +189,6 @@ def test_a_devices_name_is_kept_from_start_to_start(serve: Callable[..., Serving
     assert renamed.device == "pi-4"
     renamed.end()
     assert serve("--data", digits).device == "pi-4"
-
-
-def test_a_bit_of_the_devices_name_makes_no_other_device(tmp_path: Path) -> None:
-    """Its draws and its messages are under that name."""
-    file = tmp_path / "device-id"
-    assert device_id(tmp_path, "pi-1", tmp_path) == "pi-1"
-    raw = file.read_bytes()
-    for place in range(len(raw) - 1):  # the last byte ends a line
-        flipped = bytearray(raw)
-        flipped[place] ^= 1 << place % 8
-        file.write_bytes(flipped)
-        with pytest.raises(ConfigError, match="device-id"):
-            device_id(tmp_path, None, tmp_path)
-    assert device_id(tmp_path, "pi-1", tmp_path) == device_id(tmp_path, None, tmp_path) == "pi-1"
 
 
 def test_a_data_folder_may_have_any_name(serve: Callable[..., Serving], digits: Path, tmp_path: Path) -> None:

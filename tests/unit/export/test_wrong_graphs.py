@@ -50,7 +50,7 @@ def right() -> dict[str, Right]:
     [phase] = method.phases(vit)
     rule = method.optimizer_rule()
 
-    def made(graph: bytes, inputs: Mapping[str, Tensor], reference: Step) -> Right:
+    def make_graph(graph: bytes, inputs: Mapping[str, Tensor], reference: Step) -> Right:
         exact = reference({name: v.double() if v.is_floating_point() else v for name, v in inputs.items()})
         return Right(onnx.load_from_string(graph), inputs, lambda _: exact)
 
@@ -60,12 +60,12 @@ def right() -> dict[str, Right]:
     )
     answers = predict_step(method, vit)
     return {
-        "train": made(graphs["train"], train, reference_step(method, vit, phase)),
-        "update": made(graphs["update"], update, reference_update(rule)),
-        "step": made(
+        "train": make_graph(graphs["train"], train, reference_step(method, vit, phase)),
+        "update": make_graph(graphs["update"], update, reference_update(rule)),
+        "step": make_graph(
             to_onnx(trace(whole_step(method, vit, whole(phase)), step)), step, reference_step(method, vit, whole(phase))
         ),
-        "predict": made(graphs["predict"], predict, lambda inputs: reference_predict(answers, inputs)),
+        "predict": make_graph(graphs["predict"], predict, lambda inputs: reference_predict(answers, inputs)),
     }
 
 
@@ -80,7 +80,7 @@ def _shapes(model: onnx.ModelProto) -> dict[str, tuple[object, ...]]:
 Mistake = Callable[[onnx.ModelProto, NodeProto], None]
 
 
-def flipped(model: onnx.ModelProto, node: NodeProto) -> None:
+def flip(model: onnx.ModelProto, node: NodeProto) -> None:
     """b - a, b / a, b a."""
     node.input[0], node.input[1] = node.input[1], node.input[0]
 
@@ -93,7 +93,7 @@ def without(term: int) -> Mistake:
     return drop
 
 
-def skipped(model: onnx.ModelProto, node: NodeProto) -> None:
+def skip_node(model: onnx.ModelProto, node: NodeProto) -> None:
     node.CopyFrom(helper.make_node("Identity", [node.input[0]], [*node.output], name=node.name))
 
 
@@ -113,7 +113,7 @@ def with_attribute(name: str, value: float | str) -> Mistake:
     return change
 
 
-def transposed(flag: str) -> Mistake:
+def transpose(flag: str) -> Mistake:
     def change(model: onnx.ModelProto, node: NodeProto) -> None:
         now = sum(attribute.i for attribute in node.attribute if attribute.name == flag)
         with_attribute(flag, 1 - now)(model, node)
@@ -147,18 +147,18 @@ def mistakes(model: onnx.ModelProto) -> Iterator[tuple[str, int, Mistake]]:
         found: dict[str, Mistake] = {}
         match node.op_type:
             case "Sub" | "Div":
-                found["flipped"] = flipped
+                found["flipped"] = flip
                 found["another"] = as_another("Add" if node.op_type == "Sub" else "Mul")
             case "Add" | "Mul":
                 found |= {f"without term {term}": without(term) for term in (0, 1) if given[1 - term] == made}
                 found["another"] = as_another("Sub" if node.op_type == "Add" else "Div")
             case "MatMul" if given[0] == given[1]:
-                found["flipped"] = flipped
+                found["flipped"] = flip
             case "Gemm":
                 square = [
                     flag for flag, shape in zip(("transA", "transB"), given, strict=False) if len(set(shape)) == 1
                 ]
-                found |= {flag: transposed(flag) for flag in square}
+                found |= {flag: transpose(flag) for flag in square}
                 if len(node.input) == 3:
                     found["without bias"] = no_third
             case "ReduceSum" | "ReduceMean":
@@ -171,14 +171,14 @@ def mistakes(model: onnx.ModelProto) -> Iterator[tuple[str, int, Mistake]]:
             case "Softmax" | "LogSoftmax":
                 found["axis"] = with_attribute("axis", 0)
             case "Sqrt" | "Neg" | "Exp" | "Erf" | "Clip":
-                found["skipped"] = skipped
+                found["skipped"] = skip_node
         if any(name in numbers for name in node.input):
             found["number"] = scaled
         for mistake, make in found.items():
             yield f"{named}: {mistake}", at, make
 
 
-def refused(right: Right, wrong: onnx.ModelProto) -> bool:
+def is_refused(right: Right, wrong: onnx.ModelProto) -> bool:
     try:
         right.verify(wrong)
     except ExportMismatch:
@@ -193,17 +193,17 @@ def test_every_mistake_in_a_node_is_refused(right: dict[str, Right], graph: str)
     made, unseen, tried = right[graph], [], 0
     assert made.verify(made.model) < 1e-6
     for mistake, at, make in mistakes(made.model):
-        wrong = copied(made.model)
+        wrong = copy_model(made.model)
         make(wrong, wrong.graph.node[at])
         tried += 1
-        if not refused(made, wrong):
+        if not is_refused(made, wrong):
             unseen.append(mistake)
     assert tried > 30
     # a divisor that a batch without samples would need: the example has some
     assert [mistake for mistake in unseen if not mistake.startswith("Clip ")] == []
 
 
-def copied(model: onnx.ModelProto) -> onnx.ModelProto:
+def copy_model(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     return copy
@@ -214,7 +214,7 @@ def copied(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def with_change(model: onnx.ModelProto, output: str, factor: float) -> onnx.ModelProto:
     """The graph, whose change of one output is so many times what it should be."""
-    wrong, start = copied(model), output.removeprefix("new/")
+    wrong, start = copy_model(model), output.removeprefix("new/")
     for node in wrong.graph.node:
         node.output[:] = ["right" if name == output else name for name in node.output]
         node.input[:] = ["right" if name == output else name for name in node.input]
@@ -236,17 +236,17 @@ def test_one_tensor_that_moves_a_little_too_far_is_refused(right: dict[str, Righ
     made = right[graph]
     outputs = [one.name for one in made.model.graph.output if one.name.startswith(("new/grad/", "new/tensor/"))]
     assert len(outputs) == 20
-    assert [output for output in outputs if not refused(made, with_change(made.model, output, factor))] == []
+    assert [output for output in outputs if not is_refused(made, with_change(made.model, output, factor))] == []
 
 
 def test_adamws_epsilon_shows_in_the_graph_of_an_update(right: dict[str, Right]) -> None:
     """Where squares are far above zero, as in the example of a whole step, nobody could tell one from the other."""
     seen = {}
     for graph in ("update", "step"):
-        wrong = copied(right[graph].model)
+        wrong = copy_model(right[graph].model)
         [epsilon] = [one for one in wrong.graph.initializer if _number(one) == np.float32(1e-8)]
         epsilon.CopyFrom(numpy_helper.from_array(np.array(2e-8, np.float32), epsilon.name))
-        seen[graph] = refused(right[graph], wrong)
+        seen[graph] = is_refused(right[graph], wrong)
     assert seen == {"update": True, "step": False}
 
 
@@ -307,10 +307,10 @@ def test_every_mistake_in_a_graph_of_integers_is_refused(integers: Right) -> Non
     for mistake, at, make in (*mistakes(integers.model), *integer_mistakes(integers.model)):
         if at not in near:
             continue
-        wrong = copied(integers.model)
+        wrong = copy_model(integers.model)
         make(wrong, wrong.graph.node[at])
         tried += 1
-        if not refused(integers, wrong):
+        if not is_refused(integers, wrong):
             unseen.append(mistake)
     assert tried > 25
     scales = {node.input[1] for node in integers.model.graph.node if node.op_type == "QuantizeLinear"}
@@ -417,9 +417,9 @@ def test_a_trained_weight_that_is_rounded_wrongly_is_refused() -> None:
     for at in weights:
         rows = _shapes(trained.model)[trained.model.graph.node[at].input[2]]
         for mistake in (with_zero(2, np.full(rows, 9, np.int8)), with_scale(1, 100.0), with_scale(1, 0.25)):
-            wrong = copied(trained.model)
+            wrong = copy_model(trained.model)
             mistake(wrong, wrong.graph.node[at])
-            if not refused(trained, wrong):
+            if not is_refused(trained, wrong):
                 unseen.append(at)
     assert unseen == []
 
@@ -428,12 +428,12 @@ def test_a_trained_weight_that_is_rounded_wrongly_is_refused() -> None:
 def test_a_gradient_of_integers_of_another_length_or_direction_is_refused(integers: Right, factor: float) -> None:
     outputs = [one.name for one in integers.model.graph.output if one.name.startswith("new/grad/")]
     assert len(outputs) > 10
-    assert [output for output in outputs if not refused(integers, with_change(integers.model, output, factor))] == []
+    assert [output for output in outputs if not is_refused(integers, with_change(integers.model, output, factor))] == []
 
 
 def test_integers_too_coarse_for_a_cosine_of_099_are_refused(integers: Right) -> None:
     """Two steps to both sides of zero in place of 127, in every product: nothing is wrong with it but rounding."""
-    wrong = copied(integers.model)
+    wrong = copy_model(integers.model)
     for constant in wrong.graph.initializer:
         if _number(constant) == np.float32(1 / 127):
             constant.CopyFrom(numpy_helper.from_array(np.array(1 / 2, np.float32), constant.name))
@@ -509,9 +509,9 @@ def test_where_few_digits_are_left_right_graphs_pass_and_wrong_ones_do_not(
     step, make, sizes, told_up_to = HARD[name]
     size = data.draw(sizes)
     right = Right(hard[name], make(seed, size, left), step)
-    assert not refused(right, right.model)
+    assert not is_refused(right, right.model)
     made = Right(hard[name], make(seed, min(size, told_up_to), max(left, -4)), step)
-    wrong = copied(made.model)
+    wrong = copy_model(made.model)
     mistake, at, change = data.draw(st.sampled_from([*mistakes(wrong)]))
     change(wrong, wrong.graph.node[at])
-    assert refused(made, wrong), mistake
+    assert is_refused(made, wrong), mistake

@@ -14,6 +14,7 @@ from fedvit.blobs import BlobStore, digest_of, digest_of_file, is_whole
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.wire.messages import Manifest
 from fedvit.wire.transfer import CHUNK_BYTES
+from tests.support.codes import has_code
 
 CHUNK = 1024
 CONTENT = bytes(range(256)) * 12 + b"tail"
@@ -52,7 +53,7 @@ def test_blobs_of_a_failed_batch_are_not_kept(store: BlobStore) -> None:
             batched_commit.put(b"content")
             raise StorageFailed("FV0010", "no more")
 
-    with pytest.raises(StorageFailed, match="no more"):
+    with pytest.raises(StorageFailed, check=has_code("FV0010")):
         half_done()
     assert files_in(store.folder) == []
 
@@ -104,7 +105,7 @@ def test_only_a_medium_that_fails_is_damage(
     if damaged:
         assert not is_whole(store.path(digest), digest)
     else:
-        with pytest.raises(StorageFailed, match="cannot read"):
+        with pytest.raises(StorageFailed):
             is_whole(store.path(digest), digest)
 
 
@@ -155,28 +156,14 @@ def test_put_and_get(store: BlobStore) -> None:
     assert not store.has(digest)
     assert store.put(CONTENT) == Manifest(digest, len(CONTENT), CHUNK_BYTES)
     assert store.has(digest)
-    assert store.get(digest) == CONTENT
+    assert store.get(digest) == BlobStore(store.folder).get(digest) == CONTENT
     assert store.manifest(digest) == Manifest(digest, len(CONTENT), CHUNK_BYTES)
-
-
-def test_a_blob_lies_under_its_digest(store: BlobStore) -> None:
-    name = digest_of(CONTENT).removeprefix("blake3:")
-    store.put(CONTENT)
+    name = digest.removeprefix("blake3:")
     assert files_in(store.folder) == [Path(name[:2]) / name]
-
-
-def test_what_is_here_is_not_written_again(store: BlobStore) -> None:
-    store.put(CONTENT)
-    path = store.path(digest_of(CONTENT))
-    before = path.stat()
-    store.put(CONTENT)
-    after = path.stat()
+    before = store.path(digest).stat()
+    store.put(CONTENT)  # is not written again
+    after = store.path(digest).stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-def test_another_process_sees_it(store: BlobStore) -> None:
-    store.put(CONTENT)
-    assert BlobStore(store.folder).get(digest_of(CONTENT)) == CONTENT
 
 
 def test_what_is_not_here(store: BlobStore) -> None:
@@ -284,7 +271,7 @@ def test_a_blob_with_another_digest_is_not_kept(store: BlobStore) -> None:
     for index in range(4):
         partial.write(index, chunk(CONTENT, index))
     partial.write(1, b"!" + chunk(CONTENT, 1)[1:])
-    with pytest.raises(BadPayload, match=digest):
+    with pytest.raises(BadPayload, check=has_code("FV1704", digest)):
         partial.commit()
     assert not store.has(digest)
     partial.write(1, chunk(CONTENT, 1))
@@ -297,7 +284,7 @@ def test_a_missing_chunk_is_noticed(store: BlobStore) -> None:
     partial = store.receive(Manifest(digest, len(CONTENT), CHUNK))
     for index in (0, 1, 3):
         partial.write(index, chunk(CONTENT, index))
-    with pytest.raises(BadPayload, match="has digest"):
+    with pytest.raises(BadPayload, check=has_code("FV1704")):
         partial.commit()
     assert not store.has(digest)
 
@@ -393,8 +380,8 @@ def test_prune_spares_what_is_wanted_what_is_in_use_and_what_is_young(store: Blo
 
 def test_a_folder_that_cannot_be_written(store: BlobStore) -> None:
     store.folder.write_bytes(b"a file where the folder should be")
-    with pytest.raises(StorageFailed, match=f"{store.folder}"):
+    with pytest.raises(StorageFailed, check=has_code("FV0010", str(store.folder))):
         store.receive(Manifest(digest_of(CONTENT), len(CONTENT), CHUNK))
-    with pytest.raises(StorageFailed, match=f"cannot write {store.folder}"):
+    with pytest.raises(StorageFailed, check=has_code("FV0010", str(store.folder))):
         store.put(CONTENT)
     assert os.path.isfile(store.folder)

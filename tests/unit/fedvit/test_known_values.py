@@ -10,6 +10,7 @@ from fedvit.known_names import timm_arguments
 from fedvit.known_values import check_settings, option_hints
 from fedvit.methods import METHODS, make_method
 from fedvit.models import SMALL, build_vit
+from tests.support.codes import has_code
 
 TIMM = "vit_tiny_patch16_224"
 
@@ -32,17 +33,9 @@ def test_a_timm_model_without_known_sizes_is_left_to_its_build() -> None:
     check_settings("eftvit", {"local_blocks": 99}, "hf-hub:timm/vit_tiny_patch16_224", {"image_size": 100})
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"lr": -1}, "option lr = -1 of method 'eftvit': Expected `float` > 0.0"),
-        ({"lr": float("nan")}, "option lr = nan of method 'eftvit' must be a finite number"),
-        ({"batch_size": 16.5}, "option batch_size = 16.5 of method 'eftvit': Expected `int`, got `float`"),
-        ({"optimizer": "adam"}, "option optimizer = 'adam' of method 'eftvit': invalid .*did you mean 'adamw'"),
-    ],
-)
-def test_the_method_itself_says_the_same(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint) as early:
+@pytest.mark.parametrize("options", [{"lr": -1}, {"lr": float("nan")}, {"batch_size": 16.5}, {"optimizer": "adam"}])
+def test_the_method_itself_says_the_same(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, check=has_code("FV1104")) as early:
         check_settings("eftvit", options, SMALL, {})
     with pytest.raises(ConfigError) as later:
         make_method("eftvit", options)

@@ -64,7 +64,8 @@ def test_messages_keep_the_pace_and_their_order(broker: Broker, limits: BrokerLi
     """Control and bulk; a client that does not know the limits is disconnected."""
     with limiting(broker.address, limits=TIGHT) as proxy:
         listener = Client(MqttTransport(SimpleQueue(), broker.address, "listener"))
-        speaker = Client(MqttTransport(SimpleQueue(), proxy.address, "speaker", limits=limits))
+        speaker = Client(MqttTransport(SimpleQueue(), proxy.address, "speaker"))
+        speaker.transport.use_limits(limits)
         sink, clients = Collected(), (listener, speaker)
         listener.transport.listen("bulk", sink)
         listener.transport.subscribe("a", 1)
@@ -91,7 +92,8 @@ def test_messages_keep_the_pace_and_their_order(broker: Broker, limits: BrokerLi
 
 def test_many_topics_are_subscribed_in_parts(broker: Broker) -> None:
     with limiting(broker.address, limits=TIGHT) as proxy:
-        client = Client(MqttTransport(SimpleQueue(), proxy.address, "subscriber", limits=TIGHT))
+        client = Client(MqttTransport(SimpleQueue(), proxy.address, "subscriber"))
+        client.transport.use_limits(TIGHT)
         for number in range(7):
             client.transport.subscribe(f"t/{number}", 1)
         client.transport.open()
@@ -122,7 +124,8 @@ def test_limits_can_be_learnt_while_connected(broker: Broker) -> None:
 def test_closing_publishes_what_waits(broker: Broker) -> None:
     listener = Client(MqttTransport(SimpleQueue(), broker.address, "listener"))
     listener.transport.subscribe("bye", 1)
-    speaker = Client(MqttTransport(SimpleQueue(), broker.address, "speaker", limits=TIGHT))
+    speaker = Client(MqttTransport(SimpleQueue(), broker.address, "speaker"))
+    speaker.transport.use_limits(TIGHT)
     for client in (listener, speaker):
         client.transport.open()
         client.event(Connected)

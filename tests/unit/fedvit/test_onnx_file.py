@@ -9,6 +9,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from fedvit.errors import BadPayload
 from fedvit.onnx_file import check_self_contained
 from fedvit.protobuf import bytes_field, number_field
+from tests.support.codes import has_code
 
 PROBES = sorted((Path(__file__).parents[3] / "profiles/probes/graphs").glob("*.onnx"))
 ELSEWHERE = "a tensor lies in another file"
@@ -80,7 +81,7 @@ def test_what_could_name_a_file_is_refused(what: str) -> None:
     change, words = REFUSED[what]
     model = honest()
     change(model)
-    with pytest.raises(BadPayload, match=words):
+    with pytest.raises(BadPayload, check=has_code("FV2306", words)):
         check_self_contained(model.SerializeToString())
 
 
@@ -88,20 +89,20 @@ HONEST = honest().SerializeToString()
 
 
 @pytest.mark.parametrize(
-    ("raw", "words"),
+    "raw",
     [
-        (b"", "holds no graph"),
-        (number_field(1, 8), "holds no graph"),
-        (HONEST + bytes_field(99, "x"), "field 99 of message 'model'"),
-        (HONEST + bytes_field(7, b""), "field 7 of message 'model' is there twice"),  # readers merge them
-        (number_field(7, 1), "field 7 of message 'model' is of kind 0"),
-        (bytes_field(1, "x") + HONEST, "field 1 of message 'model' is of kind 2"),
-        (bytes_field(2, "  ORTM") + HONEST, "onnxruntime's own format"),
-        (HONEST[:-1], "not protobuf"),
+        b"",
+        number_field(1, 8),
+        HONEST + bytes_field(99, "x"),
+        HONEST + bytes_field(7, b""),  # readers merge them
+        number_field(7, 1),
+        bytes_field(1, "x") + HONEST,
+        bytes_field(2, "  ORTM") + HONEST,
+        HONEST[:-1],
     ],
 )
-def test_a_file_in_another_form_is_refused(raw: bytes, words: str) -> None:
-    with pytest.raises(BadPayload, match=words):
+def test_a_file_in_another_form_is_refused(raw: bytes) -> None:
+    with pytest.raises(BadPayload, check=has_code("FV2306")):
         check_self_contained(raw)
 
 

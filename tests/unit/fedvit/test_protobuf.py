@@ -7,6 +7,7 @@ from onnx import AttributeProto, StringStringEntryProto, TensorProto
 
 from fedvit.errors import BadPayload
 from fedvit.protobuf import bytes_field, fields, integers, number_field
+from tests.support.codes import has_code
 
 WHOLE = st.integers(-(2**63), 2**63 - 1)
 
@@ -39,7 +40,7 @@ def test_a_message_cut_short_is_refused(key: str, value: str, data: st.DataObjec
     written = StringStringEntryProto(key=key, value=value).SerializeToString()
     first = len(StringStringEntryProto(key=key).SerializeToString())
     cut = data.draw(st.integers(1, len(written) - 1).filter(lambda place: place != first))
-    with pytest.raises(BadPayload, match="not protobuf"):
+    with pytest.raises(BadPayload, check=has_code("FV2307")):
         [*fields(written[:cut])]
 
 
@@ -50,29 +51,29 @@ def test_a_number_without_end_is_refused() -> None:
 
 def test_a_group_is_refused() -> None:
     """Kind 3 begins a group, which onnx never writes: 1 << 3 | 3."""
-    with pytest.raises(BadPayload, match="kind 3"):
+    with pytest.raises(BadPayload, check=has_code("FV2307")):
         [*fields(b"\x0b")]
 
 
 @pytest.mark.parametrize(
-    ("written", "words"),
+    "written",
     [
-        (b"\x88\x80\x80\x80\x10\x01", "number 536870913"),  # bit 32 set: other readers drop it and see field 1
-        (b"\x88\x80\x80\x80\x80\x80\x01\x01", "expected 1 to 536870911"),
-        (b"\x88\x00\x01", "shortest form"),  # a tag with a byte that says nothing
-        (b"\x0a\x81\x00A", "shortest form"),  # a length
-        (b"\x08\x81\x80\x00", "shortest form"),  # a value
-        (b"\x08" + b"\xff" * 9 + b"\x02", "shortest form"),  # 65 bits
-        (b"\x02\x00", "number 0"),
-        (b"\x00", "number 0"),
-        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01A", "1 are there"),  # other readers take it for -1
-        (b"\x0c", "kind 4"),
-        (b"\x0e", "kind 6"),
-        (b"\x0d\x00\x00\x00", "has 4 bytes, 3 are there"),
+        b"\x88\x80\x80\x80\x10\x01",  # bit 32 set: other readers drop it and see field 1
+        b"\x88\x80\x80\x80\x80\x80\x01\x01",
+        b"\x88\x00\x01",  # a tag with a byte that says nothing
+        b"\x0a\x81\x00A",  # a length
+        b"\x08\x81\x80\x00",  # a value
+        b"\x08" + b"\xff" * 9 + b"\x02",  # 65 bits
+        b"\x02\x00",
+        b"\x00",
+        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01A",  # other readers take it for -1
+        b"\x0c",
+        b"\x0e",
+        b"\x0d\x00\x00\x00",
     ],
 )
-def test_a_message_in_another_form_than_the_shortest_is_refused(written: bytes, words: str) -> None:
-    with pytest.raises(BadPayload, match=words):
+def test_a_message_in_another_form_than_the_shortest_is_refused(written: bytes) -> None:
+    with pytest.raises(BadPayload, check=has_code("FV2307")):
         [*fields(written)]
 
 

@@ -16,7 +16,7 @@ def listening(tmp_path: Path) -> socket.socket:
     return link
 
 
-def received(link: socket.socket) -> list[bytes]:
+def receive_lines(link: socket.socket) -> list[bytes]:
     messages = []
     while True:
         try:
@@ -35,7 +35,7 @@ def test_notifier_sends_what_systemd_waits_for(listening: socket.socket, monkeyp
     for _ in range(100):
         notifier.alive()
     notifier.stopping()
-    assert received(listening) == [b"READY=1", b"WATCHDOG=1", b"STOPPING=1"]
+    assert receive_lines(listening) == [b"READY=1", b"WATCHDOG=1", b"STOPPING=1"]
 
 
 @pytest.mark.parametrize(("usec", "pid"), [("", ""), ("soon", ""), ("1000000", "1")])
@@ -47,7 +47,7 @@ def test_notifier_without_a_watchdog_of_its_own_does_not_report_life(
     if pid:
         monkeypatch.setenv("WATCHDOG_PID", pid)
     Notifier.from_environment().alive()
-    assert received(listening) == []
+    assert receive_lines(listening) == []
 
 
 def test_notifier_in_an_abstract_socket() -> None:

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from fedvit.errors import BadPayload
 from fedvit.tensors import TensorFile, Tensors, check_finite, check_tensors, delta, pack, reader_of, total_bytes, unpack
+from tests.support.codes import has_code
 
 DTYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
 NAMES = st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__")
@@ -139,7 +140,7 @@ def test_a_file_that_has_become_shorter_is_noticed(tmp_path: Path) -> None:
     reader = TensorFile(file)
     os.truncate(file, file.stat().st_size - 8)
     assert reader.part("w", 0, 8).tolist() == [0] * 8
-    with pytest.raises(BadPayload, match="'w'"):
+    with pytest.raises(BadPayload, check=has_code("FV2308", "'w'")):
         reader.part("w", 7, 10)
 
 
@@ -191,30 +192,27 @@ def test_an_open_axis_takes_any_length(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "complaint"),
+    ("changed", "name"),
     [
-        ({"w": None}, "1 tensors are missing, the first is 'w'"),
-        ({"w": None, "features": None}, "2 tensors are missing, the first is 'features'"),
-        ({"extra": np.zeros(1)}, "1 tensors were not asked for, the first is 'extra'"),
-        ({"w": np.zeros((2, 3), np.float64)}, "'w' has dtype float64, expected float32"),
-        ({"labels": np.zeros(5, np.int32)}, "'labels' has dtype int32, expected int64"),
-        ({"w": np.zeros((3, 2), np.float32)}, r"'w' has shape \(3, 2\), expected \(2, 3\)"),
-        ({"w": np.zeros(6, np.float32)}, r"'w' has shape \(6,\), expected \(2, 3\)"),
-        ({"w": np.zeros((2, 3, 1), np.float32)}, r"'w' has shape \(2, 3, 1\), expected \(2, 3\)"),
-        ({"features": np.zeros((5, 3), np.float32)}, r"'features' has shape \(5, 3\), expected \(any, 4\)"),
-        ({"w": np.full((2, 3), np.nan, np.float32)}, "'w' holds 6 values that are NaN or infinite"),
-        (
-            {"features": np.array([[0, np.inf, 0, -np.inf]], np.float32)},
-            "'features' holds 2 values that are NaN or infinite",
-        ),
+        ({"w": None}, "'w'"),
+        ({"w": None, "features": None}, "'features'"),
+        ({"extra": np.zeros(1)}, "'extra'"),
+        ({"w": np.zeros((2, 3), np.float64)}, "'w'"),
+        ({"labels": np.zeros(5, np.int32)}, "'labels'"),
+        ({"w": np.zeros((3, 2), np.float32)}, "'w'"),
+        ({"w": np.zeros(6, np.float32)}, "'w'"),
+        ({"w": np.zeros((2, 3, 1), np.float32)}, "'w'"),
+        ({"features": np.zeros((5, 3), np.float32)}, "'features'"),
+        ({"w": np.full((2, 3), np.nan, np.float32)}, "'w'"),
+        ({"features": np.array([[0, np.inf, 0, -np.inf]], np.float32)}, "'features'"),
     ],
 )
-def test_what_was_not_expected_is_refused(changed: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(BadPayload, match=f"{complaint}"):
+def test_what_was_not_expected_is_refused(changed: dict[str, Any], name: str) -> None:
+    with pytest.raises(BadPayload, check=has_code("FV2308", name)):
         check_tensors(good(**changed), EXPECTED, "result of device-3")
 
 
 def test_only_floating_tensors_can_be_infinite() -> None:
     check_finite({"labels": np.array([2**63 - 1]), "mask": np.array([True])}, "result")
-    with pytest.raises(BadPayload, match="'half' holds 1 values"):
+    with pytest.raises(BadPayload, check=has_code("FV2308")):
         check_finite({"half": np.array([1.0, np.inf], np.float16)}, "result")

@@ -72,11 +72,7 @@ class Simulation:
         receiver.wants.append(receiver.incoming.nack())
 
     def acts(self, name: str, lost: Iterator[bool]) -> list[Callable[[], bool]]:
-        return [
-            lambda: self.sends(lost),
-            lambda: self.hears(name),
-            lambda: self.receivers[name].deliver(self.manifest),
-        ]
+        return [lambda: self.sends(lost), lambda: self.hears(name), lambda: self.receivers[name].deliver(self.manifest)]
 
     def sends(self, lost: Iterator[bool]) -> bool:
         step = self.outgoing.next_chunk()

@@ -20,6 +20,7 @@ from coordinator.rounds.display import Display
 from fedvit.errors import ConfigError, FedvitError
 from fleet import api
 from fleet.api import FinishedRun, run
+from tests.support.codes import has_code
 
 PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 
@@ -89,7 +90,7 @@ def test_seconds_are_those_of_the_whole_call(tmp_path: Path, cache: Path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     parts: list[float] = []
 
-    def timed(part: Callable[..., Any]) -> Callable[..., Any]:
+    def time_call(part: Callable[..., Any]) -> Callable[..., Any]:
         def work(*given: Any, **named: Any) -> Any:
             began = time.monotonic()
             try:
@@ -100,7 +101,7 @@ def test_seconds_are_those_of_the_whole_call(tmp_path: Path, cache: Path, monkey
         return work
 
     for name in ("check_run", "deal", "simulate"):
-        monkeypatch.setattr(api, name, timed(getattr(api, name)))
+        monkeypatch.setattr(api, name, time_call(getattr(api, name)))
     settings = {"rounds": 1, "model_options": {"patch_size": 8, "width": 32, "depth": 2, "heads": 2}}
     began = time.monotonic()
     result = run(dataset="digits", devices=2, method="fedavg", out=tmp_path / "runs", progress=False, **settings)
@@ -124,7 +125,7 @@ def test_tensors_of_the_server_and_of_a_device(page: Executed) -> None:
     assert all(list(tensors) == list(own[0]) for tensors in own)
     assert all(name.startswith("head.") for name in own[0])
     assert not np.array_equal(own[0]["head.weight"], own[1]["head.weight"])
-    with pytest.raises(ConfigError, match=r"no device 'pi-1' in run 'first'; its devices are: device-0, device-1"):
+    with pytest.raises(ConfigError, check=has_code("FV1904")):
         page.result.tensors("pi-1")
 
 
@@ -183,10 +184,7 @@ def test_a_run_that_was_interrupted_is_resumed(page: Executed, tmp_path: Path, m
         ({"dataset": "digits", "engine": "troch"}, "run(): unknown engine 'troch'; did you mean 'torch'?"),
         ({"dataset": "digits", "resume": True}, "run(): resume=True needs the run's name"),
         ({"dataset": "digits", "name": "../here"}, "run '../here' must be 1 to 64 letters"),
-        (
-            {"dataset": "digits", "name": "first", "out": "runs"},
-            "run(): runs/first exists already; resume the run",
-        ),
+        ({"dataset": "digits", "name": "first", "out": "runs"}, "run(): runs/first exists already; resume the run"),
         ({}, "run(): expected parts, a folder that was dealt out before, or dataset"),
         (
             {"parts": "parts", "partition": "iid"},

@@ -26,6 +26,7 @@ from fleet.partition import (
     write_division,
 )
 from fleet.partitions.feature_noise import add_noise
+from tests.support.codes import has_code
 
 CLASSES = ("ant", "bee", "cow")
 
@@ -105,7 +106,7 @@ class TestWriteDeviceFolders:
     def test_device_without_a_validation_image_is_named(self, tmp_path: Path) -> None:
         """Device 1 has one image of each class, and one of each has to train."""
         samples, division = make_samples([0] * 10 + [0, 1, 2]), Division((np.arange(10), np.arange(10, 13)))
-        with pytest.raises(ConfigError, match="device-1"):
+        with pytest.raises(ConfigError, check=has_code("FV2112", "device-1")):
             write_division(samples, division, tmp_path / "parts", DealSettings(validation_share=0.5))
         assert not (tmp_path / "parts").exists()
 
@@ -178,7 +179,7 @@ class TestWriteDeviceFolders:
         (tmp_path / "parts/mine.txt").write_text("keep me")
         (tmp_path / "file").touch()
         for place in ("parts", "file"):
-            with pytest.raises(ConfigError, match=place):
+            with pytest.raises(ConfigError, check=has_code("FV2007", place)):
                 write_division(self.SAMPLES, Division(self.PARTS), tmp_path / place, settings)
         assert read_files(tmp_path / "parts") == {"mine.txt": b"keep me"}
 
@@ -203,7 +204,7 @@ class TestWriteDeviceFolders:
             write_device_folders(self.SAMPLES, self.PARTS, out, test_share=0.2, seed=0)
         before = read_files(tmp_path)
         too_long = make_samples([0, 0, 1, 1], classes=("ant", "b" * 300))
-        with pytest.raises(StorageFailed, match="parts"):
+        with pytest.raises(StorageFailed, check=has_code("FV1701", "parts")):
             write_division(too_long, Division([np.arange(4)]), out, DealSettings(overwrite=True))
         assert read_files(tmp_path) == before
         assert len(list(tmp_path.iterdir())) == has_earlier
@@ -276,6 +277,10 @@ class TestDeal:
 
     def test_refusals_come_before_a_data_set_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "parts").touch()
-        for place, partition in (("parts", "iid"), ("other", "pareto"), ("other", "iid")):
-            with pytest.raises(ConfigError, match={"parts": "parts", "other": "gone|pareto"}[place]):
+        for place, partition, code in (
+            ("parts", "iid", "FV2007"),
+            ("other", "pareto", "FV2002"),
+            ("other", "iid", "FV2001"),
+        ):
+            with pytest.raises(ConfigError, check=has_code(code)):
                 deal("gone", partition, 2, tmp_path / place)

@@ -56,8 +56,7 @@ def is_gone(pid: int) -> bool:
 
 def gone(*pids: int) -> None:
     wait_until(
-        lambda: all(is_gone(pid) for pid in pids),
-        lambda: f"still there: {[pid for pid in pids if not is_gone(pid)]}",
+        lambda: all(is_gone(pid) for pid in pids), lambda: f"still there: {[pid for pid in pids if not is_gone(pid)]}"
     )
 
 

@@ -119,7 +119,7 @@ class Stage:
                     self.exchanges[name].heard(event.topic, event.payload)
             self.exchanges[name].tick()
 
-    def asked(self) -> list[str]:
+    def ask_rows(self) -> list[str]:
         return [name for name, message in self.messages if isinstance(message, BlobNack)]
 
 
@@ -132,7 +132,7 @@ class TestFetches:
         manifest = stage.server_blobs.put(CONTENT)
         stage.fetch("a", manifest)
         stage.fetch("b", manifest)
-        assert stage.asked() == ["a"]
+        assert stage.ask_rows() == ["a"]
         assert not stage.finished
         stage.serve()
         assert sorted(stage.finished) == [("a", None), ("b", None)]
@@ -144,7 +144,7 @@ class TestFetches:
         stage.fetch("a", manifest)
         stage.fetch("b", manifest)
         stage.exchanges["a"].cancel()
-        assert stage.asked() == ["a", "b"]
+        assert stage.ask_rows() == ["a", "b"]
         stage.serve()
         assert stage.finished == [("b", None)]
 

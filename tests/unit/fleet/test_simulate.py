@@ -17,6 +17,7 @@ from fleet.partition import DealSettings, deal
 from fleet.request import Engine, RunRequest
 from fleet.shared import WorkQueue
 from fleet.simulate import simulate
+from tests.support.codes import has_code
 from tests.support.event_files import steps
 from tests.support.tiny import TINY_MODEL
 
@@ -65,11 +66,11 @@ def test_graphs_are_loaded_once(
     loaded: list[str] = []
     load: Callable[..., Any] = Runtime._load
 
-    def counted(self: Runtime, digest: str, path: Path) -> Any:
+    def count_rows(self: Runtime, digest: str, path: Path) -> Any:
         loaded.append(digest)
         return load(self, digest, path)
 
-    monkeypatch.setattr(Runtime, "_load", counted)
+    monkeypatch.setattr(Runtime, "_load", count_rows)
     summary = simulate(RunRequest(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache)).summary
     assert summary.status == "finished"
     assert [entry.accepted for entry in summary.rounds] == [DEVICES] * 2
@@ -99,7 +100,7 @@ def test_run_that_exists(folders: list[Path], tmp_path: Path, graph_cache: Path)
     before = rounds()
     simulate(RunRequest(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache, resume=True))
     assert rounds() == before
-    with pytest.raises(ConfigError, match="began with another configuration"):
+    with pytest.raises(ConfigError, check=has_code("FV1616")):
         simulate(
             RunRequest(folders, {**VALUES, "seed": 1}, out=tmp_path, run="run", graph_cache=graph_cache, resume=True)
         )
@@ -130,7 +131,7 @@ def test_metrics_of_a_simulation(engine: Engine, folders: list[Path], tmp_path: 
 
 def test_a_device_that_is_refused_ends_the_run(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     """The devices hold ten classes, the run knows two: without them it would wait for ever."""
-    with pytest.raises(PeerRefused, match="device-"):
+    with pytest.raises(PeerRefused, check=has_code("FV1409", "device-")):
         simulate(
             RunRequest(folders, {**VALUES, "classes": ["0", "1"]}, out=tmp_path, run="run", graph_cache=graph_cache)
         )

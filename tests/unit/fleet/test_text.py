@@ -15,6 +15,7 @@ from fleet.experiments.grid import read_grid
 from fleet.partition import DealSettings, deal
 from fleet.request import RunOutcome, RunRequest
 from fleet.simulate import simulate
+from tests.support.codes import has_code
 from tests.support.plays import TEXT_MODEL, write_play
 
 
@@ -81,14 +82,14 @@ def test_accuracy_is_that_of_characters(parts: Path, tmp_path: Path, graph_cache
 
 
 def test_context_of_the_folder_must_be_the_models(parts: Path, tmp_path: Path, graph_cache: Path) -> None:
-    with pytest.raises(FedvitError, match=r"a context of 4 characters, those of text\.json 8"):
+    with pytest.raises(FedvitError, check=has_code("FV1402")):
         run(parts, tmp_path, graph_cache, method="fedavg", model_options={"context": 4}, engine="torch")
 
 
 def test_model_of_text_makes_no_bundle(parts: Path, tmp_path: Path, graph_cache: Path) -> None:
     outcome = run(parts, tmp_path, graph_cache, method="local", rounds=1)
     state = outcome.folder / "state" / "device-0"
-    with pytest.raises(ConfigError, match="run 'run' has a model of text: bundles are of models that read images"):
+    with pytest.raises(ConfigError, check=has_code("FV1110")):
         load_own_model("run", device="device-0", state=state, data=None, threads=1)
 
 
@@ -114,5 +115,5 @@ def test_experiment_on_text_has_a_context(tmp_path: Path) -> None:
     assert cell.deal.image_size == 8
     for size in ("", "context = 8\nimage_size = 8"):
         file.write_text(EXPERIMENT.format(play=play, size=size))
-        with pytest.raises(ConfigError, match="expected image_size, the side of images, or context"):
+        with pytest.raises(ConfigError, check=has_code("FV2006")):
             read_grid(file)

@@ -112,9 +112,7 @@ def test_gradient_of_gelu(packages: dict[str, Path], kind: str, count: int) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(
-    shape=st.lists(st.integers(1, 20), min_size=1, max_size=2),
-    width=st.integers(1, 150),
-    seed=st.integers(0, 2**16),
+    shape=st.lists(st.integers(1, 20), min_size=1, max_size=2), width=st.integers(1, 150), seed=st.integers(0, 2**16)
 )
 def test_gradient_of_layer_norm_of_any_shape(
     packages: dict[str, Path], kind: str, shape: list[int], width: int, seed: int

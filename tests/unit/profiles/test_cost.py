@@ -169,20 +169,20 @@ def node(op: str, inputs: str, output: str, name: str = "", **attributes: Any) -
 def by_hand(nodes: Sequence[onnx.NodeProto], inputs: Values, outputs: Values, between: Values | None = None) -> bytes:
     """A graph whose values have these shapes; float32, unless the name begins with another type's."""
 
-    def described(values: Values) -> list[onnx.ValueInfoProto]:
+    def describe(values: Values) -> list[onnx.ValueInfoProto]:
         return [
             helper.make_tensor_value_info(name, OTHER_TYPES.get(name.split("_")[0], TensorProto.FLOAT), shape)
             for name, shape in values.items()
         ]
 
     graph = helper.make_graph(
-        list(nodes), "by hand", described(inputs), described(outputs), value_info=described(between or {})
+        list(nodes), "by hand", describe(inputs), describe(outputs), value_info=describe(between or {})
     )
     content: bytes = helper.make_model(graph).SerializeToString()
     return content
 
 
-def updated(cost: GraphCost) -> list[int]:
+def find_updated(cost: GraphCost) -> list[int]:
     return [each.moved_bytes for each in cost.nodes]
 
 
@@ -224,7 +224,7 @@ def test_bytes_are_those_read_and_written() -> None:
             {"y": (2, 3), "z": (4,), "w": (4,)},
         )
     )
-    assert updated(cost) == [4 * (6 + 3 + 6), 4 * 2 + 4 * 4, 4 + 4 + 4 * 4]
+    assert find_updated(cost) == [4 * (6 + 3 + 6), 4 * 2 + 4 * 4, 4 + 4 + 4 * 4]
     assert cost.flops == 0
 
 
@@ -232,7 +232,7 @@ def test_views_move_nothing() -> None:
     names = ["Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten"]
     nodes = [node(op, "x", f"y{number}") for number, op in enumerate(names)]
     outputs: Values = {f"y{number}": (6,) for number in range(len(names))}
-    assert updated(graph_cost(by_hand(nodes, {"x": (2, 3)}, outputs))) == [0] * len(names)
+    assert find_updated(graph_cost(by_hand(nodes, {"x": (2, 3)}, outputs))) == [0] * len(names)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def shares_of(cost: GraphCost, runs: int = 1) -> Shares:
     return {(block, kind): (forward, backward) for block, kind, forward, backward in flop_shares(cost, runs)}
 
 
-def expected_shares(kept: int, trained: int, *, last_trained: bool, position_product: bool) -> Shares:
+def expect_shares(kept: int, trained: int, *, last_trained: bool, position_product: bool) -> Shares:
     """FLOPs of each part for 8 samples of 1 + `kept` tokens. Linear layers take their values' gradient (as much as the
     forward pass) and, where they are trained, their weights' (as much again); products of activations take both
     operands' gradients anywhere. Pictures need none."""
@@ -313,10 +313,7 @@ def expected_shares(kept: int, trained: int, *, last_trained: bool, position_pro
     parts = {("embedding", "embedding"): (kept * V * D, kept * V * D + position)}
     for block in range(L - 1):
         times = 2 if block < trained else 1
-        parts[f"block {block}", "attention"] = (
-            4 * n * D**2 + attention(n),
-            times * 4 * n * D**2 + 2 * attention(n),
-        )
+        parts[f"block {block}", "attention"] = (4 * n * D**2 + attention(n), times * 4 * n * D**2 + 2 * attention(n))
         parts[f"block {block}", "mlp"] = (8 * n * D**2, times * 8 * n * D**2)
     times = 2 if last_trained else 1
     projections = (2 * n + 2) * D**2
@@ -332,7 +329,7 @@ def expected_shares(kept: int, trained: int, *, last_trained: bool, position_pro
 def test_the_shares_of_a_step_of_eftvit(tiny: Any) -> None:
     """Two local blocks are trained, the last one only lets gradients through."""
     cost = graph_cost(tiny("eftvit").graphs["train"].content)
-    expected = expected_shares(4, 2, last_trained=False, position_product=True)
+    expected = expect_shares(4, 2, last_trained=False, position_product=True)
     assert shares_of(cost) == expected
     assert list(shares_of(cost)) == list(expected), "in the model's order"
     assert sum(forward + backward for forward, backward in shares_of(cost).values()) == cost.flops
@@ -341,7 +338,7 @@ def test_the_shares_of_a_step_of_eftvit(tiny: Any) -> None:
 def test_the_shares_of_a_step_of_fedavg(tiny: Any) -> None:
     """All is trained; positions of all patches in order need no product."""
     cost = graph_cost(tiny("fedavg").graphs["train"].content)
-    assert shares_of(cost) == expected_shares(16, L, last_trained=True, position_product=False)
+    assert shares_of(cost) == expect_shares(16, L, last_trained=True, position_product=False)
 
 
 def test_shares_of_several_runs_and_of_an_answer(tiny: Any) -> None:
@@ -374,7 +371,7 @@ def test_a_whole_step_has_its_gradients_where_their_tensors_are(tiny: Any) -> No
     """APFL's step updates the weights itself, so it reads no sums of gradients. It has two models of everything, and
     works with mixtures of their weights: each part costs twice what FedAvg's does. The loss is that of one of them."""
     cost = graph_cost(tiny("apfl").graphs["train"].content)
-    single = expected_shares(16, L, last_trained=True, position_product=False)
+    single = expect_shares(16, L, last_trained=True, position_product=False)
     expected = {place: (forward, forward + 2 * backward) for place, (forward, backward) in single.items()}
     assert shares_of(cost) == expected
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedvit.resources import Budget, BudgetKind, ProductKind, ProductRate, Speed
 from profiles import predict as predict_module
-from profiles.predict import BASE_RSS_BYTES, ENGINE_BYTES, LOADED_BYTES, ProductModel, predict, seconds
+from profiles.predict import BASE_RSS_BYTES, ENGINE_BYTES, LOADED_BYTES, ProductModel, Target, predict, seconds
 from profiles.prediction import GraphWork, MemoryPhase, Prediction, ProductWork, ProgramCost
 
 KINDS: tuple[ProductKind, ...] = ("weights", "gradient", "attention", "integers", "halves")
@@ -108,9 +108,7 @@ SPEED = Speed(
 def some_work(scale: float = 1.0) -> GraphWork:
     """A quarter of a second of products, half a second of bytes, 100 operators: 1 ms."""
     return GraphWork(
-        products=[work("weights", 1, 500, 500, 500, count=scale)],
-        moved_bytes={"Add": 1e9 * scale},
-        nodes=100 * scale,
+        products=[work("weights", 1, 500, 500, 500, count=scale)], moved_bytes={"Add": 1e9 * scale}, nodes=100 * scale
     )
 
 
@@ -212,12 +210,19 @@ STEP_S = 0.25 + 0.5 + 1e-3
 PEAK = BASE_RSS_BYTES + ENGINE_BYTES + 25 * MB
 
 
-def predicted(cost: ProgramCost | None = None, speed: Speed | None = SPEED, **given: Any) -> Prediction:
-    return predict(cost or a_cost(), speed, device="pi", source="measured" if speed else None, **given)
+def predict_round(
+    cost: ProgramCost | None = None,
+    speed: Speed | None = SPEED,
+    budget: Budget | None = None,
+    corrections: dict[BudgetKind, float] | None = None,
+    **target: Any,
+) -> Prediction:
+    known = Target("pi", "measured" if speed else None, **target)
+    return predict(cost or a_cost(), speed, known, budget, corrections)
 
 
 def test_a_round_is_its_steps() -> None:
-    made = predicted(mode="15W")
+    made = predict_round(mode="15W")
     assert (made.device, made.source, made.mode) == ("pi", "measured", "15W")
     assert made.step_s == pytest.approx(STEP_S)
     assert made.train_s == pytest.approx(40 * STEP_S)
@@ -226,7 +231,7 @@ def test_a_round_is_its_steps() -> None:
 
 
 def test_no_test_images_take_no_time() -> None:
-    assert predicted(a_cost(test_images=0)).evaluate_s == 0
+    assert predict_round(a_cost(test_images=0)).evaluate_s == 0
 
 
 @pytest.mark.parametrize(
@@ -238,12 +243,12 @@ def test_no_test_images_take_no_time() -> None:
     ],
 )
 def test_what_takes_most_of_a_step_is_named(part: str, changed: dict[str, Any]) -> None:
-    assert predicted(a_cost(step_work=msgspec.structs.replace(some_work(), **changed))).bound == part
+    assert predict_round(a_cost(step_work=msgspec.structs.replace(some_work(), **changed))).bound == part
 
 
 def test_without_a_speed_there_is_no_time() -> None:
     """Nor energy; memory is predicted all the same, and no deadline can be missed."""
-    made = predicted(speed=None, budget=Budget(round_deadline_s=1e-9, memory_bytes=1), power_w=(2.0, 5.0))
+    made = predict_round(speed=None, budget=Budget(round_deadline_s=1e-9, memory_bytes=1), power_w=(2.0, 5.0))
     assert (made.step_s, made.train_s, made.evaluate_s, made.bound, made.energy_j) == (None,) * 5
     assert made.source is None
     assert made.peak_rss_bytes > 0
@@ -251,14 +256,14 @@ def test_without_a_speed_there_is_no_time() -> None:
 
 
 def test_energy_is_time_under_load() -> None:
-    made = predicted(power_w=(2.0, 5.0))
+    made = predict_round(power_w=(2.0, 5.0))
     assert made.power_w == 5.0
     assert made.energy_j == pytest.approx(40 * STEP_S * 5.0)
-    assert (predicted().energy_j, predicted().power_w) == (None, None)
+    assert (predict_round().energy_j, predict_round().power_w) == (None, None)
 
 
 def test_memory_is_the_highest_phase_with_the_software() -> None:
-    made = predicted()
+    made = predict_round()
     assert made.peak_rss_bytes == PEAK
     assert [phase.parts["software"] for phase in made.memory] == [BASE_RSS_BYTES + ENGINE_BYTES] * 3
     assert [phase.phase for phase in made.memory] == ["train", "upload", "evaluate"]
@@ -274,7 +279,7 @@ def test_memory_is_the_highest_phase_with_the_software() -> None:
 )
 def test_software_is_what_the_device_said(budget: Budget | None, software: int) -> None:
     """With a memory budget a device has loaded the engine before it says what it holds."""
-    made = predicted(base_rss_bytes=50 * MB, budget=budget)
+    made = predict_round(base_rss_bytes=50 * MB, budget=budget)
     assert made.memory[0].parts["software"] == software
     assert made.peak_rss_bytes == software + 25 * MB
 
@@ -288,26 +293,26 @@ LIMITS: list[tuple[BudgetKind, str, float]] = [
 
 @pytest.mark.parametrize(("kind", "key", "needed"), LIMITS)
 def test_a_budget_that_is_just_met_is_kept(kind: BudgetKind, key: str, needed: int) -> None:
-    assert predicted(budget=Budget(**{key: needed})).over == ()
-    assert predicted(budget=Budget(**{key: needed - 1})).over == (kind,)
+    assert predict_round(budget=Budget(**{key: needed})).over == ()
+    assert predict_round(budget=Budget(**{key: needed - 1})).over == (kind,)
 
 
 def test_a_deadline_is_for_the_training_alone() -> None:
-    assert predicted(budget=Budget(round_deadline_s=40 * STEP_S * 1.001)).over == ()
-    assert predicted(budget=Budget(round_deadline_s=40 * STEP_S * 0.999)).over == ("time",)
+    assert predict_round(budget=Budget(round_deadline_s=40 * STEP_S * 1.001)).over == ()
+    assert predict_round(budget=Budget(round_deadline_s=40 * STEP_S * 0.999)).over == ("time",)
 
 
 def test_all_budgets_that_are_exceeded_are_named() -> None:
     everything = Budget(memory_bytes=1, flops_per_round=1, round_deadline_s=1.0, upload_bytes=1)
-    assert predicted(budget=everything).over == ("memory", "flops", "time", "upload")
-    assert predicted(budget=Budget()).over == ()
+    assert predict_round(budget=everything).over == ("memory", "flops", "time", "upload")
+    assert predict_round(budget=Budget()).over == ()
 
 
 def test_what_was_too_low_before_is_corrected() -> None:
     """By a factor each; FLOPs and bytes are counted and need none."""
-    made = predicted(corrections={"time": 1.5, "memory": 1.25})
+    made = predict_round(corrections={"time": 1.5, "memory": 1.25})
     assert made.step_s == pytest.approx(1.5 * STEP_S)
     assert made.train_s == pytest.approx(1.5 * 40 * STEP_S)
     assert made.peak_rss_bytes == int(1.25 * PEAK)
-    assert predicted(budget=Budget(memory_bytes=PEAK), corrections={"memory": 1.01}).over == ("memory",)
-    assert predicted(budget=Budget(round_deadline_s=40 * STEP_S * 1.1), corrections={"time": 1.2}).over == ("time",)
+    assert predict_round(budget=Budget(memory_bytes=PEAK), corrections={"memory": 1.01}).over == ("memory",)
+    assert predict_round(budget=Budget(round_deadline_s=40 * STEP_S * 1.1), corrections={"time": 1.2}).over == ("time",)

@@ -66,13 +66,7 @@ FROZEN, SHARED, GLOBAL, LOCAL = 192 * 32, 32 * 96 + 96, 32, 10 * 32  # numbers
 
 PHASE = Train(graph="train", update="update", groups=("model", "head"), slots=("exp_avg", "exp_avg_sq"), lr=0.1)
 BATCH = Batch(
-    image_size=32,
-    patch_size=8,
-    batch_size=8,
-    mean=(0.5, 0.5, 0.5),
-    std=(0.5, 0.5, 0.5),
-    mask_ratio=0.75,
-    micro_batch=4,
+    image_size=32, patch_size=8, batch_size=8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), mask_ratio=0.75, micro_batch=4
 )
 
 
@@ -100,7 +94,7 @@ def of(**changed: Any) -> Train:
     return msgspec.structs.replace(PHASE, **changed)
 
 
-def packed(*shapes: tuple[int, ...]) -> int:
+def pack_values(*shapes: tuple[int, ...]) -> int:
     """Of the float32 tensors of TENSORS that have these shapes."""
     names = [name for name, spec in TENSORS.items() if spec.shape in shapes]
     assert len(names) == len(shapes)
@@ -160,10 +154,7 @@ def test_epochs_and_repeats_multiply() -> None:
     assert cost.flops_round == 3 * 2 * 5 * GRAPHS["train"].flops
 
 
-@pytest.mark.parametrize(
-    ("limit", "steps", "runs"),
-    [(2, 2, 4), (3, 3, 5), (4, 4, 7), (6, 6, 10), (99, 6, 10)],
-)
+@pytest.mark.parametrize(("limit", "steps", "runs"), [(2, 2, 4), (3, 3, 5), (4, 4, 7), (6, 6, 10), (99, 6, 10)])
 def test_a_phase_ends_after_its_steps(limit: int, steps: int, runs: int) -> None:
     """Two epochs of 20 images have 6 steps of 2, 2, 1, 2, 2, 1 runs."""
     cost = cost_of(program(of(epochs=2, steps=limit)))
@@ -254,13 +245,13 @@ def test_the_work_of_an_answer() -> None:
 def test_bytes_each_way_are_those_of_packed_tensors() -> None:
     """Each round the shared and the global group come, a blob each, and the shared group's changes go."""
     cost = cost_of()
-    assert cost.bytes_down == packed((32, 96), (96,)) + packed((32,))
-    assert cost.bytes_up == packed((32, 96), (96,))
+    assert cost.bytes_down == pack_values((32, 96), (96,)) + pack_values((32,))
+    assert cost.bytes_up == pack_values((32, 96), (96,))
 
 
 def test_bytes_once_are_graphs_program_and_first_values() -> None:
     made = program()
-    first = packed((192, 32)) + packed((10, 32))
+    first = pack_values((192, 32)) + pack_values((10, 32))
     assert cost_of(made).bytes_once == 700 + 50 + 300 + len(encode_program(made)) + first
 
 

@@ -11,11 +11,10 @@ from fedvit.models.lora import Lora
 from fedvit.models.prompts import Prompts
 from fedvit.models.vit import PatchViT
 from fedvit.program import count_kept_patches
-from profiles.vit_cost import VitShape, forward_macs, parameters
+from profiles.vit_cost import EFTVIT_CONVENTION, VitShape, forward_macs, parameters
 
 VIT_B = VitShape(classes=100)
-TRUE: dict[str, Any] = {"norm_cost": 5, "full_image_embedding": True}
-EFTVIT: dict[str, Any] = {**TRUE, "projections": False}
+TRUE = EFTVIT_CONVENTION._replace(projections=True)
 
 # --- EFTViT's tables ----------------------------------------------------------------------------------
 
@@ -27,7 +26,7 @@ EFTVIT: dict[str, Any] = {**TRUE, "projections": False}
 def test_eftvits_count(mask_ratio: float, computed: float, published: float) -> None:
     """n = 1 + floor(196 (1 - r)); 196 * 768^2 + 12 (8 n D^2 + 2 n^2 D + 10 n D) + 5 n D + D C, whose last digit
     depends on the classes: 10 to 100."""
-    few, count = (forward_macs(VitShape(classes=c), mask_ratio=mask_ratio, **EFTVIT) / 1e9 for c in (10, 100))
+    few, count = (forward_macs(VitShape(classes=c), EFTVIT_CONVENTION, mask_ratio=mask_ratio) / 1e9 for c in (10, 100))
     assert few - 5e-5 < computed < count + 5e-5
     assert count == pytest.approx(published, abs=8e-4)
 
@@ -37,23 +36,23 @@ def test_eftvits_count(mask_ratio: float, computed: float, published: float) -> 
 )
 def test_what_it_is_with_the_projections(mask_ratio: float, computed: float) -> None:
     """4 n D^2 more in every block."""
-    count = forward_macs(VIT_B, mask_ratio=mask_ratio, **TRUE)
+    count = forward_macs(VIT_B, TRUE, mask_ratio=mask_ratio)
     assert round(count / 1e9, 3) == computed
     tokens = 1 + count_kept_patches(196, mask_ratio)
-    assert count - forward_macs(VIT_B, mask_ratio=mask_ratio, **EFTVIT) == 12 * 4 * tokens * 768**2
+    assert count - forward_macs(VIT_B, EFTVIT_CONVENTION, mask_ratio=mask_ratio) == 12 * 4 * tokens * 768**2
 
 
 def test_eftvits_count_of_fed_prompt() -> None:
     """Ten more tokens; the honest figure is 5% above the full model's, as with its count."""
-    assert round(forward_macs(VIT_B, extra_tokens=10, **EFTVIT) / 1e9, 3) == 12.646
-    assert round(forward_macs(VIT_B, extra_tokens=10, **TRUE) / 1e9, 3) == 18.507
+    assert round(forward_macs(VIT_B, EFTVIT_CONVENTION, extra_tokens=10) / 1e9, 3) == 12.646
+    assert round(forward_macs(VIT_B, TRUE, extra_tokens=10) / 1e9, 3) == 18.507
 
 
 def test_eftvits_count_of_fed_lora() -> None:
     """Another rule: with the projections, without attention's products. So +41% is the counter's; LoRA adds 0.7%."""
-    published = forward_macs(VIT_B, lora_rank=16, attention_products=False, **TRUE) / 1e9
+    published = forward_macs(VIT_B, TRUE._replace(attention_products=False), lora_rank=16) / 1e9
     assert published == pytest.approx(16.982, abs=1e-3)
-    honest, full = forward_macs(VIT_B, lora_rank=16, **TRUE), forward_macs(VIT_B, **TRUE)
+    honest, full = forward_macs(VIT_B, TRUE, lora_rank=16), forward_macs(VIT_B, TRUE)
     assert round(honest / 1e9, 3) == 17.698
     assert honest - full == 12 * 2 * 197 * 16 * (768 + 768)
     assert round(honest / full - 1, 3) == 0.007
@@ -78,7 +77,7 @@ def on_meta(name: str, classes: int, **options: Any) -> PatchViT:
         return build_vit(name, classes, seed=0, options=options)
 
 
-def counted(vit: PatchViT, kept: int | None = None) -> int:
+def count_macs(vit: PatchViT, kept: int | None = None) -> int:
     """Multiply-adds of one image, as torch counts them: products only."""
     patches = torch.zeros(1, kept or vit.patches, 3 * vit.patch_size**2, device="meta")
     rows = None if kept is None else torch.zeros(1, kept, dtype=torch.int64, device="meta")
@@ -99,13 +98,13 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "options"), MODELS)
 def test_the_closed_form_is_what_torch_counts(name: str, options: dict[str, Any]) -> None:
     vit = on_meta(name, 7, **options)
-    assert forward_macs(VitShape.of(vit)) == counted(vit)
+    assert forward_macs(VitShape.of(vit)) == count_macs(vit)
 
 
 def test_dropped_patches_cost_nothing() -> None:
     vit = on_meta("vit_base_patch16_224", 100)
     assert VitShape.of(vit) == VIT_B
-    assert forward_macs(VIT_B, mask_ratio=0.75) == counted(vit, kept=49)
+    assert forward_macs(VIT_B, mask_ratio=0.75) == count_macs(vit, kept=49)
 
 
 def test_lora_and_prompts_cost_what_torch_counts() -> None:
@@ -113,10 +112,10 @@ def test_lora_and_prompts_cost_what_torch_counts() -> None:
         lora, prompts = (build_vit(SMALL, 7, seed=0, options={"head_width": 32}) for _ in range(2))
         Lora(rank=3).apply(lora, 0)
         Prompts(tokens=5).apply(prompts, 0)
-    assert forward_macs(VitShape.of(prompts), extra_tokens=5) == counted(prompts)
+    assert forward_macs(VitShape.of(prompts), extra_tokens=5) == count_macs(prompts)
     shape = VitShape.of(lora)
     assert shape.attention_width == 128
-    assert forward_macs(shape, lora_rank=3) == counted(lora)
+    assert forward_macs(shape, lora_rank=3) == count_macs(lora)
 
 
 @pytest.mark.parametrize(("name", "options"), [MODELS[0], MODELS[2]])

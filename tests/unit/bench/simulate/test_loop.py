@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from bench.simulate.jobs import Job
+from bench.simulate.jobs import Job, Start
 from bench.simulate.loop import (
     EMBEDDING,
     HIDDEN,
     SERVER_LR,
     Client,
-    FedTP,
+    FedTPLoop,
     HyperNetwork,
     State,
     average,
-    copied,
+    copy_state,
     learn_from,
     make_model,
     run,
@@ -68,7 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize("method", ["fedavg", "fedtp"])
 def test_loop_learns_digits(folders: list[Path], method: str) -> None:
     """Ten classes: by chance a tenth is right."""
-    ended, accuracy = run(job(method), folders, rounds=4, seed=0, device="cpu", precision="fp32", threads=1)
+    ended, accuracy = run(job(method), folders, Start(4, 0, "cpu", "fp32"), threads=1)
     assert len(ended) == 4
     assert ended == sorted(ended)
     assert accuracy > 0.4
@@ -155,20 +155,20 @@ def test_fedtp_client_gets_its_own_attention() -> None:
     torch.manual_seed(0)
     images, labels = torch.randn(8, 3, 16, 16), torch.arange(8) % 4
     client = Client(images=images, labels=labels, test_images=images, test_labels=labels)
-    loop = FedTP(make_model(job("fedtp"), 4, seed=0), [client] * 2)
+    loop = FedTPLoop(make_model(job("fedtp"), 4, seed=0), [client] * 2)
 
-    def loaded(number: int) -> State:
+    def load_state_of(number: int) -> State:
         loop.load(number)
-        return copied(loop.model)
+        return copy_state(loop.model)
 
     def nudge(client: Client) -> None:
         with torch.no_grad():
             for value in loop.model.parameters():
                 value += 0.1
 
-    first, second = loaded(0), loaded(1)
+    first, second = load_state_of(0), load_state_of(1)
     apart = {name for name in first if not torch.equal(first[name], second[name])}
     assert apart == {"blocks.0.attn.qkv.weight"}
     loop.round([0, 1], nudge)
-    after = loaded(0)
+    after = load_state_of(0)
     assert all(not torch.equal(after[name], first[name]) for name in first)

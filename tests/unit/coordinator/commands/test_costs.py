@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import cli
 from coordinator.compute.planning.forecast import read_forecast
-from coordinator.compute.planning.profiling import BoardMode
+from coordinator.compute.planning.prediction_request import BoardMode
 from coordinator.record.record import open_record
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError, FedvitError, OverBudget

@@ -18,9 +18,9 @@ from coordinator.commands.status import status
 from coordinator.config import make_config
 from coordinator.record.liveness import STALE_S, STATUS_FILE
 from coordinator.record.record import open_record
-from coordinator.rounds.status import Status
+from coordinator.rounds.status import LiveStatus
 from coordinator.run_view import RunHead, list_progress
-from coordinator.views.dashboard.reader import Reader
+from coordinator.views.dashboard.reader import RecordReader
 from tests.support.records import RUN, begin_run
 from tests.support.waiting import wait_until
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     store.close()
     for run in (RUN, "other"):
         (tmp_path / run).mkdir()
-        doing = Status(at=datetime.now(UTC).isoformat(), doing="training", waiting_for=[], backing_off=[], online=2)
+        doing = LiveStatus(at=datetime.now(UTC).isoformat(), doing="training", waiting_for=[], backing_off=[], online=2)
         (tmp_path / run / STATUS_FILE).write_bytes(msgspec.json.encode(doing))
     return tmp_path
 
@@ -74,7 +74,7 @@ def test_two_runs_are_distinguished_by_their_settings(folder: Path) -> None:
 def test_run_whose_coordinator_was_killed_is_interrupted_everywhere(folder: Path) -> None:
     """The record still says that it runs; its status file is old."""
     file = folder / RUN / STATUS_FILE
-    written = msgspec.json.decode(file.read_bytes(), type=Status)
+    written = msgspec.json.decode(file.read_bytes(), type=LiveStatus)
     old = datetime.now(UTC) - timedelta(seconds=STALE_S + 5)
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(written, at=old.isoformat())))
     told = {
@@ -93,7 +93,7 @@ def test_run_whose_coordinator_was_killed_is_interrupted_everywhere(folder: Path
 
 def test_pages_notice_a_killed_coordinator_although_the_record_does_not_change(folder: Path) -> None:
     store = open_record(folder, check=False, reads_only=True)
-    reader = Reader(store, folder)
+    reader = RecordReader(store, folder)
 
     def listed() -> str:
         return {entry.run: entry.status for entry in asyncio.run(reader(list_progress))}[RUN]

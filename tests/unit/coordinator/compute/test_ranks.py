@@ -75,7 +75,7 @@ def server(folder: Path, name: str, options: dict[str, Any]) -> Server:
     groups = {"all": names}
     before = save_state(ServerState(tensors, rule.begin(SEED)), groups, blobs)
     closing = Closing(
-        round=1, rounds=3, seed=SEED, lr_scale=1.0, before=before, kept={},
+        round=1, rounds=3, seed=SEED, method=method, before=before, kept={},
         uploads=[], stored=StoredUploads(blobs.folder, {}), names=names, groups=groups,
         updates=UpdatesConfig(), aggregator=Mean(), precision="fp32",
     )  # fmt: skip

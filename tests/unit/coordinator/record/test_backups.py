@@ -14,7 +14,7 @@ from coordinator.record import backups as module
 from coordinator.record.backups import NOTED_SHARE, Backups, Struck
 from coordinator.record.copies import is_whole, notes_in, number_in, read_runs
 from coordinator.record.record import Record, open_record
-from coordinator.record.retention import collect, remove_runs
+from coordinator.record.retention import RetentionPolicy, collect, remove_runs
 from coordinator.record.tables import DeviceRecord, ResultRecord
 from coordinator.rounds.quarantine import Quarantine
 from fedvit.errors import ConfigError, Damaged
@@ -262,7 +262,7 @@ def test_gc_removes_what_the_copies_replace_and_nothing_else(tmp_path: Path) -> 
     notes.write_bytes(b"a process ended before it removed them")
 
     def gone(*, dry_run: bool) -> set[str]:
-        removed = collect(store, tmp_path, keep_runs=None, keep_rounds=None, dry_run=dry_run)
+        removed = collect(store, tmp_path, RetentionPolicy(dry_run=dry_run))
         return {Path(entry.path).name for entry in removed if entry.path}
 
     expected = gone(dry_run=True)

@@ -11,7 +11,7 @@ import pytest
 from coordinator.record.backups import Backups, Struck
 from coordinator.record.database import Database, use_database
 from coordinator.record.record import Record, open_record
-from coordinator.record.tables import SavedState
+from coordinator.record.tables import RefusalRecord, SavedState
 from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone, StorageFailed
 from tests.support.postgresql import PASSWORD, Postgresql
@@ -45,7 +45,7 @@ def test_two_processes_may_read_and_write(store: Record) -> None:
     assert reader.runs.read_all()[0].id == "r"
     store.rounds.open("r", 1, ["a"])
     assert [record.round for record in reader.rounds.read_all("r")] == [1]
-    reader.devices.add_refusal("r", 1, "a", "train", "late")
+    reader.devices.add_refusal("r", RefusalRecord(1, "a", "train", "late"))
     assert len(store.devices.read_refusals("r")) == 1
     reader.close()
 

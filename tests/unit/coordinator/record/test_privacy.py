@@ -10,7 +10,7 @@ from coordinator.compute.planning.checks import checked_config
 from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
 from coordinator.record.privacy import (
-    Step,
+    PrivacyStep,
     cohort_seed,
     compute_cohort_size,
     compute_epsilon,
@@ -82,12 +82,14 @@ class TestNoise:
 class TestSpent:
     def test_one_round_is_the_gaussian_mechanism(self) -> None:
         """Balle and Wang 2018, arXiv:1805.06530: sigma 1, delta 1e-5 give 4.377, below the classic bound's 4.845."""
-        assert compute_epsilon([Step(1.0, 10, 10)], config(delta=1e-5).privacy) == pytest.approx(4.377178, abs=1e-5)
+        assert compute_epsilon([PrivacyStep(1.0, 10, 10)], config(delta=1e-5).privacy) == pytest.approx(
+            4.377178, abs=1e-5
+        )
 
     def test_rounds_add_up_as_in_the_library(self) -> None:
         """16 rounds of noise 8 are one of noise 2; an accountant by Renyi divergence may only say more."""
-        sixteen = compute_epsilon([Step(8.0, 10, 10)] * 16, config().privacy)
-        assert sixteen == pytest.approx(compute_epsilon([Step(2.0, 10, 10)], config().privacy))
+        sixteen = compute_epsilon([PrivacyStep(8.0, 10, 10)] * 16, config().privacy)
+        assert sixteen == pytest.approx(compute_epsilon([PrivacyStep(2.0, 10, 10)], config().privacy))
         import dp_accounting  # seconds, which only the process that tests this need spend
         from dp_accounting import rdp
 
@@ -104,9 +106,9 @@ class TestSpent:
             dp_accounting.SampledWithoutReplacementDpEvent(100, 10, dp_accounting.GaussianDpEvent(2.0)), 30
         )
         sampled = config(noise_multiplier=4.0, clip=1.0, accounting="sampled").privacy
-        tenth = compute_epsilon([Step(4.0, 100, 10)] * 30, sampled)
+        tenth = compute_epsilon([PrivacyStep(4.0, 100, 10)] * 30, sampled)
         assert tenth == pytest.approx(accountant.get_epsilon(1e-5))
-        assert compute_epsilon([Step(4.0, 100, 100)] * 30, sampled) > tenth
+        assert compute_epsilon([PrivacyStep(4.0, 100, 100)] * 30, sampled) > tenth
 
     def test_no_round_costs_nothing(self) -> None:
         assert compute_epsilon([], config().privacy) == 0
@@ -114,10 +116,10 @@ class TestSpent:
     def test_rows(self) -> None:
         """To replace a row moves it by two clips: noise 8 of one row is noise 4 of a sum, of four it is 2."""
         assert compute_epsilon_of_rows(1, 8.0, 1e-5) == pytest.approx(
-            compute_epsilon([Step(4.0, 1, 1)], config().privacy)
+            compute_epsilon([PrivacyStep(4.0, 1, 1)], config().privacy)
         )
         assert compute_epsilon_of_rows(4, 8.0, 1e-5) == pytest.approx(
-            compute_epsilon([Step(2.0, 1, 1)], config().privacy)
+            compute_epsilon([PrivacyStep(2.0, 1, 1)], config().privacy)
         )
 
 
@@ -146,7 +148,7 @@ def test_a_restart_forgets_nothing(runs: Path) -> None:
     store.runs.create("later", {"start_from": "r"})
     last = round_figures(store, "later", private, population=4, cohort=2, feature_rows=[])
     store.close()
-    assert last["dp_epsilon"] == pytest.approx(compute_epsilon([Step(1.0, 4, 4)], private.privacy))
+    assert last["dp_epsilon"] == pytest.approx(compute_epsilon([PrivacyStep(1.0, 4, 4)], private.privacy))
 
 
 def test_features_add_up_over_rounds(runs: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.cli import cli
 from coordinator.record.record import Record, open_record
 from coordinator.record.retention import LOCK, is_served, lock_run, oldest_kept
-from coordinator.record.tables import SavedState, TaskRecord
+from coordinator.record.tables import RefusalRecord, SavedState, TaskRecord
 from coordinator.run_view import read_run
 from fedvit.errors import ConfigError
 from fedvit.files import WRITING
@@ -40,7 +40,8 @@ def play_run(store: Record, run: str, rounds: int, results: dict[tuple[int, str]
             late = results.get((number, name))
             if late is None:
                 store.devices.add_refusal(
-                    run, number, name, "train", "no result: deadline", "time" if name == "a" else None
+                    run,
+                    RefusalRecord(number, name, "train", "no result: deadline", broke="time" if name == "a" else None),
                 )
                 continue
             use = ResourceUse(step_s=0.5 * number, flops=number, received_bytes=7, sent_bytes=number)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from coordinator.record.record import Record
+from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import SavedState, TaskRecord
 from fedvit.errors import StorageFailed
 from tests.support.records import DIGEST, make_result, reopen
@@ -49,7 +50,9 @@ def test_round_is_summed_up_from_results_in_memory_as_from_the_record(store: Rec
             [("b", make_result(number), number), ("a", make_result(number, samples=7), number)]
         )
         assert sorted(trained, key=lambda entry: entry.device) == store.tasks.read_used_in("r", number)
-        store.rounds.close("r", number, SavedState({}, None, {}), {}, results=trained if is_in_memory else None)
+        store.rounds.close(
+            "r", number, SavedState({}, None, {}), {}, RoundWork(results=trained if is_in_memory else None)
+        )
         evaluated = store.tasks.add_results([("a", make_result(number, **tested), None)])
         store.rounds.close_evaluation("r", number, evaluated if is_in_memory else None)
     again = reopen(store)

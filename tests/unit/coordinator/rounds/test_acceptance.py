@@ -3,13 +3,13 @@
 import threading
 from collections.abc import Iterable
 
-from coordinator.rounds.tasks import Task, TaskState
+from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.wire.messages import ResultAck
 from tests.support.parts import Parts
 from tests.support.waiting import WAIT_S, wait_until
 
 
-def state_of(task: Task) -> TaskState:
+def state_of(task: DeviceTask) -> TaskState:
     """Read anew: for a type checker an attribute does not change by calls."""
     return task.state
 

@@ -6,12 +6,12 @@ import pytest
 
 from coordinator.rounds.open_round import Missing
 from coordinator.rounds.task_ends import Strike
-from coordinator.rounds.tasks import Task, TaskState
+from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.wire.messages import Cancel, Declined, Failed, ResultAck
 from tests.support.parts import Parts
 
 
-def state_of(task: Task) -> TaskState:
+def state_of(task: DeviceTask) -> TaskState:
     """Read anew: for a type checker an attribute does not change by calls."""
     return task.state
 

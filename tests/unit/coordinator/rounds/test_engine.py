@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.compute.messages import Stepped
+from coordinator.compute.messages import NextState, PlannedTask
 from coordinator.config import make_config
 from coordinator.record.tables import Asked, ResultRecord, RoundRecord, SavedState, TaskRecord
 from coordinator.rounds.engine import ATTEMPTS, RoundEngine
@@ -15,6 +15,7 @@ from coordinator.rounds.tasks import Work
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
 
+PLANNED = PlannedTask(program="p", groups={})
 PROGRAM: Any = None
 """Nothing here reads it."""
 
@@ -38,10 +39,10 @@ class Devices(Trainer):
         self.log.append(f"{'begin' if is_new else 'resume'} {number}")
 
     def plan(self, devices: Iterable[str]) -> dict[str, Work]:
-        return {device: Work("p", PROGRAM, {}, None) for device in devices}
+        return {device: Work(PLANNED, PROGRAM) for device in devices}
 
     def recall(self, tasks: Iterable[TaskRecord]) -> dict[str, Work]:
-        return {task.device: Work("p", PROGRAM, {}, None, attempt=task.attempt) for task in tasks}
+        return {task.device: Work(PLANNED, PROGRAM, task.attempt) for task in tasks}
 
     def offer(self, opened: OpenRound, devices: Iterable[str]) -> None:
         self.asked.append((opened.number, opened.kind, list(devices)))
@@ -124,10 +125,10 @@ class World:
             "r", config, self.trainer, self.journal, step=self.step, report=self.lines.append
         )  # fmt: skip
 
-    def step(self, opened: OpenRound, results: list[ResultRecord]) -> Stepped:
+    def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         if not results:
             raise EmptyCohort("FV0007", "nothing came")
-        return Stepped(saved=SavedState({}, None, {}), figures={"norm": 1.0}, damaged={}, needed=set())
+        return NextState(saved=SavedState({}, None, {}), figures={"norm": 1.0}, damaged={}, needed=set())
 
 
 def test_engine_keeps_a_round_before_it_asks_and_its_state_before_the_next_begins() -> None:

@@ -12,7 +12,7 @@ from coordinator.rounds.collector import ResultCollector
 from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.inbox import Inbox
 from coordinator.rounds.lease import FederationTaken
-from coordinator.rounds.membership import Membership
+from coordinator.rounds.membership import Admission
 from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.scheduler import TaskScheduler
 from fedvit.errors import BadPayload
@@ -212,8 +212,8 @@ def leave(device: Fake, task: Task) -> None:
 
 
 HANDLERS: dict[str, tuple[type, str, Answer]] = {
-    "Hello": (Membership, "on_hello", honest),
-    "DeviceState": (Membership, "on_state", leave),
+    "Hello": (Admission, "on_hello", honest),
+    "DeviceState": (Admission, "on_state", leave),
     "Result": (ResultCollector, "on_result", honest),
     "Failed": (ResultCollector, "on_failed", fail),
     "Declined": (ResultCollector, "on_declined", decline),

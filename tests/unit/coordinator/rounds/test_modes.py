@@ -1,10 +1,11 @@
 """How rounds follow each other: a cohort after the other, or devices as they become free."""
 
 from collections.abc import Callable
-from typing import get_args, get_type_hints
+from pkgutil import resolve_name
 
-from coordinator.config import RunConfig
-from coordinator.rounds.modes import MODES
+import pytest
+
+from coordinator.config.modes import MODES
 from coordinator.rounds.modes.buffered import Buffered
 from coordinator.rounds.modes.synchronous import Synchronous
 from coordinator.rounds.open_round import Missing
@@ -14,11 +15,13 @@ from tests.support.parts import Parts
 MakeParts = Callable[..., Parts]
 
 
-def test_modes_are_those_that_a_configuration_can_name() -> None:
-    assert set(MODES) == set(get_args(get_type_hints(RunConfig)["mode"]))
+@pytest.mark.parametrize("mode", MODES)
+def test_mode_of_a_run_is_that_of_its_configuration(make_parts: MakeParts, mode: str) -> None:
+    parts = make_parts(mode=mode)
+    assert type(parts.engine.mode) is resolve_name(MODES[mode].implementation)
 
 
-def test_mode_of_a_run_is_that_of_its_configuration(make_parts: MakeParts) -> None:
+def test_mode_is_synchronous_by_default(make_parts: MakeParts) -> None:
     assert isinstance(make_parts().engine.mode, Synchronous)
 
 

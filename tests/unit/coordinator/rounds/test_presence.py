@@ -38,7 +38,7 @@ def test_classes_are_those_of_devices_that_are_online(presence: Presence) -> Non
     assert set(presence.classes()) == {"ant", "bee"}
     presence.dismiss("a")
     presence.all_offline()
-    assert (set(presence.classes()), presence.count_online(), presence.count()) == (set(), 0, 3)
+    assert (set(presence.classes()), presence.count_online(), len(presence)) == (set(), 0, 3)
 
 
 def test_will_or_farewell_makes_a_device_offline_until_its_hello(presence: Presence) -> None:
@@ -81,11 +81,10 @@ def test_all_devices_count_as_offline_when_our_own_link_breaks(presence: Presenc
 
 
 def test_a_device_that_declined_rests_while_it_is_the_same_process(presence: Presence) -> None:
-    presence.back_off("a", "hot", 600.0)
-    presence.back_off("stranger", "hot", 600.0)
+    presence["a"].backoff.begin("hot", 600.0)
     assert presence.online() == ["a", "b"]
     assert presence.available() == ["b"]
-    assert [(device.name, device.backoff_reason) for device in presence.backing_off()] == [("a", "hot")]
+    assert [(device.name, device.backoff.reason) for device in presence.backing_off()] == [("a", "hot")]
     presence.arrived("a", hello("a1"))
     assert presence.available() == ["b"], "it only said hello again"
     presence.arrived("a", hello("a2"))
@@ -94,11 +93,11 @@ def test_a_device_that_declined_rests_while_it_is_the_same_process(presence: Pre
 
 @pytest.mark.parametrize("forever", [float("nan"), float("inf"), 1e300])
 def test_backoff_is_bounded(presence: Presence, forever: float) -> None:
-    presence.back_off("a", "busy", forever)
+    presence["a"].backoff.begin("busy", forever)
     assert presence.available() == ["b"]
-    assert presence["a"].backoff_until <= time.monotonic() + LONGEST_BACKOFF_S
+    assert presence["a"].backoff.until <= time.monotonic() + LONGEST_BACKOFF_S
 
 
 def test_a_rest_ends(presence: Presence) -> None:
-    presence.back_off("a", "busy", 0.0)
+    presence["a"].backoff.begin("busy", 0.0)
     assert presence.available() == ["a", "b"]

@@ -23,7 +23,7 @@ def weights(parts: Parts) -> str:
     """The blob with the tensors of a task that `pi` has."""
     parts.arrive("pi")
     parts.open("pi")
-    return parts.work.groups["model"]
+    return parts.work.planned.groups["model"]
 
 
 def damage(parts: Parts, digest: str) -> None:

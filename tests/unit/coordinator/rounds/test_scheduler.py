@@ -82,7 +82,7 @@ def test_scheduler_follows_a_task_by_the_requests_and_the_progress_of_its_device
     parts.arrive("pi")
     parts.open("pi")
     task = parts.task("pi")
-    parts.scheduler.on_nack("pi", BlobNack(parts.work.digest, ((0, 1),)))
+    parts.scheduler.on_nack("pi", BlobNack(parts.work.planned.program, ((0, 1),)))
     assert task.state is TaskState.FETCHING
     parts.scheduler.on_progress("pi", Progress("r", 1, "train", 1, 10, 0.5, "another task"))
     assert task.state is TaskState.FETCHING
@@ -142,8 +142,8 @@ def test_scheduler_asks_a_large_cohort_for_progress_less_often(parts: Parts) -> 
 
 def test_scheduler_gives_up_a_task_that_does_not_fit_into_a_message(parts: Parts) -> None:
     parts.arrive("pi")
-    many = {f"group {number:0200}": parts.work.groups["model"] for number in range(400)}
-    parts.work = parts.work._replace(groups=many)
+    many = {f"group {number:0200}": parts.work.planned.groups["model"] for number in range(400)}
+    parts.work = parts.work._replace(planned=msgspec.structs.replace(parts.work.planned, groups=many))
 
     def send(device: str, message: object) -> None:
         if len(msgspec.msgpack.encode(message)) > 64_000:

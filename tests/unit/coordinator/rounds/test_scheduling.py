@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.compute.integrity import VerifiedBlobs
+from coordinator.compute.messages import PlannedTask
 from coordinator.config import make_config
 from coordinator.record.record import Record, open_record
 from coordinator.rounds import scheduler
@@ -19,7 +20,7 @@ from coordinator.rounds.deadlines import FLOOR_S, Deadline
 from coordinator.rounds.open_round import Missing
 from coordinator.rounds.scheduler import SPARE_CHECKS, UNSENT_BYTES, Overdue, TaskScheduler
 from coordinator.rounds.state import RunState
-from coordinator.rounds.tasks import Task, TaskState, Work
+from coordinator.rounds.tasks import DeviceTask, TaskState, Work
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire import messages
@@ -59,16 +60,16 @@ class Sent:
         self.tasks.append((device, message))
         self.unsent_bytes += UNSENT_BYTES // 2
 
-    def assign(self, device: str, *, instance: str = "i1", delta_chain: tuple[DeltaStep, ...] = ()) -> Task:
+    def assign(self, device: str, *, instance: str = "i1", delta_chain: tuple[DeltaStep, ...] = ()) -> DeviceTask:
         if device not in self.state.presence:
             self.state.presence.arrived(device, hello(instance))
-        work = Work(self.digest, PROGRAM, {"g": self.value}, None, delta_chain)
+        work = Work(PlannedTask(program=self.digest, groups={"g": self.value}, delta_chain=delta_chain), PROGRAM)
         self.scheduler.assign(device, 1, "train", work)
         task = self.state.tasks.of(device)
         assert task is not None
         return task
 
-    def due_now(self, task: Task, deadline: Deadline) -> None:
+    def due_now(self, task: DeviceTask, deadline: Deadline) -> None:
         """Its deadline is another one, which is checked at once."""
         task.deadline = deadline
         task.check_at = math.inf

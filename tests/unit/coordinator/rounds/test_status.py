@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.record.liveness import STALE_S, STATUS_FILE
-from coordinator.rounds.status import AtWork, BackingOff, Status, lines, read_status
+from coordinator.rounds.status import AtWork, BackingOff, LiveStatus, lines, read_status
 from fedvit.errors import ConfigError
 
 RESUME = "coordinator start --resume r"
@@ -20,7 +20,7 @@ def local(text: str) -> str:
     return datetime.fromisoformat(text).astimezone().strftime("%H:%M:%S")
 
 
-def status(age_s: float = 0.0) -> Status:
+def status(age_s: float = 0.0) -> LiveStatus:
     working = AtWork(
         device="pi-1", round=2, kind="train", state="working", done_steps=3, total_steps=40, since=at(-60), until=at(90)
     )
@@ -28,7 +28,7 @@ def status(age_s: float = 0.0) -> Status:
         device="pi-2", round=2, kind="train", state="fetching", done_steps=0, total_steps=0, since=at(-60), until=at(90)
     )
     resting = BackingOff(device="pi-3", reason="quiet hours until 06:30", until=at(3600))
-    return Status(
+    return LiveStatus(
         at=at(-age_s), doing="round 2/9: train", waiting_for=[working, fetching], backing_off=[resting], online=3
     )
 

@@ -13,6 +13,7 @@ FULL_RECORD = """
 # The record may grow by nothing; then it may again.
 import pathlib, resource, sys
 from coordinator.record.record import open_record
+from coordinator.record.tables import RefusalRecord
 from fedvit.errors import DiskFull
 
 folder = pathlib.Path(sys.argv[1])
@@ -22,14 +23,14 @@ kept = 0
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
 try:
     while True:
-        store.devices.add_refusal("r", 1, "a", "train", "x" * 1000)
+        store.devices.add_refusal("r", RefusalRecord(1, "a", "train", "x" * 1000))
         kept += 1
 except DiskFull as error:
     print(error)
 assert len(store.devices.read_refusals("r")) == kept
 assert store.runs.read("r").status == "waiting"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-store.devices.add_refusal("r", 1, "a", "train", "the disk has space again")
+store.devices.add_refusal("r", RefusalRecord(1, "a", "train", "the disk has space again"))
 assert len(store.devices.read_refusals("r")) == kept + 1
 store.close()
 print(len(open_record(folder).devices.read_refusals("r")) == kept + 1)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.compute.messages import PlannedTask
 from coordinator.record.tables import TaskTimes
 from coordinator.rounds.deadlines import Deadline
-from coordinator.rounds.tasks import TRANSITIONS, Task, Tasks, TaskState, Work
+from coordinator.rounds.tasks import TRANSITIONS, DeviceTask, Tasks, TaskState, Work
 from fedvit.wire.messages import Progress
 
 PROGRAM: Any = None
@@ -17,9 +18,18 @@ PROGRAM: Any = None
 ENDS = [state for state, following in TRANSITIONS.items() if not following]
 
 
-def task(device: str = "pi", number: int = 1, **changed: Any) -> Task:
-    work = Work(**{"digest": "blake3:p", "program": PROGRAM, "groups": {"g": "blake3:g"}, "expected": None, **changed})
-    return Task("r", device, number, "train", work, Deadline.fixed(time.monotonic(), 60.0))
+def task(
+    device: str = "pi",
+    number: int = 1,
+    *,
+    digest: str = "blake3:p",
+    program: Any = PROGRAM,
+    attempt: int = 1,
+    **changed: Any,
+) -> DeviceTask:
+    planned = PlannedTask(program=digest, **{"groups": {"g": "blake3:g"}, **changed})
+    work = Work(planned, program, attempt)
+    return DeviceTask("r", device, number, "train", work, Deadline.fixed(time.monotonic(), 60.0))
 
 
 def test_ends_are_final() -> None:

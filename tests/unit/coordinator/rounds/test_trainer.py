@@ -13,7 +13,12 @@ def test_journal_records_tasks_but_those_of_devices_that_have_a_result(parts: Pa
     parts.state.counted.add("nano")
     parts.journal.add_tasks(1, {"pi": parts.work._replace(attempt=2), "nano": parts.work})
     [task] = parts.state.store.tasks.read_unanswered("r")
-    assert (task.device, task.program, task.groups, task.attempt) == ("pi", parts.work.digest, parts.work.groups, 2)
+    assert (task.device, task.program, task.groups, task.attempt) == (
+        "pi",
+        parts.work.planned.program,
+        parts.work.planned.groups,
+        2,
+    )
 
 
 def test_journal_records_tasks_when_the_mirror_has_their_blobs(parts: Parts) -> None:
@@ -34,7 +39,7 @@ def test_trainer_plans_nothing_for_nobody(parts: Parts) -> None:
 def test_trainer_leaves_recorded_tasks_out_whose_blobs_are_gone(parts: Parts) -> None:
     parts.state.store.rounds.open("r", 1, ["pi"], 1)
     parts.journal.add_tasks(1, {"pi": parts.work})
-    parts.state.blobs.path(parts.work.groups["model"]).unlink()
+    parts.state.blobs.path(parts.work.planned.groups["model"]).unlink()
     assert parts.trainer.recall(parts.state.store.tasks.read_unanswered("r")) == {}
 
 

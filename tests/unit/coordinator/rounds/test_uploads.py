@@ -1,11 +1,11 @@
 """Uploads are fetched and checked; those that do not fit end their task."""
 
-from coordinator.rounds.tasks import Task, TaskState
+from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.wire.messages import BlobNack, ResultAck
 from tests.support.parts import Parts
 
 
-def state_of(task: Task) -> TaskState:
+def state_of(task: DeviceTask) -> TaskState:
     """Read anew: for a type checker an attribute does not change by calls."""
     return task.state
 

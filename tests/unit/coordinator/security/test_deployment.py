@@ -36,7 +36,7 @@ from coordinator.security.broker.mosquitto import memory_limit_bytes
 from coordinator.security.broker.process import Broker
 from coordinator.security.broker_log import MOST_CONNECTIONS
 from coordinator.security.folder import COORDINATOR, Deployment, make_token, own_hosts
-from coordinator.security.registry import Certificate, Device, OpenToken
+from coordinator.security.registry import Certificate, JoinedDevice, OpenToken
 from coordinator.security.service import Service, served
 from edge_client.cli import cli as edge_cli
 from edge_client.health.broker_checks import check_broker
@@ -99,12 +99,12 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity_module, "REQUEST_INTERVAL_S", 0.5)
 
 
-def known(deployment: Deployment, name: str) -> Device | None:
+def known(deployment: Deployment, name: str) -> JoinedDevice | None:
     with deployment.registry.read() as rows:
         return rows.find_device(name)
 
 
-def joined(deployment: Deployment, name: str) -> Device:
+def joined(deployment: Deployment, name: str) -> JoinedDevice:
     device = known(deployment, name)
     assert device is not None
     return device

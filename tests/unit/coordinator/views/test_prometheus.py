@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.record.database import Database
 from coordinator.record.record import Record
 from coordinator.views import prometheus as collector_module
-from coordinator.views.prometheus import CoordinatorCollector, Observed, Served
+from coordinator.views.observed import Observed, Served
+from coordinator.views.prometheus import CoordinatorCollector
 from edge_client.agent import TICK_S
 from edge_client.health.monitoring import AgentCollector
 from fedvit.errors import StorageFailed

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from coordinator.record.record import Record, open_record
-from coordinator.record.tables import SavedState
+from coordinator.record.tables import RefusalRecord, SavedState
 from coordinator.run_view import RunView, natural_order, read_run
 from coordinator.views.terminal import (
     MOST_ROUNDS,
@@ -58,7 +58,7 @@ def test_budgets_that_were_broken_are_named(store: Record) -> None:
     assert "budgets" not in drawn(draw_run(read_run(store, RUN), 80), 80), "all were kept"
     store.rounds.open(RUN, 3, ["a"])
     trained(store, 3, "a", broke=("time", "memory"))
-    store.devices.add_refusal(RUN, 4, "f", "train", "hot", "temperature")
+    store.devices.add_refusal(RUN, RefusalRecord(4, "f", "train", "hot", broke="temperature"))
     lines = drawn(draw_run(read_run(store, RUN), 80), 80)
     rows = [line.split() for line in lines[lines.index("budgets") + 4 :]]
     assert rows[0] == ["a", "3", "1", "memory", "1,", "time", "1"]
@@ -84,7 +84,7 @@ def test_equal_refusals_stand_together_and_the_newest_are_shown(store: Record) -
     """15 kinds of reasons, each three times: the last 10 in the order of their last time."""
     for _ in range(3):
         for number in range(15):
-            store.devices.add_refusal(RUN, 2, "a", "message", f"reason-{number}")
+            store.devices.add_refusal(RUN, RefusalRecord(2, "a", "message", f"reason-{number}"))
     table = draw_refusals(read_run(store, RUN), 80)
     assert [row[-1] for row in cells(table)] == [f"reason-{number}" for number in range(5, 15)]
     assert {row[0] for row in cells(table)} == {"3"}
@@ -107,7 +107,7 @@ def fleet(tmp_path: Path, names: list[str]) -> RunView:
         store.rounds.close(RUN, number, SavedState({}, None, {}), {})
         store.rounds.close_evaluation(RUN, number)
         store.devices.add_refusal(
-            RUN, number, names[0], "train", f"round {number}: " + "a long reason, in many words " * 8
+            RUN, RefusalRecord(number, names[0], "train", f"round {number}: " + "a long reason, in many words " * 8)
         )
     store.runs.update(RUN, status="interrupted", reason="the disk [is] full: [/var/lib] holds nothing more")
     summary = read_run(store, RUN)

@@ -27,7 +27,7 @@ NOW_S = time.time()
 # --- of the vault -------------------------------------------------------------------------------------
 
 
-def sealed(tmp_path: Path) -> Path:
+def seal_vault(tmp_path: Path) -> Path:
     """The key of a vault that holds encrypted tensors."""
     key = VaultKey.load(tmp_path / "key", make=True)
     Vault(tmp_path / "state" / "vault", key).commit(result(1), {"w": np.ones(4, np.float32)})
@@ -48,7 +48,7 @@ def test_no_key_and_nothing_encrypted(context: DoctorContext) -> None:
 
 
 def test_the_right_key(context: DoctorContext, tmp_path: Path) -> None:
-    file = sealed(tmp_path)
+    file = seal_vault(tmp_path)
     found = vault_key(context, file)
     assert (found.level, found.what) == ("ok", f"{file} is valid, and decrypts the tensors in the vault")
 
@@ -60,7 +60,7 @@ def test_a_key_that_the_first_start_makes(context: DoctorContext, tmp_path: Path
 
 
 def test_encrypted_vault_needs_its_key(context: DoctorContext, tmp_path: Path) -> None:
-    file = sealed(tmp_path)
+    file = seal_vault(tmp_path)
     found = vault_key(context, None)
     assert (found.level, found.hint) == ("error", "edge-client --vault-key FILE, with the key of this device")
     assert "local.sealed is encrypted; name the device's key with --vault-key" in found.what
@@ -77,7 +77,7 @@ def test_encrypted_vault_needs_its_key(context: DoctorContext, tmp_path: Path) -
     ("length", "mode", "words"), [(32, 0o644, "can be read by others (mode 644)"), (5, 0o600, "5 bytes, expected 32")]
 )
 def test_a_key_that_is_not_used(context: DoctorContext, tmp_path: Path, length: int, mode: int, words: str) -> None:
-    file = sealed(tmp_path)
+    file = seal_vault(tmp_path)
     file.write_bytes(file.read_bytes()[:length])
     file.chmod(mode)
     found = vault_key(context, file)
@@ -94,7 +94,7 @@ def test_vault_key_inside_of_the_state(context: DoctorContext, tmp_path: Path) -
 # --- of the deployment --------------------------------------------------------------------------------
 
 
-def joined(context: DoctorContext, *, issued_s: float = NOW_S, name: str = "pi") -> DoctorContext:
+def join(context: DoctorContext, *, issued_s: float = NOW_S, name: str = "pi") -> DoctorContext:
     """As `join` leaves it, of an authority that was made in time."""
     folder = context.identity_folder
     assert folder is not None
@@ -141,12 +141,12 @@ def test_identity_of_a_device_that_has_not_joined(context: DoctorContext, tmp_pa
     ],
 )
 def test_how_long_a_certificate_holds(context: DoctorContext, age_days: float, level: str, words: str) -> None:
-    found = identity(joined(replace(context, now_s=NOW_S), issued_s=NOW_S - age_days * DAY_S))
+    found = identity(join(replace(context, now_s=NOW_S), issued_s=NOW_S - age_days * DAY_S))
     assert (found.level, words in found.what) == (level, True)
 
 
 def test_a_certificate_that_the_broker_has_not_accepted_yet_is_named(context: DoctorContext) -> None:
-    here = joined(context)
+    here = join(context)
     assert here.identity is not None
     here.identity.keep_next_certificate(ssl.PEM_cert_to_DER_cert(here.identity.certificate.read_text()))
     waiting, certificate = check_identity(here)
@@ -156,7 +156,7 @@ def test_a_certificate_that_the_broker_has_not_accepted_yet_is_named(context: Do
 
 @pytest.mark.parametrize("file", ["key.pem", "certificate.pem", "authority.pem", "request.der"])
 def test_identity_names_missing_files(context: DoctorContext, tmp_path: Path, file: str) -> None:
-    here = joined(context)
+    here = join(context)
     (tmp_path / "identity" / file).unlink()
     found = identity(here)
     assert (found.level, found.what) == ("error", f"{file} missing in {tmp_path / 'identity'}")
@@ -164,7 +164,7 @@ def test_identity_names_missing_files(context: DoctorContext, tmp_path: Path, fi
 
 
 def test_identity_key_that_others_can_read_is_reported(context: DoctorContext, tmp_path: Path) -> None:
-    here = joined(context)
+    here = join(context)
     (tmp_path / "identity" / "key.pem").chmod(0o640)
     key, certificate = check_identity(here)
     assert (key.level, certificate.level) == ("warning", "ok")
@@ -172,9 +172,9 @@ def test_identity_key_that_others_can_read_is_reported(context: DoctorContext, t
 
 
 def test_identity_certificate_of_another_device(context: DoctorContext, tmp_path: Path) -> None:
-    found = identity(joined(context, name="mallory"))
+    found = identity(join(context, name="mallory"))
     assert (found.level, "is for mallory, this device is 'pi'" in found.what) == ("error", True)
-    other = joined(replace(context, identity_folder=tmp_path / "other"))
+    other = join(replace(context, identity_folder=tmp_path / "other"))
     assert other.identity is not None
     (tmp_path / "identity" / "certificate.pem").write_bytes(other.identity.certificate.read_bytes())
     (tmp_path / "identity" / "membership.json").write_bytes((tmp_path / "other" / "membership.json").read_bytes())
@@ -187,7 +187,7 @@ def test_identity_certificate_of_another_device(context: DoctorContext, tmp_path
 @pytest.mark.parametrize("name", ["key.pem", "certificate.pem", "authority.pem", "membership.json"])
 def test_identity_with_a_flipped_bit_is_reported_without_a_crash(context: DoctorContext, name: str) -> None:
     """It connects, or it is refused with the file or the folder that is to blame."""
-    here = joined(context).identity
+    here = join(context).identity
     assert here is not None
     file = here.folder / name
     raw = file.read_bytes()

@@ -14,6 +14,7 @@ from edge_client.health.status import Status, read_status
 from edge_client.storage.state import lock_state
 from fedvit.errors import ConfigError
 from tests.support.agents import World
+from tests.support.codes import has_code
 from tests.support.settings import Setting
 from tests.support.waiting import wait_until
 
@@ -74,28 +75,28 @@ def test_command_shows_it_with_no_network(
     world.server.mark()
     wait_until(lambda: status().doing.unusable.keys() >= {"damaged or cut off"})
 
-    def shown(*arguments: str) -> str:
+    def show(*arguments: str) -> str:
         done = CliRunner().invoke(cli, ["status", "--state", str(world.state), *arguments], catch_exceptions=False)
         assert done.exit_code == 0
         return done.output
 
-    assert "not running, since" in shown()
+    assert "not running, since" in show()
     handle = lock_state(world.state)
-    text = shown()
+    text = show()
     assert "not running" not in text
     assert "20 for training, 12 for testing" in text
     assert "1 damaged or cut off: train/0/00.png" in text
-    assert '"running": true' in shown("--json")
+    assert '"running": true' in show("--json")
     os.close(handle)
 
 
 def test_state_of_no_device(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no device has run with this state"):
+    with pytest.raises(ConfigError, check=has_code("FV1412", "status.json")):
         read_status(tmp_path / "status.json")
 
 
 def test_file_after_a_power_cut(tmp_path: Path) -> None:
     """It is not synced: the name may be there and the content may not."""
     (tmp_path / "status.json").touch()
-    with pytest.raises(ConfigError, match="writes it again"):
+    with pytest.raises(ConfigError, check=has_code("FV1412", "status.json")):
         read_status(tmp_path / "status.json")

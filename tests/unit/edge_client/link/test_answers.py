@@ -23,12 +23,7 @@ from fedvit.wire.messages import (
     RunEnded,
     Welcome,
 )
-from tests.support.agents import (
-    Setting,
-    World,
-    with_epochs,
-    with_local_head,
-)
+from tests.support.agents import Setting, World, with_epochs, with_local_head
 
 
 @pytest.fixture

@@ -10,21 +10,9 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import DataError
 from fedvit.tensors import pack
 from fedvit.wire.limits import BrokerLimits
-from fedvit.wire.messages import (
-    BlobNack,
-    DeviceState,
-    Hello,
-    Manifest,
-    Result,
-    Welcome,
-    decode_class_list,
-)
-from tests.support.agents import (
-    FAR_OFF,
-    Setting,
-    World,
-    with_local_head,
-)
+from fedvit.wire.messages import BlobNack, DeviceState, Hello, Manifest, Result, Welcome, decode_class_list
+from tests.support.agents import FAR_OFF, Setting, World, with_local_head
+from tests.support.codes import has_code
 
 
 def add_classes(world: World, digits: Path, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +43,7 @@ def test_class_folders_that_fit_into_no_blob_are_said_before_anything_is_connect
     world: World, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_classes(world, digits, 100_000, monkeypatch)
-    with pytest.raises(DataError, match=r"^100000 class folders cannot be announced: .* at most 1048576 may be"):
+    with pytest.raises(DataError, check=has_code("FV1406", "100000")):
         world.device(joined=False)
 
 

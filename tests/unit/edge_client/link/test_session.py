@@ -7,20 +7,8 @@ import pytest
 from edge_client.link import resending
 from edge_client.link import session as session_module
 from fedvit.errors import PeerRefused
-from fedvit.wire.messages import (
-    BlobAck,
-    Hello,
-    Progress,
-    Refused,
-    Welcome,
-    encode,
-    leading_epoch,
-)
-from tests.support.agents import (
-    FAR_OFF,
-    PROFILE,
-    World,
-)
+from fedvit.wire.messages import BlobAck, Hello, Progress, Refused, Welcome, encode, leading_epoch
+from tests.support.agents import FAR_OFF, PROFILE, World
 
 
 def test_a_device_announces_itself(world: World) -> None:
@@ -66,9 +54,7 @@ def test_device_ignores_a_coordinator_that_no_longer_leads(world: World) -> None
     server.welcome()
 
 
-def test_hello_that_is_answered_is_not_said_again_for_the_new_epoch(
-    world: World,
-) -> None:
+def test_hello_that_is_answered_is_not_said_again_for_the_new_epoch(world: World) -> None:
     """The coordinator heard the hello of a new connection before its own words about its epoch got to the device."""
     world.device(joined=False)
     server = world.server

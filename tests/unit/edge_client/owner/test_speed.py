@@ -32,7 +32,7 @@ def failing(threads: int) -> Speed:
     raise LinkDown("FV0004", "the engine died")
 
 
-def kept_speed(state: Path, threads: int) -> Speed | None:
+def read_speed(state: Path, threads: int) -> Speed | None:
     known = read_stored(state, threads)
     return known.speed if known else None
 
@@ -45,7 +45,7 @@ def test_it_is_measured_once_and_found_again(tmp_path: Path) -> None:
     assert again == measured
     assert origin == f"stored in {tmp_path / FILE}"
     fresh, _ = find_speed(tmp_path, 2, lambda threads: some_speed(threads, 2e9), fresh=True)
-    assert kept_speed(tmp_path, 2) == fresh == some_speed(2, 2e9)
+    assert read_speed(tmp_path, 2) == fresh == some_speed(2, 2e9)
 
 
 def test_without_a_state_nothing_is_kept() -> None:
@@ -69,16 +69,16 @@ def test_speed_is_measured_again_under_other_conditions(tmp_path: Path, name: st
     assert name in Conditions.__struct_fields__
     kept["conditions"][name] = value
     (tmp_path / FILE).write_bytes(msgspec.json.encode(kept))
-    assert kept_speed(tmp_path, 2) is None
+    assert read_speed(tmp_path, 2) is None
     assert find_speed(tmp_path, 2, Measure()).speed == some_speed(2, 1e9)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b'{"speed": 5'])
 def test_a_damaged_file_is_written_anew(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)
-    assert kept_speed(tmp_path, 1) is None
+    assert read_speed(tmp_path, 1) is None
     find_speed(tmp_path, 1, Measure())
-    assert kept_speed(tmp_path, 1) == some_speed(1, 1e9)
+    assert read_speed(tmp_path, 1) == some_speed(1, 1e9)
 
 
 def test_what_cannot_be_measured_is_said_and_not_kept(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_bit_of_the_file_ends_nobody(tmp_path: Path) -> None:
         flipped = bytearray(raw)
         flipped[place] ^= 1 << place % 8
         (tmp_path / FILE).write_bytes(flipped)
-        again += kept_speed(tmp_path, 2) is None
+        again += read_speed(tmp_path, 2) is None
     assert again > len(raw) / 3
 
 
@@ -111,4 +111,4 @@ def test_probe_that_gave_up_is_remembered(tmp_path: Path, monkeypatch: pytest.Mo
     assert "edge-client profile --fresh" in known.origin
     assert find_speed(tmp_path, 1, never) == known
     assert find_speed(tmp_path, 1, Measure(), fresh=True).speed == some_speed(1, 1e9)
-    assert kept_speed(tmp_path, 1) == some_speed(1, 1e9)
+    assert read_speed(tmp_path, 1) == some_speed(1, 1e9)

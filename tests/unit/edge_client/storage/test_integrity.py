@@ -10,6 +10,7 @@ from edge_client.storage import integrity as integrity_module
 from edge_client.storage.integrity import KEPT_REPORTS, DamagedBlobs, Integrity
 from fedvit.blobs import BlobStore, Verified, digest_of
 from fedvit.errors import BadPayload, StorageFailed
+from tests.support.codes import has_code
 from tests.support.damage import flip
 
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_read_for_want_of_something_else_is_not_deleted(
         raise StorageFailed("FV0010", "too many open files")
 
     monkeypatch.setattr(fedvit.blobs, "is_whole", failing)
-    with pytest.raises(StorageFailed, match="too many"):
+    with pytest.raises(StorageFailed, check=has_code("FV0010")):
         Integrity(blobs).check([digest])
     assert blobs.has(digest)
 
@@ -106,7 +107,7 @@ def test_so_many_reports_wait_and_no_more(blobs: BlobStore) -> None:
 # --- in idle time -------------------------------------------------------------------------------------
 
 
-def passed(integrity: Integrity, monkeypatch: pytest.MonkeyPatch) -> int:
+def run_pass(integrity: Integrity, monkeypatch: pytest.MonkeyPatch) -> int:
     """Scrub until a pass is over; returns how many pieces that took."""
     monkeypatch.setattr(integrity_module, "SCRUB_EVERY_S", 0.0)
     for pieces in range(1000):
@@ -127,7 +128,7 @@ def test_a_scrub_finds_what_looks_the_same(blobs: BlobStore, tmp_path: Path, mon
     integrity = Integrity(blobs, lambda: [(other, digest_of(b"personal")), (tmp_path / "gone", digest_of(b"gone"))])
     integrity.check(digests)
     assert integrity.verified.is_whole(other, digest_of(b"personal"))
-    assert passed(integrity, monkeypatch) >= 3 * 3
+    assert run_pass(integrity, monkeypatch) >= 3 * 3
     assert integrity.reports() == ()
     integrity.check(digests)
     flip(blobs.path(digests[1]), 0.9)
@@ -136,7 +137,7 @@ def test_a_scrub_finds_what_looks_the_same(blobs: BlobStore, tmp_path: Path, mon
     assert blobs.has(digests[1]), "a pass ended a moment ago"
     monkeypatch.setattr(integrity_module, "SCRUB_AGAIN_S", 0.0)
     integrity._due = 0.0
-    passed(integrity, monkeypatch)
+    run_pass(integrity, monkeypatch)
     assert [blobs.has(digest) for digest in digests] == [True, False, True]
     assert other.exists(), "what is not a blob is the vault's own business"
     assert not integrity.verified.is_whole(other, digest_of(b"personal"))

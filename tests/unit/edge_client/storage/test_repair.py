@@ -12,6 +12,7 @@ from edge_client.storage.repair import repair_all, repair_run
 from edge_client.storage.vault import Vault
 from fedvit import blobs as blobs_module
 from fedvit.errors import StorageFailed
+from tests.support.codes import has_code
 from tests.support.damage import flip
 from tests.support.power import after_power_cut, recorded, tree, write_tree
 from tests.support.vaults import RUN, content, personal, residual, result, round_folder, task, work
@@ -58,7 +59,7 @@ def test_damaged_personal_tensors_are_those_of_the_round_before(two_rounds: Vaul
     file = round_folder(two_rounds, 2) / "local.safetensors"
     flip(file, 0.99)
     vault = Vault(two_rounds.folder)
-    with pytest.raises(StorageFailed, match=r"local\.safetensors is damaged"):
+    with pytest.raises(StorageFailed, check=has_code("FV1704", "local.safetensors")):
         vault.local(RUN)
     [repair] = repair_run(vault, RUN)
     assert str(file) in repair.message
@@ -146,7 +147,7 @@ def test_damaged_feedback_is_not_sent_and_nothing_else_is_lost(two_rounds: Vault
 def test_a_bit_of_a_note_is_found(two_rounds: Vault) -> None:
     two_rounds.note(task(2))
     for vault, place in copies(two_rounds, two_rounds.folder / RUN / "TASK"):
-        with pytest.raises(StorageFailed, match="TASK is damaged"):
+        with pytest.raises(StorageFailed, check=has_code("FV1704", "TASK")):
             vault.newest_task(RUN)
         assert repair_run(vault, RUN) == [], place
         vault.note(task(3))
@@ -176,7 +177,7 @@ def test_want_of_something_else_is_no_damage(two_rounds: Vault, monkeypatch: pyt
     for where in ("os.listdir", "pathlib.Path.read_bytes", "pathlib.Path.read_text", "fedvit.blobs.digest_of_file"):
         with monkeypatch.context() as patch:
             patch.setattr(where, too_many)
-            with pytest.raises(StorageFailed, match="too many"):
+            with pytest.raises(StorageFailed, check=has_code("FV0013")):
                 repair_run(Vault(two_rounds.folder), RUN)
     assert sorted(two_rounds.folder.rglob("*")) == before
 

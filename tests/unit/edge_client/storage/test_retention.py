@@ -34,7 +34,7 @@ def digests(blobs: BlobStore) -> set[str]:
     return {f"blake3:{file.name}" for file in blobs.folder.glob("*/*")}
 
 
-def kept(vault: Vault, run: str, *, upload: Manifest | None = None, **task: Any) -> None:
+def keep_run(vault: Vault, run: str, *, upload: Manifest | None = None, **task: Any) -> None:
     """A run with a round and a result that waits; later calls are newer runs."""
     given: dict[str, Any] = {"kind": "train", "seed": 5, "program": "blake3:" + "0" * 64, "groups": {}, **task}
     vault.note(Task(instance="i", epoch=1, run=run, round=1, blobs=(), deadline_s=1.0, **given))
@@ -45,7 +45,7 @@ def kept(vault: Vault, run: str, *, upload: Manifest | None = None, **task: Any)
 
 def over(vault: Vault, run: str) -> None:
     """A run that finished, whose result was acknowledged."""
-    kept(vault, run)
+    keep_run(vault, run)
     vault.settle(run, 1)
     vault.end(run)
 
@@ -162,9 +162,9 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     vault = Vault(world.state / "vault")
     for run in ("oldest", "older"):
         over(vault, run)
-    kept(vault, "resumable")
+    keep_run(vault, "resumable")
     vault.settle("resumable", 1)
-    kept(vault, "waiting", upload=BlobStore(world.state / "blobs").put(b"upload"))
+    keep_run(vault, "waiting", upload=BlobStore(world.state / "blobs").put(b"upload"))
     over(vault, "second")
     device = world.device(once=True, policy=OwnerPolicy(keep_runs=2))
     assert world.server.expect(Result).run == "waiting"
@@ -243,7 +243,7 @@ def test_finished_runs_make_room_the_oldest_first(world: World, fedavg: Setting)
     for run in ("oldest", "older"):
         over(vault, run)
         (vault.path(run) / "large").write_bytes(bytes(10**7))
-    kept(vault, "resumable")
+    keep_run(vault, "resumable")
     vault.settle("resumable", 1)
     device = world.device()
     device.agent.storage.disk.limit_bytes = used(device) - 10**6
@@ -304,14 +304,14 @@ def state(tmp_path: Path, fedavg: Setting) -> Path:
     vault, blobs = Vault(folder / "vault"), BlobStore(folder / "blobs")
     over(vault, "oldest")
     over(vault, "older")
-    kept(vault, "waiting", upload=blobs.put(b"upload that waits"))
-    kept(vault, "unheard")
+    keep_run(vault, "waiting", upload=blobs.put(b"upload that waits"))
+    keep_run(vault, "unheard")
     vault.settle("unheard", 1)
     program = fedavg.program
     for digest in program.list_fetched_once():
         blobs.put(fedavg.blobs.get(digest))
     shipped, model = blobs.put(encode_program(program)), blobs.put(pack(fedavg.start()))
-    kept(vault, "newest", program=shipped.digest, groups={"model": model.digest})
+    keep_run(vault, "newest", program=shipped.digest, groups={"model": model.digest})
     vault.settle("newest", 1)
     blobs.put(b"of a task that is over")
     (blobs.folder / "ab").mkdir(exist_ok=True)

@@ -6,6 +6,7 @@ import pytest
 
 from edge_client.storage.vault import Vault
 from fedvit.errors import StorageFailed
+from tests.support.codes import has_code
 from tests.support.vaults import RUN, personal, residual, result, round_folder, work
 
 
@@ -19,7 +20,7 @@ def test_a_missing_round_folder_is_named(vault: Vault) -> None:
     folder = round_folder(vault, 1)
     folder.rename(vault.folder.parent / "moved")
     for ask in (lambda: vault.local(RUN), lambda: vault.pending(), lambda: vault.round_of(RUN)):
-        with pytest.raises(StorageFailed, match=folder.name):
+        with pytest.raises(StorageFailed, check=has_code("FV1704", folder.name)):
             ask()
 
 
@@ -29,7 +30,7 @@ def test_a_damaged_file_is_named(vault: Vault, file: str, damage: str) -> None:
     vault.commit(result(1), personal(1))
     path = round_folder(vault, 1) / file
     path.write_bytes(path.read_bytes()[:-1] if damage == "cut" else b"nonsense")
-    with pytest.raises(StorageFailed, match=file):
+    with pytest.raises(StorageFailed, check=has_code("FV1704", file)):
         vault.local(RUN) if file.startswith("local") else vault.pending()
 
 

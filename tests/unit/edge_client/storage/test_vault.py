@@ -12,6 +12,7 @@ import pytest
 from edge_client.storage.repair import repair_run
 from edge_client.storage.vault import Vault
 from fedvit.errors import BadPayload, StorageFailed
+from tests.support.codes import has_code
 from tests.support.vaults import RUN, content, personal, residual, result, task, work
 
 ACCIDENTS = """
@@ -205,18 +206,18 @@ def test_a_full_disk_is_named_and_the_old_state_stands(vault: Vault) -> None:
 def test_a_vault_that_cannot_be_read_is_named(vault: Vault) -> None:
     vault.folder.mkdir()
     (vault.folder / RUN).write_text("in the way")
-    with pytest.raises(StorageFailed, match=str(vault.folder / RUN)):
+    with pytest.raises(StorageFailed, check=has_code("FV1702", str(vault.folder / RUN))):
         vault.local(RUN)
-    with pytest.raises(StorageFailed, match=str(vault.folder / RUN)):
+    with pytest.raises(StorageFailed, check=has_code("FV0010", str(vault.folder / RUN))):
         vault.commit(result(1), personal(1))
 
 
 @pytest.mark.parametrize("run", ["..", "../../elsewhere", "/elsewhere", "a/b", "", "-rf"])
 def test_a_run_whose_name_leads_elsewhere_is_refused(vault: Vault, run: str) -> None:
     """The name comes from the network."""
-    with pytest.raises(BadPayload, match="run"):
+    with pytest.raises(BadPayload, check=has_code("FV1006", repr(run))):
         vault.local(run)
-    with pytest.raises(BadPayload, match="run"):
+    with pytest.raises(BadPayload, check=has_code("FV1006", repr(run))):
         vault.commit(result(1, run), personal(1))
     assert not vault.folder.exists()
 
@@ -246,7 +247,7 @@ def test_runs_are_those_with_a_note_newest_first(vault: Vault) -> None:
 def test_a_damaged_note_is_named(vault: Vault) -> None:
     vault.note(task(1))
     (vault.folder / RUN / "TASK").write_bytes(b"\xc1")
-    with pytest.raises(StorageFailed, match="TASK is damaged"):
+    with pytest.raises(StorageFailed, check=has_code("FV1704", "TASK")):
         vault.newest_task(RUN)
 
 

@@ -12,6 +12,7 @@ from edge_client.storage.vault_key import VaultKey
 from fedvit.blobs import digest_of_file
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.tensors import Tensors
+from tests.support.codes import has_code
 from tests.support.damage import flip
 from tests.support.devices import result
 
@@ -54,7 +55,7 @@ def test_the_key_is_for_its_owner_alone(tmp_path: Path) -> None:
     made = key(tmp_path)
     assert made.file.stat().st_mode & 0o777 == 0o600
     made.file.chmod(0o640)
-    with pytest.raises(ConfigError, match="can be read by others"):
+    with pytest.raises(ConfigError, check=has_code("FV1417", "640")):
         key(tmp_path)
 
 
@@ -63,9 +64,9 @@ def test_another_key_changes_nothing(tmp_path: Path) -> None:
     before = files(tmp_path / "vault")
     wrong = Vault(tmp_path / "vault", key(tmp_path, "other"))
     for attempt in (wrong.check_key, lambda: wrong.local("run")):
-        with pytest.raises(ConfigError, match=r"cannot be decrypted with key .*other"):
+        with pytest.raises(ConfigError, check=has_code("FV1417", "other")):
             attempt()
-    with pytest.raises(ConfigError, match="name the device's key with --vault-key"):
+    with pytest.raises(ConfigError, check=has_code("FV1417", "--vault-key")):
         Vault(tmp_path / "vault").local("run")
     assert files(tmp_path / "vault") == before
     assert Vault(tmp_path / "vault", key(tmp_path)).local("run") is not None
@@ -78,7 +79,7 @@ def test_an_altered_byte_is_found(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(StorageFailed, match=r"local\.sealed is damaged"):
+    with pytest.raises(StorageFailed, check=has_code("FV1704", "local.sealed")):
         vault.local("run")
 
 
@@ -89,12 +90,12 @@ def test_an_older_round_cannot_be_put_in_place_of_a_newer(tmp_path: Path) -> Non
     vault.commit(result(2), SECRET)
     [file] = (tmp_path / "vault").rglob("round-2-*/*.sealed")
     file.write_bytes(old.read_bytes())
-    with pytest.raises(StorageFailed, match=r"local\.sealed is damaged"):
+    with pytest.raises(StorageFailed, check=has_code("FV1704", "local.sealed")):
         vault.local("run")
     sums = read_sums(file.parent)
     assert sums is not None
     write_sums(file.parent, Sums(2, {**sums.files, file.name: digest_of_file(file)}))  # who knows how it is kept
-    with pytest.raises(ConfigError, match="cannot be decrypted"):
+    with pytest.raises(ConfigError, check=has_code("FV1417")):
         vault.local("run")
 
 
@@ -109,7 +110,7 @@ def test_a_plain_vault_is_sealed_by_the_next_round(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_not_there_is_only_made_where_it_may_be(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, check=has_code("FV1417", "none")):
         VaultKey.load(tmp_path / "none", make=False)
 
 
@@ -123,9 +124,9 @@ def test_damage_is_distinguished_from_a_wrong_key(tmp_path: Path) -> None:
     flip(file, 0.9)
     flip(tmp_path / "vault" / "run" / "CURRENT")
     before = files(tmp_path / "vault")
-    with pytest.raises(ConfigError, match="cannot be decrypted with key"):
+    with pytest.raises(ConfigError, check=has_code("FV1417", "other")):
         Vault(tmp_path / "vault", key(tmp_path, "other")).check_key()
-    with pytest.raises(ConfigError, match="name the device's key"):
+    with pytest.raises(ConfigError, check=has_code("FV1417", "--vault-key")):
         Vault(tmp_path / "vault").check_key()
     again = Vault(tmp_path / "vault", key(tmp_path))
     again.check_key()

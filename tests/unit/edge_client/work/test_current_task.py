@@ -7,20 +7,8 @@ from typing import Any
 import pytest
 
 from edge_client.settings import OwnerPolicy
-from fedvit.wire.messages import (
-    Cancel,
-    Declined,
-    Extended,
-    Failed,
-    Progress,
-    Result,
-    RunEnded,
-)
-from tests.support.agents import (
-    Setting,
-    World,
-    with_epochs,
-)
+from fedvit.wire.messages import Cancel, Declined, Extended, Failed, Progress, Result, RunEnded
+from tests.support.agents import Setting, World, with_epochs
 
 
 @pytest.mark.parametrize("changed", [{"epoch": 99}, {"instance": "an earlier process"}])

@@ -18,20 +18,10 @@ from edge_client.work.runtime import Runtime, Seeds, Stopped, Trained, Watch
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import BadPayload, DataError
-from fedvit.program import (
-    Batch,
-    Draw,
-    Evaluate,
-    Gather,
-    GraphSpec,
-    Program,
-    Role,
-    TensorGroup,
-    TensorSpec,
-    Train,
-)
+from fedvit.program import Batch, Draw, Evaluate, Gather, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from fedvit.tensors import Tensors
 from tests.support.agents import SILENT, Log, always, assert_same_bits
+from tests.support.codes import has_code
 from tests.support.settings import Setting
 
 SEEDS = Seeds(run=1, round=1, device="pi")
@@ -245,7 +235,7 @@ def test_phases_follow_one_another_with_fresh_optimizer_state(
 def test_nothing_but_unreadable_images_is_an_error(fedavg: Setting, tmp_path: Path) -> None:
     for name in ("0", "1", "2"):
         lose_pixels(tmp_path / "train" / name, "broken.png")
-    with pytest.raises(DataError, match="none of the 3 training images can be decoded"):
+    with pytest.raises(DataError, check=has_code("FV1403", "3")):
         train(fedavg, DeviceData.open(tmp_path).train)
 
 
@@ -439,7 +429,7 @@ class Toy:
     def fed(self) -> list[dict[str, Any]]:
         return Spy.fed
 
-    def said(self, name: str) -> list[float]:
+    def list_values(self, name: str) -> list[float]:
         """An input's numbers in all runs that read it."""
         return [float(feeds[name]) for feeds in Spy.fed if name in feeds]
 
@@ -498,7 +488,7 @@ def test_a_short_phase_after_a_long_one(device: DeviceData, make_toy: Callable[.
     toy = make_toy()
     trained = toy.train(device.train, toy.phase, msgspec.structs.replace(toy.phase, steps=1), watch=log)
     assert (trained.steps, trained.samples, len(log.steps)) == (4, 10, 4)
-    assert toy.said("hyper/step") == [1, 2, 3, 1]
+    assert toy.list_values("hyper/step") == [1, 2, 3, 1]
     assert log.steps[-1][:2] == (4, 4)
 
 
@@ -509,8 +499,8 @@ def test_each_batch_is_repeated_and_the_last_repeat_is_marked(
     moves only then. A report after each batch."""
     toy = make_toy(repeats=3)
     trained = toy.train(device.train, watch=log)
-    assert toy.said("hyper/last") == [0, 0, 1] * 3
-    assert toy.said("hyper/step") == list(range(1, 10))
+    assert toy.list_values("hyper/last") == [0, 0, 1] * 3
+    assert toy.list_values("hyper/step") == list(range(1, 10))
     for first in (0, 3, 6):
         batch = [feeds["batch/labels"].tolist() for feeds in toy.fed[first : first + 3]]
         assert batch[0] == batch[1] == batch[2]
@@ -538,7 +528,7 @@ UP = Draw(name="up", low=3, high=9, count=40, ascending=True)
 ANY = Draw(name="any", low=-2, high=2, count=40)
 
 
-def drawn(toy: Toy, images: Split, *phases: Train, seeds: Seeds = SEEDS) -> list[tuple[list[int], list[int]]]:
+def list_draws(toy: Toy, images: Split, *phases: Train, seeds: Seeds = SEEDS) -> list[tuple[list[int], list[int]]]:
     """What was drawn for each step."""
     toy.train(images, *phases, seeds=seeds)
     return [(feeds["draw/up"].tolist(), feeds["draw/any"].tolist()) for feeds in toy.fed]
@@ -548,7 +538,7 @@ def test_numbers_are_drawn_once_per_task_and_phase(device: DeviceData, make_toy:
     """40 of each: with replacement, from low to high - 1, all of which turn up; one kind ascends. Equal in all steps of
     a phase, other numbers in the next phase."""
     toy = make_toy(draws=(UP, ANY))
-    first, *others, after, _, _ = drawn(toy, device.train, toy.phase, toy.phase)
+    first, *others, after, _, _ = list_draws(toy, device.train, toy.phase, toy.phase)
     assert others == [first] * 2
     up, either = first
     assert (sorted(set(up)), sorted(set(either))) == ([3, 4, 5, 6, 7, 8], [-2, -1, 0, 1])
@@ -650,7 +640,7 @@ def test_all_images_are_gathered_where_there_is_room(
     assert (evaluated.samples, evaluated.flops) == (2, 10 + 10)
 
 
-def gathered(toy: Toy, device: DeviceData, round: int = 1) -> list[int]:
+def list_gathered(toy: Toy, device: DeviceData, round: int = 1) -> list[int]:
     """The rows that were gathered, by their looks; their labels are right, and no place is empty."""
     toy.evaluate(device, LOOK, seeds=Seeds(1, round, "pi"))
     answered, mine = toy.fed[-1], np.array(looks(device.train))
@@ -666,10 +656,10 @@ def test_of_more_images_a_random_choice_is_gathered(data: DeviceData, make_toy: 
     chooses the same."""
     assert len(set(looks(data.train))) == 20
     toy = make_toy()
-    choices = [gathered(toy, data, number) for number in range(1, 41)]
+    choices = [list_gathered(toy, data, number) for number in range(1, 41)]
     assert all(rows == sorted(set(rows)) for rows in choices)
     assert {row for rows in choices for row in rows} == set(range(20))
-    assert gathered(toy, data, 1) == choices[0]
+    assert list_gathered(toy, data, 1) == choices[0]
 
 
 def test_an_unreadable_image_is_gathered_with_no_weight(
@@ -719,7 +709,7 @@ def test_an_input_that_the_program_does_not_provide_is_named(fedavg: Setting, da
         fedavg.program, tensors={name: spec for name, spec in fedavg.program.tensors.items() if name != "head.bias"}
     )
     start = {name: value for name, value in fedavg.start().items() if name != "head.bias"}
-    with pytest.raises(BadPayload, match=r"tensor/head\.bias"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "tensor/head.bias")):
         fedavg.runtime().evaluate(lacking, start, data, SEEDS, SILENT)
 
 
@@ -730,7 +720,7 @@ def test_a_damaged_graph_is_named(fedavg: Setting, tmp_path: Path, damage: str) 
     path = tmp_path / "graph.onnx"
     if damage != "missing":
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"no graph at all")
-    with pytest.raises(BadPayload, match=digest):
+    with pytest.raises(BadPayload, check=has_code("FV1418", digest)):
         Runtime(1).open(digest, path)
 
 

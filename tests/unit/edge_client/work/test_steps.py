@@ -21,6 +21,7 @@ from fedvit.methods.optimizers import AdamW, MomentumSgd, Optimizer, Sgd
 from fedvit.methods.step import PIECE, Step, update_step
 from fedvit.program import Batch, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from fedvit.tensors import Array, Tensors
+from tests.support.codes import has_code
 
 LR = 0.05
 ROWS, RUN = 8, 3
@@ -141,7 +142,7 @@ def phase_of(rule: Optimizer, clip_norm: float | None = None) -> Train:
     return Train(graph="train", update="update", clip_norm=clip_norm, groups=("model",), slots=rule.slots, lr=LR)
 
 
-def summed(gradient: Graph, update: Graph, rule: Optimizer, clip_norm: float | None = None) -> SummedSteps:
+def make_steps(gradient: Graph, update: Graph, rule: Optimizer, clip_norm: float | None = None) -> SummedSteps:
     values = start_values()
     for value in values.values():
         value.flags.writeable = False
@@ -219,7 +220,7 @@ def test_an_update_in_place_is_the_update_out_of_place(update_of: UpdateOf, rule
 def test_steps_are_torchs(gradient: Graph, update_of: UpdateOf, rule: Optimizer) -> None:
     """Six batches, two of them short, worked off 3 samples at a time: tensors and losses are those of torch on whole
     batches. What was handed in stays as it was."""
-    steps = summed(gradient, update_of(rule), rule)
+    steps = make_steps(gradient, update_of(rule), rule)
     fed = [batch(real, seed=seed) for seed, real in enumerate([8, 8, 5, 8, 1, 8])]
     losses = [steps.step(feeds, last=True).loss for feeds in fed]
     want, wanted = in_torch(rule, fed)
@@ -235,9 +236,9 @@ def test_pieces_are_the_whole(
 ) -> None:
     """A vector that is cut in pieces of 7, which no tensor's end respects, moves as it does in one piece: bit for
     bit."""
-    one = summed(gradient, update_of(rule), rule)
+    one = make_steps(gradient, update_of(rule), rule)
     monkeypatch.setattr(edge_client.work.steps, "PIECE_ELEMENTS", 7)
-    many = summed(gradient, update_of(rule), rule)
+    many = make_steps(gradient, update_of(rule), rule)
     fed = [batch(seed=seed) for seed in range(4)]
     assert [one.step(feeds, last=True).loss for feeds in fed] == [many.step(feeds, last=True).loss for feeds in fed]
     assert bits(many.tensors) == bits(one.tensors)
@@ -248,7 +249,7 @@ def test_pieces_are_the_whole(
 def test_gaps_between_tensors_are_harmless(gradient: Graph, update_of: UpdateOf, rule: Optimizer) -> None:
     """Each tensor begins at a cache line; what lies between them is 0 and stays 0, whatever an optimizer does to it,
     so that it has no part in a norm either."""
-    steps = summed(gradient, update_of(rule), rule, clip_norm=0.5)
+    steps = make_steps(gradient, update_of(rule), rule, clip_norm=0.5)
     for seed in range(3):
         steps.step(batch(seed=seed), last=True)
     tensors: dict[str, Any] = steps.tensors
@@ -270,7 +271,7 @@ def test_clipping_is_torchs(gradient: Graph, update_of: UpdateOf, rule: Optimize
     """All tensors together, after all parts of a batch and before the update; a bound that is never reached changes
     no bit."""
     fed = [batch(real, seed=seed) for seed, real in enumerate([8, 5, 8, 8])]
-    steps = summed(gradient, update_of(rule), rule, clip_norm)
+    steps = make_steps(gradient, update_of(rule), rule, clip_norm)
     losses = [steps.step(feeds, last=True).loss for feeds in fed]
     want, wanted = in_torch(rule, fed, clip_norm)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
@@ -278,7 +279,7 @@ def test_clipping_is_torchs(gradient: Graph, update_of: UpdateOf, rule: Optimize
     for name, value in want.items():
         far = np.abs(np.subtract(value, start[name])).max()
         np.testing.assert_allclose(steps.tensors[name], value, rtol=0, atol=1e-4 * far + 1e-6, err_msg=name)
-    plain = summed(gradient, update_of(rule), rule)
+    plain = make_steps(gradient, update_of(rule), rule)
     for feeds in fed:
         plain.step(feeds, last=True)
     assert (bits(plain.tensors) == bits(steps.tensors)) == (clip_norm == 1e9)
@@ -312,7 +313,7 @@ def test_parts_without_a_sample_are_not_run(
 ) -> None:  # fmt: skip
     """The loss is the mean over the samples, the step is theirs, and what is collected lies in their rows."""
     fed = batch(real)
-    steps = summed(gradient, update_of(Sgd()), Sgd())
+    steps = make_steps(gradient, update_of(Sgd()), Sgd())
     stepped = steps.step(fed, last=True)
     assert stepped.runs == runs
     want, [loss] = in_torch(Sgd(), [fed])
@@ -325,7 +326,7 @@ def test_parts_without_a_sample_are_not_run(
 
 
 def test_what_was_collected_is_not_written_over(gradient: Graph, update_of: UpdateOf) -> None:
-    steps = summed(gradient, update_of(Sgd()), Sgd())
+    steps = make_steps(gradient, update_of(Sgd()), Sgd())
     fed = [batch(seed=seed) for seed in range(3)]
     collected = [steps.step(feeds, last=True).collected["collect/first"] for feeds in fed]
     for values, feeds in zip(collected, fed, strict=True):
@@ -335,7 +336,7 @@ def test_what_was_collected_is_not_written_over(gradient: Graph, update_of: Upda
 
 def test_batches_may_lie_anywhere(gradient: Graph, update_of: UpdateOf) -> None:
     """Turned pictures and other views without an order of their own, and arrays that are gone after the step."""
-    plain, turned = (summed(gradient, update_of(Sgd()), Sgd()) for _ in range(2))
+    plain, turned = (make_steps(gradient, update_of(Sgd()), Sgd()) for _ in range(2))
     for seed in range(3):
         feeds: dict[str, Any] = batch(seed=seed)
         plain.step(feeds, last=True)
@@ -431,11 +432,9 @@ def test_another_shape_or_dtype_is_refused(gradient: Graph, array: Array, is_: s
 
 
 def test_an_output_is_not_written_beyond_its_end(gradient: Graph) -> None:
-    with pytest.raises(
-        BadPayload, match=r"expects 'new/grad/a' as .* of shape \[4, 3\], got float32 of shape \[3, 4\]"
-    ):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'new/grad/a'")):
         Bound(gradient).write("new/grad/a", np.zeros((3, 4), np.float32))
-    with pytest.raises(BadPayload, match=r"expects 'metric/loss' as .* of shape \[\], got float64 of shape \[\]"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'metric/loss'")):
         Bound(gradient).write("metric/loss", np.zeros(()))
 
 
@@ -452,13 +451,13 @@ def lacking(name: str) -> tuple[Program, Tensors]:
 def test_an_input_that_nobody_provides_is_named(gradient: Graph, update_of: UpdateOf) -> None:
     """Before anything runs: of the graph that adds gradients up, of a whole step, and of the update."""
     without, values = lacking("b")
-    with pytest.raises(BadPayload, match="the graph reads 'tensor/b', which the program does not provide"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'tensor/b'")):
         SummedSteps(gradient, without, phase_of(Sgd()), values, values, {}, update=update_of(Sgd()))
     graph = graph_of(whole_step(Sgd()), {**examples(ROWS), **scalars("hyper/lr", "hyper/step")})
-    with pytest.raises(BadPayload, match="the graph reads 'tensor/b', which the program does not provide"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'tensor/b'")):
         WholeSteps(graph, without, Train(graph="train", groups=("model",), lr=LR), values, values, {})
     values = start_values()
-    with pytest.raises(BadPayload, match="the graph reads 'slot/momentum_buffer', which the program does not provide"):
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'slot/momentum_buffer'")):
         SummedSteps(
             gradient, program(), phase_of(Sgd()), values, values, {}, update=update_of(MomentumSgd())
         )  # fmt: skip
@@ -466,10 +465,8 @@ def test_an_input_that_nobody_provides_is_named(gradient: Graph, update_of: Upda
 
 def test_a_batch_of_another_size_is_refused(gradient: Graph, update_of: UpdateOf) -> None:
     """8 rows are two runs of 3 and a rest."""
-    steps = summed(gradient, update_of(Sgd()), Sgd())
-    with pytest.raises(
-        BadPayload, match=r"expects 'batch/patches' as .* \[3, 2, 4\], got float32 of shape \[2, 2, 4\]"
-    ):
+    steps = make_steps(gradient, update_of(Sgd()), Sgd())
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'batch/patches'")):
         steps.step(batch(length=ROWS), last=True)
 
 
@@ -485,5 +482,5 @@ def test_error_of_onnxruntime_is_reported(update_of: UpdateOf) -> None:
     """An input that nobody bound."""
     bound = Bound(update_of(Sgd()))
     bound.read("value", np.zeros(3, np.float32))
-    with pytest.raises(BadPayload, match="the graph cannot run on this device: "):
+    with pytest.raises(BadPayload, check=has_code("FV1418")):
         bound.run()

@@ -18,15 +18,7 @@ from fedvit.program import Program, Role, TensorGroup
 from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Array, Tensors, delta
 from fedvit.wire import messages
-from fedvit.wire.messages import (
-    BlobNack,
-    Failed,
-    Manifest,
-    Progress,
-    Result,
-    Task,
-    Welcome,
-)
+from fedvit.wire.messages import BlobNack, Failed, Manifest, Progress, Result, Task, Welcome
 from tests.support.agents import (
     FAR_OFF,
     SILENT,
@@ -35,7 +27,7 @@ from tests.support.agents import (
     World,
     always,
     assert_same_bits,
-    trained_here,
+    train_here,
     with_generated_model,
     with_kept,
     with_local_head,
@@ -51,7 +43,7 @@ def test_training_sends_the_delta_of_what_is_shared(world: World, fedavg: Settin
     assert (result.use.steps, result.use.flops) == (6, 6 * fedavg.program.graphs["train"].flops)
     start = fedavg.start()
     upload = world.server.fetch(result.upload)
-    assert_same_bits(upload, delta(trained_here(fedavg, fedavg.program, start, digits), start))
+    assert_same_bits(upload, delta(train_here(fedavg, fedavg.program, start, digits), start))
     assert device.vault.pending() == [result]
     world.server.acknowledge(result)
     world.server.roll_call()
@@ -96,7 +88,7 @@ def test_local_tensors_stay_in_the_vault_and_are_the_next_rounds_start(
     start = fedavg.start()
     for number in (1, 2):
         result = world.result(fedavg, program=program, round=number)
-        after = trained_here(fedavg, program, start, digits, number)
+        after = train_here(fedavg, program, start, digits, number)
         upload = world.server.fetch(result.upload)
         assert set(upload) == set(program.names("model")) == set(start) - {"head.weight", "head.bias"}
         assert_same_bits(upload, delta(after, {name: start[name] for name in upload}))
@@ -119,7 +111,7 @@ def test_evaluation_uses_the_local_tensors_of_the_vault(world: World, fedavg: Se
 def test_an_upload_of_features_holds_no_tensor_of_the_model(world: World, eftvit: Setting, digits: Path) -> None:
     device = world.device()
     upload = world.server.fetch(world.result(eftvit).upload)
-    after = trained_here(eftvit, eftvit.program, eftvit.start(), digits)
+    after = train_here(eftvit, eftvit.program, eftvit.start(), digits)
     assert_same_bits(upload, {name: after[name] for name in ("features.1", "labels")})
     local = device.vault.local("run")
     assert local is not None
@@ -137,7 +129,7 @@ def test_a_seeded_head_comes_from_the_server_each_round(world: World, eftvit: Se
     assert kept is not None
     head = {name: start[name] for name in eftvit.program.names("head")}
     upload = world.server.fetch(world.result(eftvit, round=2, group_values={"head": head}).upload)
-    after = trained_here(eftvit, eftvit.program, start | kept, digits, 2)
+    after = train_here(eftvit, eftvit.program, start | kept, digits, 2)
     assert_same_bits(upload, {name: after[name] for name in ("features.1", "labels")})
 
 
@@ -199,7 +191,7 @@ def test_training_begins_with_the_newest_and_not_with_what_is_kept(world: World,
     start = fedavg.start()
     for number in (1, 2):
         result = world.result(fedavg, program=program, round=number)
-        after = trained_here(fedavg, program, start, digits, number)
+        after = train_here(fedavg, program, start, digits, number)
         assert_same_bits(world.server.fetch(result.upload), delta(after, start))
         kept = device.vault.local("run")
         assert kept is not None
@@ -215,7 +207,7 @@ def test_the_vault_holds_kept_groups_beside_local_ones(world: World, eftvit: Set
     device = world.device()
     world.result(eftvit, program=program)
     start = eftvit.start()
-    after = start | trained_here(eftvit, program, start, digits)
+    after = start | train_here(eftvit, program, start, digits)
     kept = device.vault.local("run")
     assert kept is not None
     names = [name for group in ("local", "head", "norm") for name in program.names(group)]
@@ -230,7 +222,7 @@ def test_generated_groups_come_from_the_task_each_round(world: World, fedavg: Se
     for number, answer in ((1, 0), (2, 1)):
         made = always(fedavg, answer)
         result = world.result(fedavg, program=program, round=number, group_values={"model": made})
-        after = trained_here(fedavg, program, made, digits, number)
+        after = train_here(fedavg, program, made, digits, number)
         assert_same_bits(world.server.fetch(result.upload), delta(after, made))
         assert device.vault.local("run") == {}
         world.server.acknowledge(result)
@@ -252,7 +244,7 @@ def test_a_group_that_becomes_local_on_the_way_begins_with_its_first_value(
     program = with_local_head(fedavg)
     start = fedavg.start()
     result = world.result(fedavg, program=program, round=2)
-    after = trained_here(fedavg, program, start, digits, 2)
+    after = train_here(fedavg, program, start, digits, 2)
     assert_same_bits(
         world.server.fetch(result.upload), delta(after, {name: start[name] for name in program.names("model")})
     )
@@ -384,15 +376,15 @@ def test_diverged_training_keeps_nothing(world: World, fedavg: Setting) -> None:
     device = world.device()
     result = world.result(fedavg, program=program)
 
-    def kept() -> list[tuple[Path, bytes]]:
+    def list_kept() -> list[tuple[Path, bytes]]:
         """All but what the newest task was made of."""
         files = [path for path in device.vault.folder.rglob("*") if path.is_file() and path.name != "TASK"]
         return sorted((path, path.read_bytes()) for path in files)
 
-    before = kept()
+    before = list_kept()
     reason = world.failure(fedavg, program=program, round=2, lr_scale=1e30)
     assert reason.startswith("training diverged in round 2, nothing of it is kept: ")
-    assert kept() == before
+    assert list_kept() == before
     assert device.vault.pending() == [result]
     assert world.result(fedavg, program=program, round=3).round == 3
 
@@ -419,7 +411,7 @@ def test_a_vault_whose_round_is_gone_is_named_and_the_run_begins_anew(world: Wor
     assert world.result(fedavg, round=3, run="other").damaged == ()
 
 
-def budgeted(world: World, **budget: int) -> Device:
+def make_budgeted(world: World, **budget: int) -> Device:
     return world.device(guard=Guard(Budget(**budget)))
 
 
@@ -470,7 +462,7 @@ def test_a_task_over_its_memory_is_refused_with_what_was_measured(world: World, 
 def test_a_task_is_stopped_between_two_steps(world: World, fedavg: Setting) -> None:
     """Six equal steps; the budget is that of two and a half, so the third is the first beyond it and the last."""
     flops = flops_of_training(world, fedavg)
-    device = budgeted(world, flops_per_round=flops * 5 // 12)
+    device = make_budgeted(world, flops_per_round=flops * 5 // 12)
     world.give(fedavg, round=2)
     failed = world.server.expect(Failed)
     assert failed.broke == "flops"
@@ -486,13 +478,13 @@ def test_a_budget_that_only_the_last_step_breaks_is_reported_with_the_result(
     world: World, fedavg: Setting, lacking_flops: int
 ) -> None:
     flops = flops_of_training(world, fedavg)
-    budgeted(world, flops_per_round=flops - lacking_flops)
+    make_budgeted(world, flops_per_round=flops - lacking_flops)
     use = world.result(fedavg, round=2).use
     assert (use.steps, use.flops, use.broke) == (6, flops, ("flops",) if lacking_flops else ())
 
 
 def test_a_result_that_may_not_be_sent_is_not_kept(world: World, fedavg: Setting) -> None:
-    device = budgeted(world, upload_bytes=1000)
+    device = make_budgeted(world, upload_bytes=1000)
     world.give(fedavg)
     failed = world.server.expect(Failed)
     assert failed.broke == "upload"

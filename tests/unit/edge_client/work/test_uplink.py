@@ -14,11 +14,11 @@ from fedvit.program import Program
 from fedvit.tensors import Tensors, delta, pack
 from fedvit.updates import decode, make_codec
 from fedvit.wire.messages import DeltaStep, Result
-from tests.support.agents import World, trained_here, with_a_patch
+from tests.support.agents import World, train_here, with_a_patch
 from tests.support.settings import Setting
 
 
-def coded(setting: Setting, up: str) -> Program:
+def make_coded(setting: Setting, up: str) -> Program:
     groups = {name: msgspec.structs.replace(group, up=up) for name, group in setting.program.groups.items()}
     return msgspec.structs.replace(setting.program, groups=groups)
 
@@ -38,10 +38,10 @@ def test_what_coding_left_out_comes_with_the_next_result(world: World, fedavg: S
     """Accepted, refused, accepted again, with a restart between: every upload is the round's delta and what was still
     owed, coded; every round begins with the same values."""
     world.device()
-    program, start, codec = coded(fedavg, up), fedavg.start(), make_codec(up)
+    program, start, codec = make_coded(fedavg, up), fedavg.start(), make_codec(up)
     residual: Tensors = {}
     for number, accepted in ((1, True), (2, False), (3, None), (4, True), (5, True)):
-        trained = trained_here(fedavg, program, start, digits, round=number)
+        trained = train_here(fedavg, program, start, digits, round=number)
         total = delta({name: trained.get(name, value) for name, value in start.items()}, start)
         total = {name: value + residual.get(name, np.float32(0)) for name, value in total.items()}
         upload = round_of(world, fedavg, program, number, accepted=accepted)

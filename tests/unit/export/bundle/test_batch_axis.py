@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from export.bundle.batch_axis import open_batch
 from fedvit.errors import BadPayload
 from fedvit.onnx_model import Model, Port, make_node, read_model, write_model
+from tests.support.codes import has_code
 
 BATCH = 2
 WEIGHTS = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
@@ -49,7 +50,7 @@ def graph(nodes: Nodes, shape: tuple[int, ...]) -> Model:
     return read_model(onnx.shape_inference.infer_shapes(model).SerializeToString())
 
 
-def opened(model: Model) -> Callable[[Any], Any]:
+def open_run(model: Model) -> Callable[[Any], Any]:
     ready = open_batch(model, "x", BATCH, "count")
     ready = replace(
         ready,
@@ -121,29 +122,28 @@ def gelu(x: Any) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_any_number_of_images(name: str) -> None:
     nodes, shape, wanted = CASES[name]
-    run = opened(graph(nodes, shape))
+    run = open_run(graph(nodes, shape))
     for count in (1, 2, 5):
         x = np.random.default_rng(count).normal(size=(count, 6, 4)).astype(np.float32)
         np.testing.assert_allclose(run(x), wanted(x), rtol=1e-5, atol=1e-5)
 
 
-REFUSED: dict[str, tuple[Nodes, tuple[int, ...], str]] = {
-    "a sum over the images": ([make("ReduceSum", ["x", "first"], "y", keepdims=0)], (6, 4), "sums over the images"),
-    "one image chosen": ([make("Gather", ["x", "first"], "y", axis=0)], (1, 6, 4), "chooses among the images"),
+REFUSED: dict[str, tuple[Nodes, tuple[int, ...]]] = {
+    "a sum over the images": ([make("ReduceSum", ["x", "first"], "y", keepdims=0)], (6, 4)),
+    "one image chosen": ([make("Gather", ["x", "first"], "y", axis=0)], (1, 6, 4)),
     "a product over the images": (
         [make("ReduceSum", ["x", "third"], "a", keepdims=0), make("Gemm", ["a", "a"], "y", transA=1)],
         (6, 6),
-        "multiplies over the images",
     ),
     # 24 values of an image in rows of 16
-    "images torn apart": ([make("Reshape", ["x", "torn"], "y")], (3, 16), "reshapes"),
+    "images torn apart": ([make("Reshape", ["x", "torn"], "y")], (3, 16)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_images_is_refused(name: str) -> None:
-    nodes, shape, reason = REFUSED[name]
-    with pytest.raises(BadPayload, match=reason):
+    nodes, shape = REFUSED[name]
+    with pytest.raises(BadPayload, check=has_code("FV2310")):
         open_batch(graph(nodes, shape), "x", BATCH, "count")
 
 
@@ -152,7 +152,7 @@ def test_images_from_two_places_are_refused() -> None:
     square = make("ReduceSum", ["x", "middle"], "a", keepdims=0)
     cut = helper.make_node("Split", ["a"], ["b", "c"], axis=1, num_outputs=2)
     turned = make("Transpose", ["b"], "d", perm=[1, 0])
-    with pytest.raises(BadPayload, match="2 axes"):
+    with pytest.raises(BadPayload, check=has_code("FV2310")):
         open_batch(graph([square, cut, turned, make("Add", ["b", "d"], "y")], (2, 2)), "x", BATCH, "count")
 
 
@@ -160,5 +160,5 @@ def test_a_graph_without_shapes_is_refused() -> None:
     nodes, shape, _ = CASES["an axis less"]
     model = graph(nodes, shape)
     bare = replace(model, values={})
-    with pytest.raises(BadPayload, match="shape of 'a'"):
+    with pytest.raises(BadPayload, check=has_code("FV2310")):
         open_batch(bare, "x", BATCH, "count")

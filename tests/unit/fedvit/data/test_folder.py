@@ -6,6 +6,7 @@ from PIL import Image
 
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, DataError
+from tests.support.codes import has_code
 
 
 def put(folder: Path, *names: str, value: int = 100, side: int = 4) -> None:
@@ -15,7 +16,7 @@ def put(folder: Path, *names: str, value: int = 100, side: int = 4) -> None:
         Image.new("RGB", (side, side), (value,) * 3).save(folder / name)
 
 
-def numbered(count: int) -> list[str]:
+def make_numbered(count: int) -> list[str]:
     return [f"{number:02d}.png" for number in range(count)]
 
 
@@ -43,16 +44,16 @@ class TestLayouts:
         assert (len(data.train), len(data.test)) == (3, 2)
 
     def test_an_empty_test_folder_means_no_test_images(self, tmp_path: Path) -> None:
-        put(tmp_path / "train/cat", *numbered(10))
+        put(tmp_path / "train/cat", *make_numbered(10))
         put(tmp_path / "test/cat")
         data = DeviceData.open(tmp_path)
         assert (len(data.train), len(data.test)) == (10, 0)
 
     def test_plain_is_split_per_class(self, tmp_path: Path) -> None:
         """Share .2: 10 -> 2 test; 2 -> .4, but at least 1; a single image stays in train; an empty class has none."""
-        put(tmp_path / "a", *numbered(10))
-        put(tmp_path / "b", *numbered(2))
-        put(tmp_path / "c", *numbered(1))
+        put(tmp_path / "a", *make_numbered(10))
+        put(tmp_path / "b", *make_numbered(2))
+        put(tmp_path / "c", *make_numbered(1))
         put(tmp_path / "d")
         data = DeviceData.open(tmp_path)
         assert (data.classes, data.empty) == (("a", "b", "c"), ("d",))
@@ -61,13 +62,13 @@ class TestLayouts:
         assert not set(data.train.paths) & set(data.test.paths)
 
     def test_the_seed_decides_the_split(self, tmp_path: Path) -> None:
-        put(tmp_path / "a", *numbered(40))
+        put(tmp_path / "a", *make_numbered(40))
         first, again, other = (DeviceData.open(tmp_path, seed=seed).test.paths for seed in (3, 3, 4))
         assert first == again
         assert first != other
 
     def test_train_without_test_is_split_too(self, tmp_path: Path) -> None:
-        put(tmp_path / "train/a", *numbered(10))
+        put(tmp_path / "train/a", *make_numbered(10))
         data = DeviceData.open(tmp_path, test_share=0.3)
         assert (len(data.train), len(data.test)) == (7, 3)
 
@@ -87,8 +88,8 @@ class TestLayouts:
         assert data.unusable == ()
 
     def test_a_share_that_is_none(self, tmp_path: Path) -> None:
-        put(tmp_path / "a", *numbered(2))
-        with pytest.raises(ConfigError, match=r"1\.5"):
+        put(tmp_path / "a", *make_numbered(2))
+        with pytest.raises(ConfigError, check=has_code("FV1408", "1.5")):
             DeviceData.open(tmp_path, test_share=1.5)
 
 
@@ -123,7 +124,7 @@ class TestRefusals:
     def test_one_line_even_with_many_classes(self, tmp_path: Path) -> None:
         for number in range(11):
             put(tmp_path / f"c{number:02d}")
-        with pytest.raises(DataError, match=r"11 class folders \(c00, .*, c09, \.\.\.\)$"):
+        with pytest.raises(DataError, check=has_code("FV1403")):
             DeviceData.open(tmp_path)
 
     def test_all_unreadable(self, tmp_path: Path) -> None:
@@ -157,26 +158,26 @@ def test_unreadable_headers_are_left_out_and_listed(tmp_path: Path) -> None:
 class TestLoad:
     """Three images at 8x8x3 bytes; what comes back is the same with and without a cache."""
 
-    def opened(self, folder: Path, cache_bytes: int) -> DeviceData:
+    def open_folder(self, folder: Path, cache_bytes: int) -> DeviceData:
         for number, value in enumerate((10, 20, 30)):
             put(folder / "train/a", f"{number}.png", value=value, side=8)
         put(folder / "test/a")
         return DeviceData.open(folder, cache_bytes=cache_bytes)
 
     def test_in_the_order_asked_for_with_repeats(self, tmp_path: Path, cache_bytes: int) -> None:
-        images, readable = self.opened(tmp_path, cache_bytes).train.load(np.array([2, 0, 2]), 8)
+        images, readable = self.open_folder(tmp_path, cache_bytes).train.load(np.array([2, 0, 2]), 8)
         assert images.shape == (3, 8, 8, 3)
         assert images.dtype == np.uint8
         assert images[:, 0, 0, 0].tolist() == [30, 10, 30]
         assert readable.tolist() == [True, True, True]
 
     def test_nothing_asked(self, tmp_path: Path, cache_bytes: int) -> None:
-        images, readable = self.opened(tmp_path, cache_bytes).train.load(np.array([], dtype=np.int64), 8)
+        images, readable = self.open_folder(tmp_path, cache_bytes).train.load(np.array([], dtype=np.int64), 8)
         assert images.shape == (0, 8, 8, 3)
         assert readable.shape == (0,)
 
     def test_late_failure_gives_zeros(self, tmp_path: Path, cache_bytes: int) -> None:
-        data = self.opened(tmp_path, cache_bytes)
+        data = self.open_folder(tmp_path, cache_bytes)
         broken = tmp_path / "train/a/1.png"
         break_late(broken)
         assert data.train.failed == {}
@@ -190,12 +191,12 @@ class TestLoad:
         assert data.test.failed == {}
 
     def test_what_comes_back_is_the_callers_own(self, tmp_path: Path, cache_bytes: int) -> None:
-        train = self.opened(tmp_path, cache_bytes).train
+        train = self.open_folder(tmp_path, cache_bytes).train
         train.load(np.array([0]), 8)[0][:] = 99
         assert train.load(np.array([0]), 8)[0].max() == 10
 
     def test_another_size_later(self, tmp_path: Path, cache_bytes: int) -> None:
-        train = self.opened(tmp_path, cache_bytes).train
+        train = self.open_folder(tmp_path, cache_bytes).train
         for size in (8, 4, 8):
             images, _ = train.load(np.array([1]), size)
             assert images.shape == (1, size, size, 3)
@@ -203,7 +204,7 @@ class TestLoad:
 
     def test_decoded_once_or_each_time(self, tmp_path: Path, cache_bytes: int) -> None:
         """With a cache that fits, a file may go after its first use; without one it is missed."""
-        train = self.opened(tmp_path, cache_bytes).train
+        train = self.open_folder(tmp_path, cache_bytes).train
         train.load(np.array([0]), 8)
         (tmp_path / "train/a/0.png").unlink()
         _, readable = train.load(np.array([0]), 8)
@@ -242,7 +243,7 @@ class TestRelabelled:
         put(tmp_path / "train/emu", "0.png")
         put(tmp_path / "test/ant", "0.png")
         run = ("cat", *(f"c{number}" for number in range(11)))
-        with pytest.raises(DataError, match=r"ant, emu; .*12 classes"):
+        with pytest.raises(DataError, check=has_code("FV1404")):
             DeviceData.open(tmp_path).relabel(run)
 
 

@@ -29,11 +29,11 @@ def images(tmp_path: Path) -> Images:
     return write
 
 
-def opened(tmp_path: Path, **options: float) -> GrowingFolder:
+def open_folder(tmp_path: Path, **options: float) -> GrowingFolder:
     return GrowingFolder(tmp_path / "data", split_file=tmp_path / "split.json", **options)
 
 
-def numbered(first: int, last: int) -> list[str]:
+def make_numbered(first: int, last: int) -> list[str]:
     return [f"{number:03d}.png" for number in range(first, last)]
 
 
@@ -47,7 +47,7 @@ class TestLook:
     def test_nothing_new(self, tmp_path: Path, images: Images) -> None:
         images("train/cat", "0.png")
         images("test/cat", "1.png")
-        folder = opened(tmp_path)
+        folder = open_folder(tmp_path)
         before = folder.data
         assert not folder.look()
         assert folder.data is before
@@ -55,7 +55,7 @@ class TestLook:
     def test_new_changed_and_removed_images(self, tmp_path: Path, images: Images) -> None:
         images("train/cat", "0.png", "1.png", value=10)
         images("test/cat", "0.png")
-        folder = opened(tmp_path)
+        folder = open_folder(tmp_path)
         assert values(folder.data) == [10, 10]
         images("train/cat", "1.png", value=20)
         os.utime(tmp_path / "data/train/cat/1.png", ns=(1, 1))  # its size is the same
@@ -72,7 +72,7 @@ class TestLook:
         damaged = tmp_path / "data/train/cat/0.png"
         whole = damaged.read_bytes()
         damaged.write_bytes(whole[:-30])
-        folder = opened(tmp_path)
+        folder = open_folder(tmp_path)
         assert folder.data.train.load(np.array([0, 1]), 4)[1].tolist() == [False, True]
         images("train/cat", "2.png")
         assert folder.look()
@@ -84,7 +84,7 @@ class TestLook:
     def test_only_new_images_are_decoded(self, tmp_path: Path, images: Images) -> None:
         images("train/cat", "0.png", "1.png", value=10)
         images("test/cat")
-        folder = opened(tmp_path)
+        folder = open_folder(tmp_path)
         assert values(folder.data) == [10, 10]
         changed = tmp_path / "data/train/cat/1.png"
         stamp = changed.stat()
@@ -98,7 +98,7 @@ class TestLook:
     def test_new_class_waits_for_the_next_run(self, tmp_path: Path, images: Images) -> None:
         images("train/cat", "0.png")
         images("test/cat")
-        folder = opened(tmp_path)
+        folder = open_folder(tmp_path)
         images("train/ant", "0.png")
         assert folder.look(("cat", "dog"))
         assert folder.data.classes == ("cat",)
@@ -111,7 +111,7 @@ class TestLook:
     def test_class_of_the_run_counts_at_once(self, tmp_path: Path, images: Images) -> None:
         images("train/cat", "0.png")
         images("test/cat")
-        folder = opened(tmp_path)
+        folder = open_folder(tmp_path)
         images("train/dog", "0.png")
         assert folder.look(("cat", "dog"))
         assert folder.data.classes == ("cat", "dog")
@@ -119,7 +119,7 @@ class TestLook:
     def test_folder_without_images_leaves_the_data_as_they_were(self, tmp_path: Path, images: Images) -> None:
         images("train/cat", "0.png")
         images("test/cat")
-        folder = opened(tmp_path)
+        folder = open_folder(tmp_path)
         (tmp_path / "data/train/cat/0.png").unlink()
         with pytest.raises(DataError):
             folder.look()
@@ -128,7 +128,7 @@ class TestLook:
     def test_unlabelled_images_are_no_class(self, tmp_path: Path, images: Images) -> None:
         images("cat", "0.png", "1.png")
         images("unlabelled", "0.png")
-        data = opened(tmp_path).data
+        data = open_folder(tmp_path).data
         assert data.classes == ("cat",)
         assert data.problems() == []
 
@@ -140,46 +140,46 @@ class TestSplit:
         return dict(named + [(str(path.relative_to(data.folder)), True) for path in data.test.paths])
 
     def test_first_start_splits_as_before(self, tmp_path: Path, images: Images) -> None:
-        images("cat", *numbered(0, 20))
-        images("dog", *numbered(0, 7))
-        assert self.sides(opened(tmp_path).data) == self.sides(DeviceData.open(tmp_path / "data"))
+        images("cat", *make_numbered(0, 20))
+        images("dog", *make_numbered(0, 7))
+        assert self.sides(open_folder(tmp_path).data) == self.sides(DeviceData.open(tmp_path / "data"))
 
     def test_images_stay_on_their_side(self, tmp_path: Path, images: Images) -> None:
         """Also after a restart; of 200 new images about a fifth tests: 20 to 60 are five standard deviations."""
-        images("cat", *numbered(0, 20))
-        images("dog", *numbered(0, 7))
-        folder = opened(tmp_path)
+        images("cat", *make_numbered(0, 20))
+        images("dog", *make_numbered(0, 7))
+        folder = open_folder(tmp_path)
         first = self.sides(folder.data)
-        images("cat", *numbered(20, 220))
+        images("cat", *make_numbered(20, 220))
         assert folder.look()
         grown = self.sides(folder.data)
         assert {name: grown[name] for name in first} == first
         assert 20 <= sum(grown.values()) - sum(first.values()) <= 60
         for name in list(grown)[::2]:
             (tmp_path / "data" / name).unlink()
-        after_restart = self.sides(opened(tmp_path).data)
+        after_restart = self.sides(open_folder(tmp_path).data)
         assert after_restart == {name: grown[name] for name in list(grown)[1::2]}
 
     def test_another_share_splits_anew(self, tmp_path: Path, images: Images) -> None:
-        images("cat", *numbered(0, 20))
-        opened(tmp_path)
-        halves = opened(tmp_path, test_share=0.5)
+        images("cat", *make_numbered(0, 20))
+        open_folder(tmp_path)
+        halves = open_folder(tmp_path, test_share=0.5)
         assert len(halves.data.test) == 10
-        assert self.sides(opened(tmp_path, test_share=0.5).data) == self.sides(halves.data)
+        assert self.sides(open_folder(tmp_path, test_share=0.5).data) == self.sides(halves.data)
 
     def test_damaged_file_is_written_again(
         self, tmp_path: Path, images: Images, caplog: pytest.LogCaptureFixture
     ) -> None:
-        images("cat", *numbered(0, 20))
-        first = self.sides(opened(tmp_path).data)
+        images("cat", *make_numbered(0, 20))
+        first = self.sides(open_folder(tmp_path).data)
         (tmp_path / "split.json").write_bytes(b"\xff{")
-        assert self.sides(opened(tmp_path).data) == first  # nothing has changed since
+        assert self.sides(open_folder(tmp_path).data) == first  # nothing has changed since
         assert "damaged" in caplog.text
         assert KeptSplit.load(tmp_path / "split.json", 0.2) is not None
 
     def test_file_says_nothing_about_the_images(self, tmp_path: Path, images: Images) -> None:
-        images("cat", *numbered(0, 20))
-        opened(tmp_path)
+        images("cat", *make_numbered(0, 20))
+        open_folder(tmp_path)
         text = (tmp_path / "split.json").read_text()
         assert "cat" not in text
         assert "png" not in text
@@ -187,7 +187,7 @@ class TestSplit:
     def test_folder_with_a_test_folder_has_none(self, tmp_path: Path, images: Images) -> None:
         images("train/cat", "0.png")
         images("test/cat", "0.png")
-        opened(tmp_path)
+        open_folder(tmp_path)
         assert not (tmp_path / "split.json").exists()
 
 
@@ -197,7 +197,7 @@ def test_each_problem_is_logged_once(tmp_path: Path, images: Images, caplog: pyt
     (tmp_path / "data/train/cat/empty.png").touch()
     (tmp_path / "data/train/cat/film.mp4").write_text("x")
     os.mkfifo(tmp_path / "data/train/cat/pipe.png")
-    folder = opened(tmp_path)
+    folder = open_folder(tmp_path)
     assert {path.name: reason for path, reason in folder.data.problems()} == {
         "empty.png": "an empty file",
         "pipe.png": "not a regular file",

@@ -26,6 +26,7 @@ from fedvit.data.images import (
 )
 from fedvit.errors import DataError
 from fedvit.program import Batch
+from tests.support.codes import has_code
 
 PLAIN = {"image_size": 4, "patch_size": 2, "batch_size": 2, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 
@@ -41,7 +42,7 @@ print(json.dumps([mean, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 """
 
 
-def saved(path: Path, image: Image.Image, **options: object) -> Path:
+def save_image(path: Path, image: Image.Image, **options: object) -> Path:
     image.save(path, **options)
     return path
 
@@ -64,31 +65,31 @@ def gray(values: list[list[int]], mode: str = "L") -> Image.Image:
 class TestReadImage:
     def test_keeps_the_pixels_of_an_image_that_has_the_right_size(self, tmp_path: Path) -> None:
         pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        path = saved(tmp_path / "a.png", Image.fromarray(pixels))
+        path = save_image(tmp_path / "a.png", Image.fromarray(pixels))
         np.testing.assert_array_equal(read_image(path, 8), pixels)
 
     def test_the_result_is_the_callers_own(self, tmp_path: Path) -> None:
-        path = saved(tmp_path / "a.png", gray([[0, 0], [0, 0]]))
+        path = save_image(tmp_path / "a.png", gray([[0, 0], [0, 0]]))
         read_image(path, 2)[:] = 7
         assert read_image(path, 2).sum() == 0
 
     @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
     def test_every_mode_of_png_becomes_rgb(self, tmp_path: Path, mode: str) -> None:
         """Black and white exist exactly in all of these modes, opaque."""
-        path = saved(tmp_path / "a.png", gray([[0, 255], [255, 0]], mode))
+        path = save_image(tmp_path / "a.png", gray([[0, 255], [255, 0]], mode))
         np.testing.assert_array_equal(read_image(path, 2)[:, :, 1], [[0, 255], [255, 0]])
 
     def test_cmyk(self, tmp_path: Path) -> None:
         """No ink is white: (0, 0, 0, 0) -> 255; full black ink is black. TIFF keeps it without loss."""
         ink = Image.fromarray(np.array([[[0, 0, 0, 0], [0, 0, 0, 255]]] * 2, dtype=np.uint8), "CMYK")
-        path = saved(tmp_path / "a.tif", ink)
+        path = save_image(tmp_path / "a.tif", ink)
         np.testing.assert_array_equal(read_image(path, 2)[0, :, 0], [255, 0])
 
     @pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
     def test_deep_gray_is_scaled_not_clipped(self, tmp_path: Path, suffix: str) -> None:
         """16 bits to 8: 65535 // 256 = 255, 32768 // 256 = 128, 300 // 256 = 1, 0 -> 0."""
         deep = Image.fromarray(np.array([[65535, 32768], [300, 0]], dtype=np.uint16))
-        path = saved(tmp_path / f"a.{suffix}", deep)
+        path = save_image(tmp_path / f"a.{suffix}", deep)
         np.testing.assert_array_equal(read_image(path, 2)[:, :, 0], [[255, 128], [1, 0]])
 
     @pytest.mark.parametrize(
@@ -105,18 +106,18 @@ class TestReadImage:
         """Orientation 6: the camera was turned, the stored left column is the top row, read upwards."""
         exif = Image.Exif()
         exif[0x0112] = orientation
-        path = saved(tmp_path / "a.png", gray([[1, 2], [3, 4]]), exif=exif)
+        path = save_image(tmp_path / "a.png", gray([[1, 2], [3, 4]]), exif=exif)
         np.testing.assert_array_equal(read_image(path, 2)[:, :, 0], upright)
 
     def test_resizes_bilinearly(self, tmp_path: Path) -> None:
         """Columns 0 and 200 at centres .25 and .75 of the width; the four new centres lie at .125, .375, .625, .875:
         the outer ones are clamped, the inner ones a quarter and three quarters of the way: 50 and 150."""
-        path = saved(tmp_path / "a.png", gray([[0, 200], [0, 200]]))
+        path = save_image(tmp_path / "a.png", gray([[0, 200], [0, 200]]))
         np.testing.assert_array_equal(read_image(path, 4)[0, :, 0], [0, 50, 150, 200])
 
     def test_other_shapes_are_squeezed_not_cut(self, tmp_path: Path) -> None:
         """4x2, left half black, right half white: both halves are still there in 2x2."""
-        path = saved(tmp_path / "a.png", gray([[0, 0, 255, 255]] * 2))
+        path = save_image(tmp_path / "a.png", gray([[0, 0, 255, 255]] * 2))
         image = read_image(path, 2)
         assert image.shape == (2, 2, 3)
         assert image[0, 0, 0] < 64
@@ -128,14 +129,9 @@ class TestReadImage:
         neighbours, 85 levels apart on average; JPEG's own loss and another order of averaging is a few levels."""
         cells = np.random.default_rng(0).integers(0, 256, (32, 32), dtype=np.uint8)
         full = Image.fromarray(cells.repeat(factor, 0).repeat(factor, 1)).convert("RGB")
-        path = saved(tmp_path / "a.jpg", full, quality=95)
+        path = save_image(tmp_path / "a.jpg", full, quality=95)
         expected = np.asarray(full.resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
         assert np.abs(read_image(path, 32).astype(int) - expected).mean() <= 5
-
-    def test_the_first_frame_of_a_moving_picture(self, tmp_path: Path) -> None:
-        frames = [gray([[255, 255], [255, 255]]), gray([[0, 0], [0, 0]])]
-        path = saved(tmp_path / "a.gif", frames[0], save_all=True, append_images=frames[1:])
-        assert read_image(path, 2).min() == 255
 
     def test_the_first_picture_of_a_camera_that_stores_two(self, tmp_path: Path) -> None:
         """Phones write MPO, two JPEGs in one file, under the name .jpg."""
@@ -146,7 +142,7 @@ class TestReadImage:
 
     @pytest.mark.parametrize("suffix", ["png", "jpg", "jpeg", "bmp", "webp", "gif", "tif", "tiff", "ppm"])
     def test_every_suffix_can_be_read(self, tmp_path: Path, suffix: str) -> None:
-        path = saved(tmp_path / f"a.{suffix}", Image.new("RGB", (16, 16), (255, 255, 255)))
+        path = save_image(tmp_path / f"a.{suffix}", Image.new("RGB", (16, 16), (255, 255, 255)))
         assert is_image_name(path.name)
         assert header_problem(path) is None
         assert read_image(path, 16).min() >= 250
@@ -171,9 +167,9 @@ class TestReadImage:
     @pytest.mark.parametrize("suffix", ["png", "jpg", "gif", "tif", "bmp"])
     def test_a_file_that_ends_early(self, tmp_path: Path, suffix: str) -> None:
         noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        path = saved(tmp_path / f"a.{suffix}", Image.fromarray(noise))
+        path = save_image(tmp_path / f"a.{suffix}", Image.fromarray(noise))
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(DataError, match=rf"a\.{suffix}: ."):
+        with pytest.raises(DataError, check=has_code("FV1403", suffix)):
             read_image(path, 2)
 
     @pytest.mark.parametrize("inside", ["PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"])
@@ -192,24 +188,19 @@ class TestReadImage:
 
     def test_cmyk_of_a_printer(self, tmp_path: Path) -> None:
         """Photoshop stores such JPEGs inverted; no ink is white nevertheless."""
-        path = saved(tmp_path / "a.jpg", Image.new("CMYK", (16, 16), (0, 0, 0, 0)))
+        path = save_image(tmp_path / "a.jpg", Image.new("CMYK", (16, 16), (0, 0, 0, 0)))
         assert read_image(path, 16).min() >= 250
 
-    @pytest.mark.parametrize("suffix", ["png", "webp"])
-    def test_the_first_frame_of_an_animation(self, tmp_path: Path, suffix: str) -> None:
+    @pytest.mark.parametrize("suffix", ["png", "webp", "gif", "tif"])
+    def test_the_first_frame_of_an_animation_or_page_of_a_document(self, tmp_path: Path, suffix: str) -> None:
         frames = [Image.new("RGB", (16, 16), (value,) * 3) for value in (255, 0)]
-        path = saved(tmp_path / f"a.{suffix}", frames[0], save_all=True, append_images=frames[1:])
+        path = save_image(tmp_path / f"a.{suffix}", frames[0], save_all=True, append_images=frames[1:])
         assert read_image(path, 16).min() >= 250
-
-    def test_first_page_of_a_document(self, tmp_path: Path) -> None:
-        pages = [Image.new("RGB", (16, 16), (value,) * 3) for value in (255, 0)]
-        path = saved(tmp_path / "a.tif", pages[0], save_all=True, append_images=pages[1:])
-        assert read_image(path, 16).min() == 255
 
     def test_damaged_exif_block_leaves_the_pixels(self, tmp_path: Path) -> None:
         exif = Image.Exif()
         exif[0x0112] = 6
-        path = saved(tmp_path / "a.jpg", Image.new("RGB", (16, 16), (255, 255, 255)), exif=exif)
+        path = save_image(tmp_path / "a.jpg", Image.new("RGB", (16, 16), (255, 255, 255)), exif=exif)
         content = bytearray(path.read_bytes())
         block = content.index(b"Exif\0\0") + 6
         content[block : block + 8] = b"\xff" * 8
@@ -219,7 +210,7 @@ class TestReadImage:
     def test_photo_of_any_size_can_be_read(self, tmp_path: Path) -> None:
         """81 megapixels: a JPEG is decoded at an eighth of its width and height, the same pixels as PNG are refused."""
         photo = Image.new("L", (9000, 9000), 200)
-        path = saved(tmp_path / "a.jpg", photo)
+        path = save_image(tmp_path / "a.jpg", photo)
         assert header_problem(path) is None
         assert abs(int(read_image(path, 32).mean()) - 200) <= 1
 
@@ -232,21 +223,21 @@ class TestReadImage:
         assert problem is not None
         assert problem.startswith("too large: ")
         assert limit in problem
-        with pytest.raises(DataError, match="too large: "):
+        with pytest.raises(DataError, check=has_code("FV1403")):
             read_image(path, 32)
 
     def test_progressive_photo_is_kept_whole_by_its_decoder(self, tmp_path: Path) -> None:
         """1 megapixel with halved colours has 1.5 million coefficients of 2 bytes, also if it is decoded smaller."""
         photo = Image.new("RGB", (1024, 1024))
-        assert header_problem(saved(tmp_path / "a.jpg", photo), decoded_bytes=1 << 20) is None
-        problem = header_problem(saved(tmp_path / "b.jpg", photo, progressive=True), decoded_bytes=1 << 20)
+        assert header_problem(save_image(tmp_path / "a.jpg", photo), decoded_bytes=1 << 20) is None
+        problem = header_problem(save_image(tmp_path / "b.jpg", photo, progressive=True), decoded_bytes=1 << 20)
         assert problem == "too large: 1024 x 1024 pixels of a progressive JPEG take 3 MiB, at most 1 MiB may be"
         with pytest.raises(DataError):
             read_image(tmp_path / "b.jpg", 32, decoded_bytes=1 << 20)
 
     def test_photo_whose_first_scan_lacks_components_is_kept_whole_too(self, tmp_path: Path) -> None:
         """Its decoder needs the other scans before it can show a line."""
-        path = saved(tmp_path / "a.jpg", Image.new("RGB", (1024, 1024)))
+        path = save_image(tmp_path / "a.jpg", Image.new("RGB", (1024, 1024)))
         content = bytearray(path.read_bytes())
         scan = content.index(b"\xff\xda")
         assert content[scan + 4] == 3
@@ -258,8 +249,8 @@ class TestReadImage:
 
     def test_photo_of_200_megapixels_fits_into_the_smallest_allowance(self, tmp_path: Path) -> None:
         """16 MiB for the decoded image, with a copy of it; pillow itself refuses so many pixels."""
-        path = saved(tmp_path / "a.jpg", Image.new("L", (16_320, 12_240), 200))
-        saved(tmp_path / "small.jpg", Image.new("L", (16, 16)))
+        path = save_image(tmp_path / "a.jpg", Image.new("L", (16_320, 12_240), 200))
+        save_image(tmp_path / "small.jpg", Image.new("L", (16, 16)))
         least = limit_decoded_bytes(1)
         assert header_problem(path, decoded_bytes=least) is None
         child = subprocess.run(
@@ -295,7 +286,7 @@ class TestReadImage:
 
 
 def test_thumbnail_keeps_its_proportions(tmp_path: Path) -> None:
-    path = saved(tmp_path / "a.png", Image.new("RGB", (200, 100)))
+    path = save_image(tmp_path / "a.png", Image.new("RGB", (200, 100)))
     assert read_thumbnail(path, 40, 40).shape == (20, 40, 3)
 
 
@@ -374,11 +365,6 @@ class TestUnfold:
         patches = torch.from_numpy(unfold(images, patch)).double()
         torch.testing.assert_close(patches @ conv.weight.flatten(1).T + conv.bias, expected, rtol=0, atol=1e-12)
 
-    def test_shape_and_type(self) -> None:
-        result = unfold(np.zeros((2, 32, 32, 3), dtype=np.float32), 4)
-        assert result.shape == (2, 64, 48)
-        assert result.dtype == np.float32
-
 
 class TestMasking:
     @given(st.integers(0, 5), st.integers(1, 30), st.data())
@@ -413,11 +399,6 @@ class TestMasking:
         np.testing.assert_array_equal(result, [[[0, 1], [4, 5]], [[8, 9], [10, 11]]])
 
 
-@pytest.mark.parametrize("name", ["x.PNG", "x.Jpeg", "x.y.webp"])
-def test_image_names(name: str) -> None:
-    assert is_image_name(name)
-
-
-@pytest.mark.parametrize("name", ["x.txt", "png", ".x.png", "x.png.part", "Thumbs.db"])
-def test_other_names(name: str) -> None:
-    assert not is_image_name(name)
+def test_image_names() -> None:
+    assert all(map(is_image_name, ("x.PNG", "x.Jpeg", "x.y.webp")))
+    assert not any(map(is_image_name, ("x.txt", "png", ".x.png", "x.png.part", "Thumbs.db")))

@@ -38,10 +38,10 @@ ROBUST: list[Name] = EVERY[1:]
 def combined(aggregator: Aggregator, *rows: list[float] | np.ndarray, scale: float = 1.0) -> list[float]:
     """Devices whose update is one tensor of these numbers."""
     deltas = [Delta(1 / len(rows), lambda row=row: {"w": np.asarray(row, np.float32)}) for row in rows]
-    return [float(value) for value in combined_tensors(aggregator, deltas, scale)["w"]]
+    return [float(value) for value in combine_tensors(aggregator, deltas, scale)["w"]]
 
 
-def combined_tensors(aggregator: Aggregator, deltas: list[Delta], scale: float = 1.0) -> Tensors:
+def combine_tensors(aggregator: Aggregator, deltas: list[Delta], scale: float = 1.0) -> Tensors:
     return dict(aggregator.combine(deltas, {"w", "v"}, scale))
 
 
@@ -49,7 +49,7 @@ class TestByHand:
     def test_mean(self) -> None:
         """Weights 1/4 and 3/4 of 0 and 4, half of the way: 0.5 * 3."""
         deltas = [Delta(0.25, lambda: {"w": np.zeros(1)}), Delta(0.75, lambda: {"w": np.full(1, 4.0)})]
-        assert combined_tensors(Mean(), deltas, 0.5)["w"] == [1.5]
+        assert combine_tensors(Mean(), deltas, 0.5)["w"] == [1.5]
 
     def test_median(self) -> None:
         """Of 1, 2, 90 the middle is 2; of -7, 5, 6 it is 5: from different devices."""
@@ -100,7 +100,7 @@ class TestByHand:
             Delta(0.2, lambda w=w, v=v: {"w": np.float32(w), "v": np.float32(v)})
             for w, v in zip(near, far, strict=True)
         ]
-        assert combined_tensors(Krum(0.2), deltas)["w"] == [1.5]
+        assert combine_tensors(Krum(0.2), deltas)["w"] == [1.5]
 
 
 def updates(devices: int) -> st.SearchStrategy[np.ndarray]:
@@ -134,7 +134,7 @@ class TestLaws:
 
     def test_other_names_are_passed_over(self, name: Name) -> None:
         deltas = [Delta(0.2, lambda: {"w": np.ones(2), "else": np.ones(2)})] * 5
-        assert set(combined_tensors(make_aggregator(name, 0.2), deltas)) == {"w"}
+        assert set(combine_tensors(make_aggregator(name, 0.2), deltas)) == {"w"}
 
 
 class TestAgainstAMinority:
@@ -170,7 +170,7 @@ MANY = 2000
 MEASURED: list[Name] = ["median", "trimmed_mean", "krum", "geometric_median"]
 
 
-def measured_on_many(folder: Path, answer: Connection) -> None:
+def measure_on_many(folder: Path, answer: Connection) -> None:
     """In a process of its own, which may open 256 files: what each robust rule makes of the uploads in the folder, with
     blocks of 1 MiB, and how far it lifts the peak of resident memory."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -214,7 +214,7 @@ def test_many_updates_need_neither_their_memory_nor_their_files_open(tmp_path: P
             [decode(unpack(file.read_bytes()), {"w": (32, 32)})["w"] for file in sorted(folder.iterdir())]
         )
     ours, theirs = FORKS.Pipe()
-    process = FORKS.Process(target=measured_on_many, args=(tmp_path, theirs))
+    process = FORKS.Process(target=measure_on_many, args=(tmp_path, theirs))
     process.start()
     theirs.close()
     found = []

@@ -17,6 +17,7 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
+from tests.support.codes import has_code
 
 # --- options ------------------------------------------------------------------------------------------
 
@@ -37,7 +38,7 @@ def test_an_unknown_method() -> None:
 
 
 def test_an_unknown_option() -> None:
-    with pytest.raises(ConfigError, match="'mu'"):
+    with pytest.raises(ConfigError, check=has_code("FV1101", "'mu'")):
         make_method("fedavg", {"mu": 0.5})
 
 
@@ -185,7 +186,7 @@ def test_a_tensor_without_a_rule_is_named() -> None:
     class Forgetful(Sorted):
         patterns = (("blocks", ("blocks.*",)),)
 
-    with pytest.raises(ConfigError, match="'cls_token'"):
+    with pytest.raises(ConfigError, check=has_code("FV1114", "'cls_token'")):
         Forgetful().groups(deep_vit())
 
 

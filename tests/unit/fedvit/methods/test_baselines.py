@@ -45,7 +45,7 @@ ONE_PHASE = [
 Inputs = dict[str, Tensor]
 
 
-def made(name: str, **options: Any) -> tuple[Method, PatchViT]:
+def make(name: str, **options: Any) -> tuple[Method, PatchViT]:
     """The method, and the model with what it adds, as they begin."""
     method = make_method(name, options)
     vit = build_model(method, SMALL, 3, seed=0, options=MODEL)
@@ -85,7 +85,7 @@ def run(method: Method, vit: PatchViT, phase: Train, inputs: Named, steps: int =
     return dict(inputs)
 
 
-def updated(before: Named, now: Named) -> set[str]:
+def find_updated(before: Named, now: Named) -> set[str]:
     return {
         name.removeprefix("tensor/")
         for name, value in before.items()
@@ -124,7 +124,7 @@ def rows(inputs: Named, first: int, last: int) -> Inputs:
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedper", "fedbn", "fed_bias"])
 def test_a_round_of_full_batches_is_a_gradient_step_on_all_data(name: str) -> None:
     """Devices with 1, 2 and 5 images, one step each, weighted mean: for what is shared, the step on the 8 images."""
-    method, vit = made(name)
+    method, vit = make(name)
     phase = only_phase(method, vit)
     start = inputs_of(method, vit, phase)
     step = whole_step(method, vit, phase)
@@ -141,8 +141,8 @@ def test_a_round_of_full_batches_is_a_gradient_step_on_all_data(name: str) -> No
 @pytest.mark.parametrize("name", ["local", "fedper", "fedbn", "vanilla_attention", "personal_part"])
 def test_roles_alone_change_nothing_on_a_device(name: str, seed: int) -> None:
     """Where all tensors are trained the step is FedAvg's: only the mean, or its absence, makes the difference."""
-    method, vit = made(name)
-    plain = made("fedavg")[0]
+    method, vit = make(name)
+    plain = make("fedavg")[0]
     phase = only_phase(method, vit)
     inputs = inputs_of(method, vit, phase, seed)
     want = whole_step(plain, vit, only_phase(plain, vit))(inputs)
@@ -154,7 +154,7 @@ def test_roles_alone_change_nothing_on_a_device(name: str, seed: int) -> None:
 # --- FedProx ------------------------------------------------------------------------------------------
 
 
-def displaced(inputs: Named) -> Inputs:
+def displace(inputs: Named) -> Inputs:
     """In the middle of a round: the anchors are elsewhere."""
     draw = torch.Generator().manual_seed(5)
     away = {
@@ -166,9 +166,9 @@ def displaced(inputs: Named) -> Inputs:
 
 
 def test_fedprox_without_a_spring_is_fedavg() -> None:
-    method, vit = made("fedprox", mu=0.0)
-    inputs = displaced(inputs_of(method, vit, only_phase(method, vit)))
-    plain = made("fedavg")[0]
+    method, vit = make("fedprox", mu=0.0)
+    inputs = displace(inputs_of(method, vit, only_phase(method, vit)))
+    plain = make("fedavg")[0]
     want = whole_step(plain, vit, only_phase(plain, vit))(inputs)
     got = whole_step(method, vit, only_phase(method, vit))(inputs)
     assert got.keys() == want.keys()
@@ -178,9 +178,9 @@ def test_fedprox_without_a_spring_is_fedavg() -> None:
 
 def test_fedproxs_spring_pulls_to_the_start() -> None:
     """Beside FedAvg's step: -lr mu (w - w_start) for every tensor, and the loss is mu / 2 |w - w_start|^2 higher."""
-    method, vit = made("fedprox", mu=0.5)
-    inputs = displaced(inputs_of(method, vit, only_phase(method, vit)))
-    plain = made("fedavg")[0]
+    method, vit = make("fedprox", mu=0.5)
+    inputs = displace(inputs_of(method, vit, only_phase(method, vit)))
+    plain = make("fedavg")[0]
     without = whole_step(plain, vit, only_phase(plain, vit))(inputs)
     got = whole_step(method, vit, only_phase(method, vit))(inputs)
     away = {name: inputs[f"tensor/{name}"] - inputs[f"anchor/{name}"] for name in vit.tensors()}
@@ -194,7 +194,7 @@ def test_fedproxs_spring_pulls_to_the_start() -> None:
 
 def test_a_strong_spring_holds_a_device_at_the_start() -> None:
     """lr mu = 1/2: 20 steps end within 1/mu of a gradient of the start, where FedAvg goes 1000 times as far."""
-    method, vit = made("fedprox", mu=1e5)
+    method, vit = make("fedprox", mu=1e5)
     phase = only_phase(method, vit)
     inputs = inputs_of(method, vit, phase) | {"hyper/lr": torch.tensor(5e-6, dtype=torch.float64)}
     end = run(method, vit, phase, inputs, steps=20)
@@ -208,13 +208,13 @@ def test_a_strong_spring_holds_a_device_at_the_start() -> None:
 @pytest.mark.parametrize(("name", "options"), ONE_PHASE)
 def test_no_trained_tensor_is_dead(name: str, options: dict[str, Any]) -> None:
     """After two steps every tensor that a phase trains has moved, and no other has."""
-    method, vit = made(name, **options)
+    method, vit = make(name, **options)
     phase = only_phase(method, vit)
     inputs = inputs_of(method, vit, phase)
     first = run(method, vit, phase, inputs)
     second = run(method, vit, phase, first)
     trained = method.names_with(vit, *(role for role in Role if role.is_trained_on_device))
-    assert updated(first, second) == set(trained)
+    assert find_updated(first, second) == set(trained)
     assert list_trained(method, vit, phase) == trained
 
 
@@ -224,7 +224,7 @@ def test_no_trained_tensor_is_dead(name: str, options: dict[str, Any]) -> None:
 )
 def test_after_a_round_bases_are_equal_and_local_parts_are_not(name: str, options: dict[str, Any]) -> None:
     """Two devices with other images: the server's part is one for both, heads or adapters are everybody's own."""
-    method, vit = made(name, **options)
+    method, vit = make(name, **options)
     phase = only_phase(method, vit)
     start = inputs_of(method, vit, phase)
     ends = [run(method, vit, phase, rows(inputs_of(method, vit, phase, seed), 0, 8), steps=2) for seed in (1, 2)]
@@ -258,7 +258,7 @@ def logits(method: Method, vit: PatchViT) -> Tensor:
 )
 def test_it_begins_as_its_base(name: str, options: dict[str, Any]) -> None:
     """No scale, no prefix, no up-projection, no B."""
-    torch.testing.assert_close(logits(*made(name, **options)), logits(*made("fedavg")), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(logits(*make(name, **options)), logits(*make("fedavg")), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_it_begins_as_its_base(name: str, options: dict[str, Any]) -> None:
     ],
 )
 def test_it_begins_elsewhere(name: str, options: dict[str, Any]) -> None:
-    assert (logits(*made(name, **options)) - logits(*made("fedavg"))).abs().max() > 1e-6
+    assert (logits(*make(name, **options)) - logits(*make("fedavg"))).abs().max() > 1e-6
 
 
 def test_options_reach_the_model() -> None:
@@ -290,7 +290,7 @@ def test_options_reach_the_model() -> None:
         ("fed_lora", "rank", 2): ("blocks.1.attn.qkv.lora_v.a", (2, 16)),
     }
     for (name, option, value), (tensor, shape) in shapes.items():
-        method, vit = made(name, **{option: value})
+        method, vit = make(name, **{option: value})
         assert method.tensors(vit)[tensor].shape == shape
 
 
@@ -299,7 +299,7 @@ def test_the_scale_reaches_the_model(name: str, option: str) -> None:
     """Once the addition is not zero, its size matters."""
     answers = []
     for value in (1.0, 2.0):
-        method, vit = made(name, **{option: value})
+        method, vit = make(name, **{option: value})
         tensors = {key: tensor + 0.1 for key, tensor in method.tensors(vit).items()}
         patches = torch.ones(1, 4, 192, dtype=torch.float64)
         answers.append(method.predict(vit, tensors, Images(patches, None), None))
@@ -308,7 +308,7 @@ def test_the_scale_reaches_the_model(name: str, option: str) -> None:
 
 def test_prefixes_that_begin_at_zero_stay_one() -> None:
     """All rows of a block get the same gradient, for ever; but they do move."""
-    method, vit = made("prefix", init="zero", tokens=3)
+    method, vit = make("prefix", init="zero", tokens=3)
     phase = only_phase(method, vit)
     end = run(method, vit, phase, inputs_of(method, vit, phase), steps=4)
     for block in range(2):
@@ -320,18 +320,18 @@ def test_prefixes_that_begin_at_zero_stay_one() -> None:
 
 def test_the_released_adapter_is_dead_and_ours_is_not() -> None:
     """Of theirs only one bias vector ever moves. Ours moves at once in `up`, and in `down` from the second step on."""
-    theirs, vit = made("adapters", bottleneck=4, shared_dead=True)
+    theirs, vit = make("adapters", bottleneck=4, shared_dead=True)
     phase = only_phase(theirs, vit)
     start = inputs_of(theirs, vit, phase)
     end = run(theirs, vit, phase, start, steps=10)
-    assert {name for name in updated(start, end) if "adapter" in name} == {"mlp_adapter.up.bias"}
-    ours, vit = made("adapters", bottleneck=4)
+    assert {name for name in find_updated(start, end) if "adapter" in name} == {"mlp_adapter.up.bias"}
+    ours, vit = make("adapters", bottleneck=4)
     phase = only_phase(ours, vit)
     start = inputs_of(ours, vit, phase)
     first = run(ours, vit, phase, start)
-    assert not [name for name in updated(start, first) if "adapter.down" in name]
+    assert not [name for name in find_updated(start, first) if "adapter.down" in name]
     second = run(ours, vit, phase, first)
-    assert len([name for name in updated(first, second) if "adapter.down" in name]) == 4
+    assert len([name for name in find_updated(first, second) if "adapter.down" in name]) == 4
 
 
 # --- FedRep -------------------------------------------------------------------------------------------
@@ -340,22 +340,22 @@ def test_the_released_adapter_is_dead_and_ours_is_not() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_fedreps_phases_move_one_part_each(optimizer: str) -> None:
     """Also with weight decay, which moves whatever an optimizer holds."""
-    method, vit = made("fedrep", optimizer=optimizer, weight_decay=0.1)
+    method, vit = make("fedrep", optimizer=optimizer, weight_decay=0.1)
     head, body = method.phases(vit)
     inputs = inputs_of(method, vit, head)
     first = run(method, vit, head, inputs)
-    assert updated(inputs, first) == {"head.weight", "head.bias"}
+    assert find_updated(inputs, first) == {"head.weight", "head.bias"}
     second_start = {**inputs_of(method, vit, body), **{k: v for k, v in first.items() if k.startswith("tensor/")}}
     second = run(method, vit, body, second_start)
-    assert updated(second_start, second) == set(vit.tensors()) - {"head.weight", "head.bias"}
+    assert find_updated(second_start, second) == set(vit.tensors()) - {"head.weight", "head.bias"}
 
 
 def test_fedreps_phases_in_order() -> None:
-    method, vit = made("fedrep", epochs=2, head_epochs=5, lr=0.1)
+    method, vit = make("fedrep", epochs=2, head_epochs=5, lr=0.1)
     head, body = method.phases(vit)
     assert head == Train(graph="train_head", update=UPDATE, groups=("personal",), epochs=5, lr=0.1)
     assert body == Train(graph="train_body", update=UPDATE, groups=("shared",), epochs=2, lr=0.1)
-    assert made("fedrep", epochs=2, head_epochs=5, lr=0.1, order="body_first")[0].phases(vit) == (body, head)
+    assert make("fedrep", epochs=2, head_epochs=5, lr=0.1, order="body_first")[0].phases(vit) == (body, head)
     assert set(steps_of(method, vit)) == {"train_head", "train_body", UPDATE, PREDICT}
 
 
@@ -364,11 +364,11 @@ def test_fedreps_phases_in_order() -> None:
 
 def test_fedbabus_head_stands_still() -> None:
     """Also with weight decay: the optimizer does not hold it."""
-    method, vit = made("fedbabu", weight_decay=0.1)
+    method, vit = make("fedbabu", weight_decay=0.1)
     phase = only_phase(method, vit)
     inputs = inputs_of(method, vit, phase)
     end = run(method, vit, phase, inputs, steps=2)
-    assert updated(inputs, end) == set(vit.tensors()) - {"head.weight", "head.bias"}
+    assert find_updated(inputs, end) == set(vit.tensors()) - {"head.weight", "head.bias"}
     assert method.names_with(vit, Role.FROZEN) == ["head.weight", "head.bias"]
 
 
@@ -389,7 +389,7 @@ def test_fedbabus_head_stands_still() -> None:
     ],
 )
 def test_fedbabu_tunes_before_it_is_tested(options: dict[str, Any], expected: Train) -> None:
-    method, vit = made("fedbabu", **options)
+    method, vit = make("fedbabu", **options)
     assert method.evaluate(vit) == Evaluate(graph=PREDICT, adapt=(expected,))
     assert set(steps_of(method, vit)) == {"train", "tune", UPDATE, PREDICT}
 
@@ -397,12 +397,12 @@ def test_fedbabu_tunes_before_it_is_tested(options: dict[str, Any], expected: Tr
 @pytest.mark.parametrize("tune", ["head", "all"])
 def test_fedbabus_tuning_moves_a_copy(tune: str) -> None:
     """What it moves is given back under new names; the values that came in are bit-equal afterwards."""
-    method, vit = made("fedbabu", tune=tune)
+    method, vit = make("fedbabu", tune=tune)
     (phase,) = method.evaluate(vit).adapt
     inputs = inputs_of(method, vit, phase)
     before = {name: value.clone() for name, value in inputs.items()}
     end = run(method, vit, phase, inputs, steps=2)
-    assert updated(inputs, end) == ({"head.weight", "head.bias"} if tune == "head" else set(vit.tensors()))
+    assert find_updated(inputs, end) == ({"head.weight", "head.bias"} if tune == "head" else set(vit.tensors()))
     assert all(torch.equal(inputs[name], value) for name, value in before.items())
     assert method.tensors(vit).keys() == {name.removeprefix("tensor/") for name in before if name.startswith("tensor/")}
     assert all(torch.equal(before[f"tensor/{name}"], value) for name, value in method.tensors(vit).items())

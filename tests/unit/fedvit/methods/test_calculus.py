@@ -17,7 +17,7 @@ RULES = [Sgd(), Sgd(weight_decay=0.1), MomentumSgd(weight_decay=0.1, momentum=0.
 BOTH: tuple[type[Calculus], ...] = (TracedCalculus, TorchCalculus)
 
 
-def drawn(seed: int, rule: Optimizer, *, step: float = 3.0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def draw_values(seed: int, rule: Optimizer, *, step: float = 3.0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Values, and a step's inputs in the middle of a phase: slots are not empty."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -74,7 +74,7 @@ def assert_equal(one: Named, other: Named) -> None:
 @given(st.sampled_from(RULES), st.integers(0, 1000), st.sampled_from([None, 0.01, 1.0, 1e6]), st.integers(1, 9))
 def test_both_give_the_same(rule: Optimizer, seed: int, clip: float | None, step: int) -> None:
     """Loss, what is collected, gradients, values and slots, in float64; from a phase's first step on."""
-    values, inputs = drawn(seed, rule, step=float(step))
+    values, inputs = draw_values(seed, rule, step=float(step))
     traced, reference = (one_step(kind, rule, values, inputs, clip) for kind in BOTH)
     assert_equal(traced, reference)
     assert {name for name in traced if name.startswith("slot/")} == {
@@ -84,7 +84,7 @@ def test_both_give_the_same(rule: Optimizer, seed: int, clip: float | None, step
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_the_gradient_is_autograds(kind: type[Calculus]) -> None:
-    values, inputs = drawn(1, Sgd())
+    values, inputs = draw_values(1, Sgd())
     leaves = {name: value.clone().requires_grad_() for name, value in values.items() if name != "idle"}
     want = torch.autograd.grad(objective(inputs)(leaves).loss, list(leaves.values()))
     got, _ = kind(Sgd(), inputs).gradients(objective(inputs), values)
@@ -96,7 +96,7 @@ def test_the_gradient_is_autograds(kind: type[Calculus]) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_what_the_loss_does_not_reach_has_a_gradient_of_zero(kind: type[Calculus], rule: Optimizer) -> None:
     """Not none: decay and momentum move it as torch.optim does with a gradient of zero."""
-    values, inputs = drawn(2, rule)
+    values, inputs = draw_values(2, rule)
     step = one_step(kind, rule, values, inputs)
     assert step["grad/idle"].tolist() == [0.0, 0.0]
     leaf = values["idle"].clone().requires_grad_()
@@ -114,7 +114,7 @@ def test_what_the_loss_does_not_reach_has_a_gradient_of_zero(kind: type[Calculus
 @pytest.mark.parametrize("rule", RULES)
 def test_a_part_of_the_tensors_can_be_updated(kind: type[Calculus], rule: Optimizer) -> None:
     """Each in its turn gives what all at once give; slots gather what was updated so far."""
-    values, inputs = drawn(3, rule)
+    values, inputs = draw_values(3, rule)
     together = one_step(kind, rule, values, inputs)
     calculus = kind(rule, inputs)
     grads, _ = calculus.gradients(objective(inputs), values)
@@ -132,7 +132,7 @@ def test_a_part_of_the_tensors_can_be_updated(kind: type[Calculus], rule: Optimi
 def test_a_gradient_can_be_taken_elsewhere_than_where_one_stands(kind: type[Calculus]) -> None:
     """As meta-learning does: the gradient at a place to which plain SGD led first, the update from the start."""
     rule = MomentumSgd()
-    values, inputs = drawn(4, rule)
+    values, inputs = draw_values(4, rule)
     calculus = kind(rule, inputs)
     here, _ = calculus.gradients(objective(inputs), values)
     there = {name: value - 0.1 * here[name] for name, value in values.items()}
@@ -147,7 +147,7 @@ def test_a_gradient_can_be_taken_elsewhere_than_where_one_stands(kind: type[Calc
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_given_is_not_written_to(kind: type[Calculus], rule: Optimizer) -> None:
-    values, inputs = drawn(5, rule)
+    values, inputs = draw_values(5, rule)
     before = {name: value.clone() for name, value in {**values, **inputs}.items()}
     one_step(kind, rule, values, inputs, clip=1.0)
     assert all(torch.equal(value, before[name]) for name, value in {**values, **inputs}.items())

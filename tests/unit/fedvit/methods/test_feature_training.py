@@ -100,7 +100,7 @@ def logits(model: VisionTransformer, shelf: Tensors) -> torch.Tensor:
     return model.forward_head(model.norm(model.blocks[first:](torch.from_numpy(values))))
 
 
-def joined(*shelves: Tensors) -> Tensors:
+def join_rows(*shelves: Tensors) -> Tensors:
     return {name: np.concatenate([shelf[name] for shelf in shelves]) for name in shelves[0]}
 
 
@@ -124,7 +124,7 @@ def test_rounds_with_a_saved_state_equal_one_run_of_torch(vit: PatchViT, optimiz
     rule = replace(RULE, optimizer=optimizer)
     scales = [1.0, 0.5, 0.25]
     shelf, state, reported = Shelf(), server_state(vit), []
-    shelves = [joined(features(1), features(2))] * 6
+    shelves = [join_rows(features(1), features(2))] * 6
     for number, scale in enumerate(scales, start=1):
         uploads = [shelf.upload("a", features(1)), shelf.upload("b", features(2))]
         state, figures = rule.close(state, uploads, shelf.context(vit, number, lr_scale=scale))
@@ -174,7 +174,7 @@ def test_every_item_counts_once_per_epoch(vit: PatchViT, batch_size: int) -> Non
     shelf = Shelf()
     uploads = [shelf.upload("a", features(1, 5)), shelf.upload("b", features(2, 7))]
     _, figures = rule.close(server_state(vit), uploads, shelf.context(vit))
-    everything = joined(features(1, 5), features(2, 7))
+    everything = join_rows(features(1, 5), features(2, 7))
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(logits(vit.vit, everything), torch.from_numpy(everything["labels"]))
     assert figures["server_loss"] == pytest.approx(float(loss), rel=1e-5)
@@ -231,8 +231,8 @@ def test_a_device_that_comes_again_replaces_its_features(vit: PatchViT) -> None:
     assert second.uploads == {"a": new.digest, "b": other.digest, "c": third.digest}
     assert (figures["server_features"], figures["stored_devices"]) == (13, 3)
     assert set(shelf.loaded) == {new.digest, other.digest, third.digest}
-    shelves = [joined(features(1, 5), features(2, 6))] * 2 + [
-        joined(features(3, 3), features(2, 6), features(4, 4))
+    shelves = [join_rows(features(1, 5), features(2, 6))] * 2 + [
+        join_rows(features(3, 3), features(2, 6), features(4, 4))
     ] * 2
     want, _ = torch_training(vit, shelves, RULE.optimizer, [0.01] * 4)
     assert_close(second.tensors, want)
@@ -251,7 +251,7 @@ def test_latest_uses_the_features_of_this_round_alone(vit: PatchViT) -> None:
     assert_close(second.tensors, want)
 
 
-def stored(devices: str, state: ServerState) -> bool:
+def store_rows(devices: str, state: ServerState) -> bool:
     """Whether the store holds these devices, in this order."""
     return list(state.uploads) == list(devices)
 
@@ -265,7 +265,7 @@ def test_the_oldest_round_makes_room(vit: PatchViT) -> None:
         uploads = [shelf.upload(device, features(number + ord(device))) for device in devices]
         state, figures = rule.close(state, uploads, shelf.context(vit, number))
         seen.append((figures["stored_devices"], figures["stored_bytes"], figures["dropped_devices"]))
-        assert stored(["abc", "bcd", "dbe"][number - 1], state)
+        assert store_rows(["abc", "bcd", "dbe"][number - 1], state)
     assert seen == [(3, 5904, 0), (3, 5904, 1), (3, 5904, 1)]
 
 
@@ -283,10 +283,10 @@ def test_a_round_alone_may_exceed_the_limit(vit: PatchViT) -> None:
     rule, shelf = replace(RULE, store_bytes=1), Shelf()
     uploads = [shelf.upload(device, features(number)) for number, device in enumerate("ab")]
     first, figures = rule.close(server_state(vit), uploads, shelf.context(vit, 1))
-    assert stored("ab", first)
+    assert store_rows("ab", first)
     assert (figures["server_features"], figures["dropped_devices"]) == (12, 0)
     second, figures = rule.close(first, [shelf.upload("c", features(3))], shelf.context(vit, 2))
-    assert stored("c", second)
+    assert store_rows("c", second)
     assert (figures["server_features"], figures["dropped_devices"]) == (6, 2)
 
 
@@ -427,7 +427,7 @@ def test_features_of_different_lengths_do_not_share_a_batch(vit: PatchViT) -> No
     assert figures["server_features"] == 12
     orders = [
         torch_training(vit, shelves, rule.optimizer, [0.01] * 2)[0]
-        for shelves in ([joined(a, c), b], [b, joined(a, c)])
+        for shelves in ([join_rows(a, c), b], [b, join_rows(a, c)])
     ]
     assert furthest(orders[0], orders[1]) > 1e-3
     assert min(furthest(state.tensors, order) for order in orders) < 1e-4
@@ -483,7 +483,7 @@ def test_features_of_different_splits_do_not_share_a_batch(vit: PatchViT) -> Non
     assert (figures["server_features"], figures["stored_devices"]) == (17, 4)
     orders = [
         torch_training(vit, list(shelves), rule.optimizer, [0.1] * 3)[0]
-        for shelves in permutations([joined(a, d), b, c])
+        for shelves in permutations([join_rows(a, d), b, c])
     ]
     assert min(furthest(one, other) for one, other in combinations(orders, 2)) > 1e-4
     assert min(furthest(state.tensors, order) for order in orders) < 1e-5

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method
-from fedvit.methods.base import Images, Method
+from fedvit.methods.base import Images, Method, check_fits
 from fedvit.methods.calculus import Named
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedbfpt import FedBFPT, stage_of
@@ -18,6 +18,7 @@ from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Draw, Role
+from tests.support.codes import has_code
 from tests.support.steps import whole
 
 DEPTH = 5
@@ -126,8 +127,8 @@ def test_blocks_are_drawn_behind_the_one_that_is_trained(
 
 
 def test_a_device_cannot_have_more_blocks_than_there_are(vit: PatchViT) -> None:
-    with pytest.raises(ConfigError, match=f"'{SMALL}'"):
-        method(local_blocks=6).check_fits(vit)
+    with pytest.raises(ConfigError, check=has_code("FV1104", f"'{SMALL}'")):
+        check_fits(method(local_blocks=6), vit)
 
 
 # --- the step -----------------------------------------------------------------------------------------

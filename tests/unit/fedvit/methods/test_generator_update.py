@@ -73,7 +73,7 @@ def product(**changes: Any) -> GeneratorUpdate:
     return replace(GeneratorUpdate(generator=Product(), optimizer=Sgd(), lr=0.1), **changes)
 
 
-def begun(rule: GeneratorUpdate) -> ServerState:
+def begin(rule: GeneratorUpdate) -> ServerState:
     return ServerState({}, rule.begin(0))
 
 
@@ -89,7 +89,7 @@ def numbers(state: ServerState) -> dict[str, float]:
 def test_the_generator_follows_the_device() -> None:
     """w = 2 * 3 = 6; the device moved it by -0.5. g_s = e * 0.5 = 1.5, g_e = s * 0.5 = 1; at rate 0.1 s becomes 1.85
     and e 2.9, so that the next w is 5.365: it went where the device went."""
-    state = close(product(), begun(product()), ("a", 7, -0.5))
+    state = close(product(), begin(product()), ("a", 7, -0.5))
     assert numbers(state) == pytest.approx({"generator/s": 1.85, "device/a/e": 2.9})
     assert product().generate(state, "a", 0)["w"] == pytest.approx(5.365)
 
@@ -97,7 +97,7 @@ def test_the_generator_follows_the_device() -> None:
 @pytest.mark.parametrize(("weights", "of_a", "of_b"), [("samples", 0.25, 0.75), ("equal", 0.5, 0.5), ("sum", 1.0, 1.0)])
 def test_what_each_device_weighs(weights: Any, of_a: float, of_b: float) -> None:
     """Deltas -1 and -2 from 1 and 3 images: g_s = 3 (w_a + 2 w_b), g_e = 2 w_a and 4 w_b."""
-    state = close(product(weights=weights), begun(product()), ("a", 1, -1.0), ("b", 3, -2.0))
+    state = close(product(weights=weights), begin(product()), ("a", 1, -1.0), ("b", 3, -2.0))
     expected = {"generator/s": 2 - 0.3 * (of_a + 2 * of_b), "device/a/e": 3 - 0.2 * of_a, "device/b/e": 3 - 0.4 * of_b}
     assert numbers(state) == pytest.approx(expected)
 
@@ -108,34 +108,34 @@ def test_devices_count_the_same_however_many_are_pulled_back_at_a_time(
 ) -> None:
     """g_s = 3 * (1 + 2 + 3 + 4 + 5) / 5 = 9; g_e of the k-th = 2 k / 5."""
     monkeypatch.setattr("fedvit.methods.rules.generator_update.AT_ONCE_BYTES", at_once_bytes)
-    state = close(product(), begun(product()), *((f"d{number}", 1, -float(number)) for number in range(1, 6)))
+    state = close(product(), begin(product()), *((f"d{number}", 1, -float(number)) for number in range(1, 6)))
     expected = {"generator/s": 2 - 0.9} | {f"device/d{number}/e": 3 - 0.04 * number for number in range(1, 6)}
     assert numbers(state) == pytest.approx(expected)
 
 
 def test_a_device_without_an_image_has_no_say() -> None:
     rule = product(weights="equal")
-    both = close(rule, begun(rule), ("a", 1, -1.0), ("b", 0, 5.0))
-    assert numbers(both) == numbers(close(rule, begun(rule), ("a", 1, -1.0)))
+    both = close(rule, begin(rule), ("a", 1, -1.0), ("b", 0, 5.0))
+    assert numbers(both) == numbers(close(rule, begin(rule), ("a", 1, -1.0)))
 
 
 @pytest.mark.parametrize("deltas", [[], [("a", 0, 1.0)]])
 def test_without_an_image_there_is_no_step(deltas: list[tuple[str, int, float]]) -> None:
     with pytest.raises(EmptyCohort):
-        close(product(), begun(product()), *deltas)
+        close(product(), begin(product()), *deltas)
 
 
 def test_the_report_says_how_large_the_gradient_was() -> None:
     """g_s = 3 * 4 / 3 = 4 and g_e = 2 * 4 / 3: sqrt(16 + 64 / 9)."""
     rule = product()
-    _, figures = rule.close(begun(rule), [upload("a", 1, {"w": np.float64(-4 / 3)})], context())
+    _, figures = rule.close(begin(rule), [upload("a", 1, {"w": np.float64(-4 / 3)})], context())
     assert figures == pytest.approx({"generator_gradient_norm": np.sqrt(16 + 64 / 9)})
 
 
 def test_figures_have_the_difference_between_devices() -> None:
     """After a round of device a alone s = 1.7 and its e = 2.8, while b's is 3."""
     rule = product()
-    state = close(rule, begun(rule), ("a", 1, -1.0))
+    state = close(rule, begin(rule), ("a", 1, -1.0))
     assert numbers(state) == pytest.approx({"generator/s": 1.7, "device/a/e": 2.8})
     _, figures = rule.close(state, [upload(name, 1, {"w": np.float64(-1)}) for name in "ab"], context())
     assert figures["generated_difference"] == pytest.approx(0.2 / np.sqrt((2.8**2 + 3**2) / 2))
@@ -154,7 +154,7 @@ def test_a_parameter_may_have_a_rate_of_its_own() -> None:
             return {"s": 0.5}
 
     deltas = (("a", 1, -1.0),)
-    plain, slower = (numbers(close(rule, begun(rule), *deltas)) for rule in (product(), product(generator=Slower())))
+    plain, slower = (numbers(close(rule, begin(rule), *deltas)) for rule in (product(), product(generator=Slower())))
     assert slower["generator/s"] - 2 == pytest.approx((plain["generator/s"] - 2) / 2)
     assert slower["device/a/e"] == plain["device/a/e"]
 
@@ -170,7 +170,7 @@ def test_a_memory_of_many_devices_is_searched_once() -> None:
             return super().__iter__()
 
     rule = product()
-    state, _ = rule.close(begun(rule), [upload(name, 1, {"w": np.float64(-1)}) for name in "abcde"], context())
+    state, _ = rule.close(begin(rule), [upload(name, 1, {"w": np.float64(-1)}) for name in "abcde"], context())
     state = replace(state, memory=Counted(state.memory))
     Counted.searches = 0
     made = {name: rule.generate(state, name, 0)["w"].item() for name in "abcdef"}
@@ -181,7 +181,7 @@ def test_a_memory_of_many_devices_is_searched_once() -> None:
 def test_the_order_in_which_a_file_gives_the_memory_changes_no_bit() -> None:
     """Of 30 numbers of very different size, whose sum of squares depends on the order."""
     rule = product(generator=Many(), clip_norm=1.0)
-    state, delta = begun(rule), upload("a", 1, {"w": np.float32(-1.0)})
+    state, delta = begin(rule), upload("a", 1, {"w": np.float32(-1.0)})
     turned = replace(state, memory=dict(reversed(state.memory.items())))
     one, other = (rule.close(given, [delta], context()) for given in (state, turned))
     assert pack(one[0].memory) == pack(other[0].memory)
@@ -191,7 +191,7 @@ def test_the_order_in_which_a_file_gives_the_memory_changes_no_bit() -> None:
 @pytest.mark.parametrize(("clip_norm", "scale"), [(100.0, 1.0), (1.0, 1 / np.sqrt(13))])
 def test_the_whole_gradient_is_clipped(clip_norm: float, scale: float) -> None:
     """(g_s, g_e) = (3, 2) has the norm sqrt(13)."""
-    state = close(product(clip_norm=clip_norm), begun(product()), ("a", 1, -1.0))
+    state = close(product(clip_norm=clip_norm), begin(product()), ("a", 1, -1.0))
     assert numbers(state) == pytest.approx({"generator/s": 2 - 0.3 * scale, "device/a/e": 3 - 0.2 * scale})
 
 
@@ -201,7 +201,7 @@ MOMENTUM = MomentumSgd(momentum=0.5, weight_decay=0.1)
 def test_the_embedding_of_a_device_that_was_not_asked_stays() -> None:
     """Bit for bit, though the optimizer has momentum and weight decay, and both devices are known to it."""
     rule = product(optimizer=MOMENTUM)
-    first = close(rule, begun(rule), ("a", 1, -1.0), ("b", 1, -1.0))
+    first = close(rule, begin(rule), ("a", 1, -1.0), ("b", 1, -1.0))
     second = close(rule, first, ("a", 1, -1.0))
     kept = [name for name in first.memory if "/b/" in name]
     assert sorted(kept) == ["device/b/e", "optimizer/momentum_buffer/device/b/e"]
@@ -214,14 +214,14 @@ def test_a_dense_table_moves_every_known_embedding() -> None:
     """b alone in round 1: buffer = g + 0.1 e = 2 + 0.3 = 2.3, e = 3 - 0.23 = 2.77. In round 2 only a answers: b's
     buffer = 0.5 * 2.3 + 0.1 * 2.77 = 1.427, e = 2.77 - 0.1427."""
     rule = product(optimizer=MOMENTUM, all_embeddings=True)
-    state = close(rule, close(rule, begun(rule), ("b", 1, -1.0)), ("a", 1, -1.0))
+    state = close(rule, close(rule, begin(rule), ("b", 1, -1.0)), ("a", 1, -1.0))
     assert numbers(state)["device/b/e"] == pytest.approx(2.77 - 0.1427)
 
 
 def test_a_late_device_is_taken_in_by_its_embedding_alone() -> None:
     """The shared part keeps its bits; e of the newcomer goes as before: 3 - 0.1 * 2 = 2.8."""
     rule = product(optimizer=MomentumSgd(momentum=0.9), trains="embeddings")
-    start = close(product(optimizer=MomentumSgd(momentum=0.9)), begun(rule), ("a", 1, 0.0))
+    start = close(product(optimizer=MomentumSgd(momentum=0.9)), begin(rule), ("a", 1, 0.0))
     state = close(rule, start, ("new", 1, -1.0))
     assert numbers(state)["generator/s"] == 2.0
     assert numbers(state)["device/new/e"] == pytest.approx(2.8)
@@ -233,7 +233,7 @@ def test_what_is_remembered_survives_a_restart(optimizer: Any) -> None:
     """Five rounds with changing cohorts; one server is started anew from its files after each of them."""
     rule = product(optimizer=optimizer)
     rounds = [("a",), ("a", "b"), ("c",), ("a", "c"), ("b",)]
-    straight, restarted = begun(rule), begun(rule)
+    straight, restarted = begin(rule), begin(rule)
     for number, cohort in enumerate(rounds):
         deltas = [(device, 1 + number, 0.1 * number - 0.3) for device in cohort]
         straight = close(rule, straight, *deltas)
@@ -246,7 +246,7 @@ def test_what_is_remembered_survives_a_restart(optimizer: Any) -> None:
 
 def test_a_rule_leaves_what_it_is_given_as_it_was() -> None:
     rule = product(optimizer=MOMENTUM)
-    state = close(rule, begun(rule), ("a", 1, -1.0))
+    state = close(rule, begin(rule), ("a", 1, -1.0))
     before = pack(state.memory)
     close(rule, state, ("a", 1, -1.0))
     assert pack(state.memory) == before

@@ -111,7 +111,7 @@ def double(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() for name, value in values.items()}
 
 
-def made_by(of: PromptBasis, shared: dict[str, Tensor], device: str = "a") -> Tensor:
+def make_by(of: PromptBasis, shared: dict[str, Tensor], device: str = "a") -> Tensor:
     return of.generate(shared, double(of.personal(drawing(0, device))))["p"]
 
 
@@ -126,7 +126,7 @@ def test_with_a_zero_output_matrix_all_devices_get_the_base(tokens: int) -> None
     of = attention(tokens, zero_output=True)
     shared = double(of.shared(drawing(0)))
     for device in ("a", "b"):
-        assert torch.equal(made_by(of, shared, device), FIRST)
+        assert torch.equal(make_by(of, shared, device), FIRST)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -167,21 +167,21 @@ def test_entropy_of_attention_is_a_share_of_its_maximum() -> None:
 def test_one_descriptor_token_moves_all_prompts_alike() -> None:
     """P - P_base has equal rows; with a token for each prompt it has not."""
 
-    def updated(tokens: int) -> Tensor:
+    def update(tokens: int) -> Tensor:
         of = attention(tokens)
-        return made_by(of, double(of.shared(drawing(0)))) - FIRST
+        return make_by(of, double(of.shared(drawing(0)))) - FIRST
 
-    torch.testing.assert_close(updated(1), updated(1)[:1].expand(K, -1), rtol=0, atol=1e-15)
-    assert float(updated(1).abs().max()) > 1e-3
-    assert float((updated(K)[0] - updated(K)[1]).abs().max()) > 1e-6
+    torch.testing.assert_close(update(1), update(1)[:1].expand(K, -1), rtol=0, atol=1e-15)
+    assert float(update(1).abs().max()) > 1e-3
+    assert float((update(K)[0] - update(K)[1]).abs().max()) > 1e-6
 
 
 def test_one_descriptor_token_does_not_see_the_order_of_prompts() -> None:
     """With the rows of P_base in another order, P has the same rows in that order."""
     of, order = attention(), torch.tensor([2, 0, 3, 1])
     shared = double(of.shared(drawing(0)))
-    other = made_by(of, {**shared, "base": FIRST[order]})
-    torch.testing.assert_close(other, made_by(of, shared)[order], rtol=0, atol=1e-14)
+    other = make_by(of, {**shared, "base": FIRST[order]})
+    torch.testing.assert_close(other, make_by(of, shared)[order], rtol=0, atol=1e-14)
 
 
 def test_matrices_begin_as_xavier_says() -> None:

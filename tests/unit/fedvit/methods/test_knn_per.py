@@ -22,13 +22,13 @@ def store(points: list[list[float]], labels: list[int], weight: list[float] | No
     return Gathered(values, torch.tensor(labels), torch.tensor(weight or [1.0] * len(labels), dtype=torch.float64))
 
 
-def asked(points: list[list[float]], logits: list[list[float]]) -> Forward:
+def ask(points: list[list[float]], logits: list[list[float]]) -> Forward:
     return Forward(torch.tensor(logits, dtype=torch.float64), {"features": torch.tensor(points, dtype=torch.float64)})
 
 
 def vote(points: list[list[float]], stored: Gathered, neighbours: int, scale: float = 1.0, classes: int = 3) -> Tensor:
     """Of the neighbours alone."""
-    forward = asked(points, [[0.0] * classes] * len(points))
+    forward = ask(points, [[0.0] * classes] * len(points))
     return mixture(forward, stored, weight=1.0, neighbours=neighbours, scale=scale)
 
 
@@ -36,7 +36,7 @@ def test_a_mixture_by_hand() -> None:
     """Width 2; stored (0, 0) of class 0, (2, 0) of class 1, (9, 9) of class 2; asked at (0, 0) with k = 2: d2 = 0 and
     4, weights 1 and exp(-4 / 2) = e^-2. The model says 1/2 for classes 1 and 2; lambda = 0.6."""
     stored = store([[0, 0], [2, 0], [9, 9]], [0, 1, 2])
-    found = mixture(asked([[0, 0]], [[-1e9, 0, 0]]), stored, weight=0.6, neighbours=2, scale=1.0)
+    found = mixture(ask([[0, 0]], [[-1e9, 0, 0]]), stored, weight=0.6, neighbours=2, scale=1.0)
     near, far = 1 / (1 + math.exp(-2)), math.exp(-2) / (1 + math.exp(-2))
     torch.testing.assert_close(found, torch.tensor([[0.6 * near, 0.6 * far + 0.2, 0.2]], dtype=torch.float64))
 
@@ -77,7 +77,7 @@ def test_far_neighbours_still_vote() -> None:
 
 def test_where_nothing_is_stored_the_model_answers_alone() -> None:
     stored = store([[0, 0]], [2], [0.0])
-    found = mixture(asked([[0, 0]], [[0, 1, 2]]), stored, weight=0.9, neighbours=1, scale=1.0)
+    found = mixture(ask([[0, 0]], [[0, 1, 2]]), stored, weight=0.9, neighbours=1, scale=1.0)
     torch.testing.assert_close(found, torch.softmax(torch.tensor([[0.0, 1, 2]], dtype=torch.float64), dim=1))
 
 
@@ -85,7 +85,7 @@ def test_answers_are_probabilities_whatever_the_order_of_the_store() -> None:
     draw = torch.Generator().manual_seed(0)
     points, labels = torch.randn(30, 4, generator=draw), torch.randint(0, 3, (30,), generator=draw)
     order = torch.randperm(30, generator=draw)
-    forward = asked(torch.randn(5, 4, generator=draw).tolist(), torch.randn(5, 3, generator=draw).tolist())
+    forward = ask(torch.randn(5, 4, generator=draw).tolist(), torch.randn(5, 3, generator=draw).tolist())
     one, other = (
         mixture(forward, store(points[at].tolist(), labels[at].tolist()), weight=0.5, neighbours=7, scale=1.0)
         for at in (torch.arange(30), order)

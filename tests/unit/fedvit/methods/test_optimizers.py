@@ -53,7 +53,7 @@ def torchs(rule: Optimizer, values: list[Tensor], grads: list[list[Tensor]], rat
     return [value.detach() for value in values]
 
 
-def drawn(seed: int, scale: float) -> tuple[list[Tensor], list[list[Tensor]]]:
+def draw_values(seed: int, scale: float) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Values, and gradients of every step; about a third of each gradient is exactly zero, some of them always."""
     draw = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in SHAPES]
@@ -74,7 +74,7 @@ def drawn(seed: int, scale: float) -> tuple[list[Tensor], list[list[Tensor]]]:
 )
 def test_rules_equal_torchs(rule: Optimizer, rates: list[float], seed: int, scale: float) -> None:
     """1 - beta2^t loses up to four digits of float64's sixteen, so 1e-11 is asked for, of values of order one."""
-    values, grads = drawn(seed, scale)
+    values, grads = draw_values(seed, scale)
     for got, want in zip(ours(rule, list(values), grads, rates), torchs(rule, list(values), grads, rates), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 

@@ -265,10 +265,7 @@ def test_a_test_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Listening)
     runtime, graphs = Runtime(1), {}
-    for name, step, of in (
-        (ADAPT, whole_step(method, vit, phase), phase),
-        (PREDICT, predict_step(method, vit), None),
-    ):
+    for name, step, of in ((ADAPT, whole_step(method, vit, phase), phase), (PREDICT, predict_step(method, vit), None)):
         file = tmp_path / f"{name}.onnx"
         file.write_bytes(to_onnx(trace(step, example_inputs(method, vit, batch, of))))
         runtime.open(name, file)

@@ -20,6 +20,7 @@ from fedvit.methods.step import whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
+from tests.support.codes import has_code
 
 OPTIONS = {"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2}
 PROMPTS = "prompts.tokens"
@@ -165,7 +166,7 @@ def test_the_generators() -> None:
 
 @pytest.mark.parametrize("descriptor_tokens", [2, 9])
 def test_descriptor_tokens_are_one_or_all(descriptor_tokens: int) -> None:
-    with pytest.raises(ConfigError, match=f"{descriptor_tokens}"):
+    with pytest.raises(ConfigError, check=has_code("FV1104", str(descriptor_tokens))):
         pair(descriptor_tokens=descriptor_tokens)[0].groups(pair()[1])
 
 
@@ -198,5 +199,5 @@ def test_a_test_with_the_base() -> None:
 
 
 def test_an_mlp_has_no_base_to_test_with() -> None:
-    with pytest.raises(ConfigError, match="'base'"):
+    with pytest.raises(ConfigError, check=has_code("FV1104", "'base'")):
         pair(evaluate_with="base", generator="mlp")[0].groups(pair()[1])

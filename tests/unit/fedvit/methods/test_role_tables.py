@@ -72,15 +72,15 @@ def on_meta(name: str, options: dict[str, Any], model: str = SMALL_VIT, classes:
     return method, model_on_meta(model, classes, method.model_patches())
 
 
-def held(name: str, model: str, *roles: Role, classes: int = 100, **options: Any) -> dict[str, int]:
+def count_held(name: str, model: str, *roles: Role, classes: int = 100, **options: Any) -> dict[str, int]:
     """Name -> count of numbers of every tensor whose group has one of the roles."""
     method, vit = on_meta(name, options, model, classes)
     tensors = method.tensors(vit)
     return {tensor: tensors[tensor].numel() for tensor in method.names_with(vit, *roles)}
 
 
-def sent_up(name: str, model: str, *, classes: int = 100, **options: Any) -> int:
-    return sum(held(name, model, Role.SHARED, Role.GENERATED, classes=classes, **options).values())
+def count_sent_up(name: str, model: str, *, classes: int = 100, **options: Any) -> int:
+    return sum(count_held(name, model, Role.SHARED, Role.GENERATED, classes=classes, **options).values())
 
 
 # --- sizes of messages --------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def sent_up(name: str, model: str, *, classes: int = 100, **options: Any) -> int
     ],
 )
 def test_what_a_vit_small_sends(name: str, options: dict[str, Any], floats: int) -> None:
-    assert sent_up(name, SMALL_VIT, **options) == floats
+    assert count_sent_up(name, SMALL_VIT, **options) == floats
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_what_a_vit_small_sends(name: str, options: dict[str, Any], floats: int)
     ],
 )
 def test_what_a_vit_base_sends(name: str, options: dict[str, Any], floats: int) -> None:
-    assert sent_up(name, BASE_VIT, **options) == floats
+    assert count_sent_up(name, BASE_VIT, **options) == floats
 
 
 @pytest.mark.parametrize(("placement", "numbers"), [("appended", 12 * 10 * 384), ("shallow", 10 * 384)])
 def test_fedperfix_prompts_are_in_each_block_or_behind_the_embedding(placement: str, numbers: int) -> None:
-    local = held("prompts", SMALL_VIT, Role.LOCAL, placement=placement)
+    local = count_held("prompts", SMALL_VIT, Role.LOCAL, placement=placement)
     assert local["prompts.tokens"] == numbers
 
 
@@ -162,7 +162,7 @@ def test_frozen_precision_leaves_alone_what_a_test_tunes(precision: str) -> None
 
 def test_an_adapter_of_fedperfix() -> None:
     """D = 384, b = 256: D b + b + 2 D b + 2 D = 295 936 numbers per block, of which there are 12."""
-    local = held("fedperfix", SMALL_VIT, Role.LOCAL)
+    local = count_held("fedperfix", SMALL_VIT, Role.LOCAL)
     blocks = [
         sum(size for name, size in local.items() if name.startswith(f"blocks.{i}.attn.adapter.")) for i in range(12)
     ]
@@ -183,15 +183,15 @@ def test_an_adapter_of_fedperfix() -> None:
 )
 def test_published_figures_of_fedperfix(name: str, options: dict[str, Any], stored: float, communicated: float) -> None:
     """Its Table 2 counts in units of 2^20 and with timm's head of 1000 classes."""
-    assert sum(held(name, SMALL_VIT, *Role, classes=1000, **options).values()) / IN_2_20 == pytest.approx(
+    assert sum(count_held(name, SMALL_VIT, *Role, classes=1000, **options).values()) / IN_2_20 == pytest.approx(
         stored, abs=0.005
     )
-    assert sent_up(name, SMALL_VIT, classes=1000, **options) / IN_2_20 == pytest.approx(communicated, abs=0.005)
+    assert count_sent_up(name, SMALL_VIT, classes=1000, **options) / IN_2_20 == pytest.approx(communicated, abs=0.005)
 
 
 def test_the_last_block_of_the_released_configuration() -> None:
     """21 665 664 less a block of 1 774 464: 18.97 of 2^20, which is not what was published."""
-    floats = sent_up("fedperfix", SMALL_VIT, with_last_block=True)
+    floats = count_sent_up("fedperfix", SMALL_VIT, with_last_block=True)
     assert floats == 21_665_664 - 1_774_464
     assert floats / IN_2_20 == pytest.approx(18.97, abs=0.005)
 
@@ -246,15 +246,15 @@ def test_a_frozen_backbone(name: str, options: dict[str, Any]) -> None:
     ],
 )
 def test_a_part_that_is_never_in_a_message(name: str, options: dict[str, Any], pattern: str) -> None:
-    sent = held(name, SMALL_VIT, Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED, **options)
+    sent = count_held(name, SMALL_VIT, Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED, **options)
     assert sent
     assert not [tensor for tensor in sent if pattern in tensor]
-    assert [tensor for tensor in held(name, SMALL_VIT, Role.LOCAL, Role.FROZEN, **options) if pattern in tensor]
+    assert [tensor for tensor in count_held(name, SMALL_VIT, Role.LOCAL, Role.FROZEN, **options) if pattern in tensor]
 
 
 def test_fedtps_personal_attention_shares_the_rest_of_it() -> None:
     """Only the weights of queries, keys and values stay: their biases, the output projection and the head travel."""
-    assert set(held("vanilla_attention", SMALL_VIT, Role.LOCAL, parts="qkv")) == {
+    assert set(count_held("vanilla_attention", SMALL_VIT, Role.LOCAL, parts="qkv")) == {
         f"blocks.{block}.attn.qkv.weight" for block in range(12)
     }
 
@@ -264,8 +264,8 @@ def test_fedtps_personal_attention_shares_the_rest_of_it() -> None:
 )
 def test_one_personal_part(part: str, tensors: int) -> None:
     """Of ViT-S: 25 norms and 12 blocks' attentions and MLPs of two linear layers; the head comes on top if asked."""
-    alone = held("personal_part", SMALL_VIT, Role.LOCAL, part=part)
-    both = held("personal_part", SMALL_VIT, Role.LOCAL, part=part, with_head=True)
+    alone = count_held("personal_part", SMALL_VIT, Role.LOCAL, part=part)
+    both = count_held("personal_part", SMALL_VIT, Role.LOCAL, part=part, with_head=True)
     assert len(alone) == tensors
     assert set(both) == set(alone) | {"head.weight", "head.bias"}
 

@@ -26,7 +26,7 @@ def masks(numbers: Tensor, rate: float = 0.25, place: int = 0) -> Tensor:
     return (drop_values(torch.ones(len(numbers), TOKENS, WIDTH), numbers, rate, place) > 0).double()
 
 
-def made(rate: float = 0.5) -> tuple[PatchViT, Tensor]:
+def make_model(rate: float = 0.5) -> tuple[PatchViT, Tensor]:
     vit = build_vit(SMALL, 10, seed=0, options=MODEL)
     Dropout(rate=rate).apply(vit, 0)
     return vit, torch.randn(3, 16, 192, generator=torch.Generator().manual_seed(0))
@@ -82,7 +82,7 @@ def test_gradient_is_that_of_kept_values() -> None:
 
 def test_model_drops_only_where_it_gets_numbers() -> None:
     """Otherwise its answers are those of the model without dropout, also right after a step that dropped."""
-    vit, patches = made()
+    vit, patches = make_model()
     plain = build_vit(SMALL, 10, seed=0, options=MODEL)
     want = logits(plain, patches, None)
     assert vit.tensors().keys() == plain.tensors().keys()
@@ -96,7 +96,7 @@ def test_model_drops_only_where_it_gets_numbers() -> None:
 
 def test_model_drops_at_the_places_of_the_released_fedtp() -> None:
     """One place behind the embedding and three in every block: attention's projection, and two in the MLP."""
-    vit, patches = made()
+    vit, patches = make_model()
     places = [module.place for module in vit.vit.modules() if type(module).__name__ == "_Dropped"]
     assert sorted(places) == [0, 1, 2, 3, 4, 5, 6]
     block = vit.vit.blocks[0]
@@ -112,7 +112,7 @@ def test_model_drops_at_the_places_of_the_released_fedtp() -> None:
 
 def test_class_token_alone_drops_the_same_values() -> None:
     """The last block computes only the class token's row; its masks are those of the whole block."""
-    vit, patches = made()
+    vit, patches = make_model()
 
     def whole(vit: PatchViT) -> Tensor:
         tokens_BND = vit.run_blocks(vit.embed(patches, None, seeds(3)), 0, vit.depth)
@@ -123,7 +123,7 @@ def test_class_token_alone_drops_the_same_values() -> None:
 
 @pytest.mark.parametrize("mode", ["add", "concat"])
 def test_extended_attention_keeps_its_dropout(mode: Literal["add", "concat"]) -> None:
-    vit, _ = made()
+    vit, _ = make_model()
     KVAdapter(bottleneck=4, mode=mode).apply(vit, 0)
     places = [module.place for module in vit.vit.modules() if type(module).__name__ == "_Dropped"]
     assert sorted(places) == [0, 1, 2, 3, 4, 5, 6]
@@ -131,7 +131,7 @@ def test_extended_attention_keeps_its_dropout(mode: Literal["add", "concat"]) ->
 
 def test_recomputed_block_drops_the_same_values_again() -> None:
     """The gradients are those of blocks that keep their activations."""
-    vit, patches = made()
+    vit, patches = make_model()
     grads = []
     for recompute in (False, True):
         leaves = {name: value.clone().requires_grad_() for name, value in vit.tensors().items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 from fedvit.errors import ConfigError
 from fedvit.models import ExtraHead
 from fedvit.models.vit import PatchViT
+from tests.support.codes import has_code
 
 Make = Callable[..., PatchViT]
 
@@ -47,5 +48,5 @@ def test_several_heads_differ(make: Make) -> None:
 
 @pytest.mark.parametrize("name", ["head", "blocks", "forward"])
 def test_a_name_that_is_taken(make: Make, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}'"):
+    with pytest.raises(ConfigError, check=has_code("FV1112", f"'{name}'")):
         make(ExtraHead(name=name))

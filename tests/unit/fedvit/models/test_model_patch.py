@@ -15,19 +15,10 @@ from torch.func import grad_and_value
 
 from export.trace import to_onnx, trace
 from fedvit.errors import ConfigError
-from fedvit.models import (
-    MODEL_PATCHES,
-    SMALL,
-    ExtraHead,
-    FreePrefix,
-    KVAdapter,
-    Lora,
-    MlpAdapter,
-    Prompts,
-    build_vit,
-)
+from fedvit.models import MODEL_PATCHES, SMALL, ExtraHead, FreePrefix, KVAdapter, Lora, MlpAdapter, Prompts, build_vit
 from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT
+from tests.support.codes import has_code
 
 ALL: dict[str, ModelPatch] = {
     "extra head": ExtraHead(),
@@ -327,7 +318,7 @@ def test_an_exported_step_computes_what_torch_does(make: Make, patches: list[Mod
 def test_model_patch_is_applied_once(make: Make, logits: Logits, patches: Tensor, name: str) -> None:
     vit = make(ALL[name], stir=True)
     before = logits(vit, patches)
-    with pytest.raises(ConfigError, match=r"'vit_small_images'"):
+    with pytest.raises(ConfigError, check=has_code("FV1112", "'vit_small_images'")):
         ALL[name].apply(vit, 3)
     assert torch.equal(logits(vit, patches), before)
 
@@ -345,7 +336,7 @@ def test_a_model_can_be_planned_without_memory(name: str) -> None:
 def test_blocks_that_are_not_plain(patch: ModelPatch) -> None:
     with torch.device("meta"):
         vit = build_vit("vit_small_patch16_18x2_224", 5, seed=1)
-        with pytest.raises(ConfigError, match=r"'vit_small_patch16_18x2_224'"):
+        with pytest.raises(ConfigError, check=has_code("FV1112", "'vit_small_patch16_18x2_224'")):
             patch.apply(vit, 3)
 
 
@@ -359,30 +350,30 @@ def test_attention_that_is_not_plain(make: Make, patch: ModelPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("patch", "options", "complaint"),
+    ("patch", "options"),
     [
-        (KVAdapter, {"bottleneck": 0}, "KVAdapter option bottleneck = 0 must be a whole number of at least 1"),
-        (KVAdapter, {"bottleneck": 8.0}, r"KVAdapter option bottleneck = 8\.0 must be a whole number"),
-        (KVAdapter, {"scale": float("nan")}, "KVAdapter option scale = nan must be a finite number"),
-        (KVAdapter, {"scale": "1"}, "KVAdapter option scale = '1' must be a finite number"),
-        (KVAdapter, {"mode": "sum"}, r"KVAdapter option mode = 'sum' must be one of \['add', 'concat'\]"),
-        (FreePrefix, {"tokens": True}, "FreePrefix option tokens = True must be a whole number"),
-        (FreePrefix, {"init": "ones"}, r"FreePrefix option init = 'ones' must be one of \['zero', 'random'\]"),
-        (FreePrefix, {"form": "code"}, r"FreePrefix option form = 'code' must be one of \['literal', 'linear'\]"),
-        (FreePrefix, {"scale": float("inf")}, "FreePrefix option scale = inf must be a finite number"),
-        (Prompts, {"tokens": 0}, "Prompts option tokens = 0 must be a whole number of at least 1"),
-        (Prompts, {"placement": "end"}, r"placement = 'end' must be one of \['shallow', 'deep', 'appended'\]"),
-        (MlpAdapter, {"bottleneck": -1}, "MlpAdapter option bottleneck = -1 must be a whole number"),
-        (MlpAdapter, {"shared_dead": 1}, "MlpAdapter option shared_dead = 1 must be true or false"),
-        (Lora, {"rank": 0}, "Lora option rank = 0 must be a whole number of at least 1"),
-        (Lora, {"alpha": None}, "Lora option alpha = None must be a finite number"),
-        (ExtraHead, {"name": "a.b"}, r"ExtraHead option name = 'a\.b' must be a word"),
-        (ExtraHead, {"name": 3}, "ExtraHead option name = 3 must be a word"),
-        (ExtraHead, {"init": "copy"}, r"ExtraHead option init = 'copy' must be one of \['torch', 'zero', 'head'\]"),
+        (KVAdapter, {"bottleneck": 0}),
+        (KVAdapter, {"bottleneck": 8.0}),
+        (KVAdapter, {"scale": float("nan")}),
+        (KVAdapter, {"scale": "1"}),
+        (KVAdapter, {"mode": "sum"}),
+        (FreePrefix, {"tokens": True}),
+        (FreePrefix, {"init": "ones"}),
+        (FreePrefix, {"form": "code"}),
+        (FreePrefix, {"scale": float("inf")}),
+        (Prompts, {"tokens": 0}),
+        (Prompts, {"placement": "end"}),
+        (MlpAdapter, {"bottleneck": -1}),
+        (MlpAdapter, {"shared_dead": 1}),
+        (Lora, {"rank": 0}),
+        (Lora, {"alpha": None}),
+        (ExtraHead, {"name": "a.b"}),
+        (ExtraHead, {"name": 3}),
+        (ExtraHead, {"init": "copy"}),
     ],
 )
-def test_bad_options(patch: type[ModelPatch], options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_bad_options(patch: type[ModelPatch], options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, check=has_code("FV1104")):
         patch(**options)
 
 

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from coordinator.compute.planning.batch import method_batch
-from coordinator.compute.planning.checks import checked_config
 from fedvit.data.images import normalise, unfold
-from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
 from fedvit.model_options import RESNETS
 from fedvit.models import RESNET
@@ -92,8 +90,7 @@ def test_block_begins_as_its_shortcut(block: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "stem", "sides"),
-    [({"stem": "7x7"}, (7, 7), [16, 8, 4, 2]), ({"stem": "3x3"}, (3, 3), [64, 32, 16, 8])],
+    ("options", "stem", "sides"), [({"stem": "7x7"}, (7, 7), [16, 8, 4, 2]), ({"stem": "3x3"}, (3, 3), [64, 32, 16, 8])]
 )
 def test_stem_keeps_a_sixteenth_of_the_pixels_or_all(options: Any, stem: tuple[int, int], sides: list[int]) -> None:
     vit = model("resnet18", image_size=64, **options)
@@ -124,36 +121,3 @@ def test_fedbn_keeps_all_norms() -> None:
     assert role is Role.LOCAL
     assert names == [name for name in model(**SMALL).tensors() if "norm" in name]
     assert "blocks.1.shortcut_norm.weight" in names
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        (RESNET, {"groups": 3}, "model option groups = 3 does not divide the 16 channels of the first stage"),
-        (RESNET, {"block": "wide"}, "model option block = 'wide' must be one of"),
-        (RESNET, {"stages": 0}, "model option stages = 0 must be a whole number"),
-        (RESNET, {"patch_size": 4}, "model 'resnet_small_images' has no option 'patch_size'"),
-        ("resnet18", {"stem": "5x5"}, "model option stem = '5x5' must be one of"),
-        ("resnet18", {"groups": 48}, "model option groups = 48 does not divide the 64 channels"),
-        ("resnet18", {"width": 16}, "model 'resnet18' has no option 'width'"),
-    ],
-)
-def test_model_refuses_options(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        model(name, **options)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"method": "fedtp"}, "FedTP with these options needs self-attention"),
-        ({"method": "fedperfix"}, "FedPerfix with these options needs the blocks of a Transformer"),
-        ({"method": "pfedpg"}, "PFedPG with these options needs the blocks of a Transformer"),
-        ({"method": "fedbfpt"}, "FedBFPT with these options needs the blocks of a Transformer"),
-        ({"method": "fedavg", "options": {"mask": 0.5}}, "FedAvg with these options needs patches"),
-        ({"method": "fedavg", "pretrained": True}, "model 'resnet50' has no pretrained weights"),
-    ],
-)
-def test_configuration_that_needs_a_transformer_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        checked_config({"model": "resnet50", "rounds": 1, **values}, "run.toml")

@@ -49,7 +49,7 @@ def test_vit(name: str, block: int, attention: int, mlp: int, norms: int, body: 
     assert count(have, "*") == whole
 
 
-def added(name: str, patch: ModelPatch) -> int:
+def count_added(name: str, patch: ModelPatch) -> int:
     return count(sizes(name, 1000, patch), "*") - count(sizes(name), "*")
 
 
@@ -58,7 +58,7 @@ def test_fedperfix() -> None:
     13.89 without attention, 21.01 without norms, in units of 2^20 and with 1000 classes."""
     have = sizes(SMALL_224, 1000, KVAdapter())
     assert count(have, "blocks.5.attn.adapter.*") == 295_936
-    assert added(SMALL_224, KVAdapter()) == added(SMALL_224, KVAdapter(mode="concat")) == 3_551_232
+    assert count_added(SMALL_224, KVAdapter()) == count_added(SMALL_224, KVAdapter(mode="concat")) == 3_551_232
     total = count(have, "*")
     sent = total - count(have, "*.attn.adapter.*", "head.*")
     assert sent == 21_665_664
@@ -71,25 +71,25 @@ def test_fedperfix() -> None:
 
 def test_linear_prefixes() -> None:
     """12 (2 D^2 + 2 D), D = 384; published 24.413 in all: as many as FedPerfix, to 0.1 percent."""
-    assert added(SMALL_224, FreePrefix(form="linear")) == 3_548_160
+    assert count_added(SMALL_224, FreePrefix(form="linear")) == 3_548_160
     assert round(count(sizes(SMALL_224, 1000, FreePrefix(form="linear")), "*") / MEBI, 3) == 24.413
 
 
 def test_literal_prefixes() -> None:
     """12 blocks, keys and values, 10 of 384."""
-    assert added(SMALL_224, FreePrefix(tokens=10)) == 12 * 2 * 10 * 384
+    assert count_added(SMALL_224, FreePrefix(tokens=10)) == 12 * 2 * 10 * 384
 
 
 def test_prompts() -> None:
     """10 * 768 = 7.68e3; the published 9.22e3 of FedVPT-D is 12 * 768: one prompt for each block."""
-    assert added(BASE, Prompts(tokens=10)) == 7_680
-    assert added(BASE, Prompts(tokens=1, placement="deep")) == 9_216
-    assert added(SMALL_224, Prompts(tokens=10, placement="appended")) == 12 * 10 * 384
+    assert count_added(BASE, Prompts(tokens=10)) == 7_680
+    assert count_added(BASE, Prompts(tokens=1, placement="deep")) == 9_216
+    assert count_added(SMALL_224, Prompts(tokens=10, placement="appended")) == 12 * 10 * 384
 
 
 def test_lora() -> None:
     """4 r D L = 4 * 16 * 768 * 12."""
-    assert added(BASE, Lora(rank=16)) == 589_824
+    assert count_added(BASE, Lora(rank=16)) == 589_824
 
 
 def test_what_fed_head_and_fed_bias_train() -> None:

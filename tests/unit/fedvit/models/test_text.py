@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from coordinator.compute.planning.batch import method_batch
-from coordinator.compute.planning.checks import checked_config
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.step import example_inputs, predict_step, steps_of, whole_step
@@ -63,21 +62,6 @@ def test_model_has_the_tensors_of_its_options() -> None:
     assert (vit.context, vit.width, vit.depth, vit.heads, vit.classes) == (8, 16, 1, 2, CLASSES)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"context": 0}, "model option context = 0 must be a whole number of at least 1"),
-        ({"heads": 3}, "width = 16 is not a multiple of heads = 3"),
-        ({"causal": 1}, "model option causal = 1 must be true or false"),
-        ({"mlp_ratio": 0}, "model option mlp_ratio = 0 must be a number"),
-        ({"image_size": 8}, "model 'transformer_small_text' has no option 'image_size'"),
-    ],
-)
-def test_model_refuses_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        model(**options)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_train_text_or_refuse_it(name: str) -> None:
     """A method that takes the model of text has steps that lower the loss, and logits for every position."""
@@ -112,21 +96,6 @@ def test_fedtp_generates_the_projections_of_text() -> None:
     method = make_method("fedtp")
     groups = method.groups(build_model(method, TEXT, CLASSES, seed=0, options=TEXT_MODEL))
     assert groups["attention"] == (Role.GENERATED, ["blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight"])
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"method": "eftvit"}, "EFTViT with these options trains on images, and model 'transformer_small_text' reads"),
-        ({"method": "fed_prompt"}, "FedPrompt with these options trains on images"),
-        ({"method": "fedtp", "options": {"knn_weight": 0.6}}, "FedTP with these options trains on images"),
-        ({"method": "fedavg", "images": {"flip": True}}, r"\[images\] changes pictures, and model"),
-        ({"method": "fedavg", "pretrained": True}, "model 'transformer_small_text' has no pretrained weights"),
-    ],
-)
-def test_configuration_of_images_is_refused_for_text(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        checked_config({"model": TEXT, "model_options": TEXT_MODEL, "rounds": 1, **values}, "run.toml")
 
 
 @pytest.mark.parametrize(("causal", "low", "high"), [(True, 0.0, 0.35), (False, 0.7, 1.0)])

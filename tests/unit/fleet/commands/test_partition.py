@@ -11,6 +11,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError
 from fleet.commands.partition import partition_command
 from fleet.partition import DealSettings, deal
+from tests.support.codes import has_code
 from tests.unit.fleet.test_partition import read_files
 
 
@@ -70,19 +71,19 @@ def test_options_of_the_partition(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "value"),
+    ("flags", "value", "code"),
     [
-        (("-p", "alpha"), "alpha"),
-        (("-p", "alpha=1", "--alpha", "2"), "alpha"),
-        (("-p", "alpha=much"), "much"),
-        (("-p", "beta=1"), "beta"),
-        (("--min-samples", "-1"), "-1"),
-        (("--partition", "iid", "--alpha", "1"), "alpha"),
-        (("--dataset", "gone"), "gone"),
+        (("-p", "alpha"), "alpha", "FV1003"),
+        (("-p", "alpha=1", "--alpha", "2"), "alpha", "FV1003"),
+        (("-p", "alpha=much"), "much", "FV2002"),
+        (("-p", "beta=1"), "beta", "FV2002"),
+        (("--min-samples", "-1"), "-1", "FV2003"),
+        (("--partition", "iid", "--alpha", "1"), "alpha", "FV2002"),
+        (("--dataset", "gone"), "gone", "FV2001"),
     ],
 )
-def test_error_names_the_value(tmp_path: Path, flags: tuple[str, ...], value: str) -> None:
-    with pytest.raises(ConfigError, match=value):
+def test_error_names_the_value(tmp_path: Path, flags: tuple[str, ...], value: str, code: str) -> None:
+    with pytest.raises(ConfigError, check=has_code(code, value)):
         invoke("--out", tmp_path / "parts", *flags)
 
 

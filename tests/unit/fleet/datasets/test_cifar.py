@@ -14,6 +14,7 @@ from fedvit.errors import DataError
 from fleet.datasets import read_samples
 from fleet.datasets.cifar import is_cifar, read_cifar
 from fleet.datasets.cifar100 import COARSE, FINE, coarse_labels
+from tests.support.codes import has_code
 
 FILES_10 = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 FILES_100 = ["train", "test"]
@@ -127,20 +128,20 @@ def test_error_names_the_file(tmp_path: Path, write: Write) -> None:
     """A label out of range, a missing file, and no file at all."""
     write_10(tmp_path, write)
     write(tmp_path, "data_batch_2", np.stack([image(0)]), [[12]])
-    with pytest.raises(DataError, match=r"data_batch_2(\.bin)?: label 12"):
+    with pytest.raises(DataError, check=has_code("FV2008")):
         read_cifar(tmp_path)
     for path in tmp_path.glob("data_batch_4*"):
         path.unlink()
-    with pytest.raises(DataError, match="data_batch_4"):
+    with pytest.raises(DataError, check=has_code("FV2008", "data_batch_4")):
         read_cifar(tmp_path)
-    with pytest.raises(DataError, match="gone"):
+    with pytest.raises(DataError, check=has_code("FV2008", "gone")):
         read_cifar(tmp_path / "gone")
 
 
 def test_a_file_cut_short(tmp_path: Path) -> None:
     write_10(tmp_path, write_binary)
     (tmp_path / "test_batch.bin").write_bytes(bytes(3072))
-    with pytest.raises(DataError, match=r"test_batch\.bin"):
+    with pytest.raises(DataError, check=has_code("FV2008", "test_batch.bin")):
         read_cifar(tmp_path)
 
 
@@ -165,7 +166,7 @@ PIXELS = np.zeros((1, 3072), np.uint8)
 def test_error_names_the_key_of_a_batch(tmp_path: Path, batch: dict[str, object], key: str) -> None:
     write_10(tmp_path, write_pickled)
     (tmp_path / "data_batch_1").write_bytes(python2(batch))
-    with pytest.raises(DataError, match=f"data_batch_1: .*{key}"):
+    with pytest.raises(DataError, check=has_code("FV2008", key)):
         read_cifar(tmp_path)
 
 

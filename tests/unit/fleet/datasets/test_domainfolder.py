@@ -10,6 +10,7 @@ from fedvit.errors import DataError
 from fleet.datasets import read_samples
 from fleet.datasets.cifar100 import FINE
 from fleet.datasets.domainfolder import is_domainfolder, read_domainfolder
+from tests.support.codes import has_code
 
 
 def png(value: int) -> bytes:
@@ -84,7 +85,7 @@ def test_unreadable_images_are_left_out(tmp_path: Path) -> None:
 
 def test_no_readable_image(tmp_path: Path) -> None:
     path = write(tmp_path, {"Art/Bed/0.jpg": b"x", "Product/Bed/0.jpg": b"x"})
-    with pytest.raises(DataError, match=r"no readable image in the 1 class folders of 2 domains; .*not a PNG"):
+    with pytest.raises(DataError, check=has_code("FV2008")):
         read_domainfolder(path, 4)
 
 

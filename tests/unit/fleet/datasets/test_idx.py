@@ -10,6 +10,7 @@ import pytest
 from fedvit.errors import DataError
 from fleet.datasets import read_samples
 from fleet.datasets.idx import is_idx, read_idx
+from tests.support.codes import has_code
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -63,7 +64,7 @@ def test_one_of_several_sets(tmp_path: Path) -> None:
     image = np.zeros((12, 4, 4))
     for name in ("emnist-letters-train", "emnist-letters-test", "emnist-digits-train"):
         write(tmp_path, name, image, list(range(12)))
-    with pytest.raises(DataError, match=r"emnist-digits-.*emnist-letters-"):
+    with pytest.raises(DataError, check=has_code("FV2008")):
         read_idx(tmp_path)
     samples = read_idx(tmp_path / "emnist-letters-test-images-idx3-ubyte", 4)
     assert len(samples) == 24
@@ -87,7 +88,7 @@ def test_one_of_several_sets(tmp_path: Path) -> None:
 def test_error_names_the_damaged_file(tmp_path: Path, content: bytes) -> None:
     write_mnist(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
-    with pytest.raises(DataError, match="train-images-idx3-ubyte"):
+    with pytest.raises(DataError, check=has_code("FV2008", "train-images-idx3-ubyte")):
         read_idx(tmp_path)
 
 
@@ -97,11 +98,11 @@ def test_sets_that_do_not_fit(tmp_path: Path) -> None:
         read_idx(tmp_path)
     write_mnist(tmp_path)
     write(tmp_path, "t10k", np.zeros((1, 4, 4)), [0])
-    with pytest.raises(DataError, match=r"\(4, 4\) and \(6, 6\)"):
+    with pytest.raises(DataError, check=has_code("FV2008")):
         read_idx(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(2)))
-    with pytest.raises(DataError, match="train-labels-idx1-ubyte"):
+    with pytest.raises(DataError, check=has_code("FV2008", "train-labels-idx1-ubyte")):
         read_idx(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(DataError, match="t10k-labels-idx1-ubyte"):
+    with pytest.raises(DataError, check=has_code("FV2008", "t10k-labels-idx1-ubyte")):
         read_idx(tmp_path)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from fedvit.errors import DataError
 from fleet.datasets.imagefolder import read_imagefolder
+from tests.support.codes import has_code
 
 Write = Callable[[Path, dict[str, bytes]], Path]
 
@@ -86,40 +87,36 @@ def test_an_image_that_breaks_late_is_named(tmp_path: Path, write: Write) -> Non
     noise = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(noise, "PNG")
     samples = read_imagefolder(write(tmp_path, {"cat/0.png": noise.getvalue()[:500]}), 4)
-    with pytest.raises(DataError, match=r"cannot read image .*cat/0\.png: "):
+    with pytest.raises(DataError, check=has_code("FV1403")):
         samples.images[np.array([0])]
 
 
-def test_no_readable_image(tmp_path: Path, write: Write) -> None:
-    with pytest.raises(DataError, match=r"set.*: no readable image in the 1 class folders; .*0\.png: not a PNG"):
-        read_imagefolder(write(tmp_path, {"cat/0.png": b"no image"}), 4)
+@pytest.mark.parametrize(
+    ("members", "code"),
+    [
+        ({"cat/0.png": b"no image"}, "FV2008"),
+        ({"cat/": b"", "dog/": b""}, "FV2008"),
+        ({"0.png": png(1)}, "FV1402"),
+    ],
+)
+def test_set_without_an_image_or_class_folders(
+    tmp_path: Path, write: Write, members: dict[str, bytes], code: str
+) -> None:
+    with pytest.raises(DataError, check=has_code(code)):
+        read_imagefolder(write(tmp_path, members), 4)
 
 
-def test_no_image_at_all(tmp_path: Path, write: Write) -> None:
-    with pytest.raises(DataError, match=r"no readable image in the 2 class folders$"):
-        read_imagefolder(write(tmp_path, {"cat/": b"", "dog/": b""}), 4)
-
-
-def test_no_class_folders(tmp_path: Path, write: Write) -> None:
-    with pytest.raises(DataError, match=r"set.*: no class folders \(images lie beside"):
-        read_imagefolder(write(tmp_path, {"0.png": png(1)}), 4)
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone: there is no such folder or file"):
-        read_imagefolder(tmp_path / "gone", 4)
-
-
-def test_a_file_that_is_no_zip(tmp_path: Path) -> None:
+def test_path_that_is_no_folder_and_no_zip(tmp_path: Path) -> None:
     (tmp_path / "set.zip").write_text("not packed")
-    with pytest.raises(DataError, match=r"set\.zip: neither a folder nor a readable \.zip"):
-        read_imagefolder(tmp_path / "set.zip", 4)
+    for name in ("gone", "set.zip"):
+        with pytest.raises(DataError, check=has_code("FV2001")):
+            read_imagefolder(tmp_path / name, 4)
 
 
 @pytest.mark.parametrize("name", ["../cat/0.png", "cat/../../0.png", "/cat/0.png", "..\\cat\\0.png", "C:\\cat\\0.png"])
 def test_members_that_point_outside_are_refused(tmp_path: Path, name: str) -> None:
     path = in_zip(tmp_path, {"cat/0.png": png(1), name: png(2)})
-    with pytest.raises(DataError, match=r"set\.zip: refused, its member '.*' points outside"):
+    with pytest.raises(DataError, check=has_code("FV2009")):
         read_imagefolder(path, 4)
 
 
@@ -157,5 +154,5 @@ def test_an_image_that_goes_away_is_named(tmp_path: Path) -> None:
     path = in_folder(tmp_path, {"cat/0.png": png(5)})
     samples = read_imagefolder(path, 4)
     (path / "cat/0.png").unlink()
-    with pytest.raises(DataError, match=r"cannot read image .*cat/0\.png: .*No such file"):
+    with pytest.raises(DataError, check=has_code("FV1403")):
         samples.images[np.array([0])]

@@ -11,6 +11,7 @@ import pytest
 
 from fedvit.errors import DataError
 from fleet.datasets.pickles import read_pickle
+from tests.support.codes import has_code
 
 
 class Calls:
@@ -23,7 +24,7 @@ class Calls:
         return self.call[0], self.call[1:]
 
 
-def written(where: Path, content: object, protocol: int | None = None) -> Path:
+def write_pickle(where: Path, content: object, protocol: int | None = None) -> Path:
     path = where / "batch"
     path.write_bytes(pickle.dumps(content, protocol=protocol))
     return path
@@ -34,7 +35,7 @@ def written(where: Path, content: object, protocol: int | None = None) -> Path:
 @pytest.mark.parametrize("protocol", [3, 4])
 def test_arrays_come_back(tmp_path: Path, dtype: Any, order: Any, protocol: int) -> None:
     array = np.asarray(np.arange(12).reshape(3, 4), dtype=dtype, order=order)
-    content = read_pickle(written(tmp_path, {"data": array, "labels": [1, 2], "name": "x"}, protocol))
+    content = read_pickle(write_pickle(tmp_path, {"data": array, "labels": [1, 2], "name": "x"}, protocol))
     np.testing.assert_array_equal(content["data"], array)
     assert content["data"].dtype == array.dtype
     assert content["labels"] == [1, 2]
@@ -46,8 +47,8 @@ def test_arrays_come_back(tmp_path: Path, dtype: Any, order: Any, protocol: int)
 def test_a_file_that_runs_a_command_is_refused(tmp_path: Path, protocol: int, depth: int) -> None:
     mark = tmp_path / "mark"
     attack: Any = Calls(os.system, f"touch {mark}")
-    path = written(tmp_path, {"data": attack} if depth else attack, protocol)
-    with pytest.raises(DataError, match=r"batch: .*(posix|nt)\.system"):
+    path = write_pickle(tmp_path, {"data": attack} if depth else attack, protocol)
+    with pytest.raises(DataError, check=has_code("FV2009")):
         read_pickle(path)
     assert not mark.exists()
     pickle.loads(path.read_bytes())  # noqa: S301 - the same bytes do harm, so the test tests something
@@ -66,13 +67,13 @@ def test_a_file_that_runs_a_command_is_refused(tmp_path: Path, protocol: int, de
     ],
 )
 def test_nothing_else_is_called_either(tmp_path: Path, call: tuple[Any, ...], name: str) -> None:
-    with pytest.raises(DataError, match=name):
-        read_pickle(written(tmp_path, {"data": Calls(*call)}))
+    with pytest.raises(DataError, check=has_code("FV2009", name)):
+        read_pickle(write_pickle(tmp_path, {"data": Calls(*call)}))
 
 
 def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="O8"):
-        read_pickle(written(tmp_path, {"data": np.array([{}, None])}))
+    with pytest.raises(DataError, check=has_code("FV2009", "O8")):
+        read_pickle(write_pickle(tmp_path, {"data": np.array([{}, None])}))
 
 
 def test_a_size_that_is_not_there_takes_no_memory(tmp_path: Path) -> None:
@@ -82,18 +83,17 @@ def test_a_size_that_is_not_there_takes_no_memory(tmp_path: Path) -> None:
     assert raw.count(short) == 1
     path = tmp_path / "batch"
     path.write_bytes(raw.replace(short, large).replace(raw[2:11], b""))  # without the length of the whole
-    with pytest.raises(DataError, match="1099511627776"):
+    with pytest.raises(DataError, check=has_code("FV2009", "1099511627776")):
         read_pickle(path)
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"no pickle", b"\x80\x04}", pickle.dumps({"a": 1})[:-3], b"\x80\x02X", pickle.dumps([1, 2]), None],
+    "content", [b"", b"no pickle", b"\x80\x04}", pickle.dumps({"a": 1})[:-3], b"\x80\x02X", pickle.dumps([1, 2]), None]
 )
 def test_error_names_the_damaged_or_missing_file(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "batch").write_bytes(content)
-    with pytest.raises(DataError, match="batch: "):
+    with pytest.raises(DataError, check=has_code("FV2008" if content is None else "FV2009", "batch: ")):
         read_pickle(tmp_path / "batch")
 
 

@@ -40,13 +40,13 @@ def states(trained: FinishedRun) -> list[GeneratorRound]:
     return [entry.generator for entry in trained.rounds if entry.generator is not None]
 
 
-def generated(folder: Path) -> list[np.ndarray]:
+def generate_prompts(folder: Path) -> list[np.ndarray]:
     return [np.asarray(map_tensors(file)["prompts.tokens"]) for file in sorted((folder / "generated").iterdir())]
 
 
 def test_prompts_of_devices_differ_after_training(trained: FinishedRun) -> None:
     """The mean over pairs of devices is at least 0.05 of the prompts' size."""
-    prompts = generated(trained.folder)
+    prompts = generate_prompts(trained.folder)
     assert len(prompts) == DEVICES
     apart = [np.linalg.norm(one - other) / np.linalg.norm(one) for one, other in combinations(prompts, 2)]
     assert np.mean(apart) >= 0.05

@@ -69,7 +69,7 @@ def outcome(runner: Runner) -> tuple[Tensor, Tensor, list[Tensor]]:
     return updated["tensor/w"], losses, collected
 
 
-def unexpected(text: str) -> None:
+def refuse_line(text: str) -> None:
     raise AssertionError(text)
 
 
@@ -82,7 +82,7 @@ RUNNERS: dict[str, Callable[[BatchedStep, Tensor], Runner]] = {
 @pytest.mark.parametrize("kind", RUNNERS)
 def test_runner_of_each_kind_gives_the_same_tensors(kind: str, pixels: Tensor) -> None:
     """Also when it is used again: nothing of earlier work remains."""
-    batched = batched_step(step, unexpected)
+    batched = batched_step(step, refuse_line)
     plain = outcome(Runner(skip_finished(batched), pixels, BATCH))
     runner = RUNNERS[kind](batched, pixels)
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_runner_of_each_kind_gives_the_same_tensors(kind: str, pixels: Tensor) -
 
 def test_device_without_further_batches_is_not_updated(pixels: Tensor) -> None:
     """Each device alone, for as many steps as it has, ends with the same."""
-    together, _, _ = outcome(Runner(skip_finished(batched_step(step, unexpected)), pixels, BATCH))
+    together, _, _ = outcome(Runner(skip_finished(batched_step(step, refuse_line)), pixels, BATCH))
     for device, end in enumerate(ENDS):
         part = slice(device, device + 1)
         whole = work()
@@ -106,7 +106,7 @@ def test_device_without_further_batches_is_not_updated(pixels: Tensor) -> None:
             whole.last,
             whole.lr,
         )
-        updated = Runner(skip_finished(batched_step(step, unexpected)), pixels, BATCH).run(
+        updated = Runner(skip_finished(batched_step(step, refuse_line)), pixels, BATCH).run(
             alone, 0, end, torch.zeros(5, 1)
         )
         assert torch.allclose(updated["tensor/w"][0], together[device], atol=1e-6)
@@ -116,7 +116,7 @@ def test_step_that_cannot_be_mapped_runs_device_by_device_and_is_logged(pixels: 
     lines: list[str] = []
     updated, _, _ = outcome(Runner(skip_finished(batched_step(stubborn, lines.append)), pixels, BATCH))
     assert torch.allclose(
-        updated, outcome(Runner(skip_finished(batched_step(step, unexpected)), pixels, BATCH))[0], atol=1e-6
+        updated, outcome(Runner(skip_finished(batched_step(step, refuse_line)), pixels, BATCH))[0], atol=1e-6
     )
     assert len(lines) == 1
     assert lines[0].startswith("devices are computed one after the other: ")

@@ -8,10 +8,11 @@ from coordinator.record.tables import SavedState
 from coordinator.run_view import RunView, read_run
 from fedvit.errors import ConfigError
 from fleet.experiments.cell import make_result
-from fleet.experiments.cells import SCHEMA, Cell, Deal
+from fleet.experiments.cells import SCHEMA, Deal, GridCell
+from tests.support.codes import has_code
 from tests.support.records import RUN, begin_run, evaluated
 
-CELL = Cell(
+CELL = GridCell(
     schema=SCHEMA,
     method="eftvit",
     partition="even",
@@ -46,5 +47,5 @@ def test_a_cell_has_means_over_devices_and_rounds(tmp_path: Path) -> None:
 
 
 def test_a_cell_without_test_images_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no device has test images"):
+    with pytest.raises(ConfigError, check=has_code("FV2106")):
         make_result(CELL, summary(tmp_path, tested=False), wall_s=3.0)

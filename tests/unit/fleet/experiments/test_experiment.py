@@ -36,6 +36,7 @@ from fleet.experiments.report import html_report, markdown_report, terminal_repo
 from fleet.experiments.report_tables import describe_spread
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult, ExperimentOutcome
+from tests.support.codes import has_code
 from tests.support.event_files import steps
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
 from tests.support.forked import Forked
@@ -136,41 +137,33 @@ class TestGrid:
         assert (eftvit.run["model"], eftvit.run["model_options"]) == ("test_vit", {"image_size": 32, "patch_size": 8})
 
     @pytest.mark.parametrize(
-        ("old", "new", "message"),
+        ("old", "new", "code"),
         [
-            ("lr = 0.05", "model_options = 5", r"\[methods\.fedavg\]: .*model_options"),
-            (
-                "lr = 0.05",
-                "privacy = { noise_multiplier = 1.0 }",
-                r"\[privacy\]: noise_multiplier = 1.0 needs clip",
-            ),
-            (
-                "lr = 0.05",
-                "updates = {}\n[run.updates]\nup = 'int8'",
-                r"\[methods\.fedavg\]: \[run\]: 'updates' is not set",
-            ),
-            ("rounds = 2", "rouns = 2", r"tiny\.toml: unknown key 'rouns'; did you mean 'rounds'\?"),
-            ("rounds = 2", "rounds = 0", r"tiny\.toml: rounds = 0: expected `int` >= 1"),
-            ("rounds = 2", "", r"tiny\.toml: object missing required field `rounds`"),
-            ("seeds = [0]", "seeds = [1, 1]", r"seeds = \[1, 1\]: a seed is listed more than once"),
-            ("[model]", "[model]\nnmae = 1", r"tiny\.toml \[model\]: unknown key 'nmae'; did you mean 'name'\?"),
-            ("width = 32", "widht = 32", r"\[methods\.fedavg\]: model 'vit_small_images' has no option 'widht'"),
-            ('"dirichlet"', '"dirichlt"', r"\[partitions\.skewed\]: partition 'dirichlt' is not known"),
-            ('dataset = "digits"', 'dataset = "digitz"', r"tiny\.toml: data set 'digitz' .*; did you mean 'digits'\?"),
-            ("alpha = 0.3", "alhpa = 0.3", r"\[partitions\.skewed\]: partition dirichlet has no option 'alhpa'"),
-            ('method = "fedavg"', "", r"\[methods\.fedavg\]: method = None: expected the name of a method"),
-            ('method = "fedavg"', 'method = "fedagv"', r"\[methods\.fedavg\]: unknown method 'fedagv'"),
-            ("lr = 0.05", "mu = 0.5", r"\[methods\.fedavg\]: method 'fedavg' has no option 'mu'"),
-            ("lr = 0.05", "lr = -1", r"\[methods\.fedavg\]: option lr = -1 of method 'fedavg'"),
-            ("local_blocks = 1", "local = 0.5", r"\[common\]: none of the methods has an option 'local'"),
-            ("[methods.fedavg]", '[methods."fed avg"]', r"the method 'fed avg' must be 1 to 64 letters"),
-            ("[common]", "[run]\nseed = 1\n[common]", r"\[run\]: 'seed' is not set here"),
-            ("[common]", "[run]\nqorum = 1\n[common]", r"unknown key 'qorum'; did you mean 'quorum'\?"),
-            ("[common]", "[common", r"tiny\.toml is not TOML"),
+            ("lr = 0.05", "model_options = 5", "FV1004"),
+            ("lr = 0.05", "privacy = { noise_multiplier = 1.0 }", "FV1004"),
+            ("lr = 0.05", "updates = {}\n[run.updates]\nup = 'int8'", "FV2107"),
+            ("rounds = 2", "rouns = 2", "FV1002"),
+            ("rounds = 2", "rounds = 0", "FV2107"),
+            ("rounds = 2", "", "FV2107"),
+            ("seeds = [0]", "seeds = [1, 1]", "FV2107"),
+            ("[model]", "[model]\nnmae = 1", "FV1002"),
+            ("width = 32", "widht = 32", "FV1105"),
+            ('"dirichlet"', '"dirichlt"', "FV2002"),
+            ('dataset = "digits"', 'dataset = "digitz"', "FV2001"),
+            ("alpha = 0.3", "alhpa = 0.3", "FV2002"),
+            ('method = "fedavg"', "", "FV2107"),
+            ('method = "fedavg"', 'method = "fedagv"', "FV1101"),
+            ("lr = 0.05", "mu = 0.5", "FV1101"),
+            ("lr = 0.05", "lr = -1", "FV1104"),
+            ("local_blocks = 1", "local = 0.5", "FV2107"),
+            ("[methods.fedavg]", '[methods."fed avg"]', "FV1006"),
+            ("[common]", "[run]\nseed = 1\n[common]", "FV2107"),
+            ("[common]", "[run]\nqorum = 1\n[common]", "FV1002"),
+            ("[common]", "[common", "FV1001"),
         ],
     )
-    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=f"(?i){message}"):
+    def test_what_is_refused(self, tmp_path: Path, old: str, new: str, code: str) -> None:
+        with pytest.raises(ConfigError, check=has_code(code)):
             read_grid(written(tmp_path, FILE.replace(old, new, 1)))
 
     def test_other_keys_of_a_run(self, tmp_path: Path) -> None:
@@ -188,7 +181,7 @@ class TestGrid:
         grid = read_grid(written(tmp_path, FILE + '\n[trackers]\nwriters = ["tensorboard"]\n'))
         assert grid.experiment.trackers == TrackersConfig(writers=("tensorboard",))
         assert grid.cells == read_grid(written(tmp_path)).cells
-        with pytest.raises(ConfigError, match=r"\[run\]: 'trackers' is not set here"):
+        with pytest.raises(ConfigError, check=has_code("FV2107")):
             read_grid(written(tmp_path, FILE + '\n[run]\ntrackers = { writers = ["mlflow"] }\n'))
 
     def test_only(self, tmp_path: Path) -> None:
@@ -197,13 +190,13 @@ class TestGrid:
             "fedavg/skewed/seed-0", "fedavg/even/seed-0", "eftvit/even/seed-0",
         ]  # fmt: skip
         assert select_cells(grid, ()) == grid
-        with pytest.raises(ConfigError, match=r"--only 'fedavg' names no cell; there are: eftvit/even"):
+        with pytest.raises(ConfigError, check=has_code("FV2105")):
             select_cells(grid, ("fedavg",))
 
     def test_dataset_of_the_command_line(self, tmp_path: Path) -> None:
         file = written(tmp_path, FILE.replace('"digits"', '"not-there.zip"'))
         assert read_grid(file, "digits").cells == read_grid(written(tmp_path)).cells
-        with pytest.raises(ConfigError, match=r"data set 'digitz' is neither"):
+        with pytest.raises(ConfigError, check=has_code("FV2001")):
             read_grid(file, "digitz")
 
     @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
@@ -518,7 +511,7 @@ def test_gains_are_of_the_same_device_and_seed(tmp_path: Path) -> None:
 
 
 def test_reference_is_a_method_of_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reference = 'fedavgg' is no method of the file; did you mean 'fedavg'"):
+    with pytest.raises(ConfigError, check=has_code("FV2107")):
         read_grid(written(tmp_path, 'reference = "fedavgg"\n' + FILE))
 
 
@@ -544,18 +537,18 @@ def test_experiment_that_was_interrupted_is_resumed(
     finally:
         process.kill()
     assert "0 of 1 cells are finished; the same command resumes" in (tmp_path / "log").read_text()
-    before = closed(home)
+    before = read_closed(home)
     assert 2 <= len(before) < 12
     outcome, ran, _ = run_here(file, out)
     assert ran == ["fedavg/skewed/seed-0"]
-    assert closed(home)[: len(before)] == before
+    assert read_closed(home)[: len(before)] == before
     result = outcome.cells[0].result
     assert result is not None
     assert len(result.rounds) == 12
     assert steps(home / "runs" / "run", "loss/train") == list(range(1, 13))
 
 
-def closed(home: Path) -> list[tuple[int, str]]:
+def read_closed(home: Path) -> list[tuple[int, str]]:
     store = open_record(home / "runs")
     try:
         return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]

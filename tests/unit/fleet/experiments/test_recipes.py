@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fleet.experiments.cells import Cell
+from fleet.experiments.cells import GridCell
 from fleet.experiments.grid import read_grid
 
 FOLDER = Path(__file__).parents[4] / "fleet" / "experiments"
@@ -17,7 +17,7 @@ RELEASED_MODEL = {
 """Options of FedTP's released model; its depth differs in Table 8."""
 
 
-def cells(file: Path, method: str) -> list[Cell]:
+def cells(file: Path, method: str) -> list[GridCell]:
     """Return the cells whose values no search chooses."""
     return [cell for cell in read_grid(file, "digits").cells if cell.run["method"] == method]
 

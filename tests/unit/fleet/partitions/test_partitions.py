@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -42,24 +44,6 @@ class TestDirichlet:
         }
         assert sizes[False] > sizes[True]
 
-    def test_no_draw_gave_the_minimum(self) -> None:
-        """One class among 4 devices with alpha .001 goes to one device almost whole, so 25 each never comes up."""
-        with pytest.raises(ConfigError):
-            partition("dirichlet", np.zeros(100, dtype=np.int64), 4, 0, alpha=0.001, min_samples=20)
-
-    def test_more_asked_than_there_is(self) -> None:
-        with pytest.raises(ConfigError):
-            partition("dirichlet", LABELS, 101, 0)
-
-    @pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
-    def test_alpha(self, alpha: float) -> None:
-        with pytest.raises(ConfigError):
-            partition("dirichlet", LABELS, 2, 0, alpha=alpha)
-
-    def test_min_samples(self) -> None:
-        with pytest.raises(ConfigError):
-            partition("dirichlet", LABELS, 2, 0, min_samples=-1)
-
     def test_a_tiny_alpha_is_still_a_partition(self) -> None:
         """1e-8: nearly every share underflows to 0, which must not become 0 / 0."""
         parts = partition("dirichlet", LABELS, 3, 0, alpha=1e-8, cap=True, min_samples=0)
@@ -83,28 +67,6 @@ class TestPathological:
         """Shares are taken from the classes with the most left, so after 5 of 20 devices each class gave one."""
         parts = partition("pathological", LABELS, 20, 3)
         assert sorted(label for part in parts[:5] for label in np.unique(LABELS[part])) == list(range(10))
-
-    def test_shares_that_do_not_come_out(self) -> None:
-        """3 * 4 = 12 shares of 10 classes; 3 and 10 have no common divisor: 10 devices, or 20."""
-        with pytest.raises(
-            ConfigError,
-            match=r"4 devices with classes_per_device 3 take 12 shares, .* no multiple of the 10 classes;"
-            r" with 3 classes each, use 10 devices",
-        ):
-            partition("pathological", LABELS, 4, 0, classes_per_device=3)
-        with pytest.raises(ConfigError, match="with 4 classes each, use 10 or 15 devices"):
-            partition("pathological", LABELS, 12, 0, classes_per_device=4)
-
-    def test_more_classes_than_there_are(self) -> None:
-        with pytest.raises(ConfigError):
-            partition("pathological", LABELS, 10, 0, classes_per_device=11)
-        with pytest.raises(ConfigError):
-            partition("pathological", LABELS, 10, 0, classes_per_device=0)
-
-    def test_a_device_that_would_get_nothing(self) -> None:
-        """One sample of each of 2 classes, two shares of each: rounded down all are empty."""
-        with pytest.raises(ConfigError):
-            partition("pathological", np.array([0, 1]), 2, 0, classes_per_device=2)
 
 
 class TestPachinko:
@@ -141,16 +103,6 @@ class TestPachinko:
             sums.append(float((shares**2).sum()))
         assert abs(np.mean(sums) - 0.52) < 0.12
 
-    def test_no_coarse_labels(self) -> None:
-        for name in ("pachinko", "coarse_iid"):
-            with pytest.raises(ConfigError):
-                partition(name, LABELS, 10, 0)
-
-    @pytest.mark.parametrize("option", ["alpha", "fine_alpha"])
-    def test_concentrations(self, option: str) -> None:
-        with pytest.raises(ConfigError):
-            partition("pachinko", self.COARSE, 5, 0, **{option: 0})
-
 
 def test_coarse_iid_as_in_the_paper() -> None:
     """CIFAR-100 in small: 100 devices, 20 coarse labels of 5 fine ones, 10 samples each; a device has 2 of each."""
@@ -158,24 +110,6 @@ def test_coarse_iid_as_in_the_paper() -> None:
     parts = partition("coarse_iid", Annotations(labels=labels, coarse_labels=labels // 5), 100, 0)
     for device, part in enumerate(parts):
         np.testing.assert_array_equal(np.bincount(labels[part] - device // 5 * 5, minlength=5), [2] * 5)
-
-
-def test_coarse_iid_refusals() -> None:
-    known = Annotations(labels=LABELS, coarse_labels=LABELS // 5)
-    with pytest.raises(ConfigError):
-        partition("coarse_iid", known, 3, 0)
-    few = Annotations(labels=np.array([0, 1, 1]), coarse_labels=np.array([0, 1, 1]))
-    with pytest.raises(ConfigError):
-        partition(
-            "coarse_iid", Annotations(labels=np.tile(few.labels, 2), coarse_labels=few.coarse_labels.repeat(2)), 4, 0
-        )  # type: ignore[union-attr]
-
-
-def test_disjoint_divisors() -> None:
-    with pytest.raises(
-        ConfigError, match="10 classes cannot be divided among 4 devices; expected devices to be one of 1, 2, 5, 10"
-    ):
-        partition("disjoint", LABELS, 4, 0)
 
 
 class TestDomain:
@@ -191,18 +125,6 @@ class TestDomain:
         for first, second in zip(parts[::2], parts[1::2], strict=True):
             assert len(first) + len(second) == 250
             assert min(len(first), len(second)) >= 50
-
-    def test_refusals(self) -> None:
-        with pytest.raises(ConfigError):
-            partition("domain", LABELS, 4, 0)
-        with pytest.raises(ConfigError):
-            partition("domain", self.KNOWN, 6, 0, per_domain=2)
-        with pytest.raises(ConfigError):
-            partition("domain", self.KNOWN, 8, 0, per_domain=2, min_samples=133)
-        with pytest.raises(ConfigError):
-            partition("domain", self.KNOWN, 4, 0, per_domain=0)
-        with pytest.raises(ConfigError):
-            partition("domain", self.KNOWN, 4, 0, min_samples=-1)
 
 
 class TestFeatureNoise:
@@ -273,25 +195,52 @@ def test_annotations_are_one_per_sample() -> None:
         Annotations(labels=np.zeros(10, dtype=np.int64), domains=np.zeros(3, dtype=np.int64))
 
 
-class TestRefusals:
-    def test_name(self) -> None:
-        with pytest.raises(ConfigError):
-            partition("pareto", LABELS, 2, 0)
+FINE = Annotations(labels=LABELS, coarse_labels=LABELS // 5)
+FEW = Annotations(labels=np.array([0, 1, 1] * 2), coarse_labels=np.array([0, 1, 1]).repeat(2))
 
-    def test_option(self) -> None:
-        with pytest.raises(ConfigError):
-            partition("iid", LABELS, 2, 0, alpha=0.3)
-        with pytest.raises(ConfigError):
-            partition("dirichlet", LABELS, 2, 0, beta=1)
 
-    @pytest.mark.parametrize("name", ["dirichlet", "iid"])
-    def test_devices_and_seed(self, name: str) -> None:
-        with pytest.raises(ConfigError):
-            partition(name, LABELS, 0, 0)
-        with pytest.raises(ConfigError):
-            partition(name, LABELS, 1001, 0)
-        with pytest.raises(ConfigError):
-            partition(name, LABELS, 2, -1)
+@pytest.mark.parametrize(
+    ("name", "labels", "devices", "options"),
+    [
+        ("pareto", LABELS, 2, {}),
+        ("iid", LABELS, 2, {"alpha": 0.3}),
+        ("dirichlet", LABELS, 2, {"beta": 1}),
+        *(("dirichlet", LABELS, 2, {"alpha": alpha}) for alpha in (0.0, -1.0, float("nan"), float("inf"))),
+        ("dirichlet", LABELS, 2, {"min_samples": -1}),
+        ("dirichlet", LABELS, 101, {}),  # more is asked than there is
+        # one class among 4 devices goes to one device almost whole, so 20 each never comes up
+        ("dirichlet", np.zeros(100, dtype=np.int64), 4, {"alpha": 0.001, "min_samples": 20}),
+        *((name, LABELS, devices, {}) for name in ("dirichlet", "iid") for devices in (0, 1001)),
+        # 3 * 4 = 12 shares of 10 classes: 3 and 10 have no common divisor
+        ("pathological", LABELS, 4, {"classes_per_device": 3}),
+        ("pathological", LABELS, 12, {"classes_per_device": 4}),
+        ("pathological", LABELS, 10, {"classes_per_device": 11}),
+        ("pathological", LABELS, 10, {"classes_per_device": 0}),
+        # one sample of each of 2 classes, two shares of each: rounded down all are empty
+        ("pathological", np.array([0, 1]), 2, {"classes_per_device": 2}),
+        ("pachinko", LABELS, 10, {}),  # without coarse labels
+        ("pachinko", TestPachinko.COARSE, 5, {"alpha": 0}),
+        ("pachinko", TestPachinko.COARSE, 5, {"fine_alpha": 0}),
+        ("coarse_iid", LABELS, 10, {}),
+        ("coarse_iid", FINE, 3, {}),
+        ("coarse_iid", FEW, 4, {}),
+        ("disjoint", LABELS, 4, {}),
+        ("domain", LABELS, 4, {}),
+        ("domain", TestDomain.KNOWN, 6, {"per_domain": 2}),
+        ("domain", TestDomain.KNOWN, 8, {"per_domain": 2, "min_samples": 133}),
+        ("domain", TestDomain.KNOWN, 4, {"per_domain": 0}),
+        ("domain", TestDomain.KNOWN, 4, {"min_samples": -1}),
+    ],
+)
+def test_refusals(name: str, labels: Any, devices: int, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        partition(name, labels, devices, 0, **options)
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "iid"])
+def test_negative_seed_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        partition(name, LABELS, 2, -1)
 
 
 def test_partitions_are_values() -> None:

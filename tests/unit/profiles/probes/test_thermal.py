@@ -5,17 +5,7 @@ from pathlib import Path
 import pytest
 
 from profiles.probes.thermal import BRAKES, Brakes, Clock, Thermometer, Zone, clocks
-from tests.support.boards import (
-    agx_orin,
-    jetson_nano,
-    orin_nano,
-    pi_4,
-    pi_5,
-    vcgencmd,
-    write_command,
-    write_tree,
-    x86,
-)
+from tests.support.boards import agx_orin, jetson_nano, orin_nano, pi_4, pi_5, vcgencmd, write_command, write_tree, x86
 
 
 def test_the_processor_of_a_pi(tmp_path: Path) -> None:

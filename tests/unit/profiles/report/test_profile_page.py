@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from profiles.report.document import Comparison
-from profiles.report.page import Bar, Chart, Segment, on_one_scale
+from profiles.report.page import BarChart, ChartBar, Segment, on_one_scale
 from profiles.report.profile_page import profile_page
 from tests.support.reports import profile_document
 
@@ -81,12 +81,12 @@ class TestProfile:
 class TestChart:
     """The scale of bars and of their limit."""
 
-    def bar(self, value: float, limit: float | None) -> Bar:
-        return Bar("bar", (Segment(value, "c0", "part"),), "", limit)
+    def bar(self, value: float, limit: float | None) -> ChartBar:
+        return ChartBar("bar", (Segment(value, "c0", "part"),), "", limit)
 
     def test_a_near_limit_is_on_the_scale_and_a_far_one_is_not(self) -> None:
         """Bars of 10: a limit of 20 stretches the scale to 20 (2 % more), one of 100 would make them vanish."""
-        near, far = Chart((self.bar(10, 20),)), Chart((self.bar(10, 100),))
+        near, far = BarChart((self.bar(10, 20),)), BarChart((self.bar(10, 100),))
         assert near.scale == pytest.approx(20.4)
         assert near.shows_limits
         assert far.scale == pytest.approx(10.2)
@@ -95,9 +95,9 @@ class TestChart:
 
     def test_charts_on_one_scale_have_bars_that_can_be_compared(self) -> None:
         """10 and 40 of the scale of the larger chart, 40.8."""
-        small, large = on_one_scale([Chart((self.bar(10, None),)), Chart((self.bar(40, None),))])
+        small, large = on_one_scale([BarChart((self.bar(10, None),)), BarChart((self.bar(40, None),))])
         assert (small.percent(10), large.percent(40)) == ("24.51%", "98.04%")
 
     def test_nothing_at_all_has_a_scale(self) -> None:
-        assert Chart((self.bar(0, None),)).percent(0) == "0.00%"
-        assert Chart(()).scale > 0
+        assert BarChart((self.bar(0, None),)).percent(0) == "0.00%"
+        assert BarChart(()).scale > 0

@@ -31,7 +31,7 @@ from fedvit.program import PROGRAM_VERSION, SEEDED_VERSION, Batch, Evaluate, Rol
 from fedvit.resources import Budget, ProductKind, ProductRate, Speed, image_cache_bytes
 from fedvit.tensors import Tensors, unpack
 from profiles.cost import GraphCost, graph_cost
-from profiles.predict import predict
+from profiles.predict import Target, predict
 from profiles.prediction import Expected
 from profiles.program_cost import PricedProgram
 from tests.support.codes import has_code
@@ -365,10 +365,8 @@ def check_expected(made: Plan, variant: Variant, expected: Expected | None, targ
     prediction = predict(
         cost,
         target.speed,
-        device=target.device,
-        source=target.source,
-        budget=target.budget,
-        base_rss_bytes=target.base_rss_bytes,
+        Target(target.device, target.source, base_rss_bytes=target.base_rss_bytes),
+        target.budget,
     )
     assert expected.prediction == prediction
     assert expected.budget == target.budget

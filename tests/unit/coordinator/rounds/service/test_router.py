@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from coordinator.record.leadership import Leadership
-from coordinator.rounds.service.router import NO_WORK, Router, RunTransport
+from coordinator.rounds.service.assignment import NO_WORK
+from coordinator.rounds.service.router import Router, RunTransport
 from fedvit.errors import LeadershipLost
 from fedvit.resources import ResourceUse
 from fedvit.transport.base import Connected, Disconnected, Received

@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.security.broker import FLEET_USER, Broker, process, start_broker
 from coordinator.security.broker.mosquitto import configuration, find_mosquitto, run_mosquitto
-from coordinator.security.broker.process import MOST_LOG_BYTES, claim_port
+from coordinator.security.broker.process import MOST_LOG_BYTES, BrokerProgram, claim_port
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Disconnected
@@ -229,7 +229,12 @@ def test_another_program_that_took_the_port_since_is_not_mistaken_for_the_broker
 
     waiting = f"while [ ! -e {gate} ]; do sleep 0.02; done; sleep 0.2; exec {find_mosquitto()} -c {config}"
     with pytest.raises(ConfigError, check=has_code("FV1203")):
-        Broker("mosquitto", address, ["/bin/sh", "-c", waiting], {}, tmp_path / "log", operator_log=take_port)
+        Broker(
+            "mosquitto",
+            address,
+            BrokerProgram(["/bin/sh", "-c", waiting], {}, tmp_path / "log"),
+            operator_log=take_port,
+        )
     others[0].close()
 
 

@@ -2,7 +2,7 @@
 
 from coordinator.record.tables import RoundRecord, TaskTimes
 from coordinator.record.tasks import TaskHistory
-from coordinator.views.dashboard.round_page import Bar, bars
+from coordinator.views.dashboard.round_page import TaskBar, bars
 from fedvit.resources import ResourceUse
 
 
@@ -16,7 +16,7 @@ def task(device: str, *, received_at: str | None = None, use: ResourceUse | None
     return TaskHistory(1, device, at(0), 1, outcome, None, received_at, used_in, use, TaskTimes(**times))
 
 
-def pieces(bar: Bar) -> list[tuple[str, float, float]]:
+def pieces(bar: TaskBar) -> list[tuple[str, float, float]]:
     return [(piece.colour, round(piece.left, 3), round(piece.width, 3)) for piece in bar.pieces]
 
 

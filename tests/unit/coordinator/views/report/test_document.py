@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.config import make_config
 from coordinator.record.record import Record, open_record
-from coordinator.record.tables import DeviceTotals, SavedState, TaskRecord
+from coordinator.record.tables import DeviceTotals, RefusalRecord, SavedState, TaskRecord
 from coordinator.run_view import FeatureRound, view_device
 from coordinator.views.report.document import (
     ClassAccuracy,
@@ -50,18 +50,18 @@ def store(runs: Path) -> Iterator[Record]:
     trained(1, "b", step_s=4.0, train_s=40.0, throttled=True, broke=("time",))
     add_result(made, "a", Result(RUN, 1, "evaluate", 10, {"correct": 9.0}, ResourceUse()))
     add_result(made, "b", Result(RUN, 1, "evaluate", 10, {"correct": 5.0}, ResourceUse()))
-    made.devices.add_refusal(RUN, 1, "c", "train", "no result: deadline", lost=True)
-    made.devices.add_refusal(RUN, 1, "c", "evaluate", "no result: offline", lost=True)
+    made.devices.add_refusal(RUN, RefusalRecord(1, "c", "train", "no result: deadline", lost=True))
+    made.devices.add_refusal(RUN, RefusalRecord(1, "c", "evaluate", "no result: offline", lost=True))
     made.rounds.close(RUN, 1, SavedState({}, None, {}), {"devices_s": 41.0, "server_s": 2.0})
     made.rounds.close_evaluation(RUN, 1)
     made.rounds.open(RUN, 2, ["a", "b"])
     trained(2, "a", step_s=3.0, train_s=30.0)
     for _ in range(2):
-        made.devices.add_refusal(RUN, 2, "b", "train", "'head.bias' holds [3] values that are NaN")
+        made.devices.add_refusal(RUN, RefusalRecord(2, "b", "train", "'head.bias' holds [3] values that are NaN"))
     made.rounds.close(RUN, 2, SavedState({}, None, {}), {})
     made.rounds.open(RUN, 3, ["a", "c"])
     trained(3, "a", step_s=2.0, train_s=20.0)
-    made.devices.add_refusal(RUN, None, "x", "hello", "unknown class 'wasp'")
+    made.devices.add_refusal(RUN, RefusalRecord(None, "x", "hello", "unknown class 'wasp'"))
     yield made
     made.close()
 

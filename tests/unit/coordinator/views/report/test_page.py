@@ -3,10 +3,11 @@
 import re
 
 import msgspec
+import pytest
 
 from coordinator.views.report.classes import make_confusion
 from coordinator.views.report.devices import device_sheet
-from coordinator.views.report.document import ClassAccuracy
+from coordinator.views.report.document import ClassAccuracy, RunReport
 from coordinator.views.report.page import MOST_ROWS, run_page
 from tests.support.reports import fleet_report, private_report, run_report, with_run
 
@@ -86,31 +87,38 @@ class TestRun:
 class TestFleet:
     """The same page of 500 devices: what they have in common, the extremes, and all of them in one table."""
 
-    DOCUMENT = fleet_report(500)
-    PAGE = run_page(DOCUMENT)
+    document: RunReport
+    page: str
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def write_page(cls) -> None:
+        """Write it when the first test needs it, not when the module is imported: it takes seconds."""
+        cls.document = fleet_report(500)
+        cls.page = run_page(cls.document)
 
     def part(self, heading: str) -> str:
-        return self.PAGE.partition(f"<h2>{heading}</h2>")[2].partition("<h2>")[0]
+        return self.page.partition(f"<h2>{heading}</h2>")[2].partition("<h2>")[0]
 
     def test_page_has_every_device_in_one_table_with_values_to_sort_by(self) -> None:
         table = self.part("Devices")
         assert table.count("<tr>") == 501
         first = table[table.index("<tbody>") :].partition("</tr>")[0]
         assert '<td data-value="0.4">0.400</td>' in first
-        assert len(self.PAGE) < 600_000
+        assert len(self.page) < 600_000
 
     def test_page_shows_the_distribution_and_the_lowest(self) -> None:
         part = self.part("Accuracy over devices")
         assert "<svg" in part
         lowest = re.findall(r'<th scope="row" class="left">(.*?)</th>', part)
-        assert lowest == [device.device for device in self.DOCUMENT.devices if device.totals.accuracy == 0.4][:10]
+        assert lowest == [device.device for device in self.document.devices if device.totals.accuracy == 0.4][:10]
 
     def test_page_shows_a_few_bars_of_the_highest_costs(self) -> None:
-        memory = self.PAGE[self.PAGE.index("<h3>peak memory</h3>") :].partition("</div>\n</div>")[0]
+        memory = self.page[self.page.index("<h3>peak memory</h3>") :].partition("</div>\n</div>")[0]
         assert memory.count('<span class="track">') == 20, "predicted and measured, of ten"
         assert "in figures</summary>" not in self.part("Predicted and measured")
-        assert self.PAGE.count("broke its budget of") == 10
-        assert "500 devices broke a budget in all" in self.PAGE
+        assert self.page.count("broke its budget of") == 10
+        assert "500 devices broke a budget in all" in self.page
 
     def test_a_column_without_a_figure_is_left_out(self) -> None:
         assert "energy" in self.part("Devices")
@@ -119,7 +127,7 @@ class TestFleet:
         assert ">memory predicted</button>" in RUN
 
     def test_csv_has_the_figures_as_numbers(self) -> None:
-        lines = device_sheet(self.DOCUMENT.devices).csv().splitlines()
+        lines = device_sheet(self.document.devices).csv().splitlines()
         assert len(lines) == 501
         first = dict(zip(lines[0].split(","), lines[1].split(","), strict=True))
         shown = [first[name] for name in ("device", "accuracy", "bytes_down", "energy_j", "budgets_broken", "changes")]
@@ -134,7 +142,7 @@ class TestFleet:
 
     def test_answers_are_a_matrix_of_classes(self) -> None:
         """Two classes with test images and a third that was answered."""
-        matrix = self.PAGE[self.PAGE.index('<table class="confusion">') :]
+        matrix = self.page[self.page.index('<table class="confusion">') :]
         matrix = matrix[: matrix.index("</table>")]
         assert re.findall('<th scope="col">(.*?)</th>', matrix) == ["class / answer", "ant", "bee", "wasp"]
         assert re.findall("<td.*?>(.*?)</td>", matrix) == ["300", "80", "20", "10", "90", ""]
@@ -144,7 +152,7 @@ class TestFleet:
         assert make_confusion(many) is None
 
     def test_duration_is_that_of_the_rounds(self) -> None:
-        assert "<b>90.0 min</b><span>from the first round to the last</span>" in self.PAGE
+        assert "<b>90.0 min</b><span>from the first round to the last</span>" in self.page
 
 
 class TestPrivacy:

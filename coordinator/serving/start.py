@@ -29,7 +29,7 @@ from coordinator.record.record import Record
 from coordinator.record.tables import ENDED, RunRecord
 from coordinator.rounds.alerts import webhook_of
 from coordinator.rounds.display import choose_display
-from coordinator.start_request import StartRequest, usual_name
+from coordinator.serving.request import StartRequest, usual_name
 from coordinator.views.trackers.following import check_writers
 from fedvit.errors import ConfigError
 from fedvit.wire.topics import check_name
@@ -78,7 +78,7 @@ def start_run(request: StartRequest, lead: "Callable[[RunParts], Lead] | None" =
                     raise ConfigError("FV1612", f"run {run.name!r} is {record.status}; there is nothing to resume")
                 choose_display(request.quiet).line(f"run {run.name} is {record.status}: there is nothing to do")
                 return
-        import_module("coordinator.running").RunProcess(request, run, lead, stack).run()
+        import_module("coordinator.serving.run").RunProcess(request, run, lead, stack).run()
 
 
 def _remove_unused(folder: Path) -> None:

@@ -4,9 +4,8 @@ import os
 import signal
 import threading
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,7 +20,6 @@ from coordinator.config import (
     merge_flags,
     read_toml,
 )
-from coordinator.metrics_page import show_prometheus
 from coordinator.record.database import address_in, use_database
 from coordinator.record.leadership import Leadership
 from coordinator.record.opening import open_private_record
@@ -31,7 +29,9 @@ from coordinator.rounds.alerts import webhook_of
 from coordinator.rounds.display import line_display
 from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
 from coordinator.rounds.service.service import RunHost, RunService
-from coordinator.running import make_link
+from coordinator.serving.metrics_page import show_prometheus
+from coordinator.serving.run import make_link
+from coordinator.views.observed import Observed, Served
 from coordinator.views.trackers.following import following
 from fedvit import monitoring
 from fedvit.errors import ConfigError
@@ -39,9 +39,6 @@ from fedvit.hints import command
 from fedvit.logs import configure_logging
 from fedvit.systemd import Notifier
 from fedvit.transport.base import Transport
-
-if TYPE_CHECKING:
-    from coordinator.views.prometheus import Observed
 
 
 class ServiceProcess:
@@ -75,17 +72,16 @@ class ServiceProcess:
             configure_logging(file=folder / "service.log", stderr=False)
             link = make_link(endpoint, self._broker)
             service = RunService(
-                RunHost(folder, store, display, self._workers.worker_of, following),
+                RunHost(folder, store, display, self._workers.worker_of, following, leadership),
                 self._config,
                 link=link,
                 endpoint=endpoint,
                 stop=self._stop,
                 on_turn=self._notifier.alive,
-                leadership=leadership,
             )
             submit = command("coordinator", "submit", "CONFIG", runs=folder)
             display.line(f"serving the runs of {folder}, {self._config.side_by_side} at a time; `{submit}` adds one")
-            show_prometheus(monitor, display, partial(_observe, service, link, store, folder))
+            show_prometheus(monitor, display, _observe(service, link, store, folder))
             self._notifier.ready()
             try:
                 service.serve()
@@ -138,9 +134,8 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-def _observe(service: RunService, link: Transport, store: Record, folder: Path) -> "Observed":
+def _observe(service: RunService, link: Transport, store: Record, folder: Path) -> Observed:
     """Collect what the page of metrics shows."""
-    from coordinator.views.prometheus import Observed, Served  # imports prometheus_client, which is optional
 
     def list_served() -> list[Served]:
         return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]

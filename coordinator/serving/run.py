@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -16,7 +15,6 @@ import msgspec
 from coordinator.compute.messages import Check, Checked
 from coordinator.compute.process import Worker
 from coordinator.config import BrokerConfig, RunConfig, StartConfig, make_config
-from coordinator.metrics_page import show_prometheus
 from coordinator.record.opening import open_private_record
 from coordinator.record.record import Record
 from coordinator.record.retention import lock_run
@@ -25,12 +23,14 @@ from coordinator.rounds.display import choose_display
 from coordinator.rounds.inbox import TICK_S, Interrupted
 from coordinator.rounds.leading import Lead, Owner, OwnLead
 from coordinator.rounds.lease import FederationTaken
-from coordinator.rounds.parts import RunParts
+from coordinator.rounds.parts import RunParts, RunSetup
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint, broker_endpoint, check_broker, federation_of
 from coordinator.rounds.service.cancelling import Cancellation
 from coordinator.run_view import run_settings
-from coordinator.start_request import StartRequest
-from coordinator.starting import RunToStart
+from coordinator.serving.metrics_page import show_prometheus
+from coordinator.serving.request import StartRequest
+from coordinator.serving.start import RunToStart
+from coordinator.views.observed import Observed, Served
 from coordinator.views.report.words import settings_words
 from coordinator.views.trackers.following import following
 from fedvit import monitoring
@@ -42,9 +42,6 @@ from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
 from fedvit.transport.base import Transport
 from fedvit.transport.mqtt import MqttTransport
-
-if TYPE_CHECKING:
-    from coordinator.views.prometheus import Observed
 
 
 class RunProcess:
@@ -154,18 +151,28 @@ class RunProcess:
                 coordinator.cancel("cancelled by the operator")
 
         coordinator = Coordinator(
-            run=self._name,
-            config=config,
-            transport=transport,
-            store=store,
-            folder=self._home,
-            display=display,
-            compute=self._worker,
-            owner=Owner(watch, endpoint.revoke, self._lead or OwnLead),
+            RunSetup(
+                run=self._name,
+                config=config,
+                transport=transport,
+                store=store,
+                folder=self._home,
+                display=display,
+                compute=self._worker,
+            ),
+            Owner(watch, endpoint.revoke, self._lead or OwnLead),
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: coordinator.stop())
-        self._show_metrics(coordinator, loop, store)
+        observed = Observed(
+            transport,
+            lambda: coordinator.inbox.connected,
+            store,
+            self._request.folder,
+            lambda: [Served(coordinator, loop)],
+            {},
+        )
+        show_prometheus(self._monitor, display, observed)
         self._notifier.ready()
         try:
             self._run_rounds(coordinator, config, store)
@@ -198,18 +205,6 @@ class RunProcess:
             self._display.line(f"interrupted; {again}")
             raise click.Abort from None  # for KeyboardInterrupt, click prints an empty line
 
-    def _show_metrics(self, coordinator: Coordinator, loop: LoopWatch, store: Record) -> None:
-        """Serve the page of metrics, if it is asked for."""
-
-        def observe() -> "Observed":
-            from coordinator.views.prometheus import Observed, Served  # prometheus_client, which is optional
-
-            served, inbox = [Served(coordinator, loop)], coordinator.inbox
-            folder = self._request.folder
-            return Observed(coordinator.transport, lambda: inbox.connected, store, folder, lambda: served, {})
-
-        show_prometheus(self._monitor, self._display, observe)
-
     def _show_next_steps(self, store: Record) -> None:
         """Name the commands that report and export the run."""
         folder, trained = self._request.folder, import_module("coordinator.views.trained")  # late: onnxruntime
@@ -221,7 +216,9 @@ class RunProcess:
 def make_link(endpoint: BrokerEndpoint, broker: BrokerConfig) -> Transport:
     """Connect to a broker. Raises ConfigError if a certificate or key file of its address cannot be used."""
     client_id = f"coordinator-{secrets.token_hex(4)}"
-    return MqttTransport(SimpleQueue(), endpoint.address, client_id, limits=broker.broker_limits())
+    transport = MqttTransport(SimpleQueue(), endpoint.address, client_id)
+    transport.use_limits(broker.broker_limits())
+    return transport
 
 
 def describe_new_run(run: str, config: StartConfig, checked: Checked) -> list[str]:

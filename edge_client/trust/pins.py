@@ -22,8 +22,8 @@ PINS = "PINS"
 """File of a run's folder in the vault. It is removed with the run."""
 CHANGED = "FV1442"
 """Code of a Program that its run's first task does not allow."""
-_ALTERNATIVES = ({Role.GLOBAL, Role.SHARED}, {Role.GLOBAL, Role.LOCAL})
-"""Roles that one tensor may have in the rounds of a run."""
+_BY_ROUND = {Role.GLOBAL, Role.SHARED}
+"""Roles between which a tensor may change as long as it was never local."""
 
 
 class Pins(Struct, frozen=True):
@@ -83,7 +83,9 @@ def find_changes(pinned: Pins, program: Program) -> Iterator[str]:
         roles = {*pinned.roles.get(name, ()), group.role}
         if name not in pinned.roles and group.role.is_sent_back:
             yield f"tensor {name!r} would be sent, which the run's first task did not have"
-        if len(roles) > 1 and not any(roles <= allowed for allowed in _ALTERNATIVES):
+        was_local = Role.LOCAL in pinned.roles.get(name, ())
+        may_change = group.role in (Role.LOCAL, Role.GLOBAL) if was_local else group.role is Role.LOCAL
+        if len(roles) > 1 and not may_change and (was_local or not roles <= _BY_ROUND):
             yield f"tensor {name!r} was {'/'.join(pinned.roles[name])} and would become {group.role}"
         if group.role.is_sent_back and pinned.codecs.get(name, group.up) != group.up:
             yield f"tensor {name!r} was sent as {pinned.codecs[name]!r} and would be sent as {group.up!r}"

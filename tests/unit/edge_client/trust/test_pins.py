@@ -49,7 +49,8 @@ def test_blocks_that_are_trained_in_some_rounds_are_accepted(vault: Vault, fedav
     """As FedBFPT's are: from the server in every round, trained and sent in some."""
     for role in (Role.SHARED, Role.GLOBAL, Role.SHARED):
         pin_program(vault, "run", with_role(fedavg.program, "model", role))
-    refused(vault, with_role(fedavg.program, "model", Role.LOCAL), "would become local")
+    pin_program(vault, "run", with_role(fedavg.program, "model", Role.LOCAL))
+    refused(vault, fedavg.program, "would become shared")
 
 
 def test_a_tensor_that_was_not_there_is_not_sent(vault: Vault, fedavg: Setting) -> None:

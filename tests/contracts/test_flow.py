@@ -84,9 +84,9 @@ def test_other_models_pass(model: str, method: str, tmp_path: Path) -> None:
     assert_accepted(*make_program(method, tmp_path, model=name, model_options=options))
 
 
-def test_whole_steps_on_one_image_pass_and_an_update_of_one_image_does_not(tmp_path: Path) -> None:
-    """Steps on one image each are training; one such step is the gradient of that image."""
-    program, graphs = make_program("apfl", tmp_path, {"batch_size": 1})
+def test_whole_steps_on_two_images_pass_and_an_update_of_one_image_does_not(tmp_path: Path) -> None:
+    """A device with one image would send its gradient, whatever the size of a batch."""
+    program, graphs = make_program("apfl", tmp_path, {"batch_size": 2})
     flows = check_flow(program, Mutant("", program, graphs).read)
     check_images(program, flows, 2)
     with pytest.raises(NotAllowed, check=has_code("FV1441", "1 training images")):

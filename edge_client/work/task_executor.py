@@ -17,6 +17,7 @@ from edge_client.storage.delta_chains import DeltaChain, make_blob
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.evaluation import own_groups, start_values
 from edge_client.storage.repair import repair_run
+from edge_client.trust.review import review_task
 from edge_client.work.private import clip_update, noisy_rows
 from edge_client.work.runtime import GraphRunner, OutOfMemory, Seeds, Stopped, Trained, Watch
 from edge_client.work.uplink import encode_upload
@@ -98,6 +99,7 @@ class TaskExecutor:
         self.guard = guard
         self._runtime = runtime
         self._counts_classes = policy.send.class_counts
+        self._least_mask = policy.send.least_mask
         self._begin = begin
         self._work: BackgroundWork | None = None
         self._reported_bytes = (0, 0)  # (received, sent) that results have reported already
@@ -129,9 +131,11 @@ class TaskExecutor:
     def run(self, execution: TaskExecution, program: Program) -> Result:
         """Do the work of a task, and return its result.
 
-        Raises Exceeded for a budget, Stopped for a stopped task, DamagedBlobs for those that must be fetched again.
+        Raises Exceeded for a budget, Stopped for a stopped task, DamagedBlobs for those that must be fetched again,
+        NotAllowed for a task that would send more than the device allows.
         """
         self.check_files(execution, program)
+        review_task(execution.task, program, self.storage, min_mask=self._least_mask)
         self._runtime.load()
         with self.guard.watching(execution.task.kind) as guarded:
             try:

@@ -1,0 +1,126 @@
+"""The information-flow check accepts every method's graphs as they are, and refuses what leaks more than they do.
+
+FEDVIT_FLOW_MUTANTS is the number of mutated Programs of each method, 15 by default. Those that the check accepts are
+compared with the slow reference of `tests.support.influence`.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_client.trust.flow import check_flow, check_images
+from edge_client.trust.pins import find_changes, make_pins
+from fedvit.errors import NotAllowed
+from fedvit.methods import METHODS
+from fedvit.model_options import LSTM, RESNET, TEXT
+from fedvit.program import Program
+from tests.support.codes import has_code
+from tests.support.influence import Device, measure_influence
+from tests.support.program_mutations import Graphs, Mutant, mutants
+from tests.support.tiny_programs import make_program
+
+MUTANTS = int(os.environ.get("FEDVIT_FLOW_MUTANTS", "15"))
+IMAGES = 20
+WIDE = {"image_size": 8, "patch_size": 4, "width": 128, "depth": 2, "heads": 2}
+"""Wide enough for products of integers and of float16."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw and a clipped gradient": {"optimizer": "adamw", "clip_norm": 1.0},
+    "masks, dropout, recomputing": {"mask": 0.5, "dropout": 0.2, "recompute": True},
+    "weights in int8": {"frozen_precision": "int8"},
+    "one image at a time": {"micro_batch": 1},
+    "whole batches": {"micro_batch": 4},
+}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "apfl code": ("apfl", {"form": "code"}),
+    "fedperfix concat": ("fedperfix", {"mode": "concat"}),
+    "fedtp encoder": ("fedtp", {"parts": "encoder"}),
+    "fedtp neighbours": ("fedtp", {"head": "rod", "knn_weight": 0.6, "capacity": 8}),
+    "per_fedavg hessian": ("per_fedavg", {"order": "hessian_free"}),
+    "pfedhn head": ("pfedhn", {"personal_head": True}),
+    "pfedpg base": ("pfedpg", {"evaluate_with": "base"}),
+    "fedbabu head": ("fedbabu", {"tune": "head", "tune_steps": 1}),
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformer of text": (TEXT, {"context": 5, "width": 16, "depth": 2, "heads": 2}),
+    "LSTM": (LSTM, {"context": 4, "width": 8, "depth": 2, "embedding": 4}),
+    "residual network": (RESNET, {"image_size": 8, "width": 8, "stages": 2, "groups": 2}),
+    "residual network with pooling": ("resnet18", {"image_size": 32, "stem": "7x7", "groups": 8}),
+}
+
+
+def assert_accepted(program: Program, graphs: Graphs) -> None:
+    flows = check_flow(program, Mutant("", program, graphs).read)
+    check_images(program, flows, IMAGES)
+
+
+# --- methods as they are ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_options_that_change_graphs_pass(name: str, tmp_path: Path) -> None:
+    method, options = MORE[name]
+    assert_accepted(*make_program(method, tmp_path, options))
+
+
+@pytest.mark.parametrize("method", ["fedper", "eftvit"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_of_every_method_pass(options: str, method: str, tmp_path: Path) -> None:
+    assert_accepted(*make_program(method, tmp_path, OPTIONS[options]))
+
+
+@pytest.mark.parametrize("method", ["eftvit", "fed_lora"])
+@pytest.mark.parametrize("compute", ["int8", "fp16"])
+def test_products_of_few_bits_pass(compute: str, method: str, tmp_path: Path) -> None:
+    assert_accepted(*make_program(method, tmp_path, {"compute": compute}, model_options=WIDE))
+
+
+@pytest.mark.parametrize("method", ["fedper", "apfl"])
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models_pass(model: str, method: str, tmp_path: Path) -> None:
+    name, options = MODELS[model]
+    assert_accepted(*make_program(method, tmp_path, model=name, model_options=options))
+
+
+def test_whole_steps_on_two_images_pass_and_an_update_of_one_image_does_not(tmp_path: Path) -> None:
+    """A device with one image would send its gradient, whatever the size of a batch."""
+    program, graphs = make_program("apfl", tmp_path, {"batch_size": 2})
+    flows = check_flow(program, Mutant("", program, graphs).read)
+    check_images(program, flows, 2)
+    with pytest.raises(NotAllowed, check=has_code("FV1441", "1 training images")):
+        check_images(program, flows, 1)
+
+
+def test_personal_tensors_that_pfedme_would_copy_are_refused(tmp_path: Path) -> None:
+    """With `start` own, shared tensors are pulled toward personal ones of earlier rounds: their difference leaves."""
+    program, graphs = make_program("pfedme", tmp_path, {"start": "own"})
+    with pytest.raises(NotAllowed, check=has_code("FV1441", "copies a local tensor")):
+        assert_accepted(program, graphs)
+
+
+# --- mutants ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_passes_unchanged_and_mutants_that_leak_more_are_refused(name: str, tmp_path: Path) -> None:
+    """A mutant that the check and the pins of the run accept tells no more of single pixels than the method does."""
+    program, graphs = make_program(name, tmp_path)
+    assert_accepted(program, graphs)
+    device, pins = Device(program, 1), make_pins(None, program)
+    honest = measure_influence(program, graphs, device)
+    refused = 0
+    for mutant in mutants(list(METHODS).index(name), MUTANTS, program, graphs):
+        try:
+            assert_accepted(mutant.program, mutant.graphs)
+        except NotAllowed:
+            refused += 1
+            continue
+        if next(find_changes(pins, mutant.program), None):
+            refused += 1
+            continue
+        influence = measure_influence(mutant.program, mutant.graphs, device)
+        assert not influence.is_more_than(honest, program.batch.batch_size), (mutant.what, influence, honest)
+    print(f"{name}: {refused} of {MUTANTS} mutants refused")
+    assert refused >= MUTANTS / 2

@@ -11,7 +11,7 @@ def test_all_checks_are_made_one_after_the_other(context: DoctorContext, digits:
     found = [*run_checks(replace(context, data=digits))]
     assert len(CHECKS) == 15
     assert [finding.check for finding in found] == [
-        "engine", "kernels", "memory", "disk", "clock", "temperature", "throttling", "battery", "policy", "state",
+        "engine", "kernels", "sandbox", "memory", "disk", "clock", "temperature", "throttling", "battery", "policy", "state",
         "files", "vault key", "identity", "data", "broker",
     ]  # fmt: skip
     assert worst(found) == "error"

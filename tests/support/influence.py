@@ -26,8 +26,9 @@ PERSONAL_NUMBERS = 24
 
 @dataclass(frozen=True)
 class Influence:
-    """Numbers of pixels, personal numbers and class counts that a sent number follows from, at the least, and of images,
-    in the middle of all sent numbers; infinite: none."""
+    """Numbers of pixels, personal numbers and class counts that a sent number follows from, at the least.
+
+    `images` is the median over all sent numbers; infinite: none."""
 
     pixels: float
     images: float

@@ -4,10 +4,9 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import onnxruntime
 
 from export.bundle.assemble import IMAGE, LOGITS, PATCHES, PROBABILITIES, Precision
 from export.bundle.card import Agreement, Latency, MeasuredAccuracy, Parity
@@ -17,6 +16,9 @@ from fedvit.errors import BadPayload, ExportMismatch
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import Batch
 from fedvit.tensors import Array
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
 
 TOLERANCES = {Precision.FP32: 1e-4, Precision.FP16: 1e-2, Precision.INT8: 1e-1}
 """Largest difference from the run's predict graph, relative to its largest value. The same sums in another order
@@ -71,9 +73,18 @@ def as_input(pixels_BSSC: Pixels, batch: Batch) -> Floats:
     return np.ascontiguousarray(normalise(pixels_BSSC, batch).transpose(0, 3, 1, 2))
 
 
-def open_session(source: Path | bytes, threads: int) -> onnxruntime.InferenceSession:
+def engine_version() -> str:
+    """Return the version of the engine that measures."""
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
+
+
+def open_session(source: Path | bytes, threads: int) -> "InferenceSession":
     """Raises BadPayload for a model that could make onnxruntime read another file, or that it cannot load."""
     check_self_contained(source)
+    import onnxruntime  # late: errors in flags need not wait for it
+
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.load_model_format", "ONNX")  # whatever its first bytes may say
     options.intra_op_num_threads = threads
@@ -117,7 +128,7 @@ def are_probabilities(answers_BC: Floats) -> bool:
 
 
 def check_parity(
-    session: onnxruntime.InferenceSession, precision: Precision, images: Floats, want: Floats, *, voted: bool
+    session: "InferenceSession", precision: Precision, images: Floats, want: Floats, *, voted: bool
 ) -> Parity:
     """Compare a file with the original's answers `want`, all pictures at once and one by itself.
 
@@ -142,7 +153,7 @@ def check_parity(
     return parity
 
 
-def run(session: onnxruntime.InferenceSession, images: Floats) -> dict[str, Floats]:
+def run(session: "InferenceSession", images: Floats) -> dict[str, Floats]:
     """Raises BadPayload when the model cannot run."""
     names = [LOGITS, PROBABILITIES]
     try:
@@ -169,7 +180,7 @@ class PictureAnswers(NamedTuple):
         return Agreement(float(equal.mean()), float(difference), len(equal))
 
 
-def answer(session: onnxruntime.InferenceSession, pictures: Iterator[PictureBatch]) -> PictureAnswers:
+def answer(session: "InferenceSession", pictures: Iterator[PictureBatch]) -> PictureAnswers:
     logits, labels = [], []
     for some in pictures:
         logits.append(run(session, some.images)[LOGITS])
@@ -178,7 +189,7 @@ def answer(session: onnxruntime.InferenceSession, pictures: Iterator[PictureBatc
     return PictureAnswers(np.concatenate(logits), np.concatenate(labels) if labels else None)
 
 
-def time_one(session: onnxruntime.InferenceSession, image: Floats, threads: int) -> Latency:
+def time_one(session: "InferenceSession", image: Floats, threads: int) -> Latency:
     """`image` is one picture (1, 3, S, S)."""
     run(session, image)  # memory is fetched in the first run
     least, most = LATENCY_RUNS

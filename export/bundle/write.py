@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import onnxruntime
 
 from export.bundle.assemble import Precision, assemble, open_predict_graph
 from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, readme
@@ -23,6 +22,7 @@ from export.bundle.measure import (
     answer,
     are_probabilities,
     check_parity,
+    engine_version,
     open_session,
     pictures_of,
     random_pictures,
@@ -133,7 +133,7 @@ def _fill(
         files=files,
         pictures=pictures,
         reported=trained.reported,
-        machine=BundleMachine(bench.machine, bench.cores, onnxruntime.__version__),
+        machine=BundleMachine(bench.machine, bench.cores, engine_version()),
     )
     preprocessing = Preprocessing.of(batch)
     for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):

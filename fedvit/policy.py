@@ -9,16 +9,19 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta, Struct
 
 from fedvit.choices import did_you_mean, why_invalid
 from fedvit.errors import ConfigError
-from fedvit.program import Program, Role
 from fedvit.quantities import format_bytes, parse_bytes, parse_celsius, parse_flops, parse_seconds
 from fedvit.resources import Budget
+from fedvit.roles import Role
+
+if TYPE_CHECKING:  # imports numpy, for which errors in flags need not wait
+    from fedvit.program import Program
 
 POLICY_FILE = "policy.toml"
 
@@ -289,7 +292,7 @@ class Needs(Struct, frozen=True):
         return ", ".join(words) or "nothing"
 
 
-def find_needs(program: Program) -> Needs:
+def find_needs(program: "Program") -> Needs:
     """Return what the training of a Program sends."""
     batch = program.batch
     features = any(phase.collect for phase in program.train)

@@ -245,6 +245,7 @@ def test_json_has_the_fields_of_the_schema(predicted: bool) -> None:
     ]  # fmt: skip
     assert (raw["kind"], raw["schema"]) == ("run", 1)
     assert list(raw["devices"][0]) == [
-        "device", "train_samples", "test_samples", "accuracy", "rounds", "bytes_down", "bytes_up", "peak_rss_bytes",
+        "device", "train_samples", "test_samples", "accuracy", "rounds", "bytes_down", "bytes_up", "received",
+        "declined", "peak_rss_bytes",
     ]  # fmt: skip
     assert (raw["devices"][0]["rounds"][0]["expected"] is not None) == predicted

@@ -4,17 +4,21 @@ The device is a real process with the default policy. No attack succeeds, each h
 honest task is done. Graphs that the flow check refuses one by one: tests/contracts/test_flow.py.
 """
 
+import datetime
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from bench.edge import make_noise_folder
-from fedvit.program import Draw, Role
+from fedvit.program import Draw, Role, TensorGroup, TensorSpec
 from fedvit.tensors import Tensors
+from fedvit.wire.enrolment import FROM_COORDINATOR, SECRET_BYTES, JoinGranted, Renewed, encode_enrolment, seal
 from fedvit.wire.messages import Declined, DeltaStep, Failed, Manifest, Result
 from fleet.processes import Fleet
 from tests.support.deployments import make_deployment, run_broker
@@ -46,25 +50,32 @@ class Scene:
         order = make_order(*make_program(method, folder, options, model_options=MODEL, classes=len(CLASSES)))
         return order.change(classes=CLASSES)
 
-    def device(self, name: str, *flags: str, images: int = 24) -> HostileDevice:
-        """Return a device; each is started once."""
+    def device(self, name: str, *flags: str, images: int = 24, train: int | None = None, policy: str = "") -> HostileDevice:
+        """Return a device; each is started once. `train`: training images that it keeps."""
         if name not in self.devices:
             data = make_noise_folder(self.folder / "data" / name, images=images, size=8)
+            for image in [] if train is None else sorted((data / "train").rglob("*.*"))[train:]:
+                image.unlink()
+            if policy:
+                (self.folder / "state" / name).mkdir(parents=True)
+                (self.folder / "state" / name / "policy.toml").write_text(policy)
             device = HostileDevice(self.deployment, self._fleet, self.folder / "state", name, data, *flags)
             self.devices[name] = device
             self.coordinator.await_device(device)
         return self.devices[name]
 
-    def attack(self, device: HostileDevice, order: Order, run: str, **changes: object) -> Declined | Failed | Result:
-        """Give a task that must not be done, and check that nothing of it is left."""
+    def attack(
+        self, device: HostileDevice, order: Order, run: str, *, honest: Order | None = None, **changes: Any
+    ) -> Declined | Failed | Result:
+        """Give a task, and check what is left of it once it is answered."""
         answer = self.coordinator.ask(device, order, run=run, **changes)
         print(run, "->", str(answer)[:300])
-        self.check(device, run)
+        self.check(device, run, honest)
         return answer
 
-    def check(self, device: HostileDevice, run: str) -> None:
+    def check(self, device: HostileDevice, run: str, honest: Order | None = None) -> None:
         """Check that nothing leaked, that the ledger has the attempt, and that the device does its next honest task."""
-        elapsed_s = self.coordinator.time_honest(device, self.fedper)
+        elapsed_s = self.coordinator.time_honest(device, honest or self.fedper)
         print(f"{run}: the next honest task took {elapsed_s:.2f} s; peak {device.peak_bytes / MB:.0f} MB, disk "
               f"{device.disk_bytes() / MB:.1f} MB")
         assert not list(self.coordinator.find_leaks(device, self.eftvit.program.batch, find_personal(self.fedper)))
@@ -188,12 +199,10 @@ def test_images_and_personal_tensors_stay(scene: Scene, name: str) -> None:
 
 
 def test_update_of_a_single_image_is_not_sent(scene: Scene) -> None:
-    """A device with one training image sends its features at most; another order of batches does not help."""
-    device = scene.device("one-image", images=3)
-    answer = scene.coordinator.ask(device, scene.fedper, run="one-image")
-    assert isinstance(answer, Declined), answer
-    assert not list(scene.coordinator.find_leaks(device, scene.eftvit.program.batch, find_personal(scene.fedper)))
-    assert "one-image" in {line.get("run") for line in device.read_ledger() if line["kind"] == "refused"}
+    """The device sends masked features of its only training image, as its policy says, and no update."""
+    device = scene.device("one-image", images=4, train=1)
+    for name, order in {"one-image": scene.fedper, "one-image-often": scene.fedper.change_phase(epochs=9)}.items():
+        assert isinstance(scene.attack(device, order, name, honest=scene.eftvit), Declined)
 
 
 def change_role(order: Order, before: Role, after: Role) -> Order:
@@ -212,3 +221,138 @@ def test_local_tensors_of_a_run_stay_local(scene: Scene, after: Role) -> None:
     trained = change_role(scene.fedper, Role.LOCAL, after)
     answer = scene.attack(device, trained, run)
     assert isinstance(answer, Declined)
+
+
+# --- memory, processor, disk --------------------------------------------------------------------------
+
+
+def answer_with(order: Order, make: Callable[[GraphEditor], str]) -> Order:
+    """Let the graph of an evaluation answer what a few nodes make, and nothing else."""
+    name = order.program.evaluate.graph
+    editor = GraphEditor(order.graphs[name])
+    editor.clear()
+    number = editor.add("Reshape", make(editor), editor.constant([1, 1], np.int64))
+    shape = editor.constant([order.program.batch.answer_size, len(CLASSES)], np.int64)
+    editor.give_output("logits", editor.add("Expand", number, shape))
+    return order.change_graph(name, editor.content())
+
+
+def fill(editor: GraphEditor, *shape: int) -> str:
+    return editor.add("ConstantOfShape", editor.constant(list(shape), np.int64))
+
+
+def add_up(editor: GraphEditor, value: str) -> str:
+    return editor.add("ReduceSum", value, editor.constant([0, 1], np.int64), keepdims=0)
+
+
+def fill_memory(editor: GraphEditor) -> str:
+    """Make 900 million numbers, which take 3.6 GB."""
+    return add_up(editor, fill(editor, 30_000, 30_000))
+
+
+def multiply_on(editor: GraphEditor) -> str:
+    """Multiply large matrices hundreds of times, which takes minutes."""
+    value = factor = fill(editor, 2500, 2500)
+    for _ in range(600):
+        value = editor.add("MatMul", value, factor)
+    return add_up(editor, value)
+
+
+def test_small_graph_does_not_exceed_the_memory_budget(scene: Scene) -> None:
+    device = scene.device("little-memory", "--memory-budget", str(MEMORY))
+    order = answer_with(scene.fedper, fill_memory)
+    assert len(order.graphs[order.program.evaluate.graph]) < 1000
+    answer = scene.attack(device, order, "memory", kind="evaluate")
+    assert isinstance(answer, Failed)
+    assert answer.broke == "memory"
+    assert device.peak_bytes <= MEMORY
+
+
+def test_random_numbers_do_not_exceed_the_memory_budget(scene: Scene) -> None:
+    device = scene.device("little-memory", "--memory-budget", str(MEMORY))
+    draws = tuple(Draw(name=f"numbers-{number}", low=0, high=9, count=10_000_000) for number in range(40))
+    assert isinstance(scene.attack(device, scene.fedper.change_phase(draws=draws), "draws"), Declined)
+    assert device.peak_bytes <= MEMORY
+
+
+def test_endless_products_end_at_the_deadline(scene: Scene) -> None:
+    order = answer_with(scene.fedper, multiply_on)
+    answer = scene.attack(scene.device("plain"), order, "products", kind="evaluate", deadline_s=3.0)
+    assert isinstance(answer, Failed)
+    assert "deadline" in answer.reason
+
+
+def test_steps_of_delta_chains_in_a_circle_are_refused(scene: Scene) -> None:
+    digests = [f"blake3:{number:064x}" for number in range(24)]
+    steps = tuple(
+        DeltaStep(target, base, Manifest(digests[0], 1, 1024)) for target in digests for base in digests if target != base
+    )
+    [group] = scene.fedper.program.with_role(Role.SHARED)
+    answer = scene.attack(scene.device("plain"), scene.fedper, "circle", recipes=steps[:200], groups={group: digests[3]})
+    assert isinstance(answer, Failed)
+
+
+def with_ballast(order: Order, size: int) -> Order:
+    """Add a local tensor of so many numbers, which no graph reads, to a Program."""
+    program = order.program
+    tensors = {**program.tensors, "ballast": TensorSpec((size,), "float32", "ballast")}
+    changed = order.change(groups={**program.groups, "ballast": TensorGroup(Role.LOCAL)}, tensors=tensors)
+    return Order(changed.program, order.graphs, {**order.values, "ballast": np.zeros(size, np.float32)})
+
+
+def test_vaults_of_new_runs_stay_inside_the_disk_budget(scene: Scene) -> None:
+    """One blob of 8 MB is sent once; each of twelve runs would keep a copy of it in its vault."""
+    device = scene.device("little-disk", "--disk-budget", str(DISK))
+    order = with_ballast(scene.fedper, 2 * MB)
+    answers = []
+    for number in range(12):
+        answers.append(scene.coordinator.ask(device, order, run=f"disk-{number}"))
+        assert device.disk_bytes() <= DISK
+    print([type(answer).__name__ for answer in answers])
+    assert isinstance(answers[-1], Failed)
+    scene.check(device, "disk-11")
+
+
+def test_many_run_names_take_little_memory_and_disk(scene: Scene) -> None:
+    device = scene.device("many-runs", "--disk-budget", str(DISK))
+    runs = 100
+    for number in range(runs):
+        scene.coordinator.ask(device, scene.fedper, run=f"run-{number}")
+    folders = [path for path in (device.state / "vault").iterdir() if path.is_dir()]
+    print(len(folders), device.disk_bytes(), device.peak_bytes)
+    scene.coordinator.time_honest(device, scene.fedper)
+    assert device.disk_bytes() <= DISK
+
+
+# --- policy -------------------------------------------------------------------------------------------
+
+
+def test_hours_of_the_policy_hold(scene: Scene) -> None:
+    """The device trains in one hour of the day, which is not now."""
+    begin = datetime.datetime.now() + datetime.timedelta(hours=2)
+    device = scene.device("hours", "--hours", f"{begin:%H:%M}-{begin + datetime.timedelta(hours=1):%H:%M}")
+    for kind in ("train", "evaluate"):
+        answer = scene.coordinator.ask(device, scene.fedper, run=f"hours-{kind}", kind=kind)
+        assert isinstance(answer, Declined)
+    refused = {line["run"] for line in device.read_ledger() if line["kind"] == "refused"}
+    assert refused == {"hours-train", "hours-evaluate"}
+
+
+def test_policy_does_not_change_over_the_network(scene: Scene) -> None:
+    """The coordinator sends the answer of a join with a certificate, as for a token with another policy."""
+    policy = '[send]\nfeatures = "none"\nupdates = "none"\n'
+    device = scene.device("strict", policy=policy)
+    topics, secret = scene.coordinator.topics, b"s" * SECRET_BYTES
+    authority = scene.deployment.authority.der
+    certificate = ssl.PEM_cert_to_DER_cert((device.state / "identity" / "certificate.pem").read_text())
+    granted = seal(JoinGranted(secret, device.name, certificate, authority), secret, FROM_COORDINATOR)
+    for payload in (granted, encode_enrolment(Renewed(certificate)), b'[send]\nfeatures = "any"\n'):
+        scene.coordinator.transport.publish(topics.certificate_for(device.name), payload)
+        scene.coordinator.transport.publish(topics.to_device(device.name), payload)
+    for order in (scene.eftvit, scene.fedper):
+        answer = scene.coordinator.ask(device, order, run=f"strict-{order.program.method}")
+        assert isinstance(answer, Declined)
+    assert (device.state / "policy.toml").read_text() == policy
+    lines = device.read_ledger()
+    assert {line["run"] for line in lines if line["kind"] == "refused"} == {"strict-eftvit", "strict-fedper"}
+    assert {line["kind"] for line in lines} == {"hello counts", "refused"}

@@ -248,9 +248,9 @@ class HostileCoordinator:
             value = keep(pack({name: values[name] for name in shipped.names(group)}))
             if spec.role.from_server_each_round:
                 brought[group] = value.digest
-            else:
-                spec = msgspec.structs.replace(spec, initial=value.digest)
-            groups[group] = spec
+            groups[group] = msgspec.structs.replace(
+                spec, initial=None if spec.role.from_server_each_round else value.digest
+            )
             once.append(value)
         whole = keep(encode_program(msgspec.structs.replace(shipped, groups=groups)))
         task = Task(

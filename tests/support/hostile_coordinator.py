@@ -18,6 +18,7 @@ import psutil
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
 from edge_client.link.identity import Membership
+from edge_client.storage.vault import Vault
 from edge_client.work.batches import whole_samples
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
@@ -50,6 +51,7 @@ from tests.support.deployments import make_request, write_identity
 from tests.support.waiting import wait_until
 
 WAIT_S = 120.0
+LOOK_EVERY_S = 0.05
 ALIKE = 0.99
 """Cosine above which numbers are a scaled copy of a patch; patches of noise are at most 0.7 alike."""
 
@@ -80,13 +82,13 @@ class Order:
         return self.change(batch=msgspec.structs.replace(self.program.batch, **changes))
 
 
-def make_order(program: Program, graphs: Mapping[str, bytes], seed: int = 0) -> Order:
+def make_order(shipped: Program, graphs: Mapping[str, bytes], seed: int = 0) -> Order:
     """Make an order of a Program with small random values."""
     random = np.random.default_rng(seed)
     values = {
-        name: random.normal(0, 0.1, spec.shape).astype(spec.dtype) for name, spec in sorted(program.tensors.items())
+        name: random.normal(0, 0.1, spec.shape).astype(spec.dtype) for name, spec in sorted(shipped.tensors.items())
     }
-    return Order(program, graphs, values)
+    return Order(shipped, graphs, values)
 
 
 class HostileDevice:
@@ -98,14 +100,18 @@ class HostileDevice:
         join_without_token(deployment, self.state / "identity", name)
         command = [*program("edge_client.cli"), "--data", str(data), "--state", str(self.state), "--threads", "1"]
         self.process = fleet.start(name, [*command, *flags], log=self.log_path)
-        self.peak_bytes = 0
+        self.peak_bytes, self._looked_at = 0, 0.0
+        self._children: list[psutil.Process] = []
 
     @property
     def log(self) -> str:
         return log_text(self.log_path)
 
     def look(self) -> None:
-        """Take a sample of the memory of the device and of its processes."""
+        """Take a sample of the memory of the device and of its processes, several times a second."""
+        if (now := time.monotonic()) < self._looked_at + LOOK_EVERY_S:
+            return
+        self._looked_at = now
         with suppress(psutil.Error):
             device = psutil.Process(self.process.pid)
             tree = [device, *device.children(recursive=True)]
@@ -122,12 +128,21 @@ class HostileDevice:
         lines: list[dict[str, Any]] = json.loads(done.stdout)
         return lines
 
-    def stop(self) -> None:
-        """End the device by SIGTERM, with all of its processes."""
-        tree = psutil.Process(self.process.pid).children(recursive=True)
+    def read_personal(self) -> list[Any]:
+        """Read the personal tensors of the newest runs; of one or two numbers a copy would prove nothing."""
+        vault = Vault(self.state / "vault")
+        kept = [vault.local(run) or {} for run in vault.runs()[:5]]
+        return [value for tensors in kept for value in tensors.values() if value.size > 4]
+
+    def terminate(self) -> None:
+        """Ask the device to end."""
+        self._children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.terminate()
+
+    def check_end(self) -> None:
+        """Check that the device has ended in order, with all of its processes."""
         assert self.process.wait(WAIT_S) == 0, self.log
-        _, alive = psutil.wait_procs(tree, timeout=WAIT_S)
+        _, alive = psutil.wait_procs(self._children, timeout=WAIT_S)
         assert not alive
         assert "Traceback" not in self.log
 
@@ -205,9 +220,12 @@ class HostileCoordinator:
         if result.inline:
             self.uploads.append((result, result.inline))
         else:
-            topic = self.topics.upload(device, upload.digest)
-            finish = lambda *_: self.uploads.append((result, self.blobs.get(upload.digest)))  # noqa: E731
-            self.exchange.fetch(upload, device, topic, finish)
+            self.exchange.fetch(
+                upload,
+                device,
+                self.topics.upload(device, upload.digest),
+                lambda *_: self.uploads.append((result, self.blobs.get(upload.digest))),
+            )
 
     def wait(self, condition: Callable[[], Any], what: str, *devices: HostileDevice) -> Any:
         """Wait for a condition, and look at the devices' memory meanwhile."""
@@ -235,9 +253,7 @@ class HostileCoordinator:
 
     # --- tasks ----------------------------------------------------------------------------------------
 
-    def give(
-        self, device: HostileDevice, order: Order, *, run: str, kind: TaskKind = "train", **changes: Any
-    ) -> Task:
+    def give(self, device: HostileDevice, order: Order, *, run: str, kind: TaskKind = "train", **changes: Any) -> Task:
         """Send a task, each with a round of its own."""
         self._rounds += 1
         shipped, keep = order.program, self.blobs.put
@@ -269,28 +285,29 @@ class HostileCoordinator:
         self.tell(device.name, task)
         return task
 
-    def expect(self, device: HostileDevice, task: Task) -> Result | Failed | Declined:
+    def expect(self, device: HostileDevice, task: Task, *, acknowledges: bool = True) -> Result | Failed | Declined:
         """Wait for the answer to a task, with its upload."""
 
         def find() -> Result | Failed | Declined | None:
             assert device.process.poll() is None, device.log
             for sender, message in self.messages:
-                if sender == device.name and isinstance(message, Result | Failed | Declined):
-                    if (message.run, message.round, message.kind) == (task.run, task.round, task.kind):
-                        return message
+                is_answer = sender == device.name and isinstance(message, Result | Failed | Declined)
+                if is_answer and (message.run, message.round, message.kind) == (task.run, task.round, task.kind):
+                    return message
             return None
 
         answer = self.wait(find, f"no answer to {task.run}", device)
         if isinstance(answer, Result) and answer.upload:
-            is_here = lambda: any(result.round == task.round for result, _ in self.uploads)  # noqa: E731
-            self.wait(is_here, f"no upload of {task.run}", device)
-        accepted = isinstance(answer, Result)
-        self.tell(device.name, ResultAck(task.run, task.round, task.kind, accepted))
+            self.wait(lambda: task.round in [result.round for result, _ in self.uploads], "no upload came", device)
+        if acknowledges:
+            self.tell(device.name, ResultAck(task.run, task.round, task.kind, isinstance(answer, Result)))
         return answer
 
-    def ask(self, device: HostileDevice, order: Order, *, run: str, **changes: Any) -> Result | Failed | Declined:
+    def ask(
+        self, device: HostileDevice, order: Order, *, run: str, acknowledges: bool = True, **changes: Any
+    ) -> Result | Failed | Declined:
         """Send a task and wait for its answer."""
-        return self.expect(device, self.give(device, order, run=run, **changes))
+        return self.expect(device, self.give(device, order, run=run, **changes), acknowledges=acknowledges)
 
     def time_honest(self, device: HostileDevice, order: Order) -> float:
         """Give the honest task, which must be done; returns the seconds that it took."""
@@ -301,15 +318,13 @@ class HostileCoordinator:
 
     # --- what came ------------------------------------------------------------------------------------
 
-    def find_leaks(self, device: HostileDevice, batch: Batch, personal: Tensors | None = None) -> Iterator[str]:
-        """Yield the images and personal tensors of a device that are in what came, as they are or scaled."""
+    def find_leaks(self, device: HostileDevice, batch: Batch) -> Iterator[str]:
+        """Yield where images, also scaled, and personal tensors of the newest runs are in what came."""
         prepared, pixels = read_images(device.data, batch)
-        personal = personal or {}
-        secrets_ = [row.tobytes() for image in prepared for row in image] + [row.tobytes() for row in pixels]
-        secrets_ += [value.tobytes() for value in personal.values()]
-        contents = [*self.payloads, *((result.run, content) for result, content in self.uploads)]
-        for where, content in contents:
-            if any(secret in content for secret in secrets_):
+        hidden = [row.tobytes() for image in prepared for row in image] + [row.tobytes() for row in pixels]
+        hidden += [value.tobytes() for value in device.read_personal()]
+        for where, content in [*self.payloads, *((result.run, content) for result, content in self.uploads)]:
+            if any(one in content for one in hidden):
                 yield f"a copy in {where}"
         patches = prepared.reshape(-1, prepared.shape[-1])
         for result, content in self.uploads:
@@ -346,7 +361,9 @@ def join_without_token(deployment: Deployment, folder: Path, name: str) -> None:
         end = certificate.not_valid_after_utc.timestamp()
         rows.put_device(name, Certificate(f"{certificate.serial_number:x}", time.time(), end), time.time())
     address = write_identity(deployment, folder, name, key, certificate)
-    assert address.cert_file and address.key_file and address.ca_file
+    assert address.cert_file is not None
+    assert address.key_file is not None
+    assert address.ca_file is not None
     address.cert_file.rename(folder / "certificate.pem")
     address.key_file.rename(folder / "key.pem")
     (folder / "authority.pem").write_bytes(address.ca_file.read_bytes())

@@ -126,6 +126,7 @@ class Agent:
             progress=self.worker.progress,
             last_task=history.task,
             last_error=history.error,
+            memory=self.worker.guard.memory,
             peak_rss_bytes=history.peak_rss_bytes,
             waiting=len(answers),
             answers=dict(answers.counts),

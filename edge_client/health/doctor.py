@@ -16,12 +16,14 @@ from edge_client.health.machine_checks import (
     check_heat,
     check_kernels,
     check_memory,
+    check_sandbox,
 )
 from edge_client.health.state_checks import check_data, check_files, check_policy, check_state
 
 CHECKS: tuple[Callable[[DoctorContext], Iterator[Finding]], ...] = (
     check_engine,
     check_kernels,
+    check_sandbox,
     check_memory,
     check_disk,
     check_clock,

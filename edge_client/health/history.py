@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from edge_client.health.memory import OwnMemory
 from fedvit.data.folder import DeviceData
 from fedvit.wire.messages import Progress, Result, Task, TaskKind
 
@@ -61,6 +62,7 @@ class AgentState(NamedTuple):
     progress: Progress | None  # the newest, of any task
     last_task: LastTask | None
     last_error: LastError | None
+    memory: OwnMemory  # of the device's processes
     peak_rss_bytes: int | None
     waiting: int  # answers to tasks that are not acknowledged yet
     answers: dict[tuple[TaskKind, str], int]  # number of answers since the start, by kind of task and of message

@@ -37,6 +37,15 @@ from fedvit.kernels import find_library
 onnxruntime.SessionOptions().register_custom_ops_library(str(find_library()))
 """
 
+_SANDBOX_CHILD = """
+from edge_client.sandbox.confine import confine
+print(*confine((), (), None))
+"""
+_WITHOUT = {
+    "Landlock": "graphs can read files of this user",
+    "seccomp": "graphs are not kept from the network",
+}
+
 
 def check_engine(context: DoctorContext) -> Iterator[Finding]:
     """Load the engine and run a graph in a separate process, as a build for another processor dies of a signal."""
@@ -90,6 +99,27 @@ def check_kernels(context: DoctorContext) -> Iterator[Finding]:
         )
     else:
         yield Finding(check="kernels", level="ok", what=f"{kernels.EXTRA} loads")
+
+
+def check_sandbox(context: DoctorContext) -> Iterator[Finding]:
+    """Let a separate process give up its rights, as the one that runs graphs does."""
+    command = [context.interpreter, "-P", "-c", _SANDBOX_CHILD]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding(check="sandbox", level="error", what=f"it cannot be tried: {describe_error(error)}")
+        return
+    missing = done.stdout.decode().split()
+    if not missing:
+        yield Finding(check="sandbox", level="ok", what="graphs run without network, keys and files to write")
+    for name in missing:
+        yield Finding(
+            check="sandbox",
+            level="warning",
+            what=f"this system has no {name} for this processor: {_WITHOUT[name]}",
+            hint="use a 64-bit Linux from 5.13 on with `landlock` among the words of /sys/kernel/security/lsm; until "
+            "then run the device as a user of its own",
+        )
 
 
 def check_memory(context: DoctorContext) -> Iterator[Finding]:

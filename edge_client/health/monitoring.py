@@ -12,7 +12,7 @@ from edge_client.health.history import AgentState
 from edge_client.link.device_link import DeviceLink
 from fedvit.prometheus import loop_metrics, transport_metrics
 from fedvit.timings import LoopWatch
-from profiles.probes.host import free_disk_bytes, peak_rss_bytes
+from profiles.probes.host import free_disk_bytes
 from profiles.probes.meter import Sensors
 
 ANSWERS = ("result", "failed", "declined")
@@ -67,7 +67,7 @@ class AgentCollector(Collector):
         for name, text, value in (
             ("fedvit_device_temperature_celsius", "Processor.", self._sensors.thermometer.celsius()),
             ("fedvit_disk_free_bytes", "Free space for the state.", free_disk_bytes(self._folder)),
-            ("fedvit_peak_rss_bytes", "Most resident memory of the process.", peak_rss_bytes()),
+            ("fedvit_peak_rss_bytes", "Most resident memory of the device's processes.", state.memory.peak_bytes()),
         ):
             if value is not None:
                 yield GaugeMetricFamily(name, text, value)

@@ -19,7 +19,6 @@ from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.quantities import format_bytes, format_count, format_seconds
 from fedvit.terminal import escape_line
-from profiles.probes.host import resident_bytes
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class Doing(Struct, frozen=True, kw_only=True):
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """A device's status. Memory is resident memory of the whole process."""
+    """A device's status. Memory is resident memory of the process and of the one that runs graphs."""
 
     v: int = STATUS_VERSION
     device: str
@@ -109,7 +108,7 @@ class StatusFile:
                 started_s=self._started_s,
                 written_s=time.time(),
                 doing=doing,
-                rss_bytes=resident_bytes(),
+                rss_bytes=state.memory.resident_bytes(),
                 peak_rss_bytes=state.peak_rss_bytes,
                 memory_budget_bytes=self._identity.profile.budget.memory_bytes,
             )

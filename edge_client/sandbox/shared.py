@@ -45,7 +45,7 @@ def list_forms(program: Program, rows: dict[str, int]) -> list[Form]:
 
 def count_bytes(forms: Iterable[Form]) -> int:
     """Return the size of the tensors, each at an aligned place."""
-    return sum(_padded(_nbytes(form)) for form in forms)
+    return sum(_round_up(_nbytes(form)) for form in forms)
 
 
 def write_tensors(shared: int, forms: Sequence[Form], tensors: Tensors) -> None:
@@ -77,7 +77,7 @@ def _places(forms: Sequence[Form]) -> list[int]:
     places, end = [], 0
     for form in forms:
         places.append(end)
-        end += _padded(_nbytes(form))
+        end += _round_up(_nbytes(form))
     return places
 
 
@@ -85,5 +85,5 @@ def _nbytes(form: Form) -> int:
     return int(np.prod(form[1], dtype=np.int64)) * form[2].itemsize
 
 
-def _padded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

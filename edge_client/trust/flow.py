@@ -65,7 +65,7 @@ def check_flow(program: Program, graphs: Graphs, *, min_mask: float = 0.0) -> tu
     """
     models: dict[str, Model] = {}
     for name in dict.fromkeys([*program.graphs_for("train"), *program.graphs_for("evaluate")]):
-        with _explained(name):
+        with _name_graph(name):
             models[name] = _read(graphs(program.graphs[name].digest))
     flows = []
     for phase in program.train:
@@ -95,7 +95,7 @@ def check_images(program: Program, flows: tuple[PhaseFlow, ...], images: int, le
 
 
 @contextmanager
-def _explained(graph: str) -> Iterator[None]:
+def _name_graph(graph: str) -> Iterator[None]:
     try:
         yield
     except (NotAllowed, BadPayload) as error:
@@ -163,7 +163,7 @@ def _check_phase(program: Program, phase: Train, models: Mapping[str, Model]) ->
     trained = [name for group in phase.groups for name in program.names(group)]
     inputs = _list_inputs(program, phase, trained, local)
     rows = math.inf
-    with _explained(phase.graph):
+    with _name_graph(phase.graph):
         model = models[phase.graph]
         _check_names(model, phase, trained)
         for step in range(1, MAX_PASSES):
@@ -179,7 +179,7 @@ def _check_phase(program: Program, phase: Train, models: Mapping[str, Model]) ->
         else:
             raise refuse("its local tensors change with every step")
     if phase.update:
-        with _explained(phase.update):
+        with _name_graph(phase.update):
             _check_update(models[phase.update], phase)
     if not any(program.groups[group].role.is_sent_back for group in phase.groups):
         return None
@@ -190,20 +190,20 @@ def _check_phase(program: Program, phase: Train, models: Mapping[str, Model]) ->
 def _list_inputs(program: Program, phase: Train, trained: list[str], local: set[str]) -> dict[str, Value]:
     """Return the inputs that a device provides in a phase (`edge_client.work.steps`)."""
 
-    def known(name: str) -> Kind:
+    def find_kind(name: str) -> Kind:
         return Kind.PERSONAL if name in local else Kind.WEIGHT
 
     inputs = {
-        f"tensor/{name}": Value(spec.shape, known(name) | (Kind.UPDATE if name in trained else NOTHING))
+        f"tensor/{name}": Value(spec.shape, find_kind(name) | (Kind.UPDATE if name in trained else NOTHING))
         for name, spec in program.tensors.items()
     }
     inputs |= {
-        f"anchor/{name}": Value(program.tensors[name].shape, known(name))
+        f"anchor/{name}": Value(program.tensors[name].shape, find_kind(name))
         for group in phase.anchors
         for name in program.names(group)
     }
     for name in trained:
-        value = Value(program.tensors[name].shape, known(name) | Kind.UPDATE)
+        value = Value(program.tensors[name].shape, find_kind(name) | Kind.UPDATE)
         if phase.update:
             inputs[f"grad/{name}"] = value
         inputs |= {f"slot/{slot}/{name}": value for slot in phase.slots}
@@ -337,7 +337,7 @@ def _check_answers(program: Program, models: Mapping[str, Model]) -> None:
     else:
         inputs["batch/patches"] = Value((size, batch.patches, batch.patch_values), Kind.RAW)
     if gather := evaluate.gather:
-        with _explained(gather.graph):
+        with _name_graph(gather.graph):
             output = f"collect/{gather.output}"
             flow = _follow(models[gather.graph], inputs)
             if output not in flow.values or flow.values[output].shape != (size, *gather.shape):
@@ -347,7 +347,7 @@ def _check_answers(program: Program, models: Mapping[str, Model]) -> None:
             "gathered/labels": Value((gather.capacity,), Kind.LABEL),
             "gathered/weight": Value((gather.capacity,), Kind.PUBLIC),
         }
-    with _explained(evaluate.graph):
+    with _name_graph(evaluate.graph):
         flow = _follow(models[evaluate.graph], inputs)
         if flow.model.outputs.keys() != {"logits"}:
             raise refuse("it must have the output 'logits', and no other")

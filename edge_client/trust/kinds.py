@@ -18,7 +18,7 @@ FLOW = "FV1441"
 
 
 class Kind(enum.IntFlag):
-    """What a term tells about the device's data. The value of a constant zero has no term."""
+    """The data that a term tells of. The value of a constant zero has no term."""
 
     PUBLIC = 1  # constants, rates, drawn numbers, padding and masks
     WEIGHT = 2  # a declared tensor that the server knows
@@ -96,7 +96,7 @@ def sum_samples(kinds: Kind) -> Kind:
 
 @dataclass(frozen=True)
 class Samples:
-    """Where the samples of a batch lie: axis `axis` has outer x count x inner places."""
+    """Places of the samples of a batch: axis `axis` has outer x count x inner places."""
 
     axis: int
     outer: int

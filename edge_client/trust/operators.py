@@ -172,7 +172,7 @@ def _scale(left: Value, right: Value, right_kinds: Kind | None = None) -> Value:
 
 
 @_rule("Mul")
-def _multiplied(flow: GraphFlow, node: Node, inputs: list[Value]) -> list[Value]:
+def _multiply(flow: GraphFlow, node: Node, inputs: list[Value]) -> list[Value]:
     _need(len(inputs) == 2, node)
     return [_scale(inputs[0], inputs[1])]
 

@@ -1,4 +1,4 @@
-"""What the first task of a run fixes: no later Program of the run may send more than its first one said.
+"""Limits that the first task of a run sets: no later Program of the run may send more than its first one said.
 
 Pinned are the roles of tensors, the codecs of what is sent, and how features are masked and noised. Two changes of a
 role are part of methods and of plans for a smaller budget: a tensor from the server is trained in some rounds

@@ -66,7 +66,7 @@ def test_strictest_policy_that_allows_a_method_trains_it(
 
 
 def test_run_with_a_smaller_mask_says_so_and_waits_for_other_devices(stage: Stage) -> None:
-    """What the mask is, the Program says, which is made once a device is here; the device gets no task."""
+    """The Program, which is made once a device is here, names the mask; the device gets no task."""
     start_run(stage, "eftvit", {"local_blocks": 1, "mask": 0.25})
     stage.device("device-0")
     line = "device-0 does not allow features with less than 50% of the patches left out, which eftvit needs"

@@ -33,6 +33,7 @@ from fedvit.wire.messages import (
     BlobAck,
     BlobNack,
     CoordinatorState,
+    Declined,
     DeltaStep,
     Failed,
     FromCoordinator,
@@ -315,6 +316,11 @@ class World:
     def failure(self, setting: Setting, **changed: Any) -> str:
         self.give(setting, **changed)
         return self.server.expect(Failed).reason
+
+    def refusal(self, setting: Setting, **changed: Any) -> str:
+        """Reason why the device does not allow a task."""
+        self.give(setting, **changed)
+        return self.server.expect(Declined).reason
 
 
 def train_here(setting: Setting, program: Program, start: Tensors, digits: Path, round: int = 1) -> Tensors:

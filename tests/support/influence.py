@@ -26,8 +26,9 @@ PERSONAL_NUMBERS = 24
 
 @dataclass(frozen=True)
 class Influence:
-    """How many pixels, personal numbers and class counts a number that is sent follows from, at the least, and how many
-    images in the middle of all numbers; infinite: from none."""
+    """Numbers of pixels, personal numbers and class counts that a sent number follows from, at the least.
+
+    `images` is the median over all sent numbers; infinite: none."""
 
     pixels: float
     images: float

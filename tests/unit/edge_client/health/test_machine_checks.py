@@ -18,6 +18,7 @@ from edge_client.health.machine_checks import (
     check_heat,
     check_kernels,
     check_memory,
+    check_sandbox,
 )
 from fedvit.policy import Policy, TrainPolicy
 from fedvit.transport.address import Address
@@ -52,6 +53,21 @@ def test_the_engine(context: DoctorContext, tmp_path: Path, script: str | None, 
     assert found.level == ("error" if script else "ok")
     assert words in found.what
     assert ("ARMv8.0" in str(found.hint)) == (script == ILLEGAL)
+
+
+@pytest.mark.parametrize(
+    ("script", "level", "words"),
+    [
+        (None, "ok", "without network, keys and files to write"),
+        ("echo Landlock", "warning", "no Landlock for this processor: graphs can read files"),
+        ("echo seccomp", "warning", "not kept from the network"),
+        ("exit 1", "error", "cannot be tried"),
+    ],
+)
+def test_the_sandbox(context: DoctorContext, tmp_path: Path, script: str | None, level: str, words: str) -> None:
+    """This machine's kernel can confine a process; one that cannot says what is missing."""
+    [found] = check_sandbox(replace(context, interpreter=dying(tmp_path, script)) if script else context)
+    assert (found.level, words in found.what) == (level, True)
 
 
 def test_kernels_that_are_not_installed(context: DoctorContext, monkeypatch: pytest.MonkeyPatch) -> None:

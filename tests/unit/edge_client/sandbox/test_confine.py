@@ -50,7 +50,7 @@ ALLOWED = {"read", "list", "small block", "thread"}
 
 @pytest.fixture(scope="module")
 def rights(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bool]:
-    """What a confined process can do, by name."""
+    """Acts by name, each with True if a confined process can do it."""
     folder, secrets = tmp_path_factory.mktemp("images"), tmp_path_factory.mktemp("secrets")
     (folder / "image").write_bytes(b"pixels")
     (secrets / "key").write_bytes(b"key")

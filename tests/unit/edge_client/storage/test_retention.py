@@ -105,7 +105,7 @@ def test_the_end_of_a_run_leaves_frozen_weights(world: World, fedavg: Setting) -
     """No vault has them, so an export reads them."""
     device, program = world.device(once=True), with_local_head(fedavg)
     head = msgspec.structs.replace(program.groups["head"], role=Role.FROZEN)
-    program = msgspec.structs.replace(program, groups={**program.groups, "head": head})
+    program = msgspec.structs.replace(program, groups={**program.groups, "head": head}, train=())
     world.result(fedavg, program=program, kind="evaluate")
     finish(world, device)
     assert head.initial in digests(device.blobs)

@@ -46,7 +46,7 @@ def test_a_personal_tensor_does_not_become_shared(vault: Vault, eftvit: Setting)
 
 
 def test_blocks_that_are_trained_in_some_rounds_are_accepted(vault: Vault, fedavg: Setting) -> None:
-    """As FedBFPT's are: from the server in every round, trained and sent in some."""
+    """FedBFPT's are like that: from the server in every round, trained and sent in some."""
     for role in (Role.SHARED, Role.GLOBAL, Role.SHARED):
         pin_program(vault, "run", with_role(fedavg.program, "model", role))
     pin_program(vault, "run", with_role(fedavg.program, "model", Role.LOCAL))

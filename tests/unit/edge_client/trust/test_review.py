@@ -1,4 +1,4 @@
-"""A task that would send more than is allowed fails with a reason before it runs, and the next one is done."""
+"""A task that would send more than is allowed is declined with a reason before it runs, and the next one is done."""
 
 from random import Random
 
@@ -24,7 +24,7 @@ def with_batch_in_update(setting: Setting) -> Program:
 
 def test_pixels_in_an_update_are_refused_and_the_next_task_is_done(world: World, parts: Setting) -> None:
     device = world.device()
-    reason = world.failure(parts, program=with_batch_in_update(parts))
+    reason = world.refusal(parts, program=with_batch_in_update(parts))
     assert "graph 'train' is not allowed" in reason
     assert device.vault.pending() == []
     assert world.result(parts, round=2).samples == 20
@@ -37,7 +37,7 @@ def test_a_personal_tensor_that_becomes_shared_is_refused(world: World, fedavg: 
     world.server.acknowledge(world.result(fedavg, program=personal))
     head = msgspec.structs.replace(personal.groups["head"], role=Role.SHARED, initial=None)
     stolen = msgspec.structs.replace(personal, groups={**personal.groups, "head": head})
-    reason = world.failure(fedavg, program=stolen, round=2)
+    reason = world.refusal(fedavg, program=stolen, round=2)
     assert "was local and would become shared" in reason
     assert (Vault(device.vault.folder).path("run") / PINS).exists()
     assert world.result(fedavg, program=personal, round=3).samples == 20
@@ -49,5 +49,5 @@ def test_an_update_of_one_image_is_refused(world: World, fedavg: Setting) -> Non
     once = msgspec.structs.replace(phase, steps=0)
     program = msgspec.structs.replace(fedavg.program, train=(once,))
     world.device()
-    assert "an update of 0 training images" in world.failure(fedavg, program=program)
+    assert "an update of 0 training images" in world.refusal(fedavg, program=program)
     assert world.result(fedavg, program=program, kind="evaluate").samples == 12

@@ -316,12 +316,6 @@ def ask(world: World, setting: Setting, **changed: Any) -> Task:
     return world.task(setting, program=msgspec.structs.replace(setting.program, **changed))
 
 
-def graph(world: World, setting: Setting) -> Task:
-    """Name a training graph that is none."""
-    spec = msgspec.structs.replace(setting.program.graphs["train"], digest=world.server.keep(b"no graph").digest)
-    return ask(world, setting, graphs={**setting.program.graphs, "train": spec})
-
-
 def phase(world: World, setting: Setting) -> Task:
     [train] = setting.program.train
     return ask(world, setting, train=(msgspec.structs.replace(train, graph="no such graph"),))
@@ -349,7 +343,6 @@ IMPOSSIBLE: dict[str, tuple[Callable[[World, Setting], Task], str]] = {
         lambda w, s: w.task(s, group_values={"model": s.start() | {"head.extra": np.zeros(1, np.float32)}}),
         "1 tensors were not asked for, the first is 'head.extra'",
     ),
-    "graph": (graph, "cannot be loaded"),
     "graph of a phase": (phase, "no such graph"),
     "classes": (lambda w, s: ask(w, s, classes=("0", "1", "seven")), "class folders that the run does not know: 2"),
     "run": (lambda w, s: w.task(s, run="../../escaped"), "../../escaped"),
@@ -367,6 +360,14 @@ def test_a_task_that_cannot_be_done_is_named_and_the_device_stays(
     assert (failed.broke, failed.use) == (None, None), "no budget is to blame"
     assert device.vault.round_of("run") == 0
     assert not (tmp_path / "escaped").exists()
+    assert world.result(fedavg, run="another").run == "another"
+
+
+def test_a_graph_that_is_none_is_declined_and_the_device_stays(world: World, fedavg: Setting) -> None:
+    world.device()
+    spec = msgspec.structs.replace(fedavg.program.graphs["train"], digest=world.server.keep(b"no graph").digest)
+    program = msgspec.structs.replace(fedavg.program, graphs={**fedavg.program.graphs, "train": spec})
+    assert "graph 'train' is not allowed: not protobuf" in world.refusal(fedavg, program=program)
     assert world.result(fedavg, round=2).round == 2
 
 

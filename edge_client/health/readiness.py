@@ -22,6 +22,7 @@ class NotNow(NamedTuple):
 
     reason: str
     again_s: float
+    is_forbidden: bool = False  # by the owner's hours: the ledger notes it
 
 
 def read_celsius() -> float | None:
@@ -45,9 +46,9 @@ class Readiness:
             return NotNow(f"busy: {policy.busy_file} exists", BUSY_AGAIN_S)
         now = self.clock()
         if policy.quiet_hours and (left_s := policy.quiet_hours.remaining_s(now)):
-            return NotNow(f"quiet hours until {policy.quiet_hours.end:%H:%M}", left_s)
+            return NotNow(f"quiet hours until {policy.quiet_hours.end:%H:%M}", left_s, is_forbidden=True)
         if policy.hours and (left_s := policy.hours.others.remaining_s(now)):
-            return NotNow(f"it trains at {policy.hours}", left_s)
+            return NotNow(f"it trains at {policy.hours}", left_s, is_forbidden=True)
         if (limit_c := policy.max_temperature) is not None:
             celsius = self.celsius()
             if celsius is not None and celsius > limit_c:

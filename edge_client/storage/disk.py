@@ -2,7 +2,7 @@
 
 import logging
 
-from edge_client.storage.retention import find_retired_runs
+from edge_client.storage.retention import find_least_run, find_retired_runs
 from edge_client.storage.vault import Vault, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.errors import OverBudget
@@ -13,6 +13,11 @@ log = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.5
 """Default budget: this share of the space that is free at the start or that the state uses already."""
+
+
+MAX_RUNS = 256
+"""Runs with a folder in the vault: a coordinator chooses their names, and each costs blocks and time that its bytes do
+not show."""
 
 
 class DiskBudget:
@@ -43,6 +48,23 @@ class DiskBudget:
             old = finished.pop()
             remove_run(self._vault, old)
             log.info("vault removed", extra={"run": old, "for_run": run, "limit_bytes": self.limit_bytes})
+
+    def make_place(self, run: str) -> None:
+        """Make sure that a run may have a folder: if there are too many, the one that costs the least is removed.
+
+        Raises OverBudget if none may be removed.
+        """
+        folders = self._vault.folders()
+        if run in folders or len(folders) < MAX_RUNS:
+            return
+        if (old := find_least_run(self._vault)) is None:
+            raise OverBudget(
+                "FV1507",
+                f"run {run!r} is new, and the device keeps {len(folders)} others, at most {MAX_RUNS}: remove runs with "
+                "`edge-client rm RUN`",
+            )
+        remove_run(self._vault, old)
+        log.info("vault removed", extra={"run": old, "for_run": run, "limit": MAX_RUNS})
 
     def used_bytes(self) -> int:
         return folder_bytes(self._vault.folder) + folder_bytes(self._blobs.folder)

@@ -1,4 +1,4 @@
-"""The ledger of a device: a line for each thing that left it, and for each task that it refused.
+"""The ledger of a device: a line for each thing that left it, and for each task that it refused or stopped.
 
 `ledger.jsonl` is only appended to; when it is full it becomes `ledger.1.jsonl`, in place of the former one. A line is
 on the disk before its result is sent. A result has one line, also after kill -9: its key names the result.
@@ -129,7 +129,7 @@ class Ledger:
             self._add(line)
 
     def note_refusal(self, task: Task, reason: str) -> None:
-        """Write the line of a refused task; of very many in 24 hours the first ones only."""
+        """Write the line of a task that was refused or stopped; of very many in 24 hours the first ones only."""
         now_s = time.time()
         line = LedgerLine(time_s=now_s, kind="refused", run=task.run, round=task.round, reason=reason[:MAX_TEXT])
         with self._lock:

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from edge_client.storage.evaluation import blobs_of_model
+from edge_client.storage.round_files import count_earlier_rounds, find_current
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError
@@ -29,6 +30,21 @@ VAULT, BLOBS, LOCK = "vault", "blobs", "lock"
 def find_retired_runs(vault: Vault, keep_runs: int) -> list[str]:
     """Runs that are older than the newest `keep_runs` of this device, are over, and have no unacknowledged result."""
     return [run for run in vault.runs()[keep_runs:] if _why_kept(vault, run) is None]
+
+
+def find_least_run(vault: Vault) -> str | None:
+    """Run that costs the least when a new one needs its place; None if none may be removed.
+
+    The oldest run that is over, else the one with the fewest finished rounds, at most one: a coordinator can begin any
+    number of runs, but their rounds take its time. A run with an unacknowledged result is kept.
+    """
+    if retired := find_retired_runs(vault, 0):
+        return retired[-1]
+    noted = dict.fromkeys(reversed(vault.runs()))
+    unnoted = [run for run in vault.folders() if run not in noted]  # the first task ended early
+    rounds = {run: count_earlier_rounds(find_current(vault.path(run))) for run in (*unnoted, *noted)}
+    fewest = sorted((run for run, finished in rounds.items() if finished <= 1), key=rounds.__getitem__)
+    return next((run for run in fewest if not vault.has_pending(run)), None)
 
 
 def _why_kept(vault: Vault, run: str) -> str | None:

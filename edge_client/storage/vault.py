@@ -47,7 +47,7 @@ from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
 from fedvit.files import WRITING, atomic_write, folder_bytes, make_folder, storage_failed, sync_folder
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Result, Task, TaskKind
-from fedvit.wire.topics import check_name
+from fedvit.wire.topics import check_name, is_name
 
 _TASK = "TASK"
 _OVER = "OVER"
@@ -218,6 +218,12 @@ class Vault:
         """Return the runs that this device has worked for, the newest first."""
         notes = sorted(self.folder.glob(f"*/{_TASK}"), key=lambda file: file.stat().st_mtime, reverse=True)
         return [file.parent.name for file in notes]
+
+    def folders(self) -> list[str]:
+        """Return the runs that have a folder here, in no order."""
+        with contextlib.suppress(FileNotFoundError):
+            return [path.name for path in self.folder.iterdir() if is_name(path.name)]
+        return []
 
     # --- the end of a run -----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from edge_client.storage.integrity import DamagedBlobs
 from edge_client.work.fetcher import BlobFetcher
 from edge_client.work.runtime import Stopped
 from edge_client.work.task_executor import TaskExecution, TaskExecutor, Worked
-from fedvit.errors import FedvitError, NotAllowed, OverBudget, StorageFailed
+from fedvit.errors import BadPayload, DeviceTrouble, FedvitError, NotAllowed, OverBudget, StorageFailed
 from fedvit.wire.messages import Cancel, Declined, Extended, ResultAck, Task
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class CurrentTask:
         self._answers.drop_all()
         self.drop()
         if not_now := self._readiness.not_now():
+            if not_now.is_forbidden:
+                self._note_refusal(task, not_now.reason)
             self._decline(task, not_now, logging.INFO)
             return
         try:
@@ -184,10 +186,10 @@ class CurrentTask:
         """Report to the coordinator why this task failed; the device stays for the next one."""
         if execution is not self.execution:
             return
+        if isinstance(error, NotAllowed | OverBudget | BadPayload | DeviceTrouble):  # a hostile task could cause it
+            self._note_refusal(execution.task, str(error))
         if isinstance(error, NotAllowed):
             self.drop()
-            with contextlib.suppress(StorageFailed):  # the log has it
-                self._storage.ledger.note_refusal(execution.task, str(error))
             self._decline(execution.task, NotNow(str(error)[:500], error.again_s), logging.WARNING)
             return
         log.error("task failed", extra={"reason": str(error)}, exc_info=not isinstance(error, FedvitError) and error)
@@ -198,6 +200,10 @@ class CurrentTask:
         self.drop()
         broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
         self._answers.fail(task, reason, broke, use)
+
+    def _note_refusal(self, task: Task, reason: str) -> None:
+        with contextlib.suppress(StorageFailed):  # the log has it
+            self._storage.ledger.note_refusal(task, reason)
 
     def drop(self) -> None:
         """Stop the task without an answer."""

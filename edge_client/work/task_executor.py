@@ -131,10 +131,11 @@ class TaskExecutor:
     def run(self, execution: TaskExecution, program: Program) -> Result:
         """Do the work of a task, and return its result.
 
-        Raises Exceeded for a budget, Stopped for a stopped task, DamagedBlobs for those that must be fetched again,
+        Raises OverBudget for a budget, Stopped for a stopped task, DamagedBlobs for those that must be fetched again,
         NotAllowed for a task that would send more than the device allows.
         """
         self.check_files(execution, program)
+        self.storage.disk.make_place(execution.task.run)
         review_task(execution.task, program, self.storage, min_mask=self._least_mask)
         self._runtime.load()
         with self.guard.watching(execution.task.kind) as guarded:

@@ -44,6 +44,11 @@ class GraphEditor:
         )
         return b"".join(write_model(model, {}, {}))
 
+    def clear(self) -> None:
+        """Remove all nodes, constants and inputs."""
+        self.model = replace(self.model, inputs={})
+        self._nodes, self._constants = [], {}
+
     def shape(self, name: str) -> Shape:
         return self.model.shape(name)
 

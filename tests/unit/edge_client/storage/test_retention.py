@@ -12,12 +12,15 @@ from click.testing import CliRunner
 from click.testing import Result as Done
 
 import edge_client.owner.trained
+import edge_client.storage.disk
 from edge_client.cli import cli
+from edge_client.storage.disk import DiskBudget
+from edge_client.storage.retention import find_least_run
 from edge_client.storage.state import lock_state
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, OverBudget
 from fedvit.files import WRITING, folder_bytes
 from fedvit.policy import Policy, TrainPolicy
 from fedvit.program import Role, encode_program
@@ -25,6 +28,7 @@ from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
 from fedvit.wire.messages import BlobNack, Failed, Manifest, Result, RunEnded, Task
 from tests.support.agents import Device, World, with_kept, with_local_head
+from tests.support.codes import has_code
 from tests.support.power import after_power_cut, recorded, tree, write_tree
 from tests.support.settings import Setting
 from tests.support.waiting import wait_until
@@ -453,3 +457,40 @@ def test_rm_removes_a_run_whose_end_was_not_heard_where_that_is_wanted(state: Pa
     report("rm", "--state", state, "--force", "unheard")
     assert "unheard" not in Vault(state / "vault").runs()
     assert "acknowledged" in refusal("rm", "--state", state, "--force", "waiting")
+
+
+# --- more runs than a vault may have ------------------------------------------------------------------
+
+
+def test_the_run_that_costs_the_least_gives_its_place_to_a_new_one(tmp_path: Path) -> None:
+    """First one that is over, then one without a round, then the oldest with one; no result that waits is lost."""
+    vault = Vault(tmp_path)
+    for run in ("waits", "longer", "once", "once-more", "ended"):
+        keep_run(vault, run)
+        if run != "waits":
+            vault.settle(run, 1)
+    keep_run(vault, "longer")
+    vault.settle("longer", 1)
+    vault.end("ended")
+    (tmp_path / "begun").mkdir()
+    removed = []
+    while run := find_least_run(vault):
+        removed.append(run)
+        remove_run(vault, run)
+    assert removed == ["ended", "begun", "once", "once-more"]
+    assert set(vault.folders()) == {"waits", "longer"}
+
+
+def test_vault_has_at_most_so_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_client.storage.disk, "MAX_RUNS", 2)
+    vault = Vault(tmp_path / "vault")
+    disk = DiskBudget(vault, BlobStore(tmp_path / "blobs"), None)
+    disk.make_place("first")
+    for run in ("first", "second"):
+        keep_run(vault, run)
+    disk.make_place("second")
+    with pytest.raises(OverBudget, check=has_code("FV1507", "'third'")):
+        disk.make_place("third")
+    vault.settle("second", 1)
+    disk.make_place("third")
+    assert vault.folders() == ["first"]

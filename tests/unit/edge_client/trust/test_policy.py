@@ -94,6 +94,6 @@ def test_device_declines_and_does_the_next_task(world: World, fedavg: Setting, e
     world.give(eftvit)
     declined = world.server.expect(Declined)
     assert 'features = "none"' in declined.reason
-    [refused] = [line for line in Ledger(world.state).read() if line.kind == "refused"]
+    [refused] = [line for line in Ledger(world.state).read() if line.kind == "refused" and line.run == "run"]
     assert refused.reason == declined.reason
     assert world.result(fedavg, round=2).upload is not None

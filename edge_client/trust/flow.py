@@ -283,7 +283,10 @@ def _check_outputs(flow: GraphFlow, program: Program, phase: Train, trained: lis
     if phase.collect:
         name = f"collect/{phase.collect.output}"
         value, count = flow.values[name], _count_samples(program, phase)
-        if value.shape != (count, *phase.collect.shape) or value.samples != Samples(0, 1, count, 1):
+        is_of_samples = value.samples == Samples(0, 1, count, 1) or (
+            value.samples and value.samples.count == count == 1
+        )
+        if value.shape != (count, *phase.collect.shape) or not is_of_samples:
             raise refuse(f"output {name[:60]!r} has shape {value.shape}, expected one value for each sample")
         allowed = Kind.PUBLIC | Kind.WEIGHT | Kind.UPDATE | Kind.PERSONAL | Kind.LINEAR | Kind.FEATURE
         if value.kinds & ~allowed or not value.kinds & Kind.FEATURE:

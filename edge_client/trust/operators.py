@@ -166,7 +166,7 @@ def _scale(left: Value, right: Value, right_kinds: Kind | None = None) -> Value:
     other = right.kinds if right_kinds is None else right_kinds
     kinds = multiply(left.kinds, other, of_samples=_are_of_samples(left, right))
     for value, scaled in ((left, other), (right, left.kinds)):
-        if value.size == 1 and value.kinds:
+        if value.size == 1 and value.kinds and value.samples is None:
             kinds |= scaled & (Kind.RAW | Kind.PERSONAL)
     return _elementwise((left, right), kinds)
 
@@ -381,7 +381,9 @@ def _reduce(flow: GraphFlow, node: Node, inputs: list[Value]) -> list[Value]:
     kept = [1 if axis in axes else length for axis, length in enumerate(value.shape)]
     shape = tuple(length for axis, length in enumerate(kept) if keep or axis not in axes)
     kinds, samples, rows = value.kinds, value.samples, value.rows
-    if samples and samples.axis in axes:
+    if samples and samples.count == 1 and shape:  # a single sample may lie along any axis
+        samples = Samples(0, 1, 1, shape[0])
+    elif samples and samples.axis in axes:
         _need(node.kind in ("ReduceSum", "ReduceMean"), node)
         rows = min(rows, samples.count)
         kinds, samples = sum_samples(kinds), None
@@ -405,6 +407,9 @@ def _product(left: Value, right: Value, shape: Shape, left_axes: Sequence[int], 
         places.append(None if value.samples is None else axes[value.samples.axis])
     counts = [value.samples.count for value in (left, right) if value.samples]
     rows = min(left.rows, right.rows)
+    if set(counts) == {1}:  # a single sample may lie along any axis, and is never summed over
+        kinds = multiply(left.kinds, right.kinds, contracted=counts == [1], of_samples=_are_of_samples(left, right))
+        return Value(shape, kinds, Samples(0, 1, 1, shape[0]), rows)
     if _SUMMED in places:
         for value, axes, place in ((left, left_axes, places[0]), (right, right_axes, places[1])):
             summed = axes.index(_SUMMED)

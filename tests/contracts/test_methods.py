@@ -64,6 +64,7 @@ SHARED_FILES = {
     "aggregators",
     "base",
     "calculus",
+    "hyperparameters",
     "novel",
     "optimizers",
     "packed",

@@ -51,8 +51,8 @@ def test_nothing_accumulates(
     hosts: list[Host] = []
 
     class Counted(Coordinator):
-        def __init__(self, **parts: Any) -> None:
-            super().__init__(**parts)
+        def __init__(self, *parts: Any, **more: Any) -> None:
+            super().__init__(*parts, **more)
             finish = self.journal.finish
 
             def count(number: int) -> None:

@@ -57,6 +57,7 @@ class GraphProcess:
         self.connection, self.pid, self.limits = connection, pid, limits
         self.images: dict[str, Files] = {}  # "train" and "test", as it knows them
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+        self._inodes = find_inodes(limits.readable)
 
     def is_alive(self) -> bool:
         """Return False if it ended while it had no work."""
@@ -69,6 +70,8 @@ class GraphProcess:
     def can_read(self, folders: Iterable[Path]) -> bool:
         """Return True if it was allowed to read all of these folders."""
         readable = self.limits.readable
+        if find_inodes(readable) != self._inodes:  # a right belongs to a folder, not to its name
+            return False
         return all(not readable.isdisjoint((folder, *folder.parents)) for folder in folders)
 
     def note_unreadable(self, unreadable: Iterable[Unreadable]) -> None:
@@ -307,3 +310,8 @@ def find_folders(images: Collection[Files]) -> frozenset[Path]:
     paths = {path for files in images for path in files.paths}
     folders = {path.parent.resolve() for path in paths}
     return frozenset(folders | {path.resolve().parent for path in paths if path.is_symlink()})
+
+
+def find_inodes(folders: Iterable[Path]) -> dict[Path, int | None]:
+    """Return the inode of each folder; None if it is not here."""
+    return {folder: folder.stat().st_ino if folder.exists() else None for folder in folders}

@@ -1,6 +1,7 @@
 """Graphs in a confined process: the same results as in this one, and an end to those that do not end."""
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from onnx import TensorProto, helper
 from edge_client.sandbox.launcher import Launcher
 from edge_client.sandbox.sandbox import Sandbox
 from edge_client.work.runtime import OutOfMemory, Seeds, Stopped, Watch
+from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, DataError, DeviceTrouble
 from fedvit.program import Program
@@ -272,4 +274,19 @@ def test_tensors_of_the_vault_are_passed_on_without_the_right_to_read_it(
         (tmp_path / folder / "values").write_bytes(pack(start))
         mapped = map_tensors(tmp_path / folder / "values")
         assert_same_bits(sandbox.train(fedavg.program, mapped, data.train, SEEDS, 1.0, SILENT).tensors, want.tensors)
+    sandbox.release()
+
+
+def test_a_folder_that_was_made_anew_is_read(
+    fedavg: Setting, data: DeviceData, launcher: Launcher, made: Path, tmp_path: Path
+) -> None:
+    """A right belongs to the folder that was removed, not to its name."""
+    sandbox = Sandbox(launcher, threads=1, readable=(data.folder, tmp_path / "blobs"))
+    for _ in range(2):
+        shutil.copytree(fedavg.blobs.folder, tmp_path / "blobs")
+        for graph in fedavg.program.graphs.values():
+            sandbox.open(graph.digest, BlobStore(tmp_path / "blobs").path(graph.digest))
+        assert evaluate(sandbox, fedavg, data, fedavg.program).samples == 12
+        sandbox.keep_only(set())
+        shutil.rmtree(tmp_path / "blobs")
     sandbox.release()

@@ -273,7 +273,7 @@ class Needs(Struct, frozen=True):
     features: bool
     mask: float  # share of patches that its features leave out; 1 without features
 
-    def denied_by(self, denials: Iterable[str], least_mask: float) -> str | None:
+    def find_denial(self, denials: Iterable[str], least_mask: float) -> str | None:
         """Return the key of a policy that does not allow it, in words; None if all do."""
         if "methods" in denials:
             return "methods that no trusted publisher signed"

@@ -80,7 +80,7 @@ class Admission:
             limits = state.limits.non_default()
             state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}", limits=limits))
             return
-        if state.needs and (what := state.needs.denied_by(hello.denies, 0.0)):
+        if state.needs and (what := state.needs.find_denial(hello.denies, 0.0)):
             self.set_aside(device, hello, what)
             return
         state.not_allowing.pop(device, None)
@@ -146,7 +146,7 @@ class Admission:
         self._state.needs = needs
         for device in self._state.presence.online():
             hello = self._state.presence[device].hello
-            if what := needs.denied_by(hello.denies, 0.0):
+            if what := needs.find_denial(hello.denies, 0.0):
                 self.set_aside(device, hello, what)
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:

@@ -83,7 +83,7 @@ class DeviceTrainer(Trainer):
             state.operator_log(f"{device} is left out: {reason}")
         for device in list(work):
             hello = state.presence[device].hello if device in state.presence else None
-            if hello and (what := find_needs(work[device].program).denied_by(hello.denies, hello.least_mask)):
+            if hello and (what := find_needs(work[device].program).find_denial(hello.denies, hello.least_mask)):
                 del work[device]
                 parts.membership.set_aside(device, hello, what)
         return work

@@ -75,7 +75,7 @@ class GraphProcess:
         return all(not readable.isdisjoint((folder, *folder.parents)) for folder in folders)
 
     def note_unreadable(self, unreadable: Iterable[Unreadable]) -> None:
-        """Take over which images could not be decoded."""
+        """Note the images that it could not decode."""
         for one in unreadable:
             files = self.images.get(one.files)
             if files and one.row < len(files.paths):
@@ -125,7 +125,7 @@ class Sandbox:
 
     def load(self) -> None:
         """Start the process if there is none. Raises DeviceTrouble."""
-        self._running(frozenset())
+        self._find_process(frozenset())
 
     def open(self, digest: str, path: Path) -> None:
         """Note a graph that the next task runs; the process loads it then."""
@@ -200,7 +200,7 @@ class Sandbox:
     def _try(
         self, request: Request, images: dict[str, Files], result: int, watch: Watch
     ) -> TrainingDone | EvaluationDone | WorkFailed:
-        process = self._running(find_folders(images.values()))
+        process = self._find_process(find_folders(images.values()))
         new = {name: files for name, files in images.items() if process.images.get(name) is not files}
         process.images |= new
         raw = io.BytesIO()
@@ -235,7 +235,7 @@ class Sandbox:
                 self.release()
                 raise Stopped("FV1422", "the task was stopped")
 
-    def _running(self, folders: Collection[Path]) -> GraphProcess:
+    def _find_process(self, folders: Collection[Path]) -> GraphProcess:
         """Return the process: a new one if there is none, or if it may not read these folders."""
         if self._process and not (self._process.is_alive() and self._process.can_read(folders)):
             self.release()

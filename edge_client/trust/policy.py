@@ -92,7 +92,7 @@ def check_policy(policy: Policy, program: Program, task: Task, *, ledger: Ledger
             raise NotAllowed("FV1432", why, NEVER_S)
         if needs.features and send.features == "none":
             raise NotAllowed("FV1432", 'policy: features = "none", and the task sends features', NEVER_S)
-        if needs.features and needs.denied_by((), send.least_mask):
+        if needs.features and needs.find_denial((), send.least_mask):
             why = f"policy: min_mask = {send.min_mask:g}, and the features leave out {needs.mask:.3g} of the patches"
             raise NotAllowed("FV1432", why, NEVER_S)
     if (most := send.max_bytes_per_day) is not None:

@@ -203,7 +203,7 @@ def _train_graph(random: Random, program: Program, graphs: Graphs) -> tuple[Trai
     return phase, GraphEditor(graphs[phase.graph])
 
 
-def _sent_outputs(program: Program, phase: Train) -> list[str]:
+def _list_sent_outputs(program: Program, phase: Train) -> list[str]:
     kind = "grad" if phase.update else "tensor"
     return [
         f"new/{kind}/{name}"
@@ -215,7 +215,7 @@ def _sent_outputs(program: Program, phase: Train) -> list[str]:
 
 def _copy_into_update(random: Random, program: Program, graphs: Graphs) -> Mutant | None:
     phase, editor = _train_graph(random, program, graphs)
-    if not (outputs := _sent_outputs(program, phase)):
+    if not (outputs := _list_sent_outputs(program, phase)):
         return None
     output = random.choice(outputs)
     source, shape = _sources(program, editor, random)
@@ -279,7 +279,7 @@ def _choose_sample(random: Random, program: Program, graphs: Graphs) -> Mutant |
 def _forget_gradient(random: Random, program: Program, graphs: Graphs) -> Mutant | None:
     """Let an update rest on the last samples of a batch alone."""
     phase, editor = _train_graph(random, program, graphs)
-    outputs = _sent_outputs(program, phase)
+    outputs = _list_sent_outputs(program, phase)
     if not phase.update or not outputs:
         return None
     output = random.choice(outputs)

@@ -108,7 +108,7 @@ def test_narrow_policies_are_told(text: str, named: str) -> None:
 def test_what_a_run_needs_is_compared_with_what_a_device_denies(
     needs: Needs, denials: Sequence[str], least_mask: float, said: str | None
 ) -> None:
-    assert needs.denied_by(denials, least_mask) == said
+    assert needs.find_denial(denials, least_mask) == said
 
 
 @pytest.mark.parametrize(("hour", "rest_h"), [(21, 1.0), (22, 0.0), (5, 0.0), (6, 16.0)])

@@ -250,7 +250,7 @@ def test_features_of_models_without_a_class_token_to_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["registers with positions", "mean beside class token and registers", "attention"])
 def test_every_tensor_takes_part(name: str) -> None:
-    """Each has a gradient. The class token of the second is no part of the mean, yet the patches attend to it."""
+    """Every tensor has a gradient, also a class token that the mean omits: the patches attend to it."""
     vit = exact(MODELS[name]())
     _, patches = pictures(vit)
     values = {name: value.clone().requires_grad_() for name, value in vit.tensors().items()}

@@ -149,7 +149,7 @@ def _summarize(runs: Sequence[Measured], before: int, threads: int | None) -> Si
 def find_fastest(sides: Iterable[SideFigures]) -> SideFigures:
     """Find the fastest of the runs of one side with different numbers of threads.
 
-    >>> find_fastest([Side(rounds_per_s=2.0, threads=1), Side(rounds_per_s=0.5, threads=2)]).threads
+    >>> find_fastest([SideFigures(rounds_per_s=2.0, threads=1), SideFigures(rounds_per_s=0.5)]).threads
     1
     """
     return max(sides, key=lambda side: side.rounds_per_s or 0.0)

@@ -175,7 +175,7 @@ def test_compute_is_chosen_for_all_cases(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.extend(cases)
         raise ConfigError("FV0002", "enough")
 
-    monkeypatch.setattr("bench.step.run_step_bench", stop)
+    monkeypatch.setattr("bench.commands.run_step_bench", stop)
     for flags in ([], ["--compute", "fp32"], ["--compute", "int8"]):
         CliRunner().invoke(bench_command, ["step", "--case", "pfedpg-vitb", "--case", "eftvit-vitb-b8-int8", *flags])
     assert [case.compute for case in asked] == ["fp32", "int8", "fp32", "fp32", "int8", "int8"]

@@ -76,7 +76,7 @@ class Hours(NamedTuple):
 
 Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Measure = Annotated[float, Meta(gt=0.0, le=1e18)]
-Denial = Literal["updates", "features", "class_counts", "methods"]
+Denial = Literal["updates", "single_updates", "features", "class_counts", "methods"]
 """Keys by which a device announces what it does not allow."""
 
 
@@ -138,11 +138,15 @@ class Policy(Struct, frozen=True, kw_only=True):
         known = "those of a trusted publisher"
         return {"known": known, "checked": checked, None: f"{checked}, as no publisher is trusted"}[self.train.methods]
 
-    def denials(self) -> tuple[Denial, ...]:
-        """Keys of everything that no task of this device may send, or run."""
+    def denials(self, *, certified: bool = True) -> tuple[Denial, ...]:
+        """Keys of everything that no task of this device may send, or run.
+
+        `certified`: whether the device has a certificate, without which it does not know who is in a sum.
+        """
         send = self.send
         denied: dict[Denial, bool] = {
-            "updates": send.updates != "single",  # there are no sums over devices yet
+            "updates": send.updates == "none" or (send.updates == "sum" and not certified),
+            "single_updates": send.updates == "sum",
             "features": send.features == "none",
             "class_counts": not send.class_counts,
             "methods": self.train.methods == "known",  # there is no publisher whose key could be trusted yet
@@ -269,9 +273,10 @@ def find_narrowness(policy: Policy) -> str | None:
 class Needs(Struct, frozen=True):
     """The parts of a policy that the training of a Program needs."""
 
-    updates: bool  # of single devices
+    updates: bool
     features: bool
     mask: float  # share of patches that its features leave out; 1 without features
+    secure: bool = False  # updates are sent inside sums of devices only
 
     def find_denial(self, denials: Iterable[str], least_mask: float) -> str | None:
         """Return the key of a policy that does not allow it, in words; None if all do."""
@@ -279,6 +284,8 @@ class Needs(Struct, frozen=True):
             return "methods that no trusted publisher signed"
         if self.updates and "updates" in denials:
             return "updates"
+        if self.updates and not self.secure and "single_updates" in denials:
+            return "updates of single devices"
         if self.features and "features" in denials:
             return "features"
         if self.features and self.mask < least_mask - 1e-9:
@@ -286,7 +293,7 @@ class Needs(Struct, frozen=True):
         return None
 
     def __str__(self) -> str:
-        words = ["updates"] if self.updates else []
+        words = ["updates in sums" if self.secure else "updates"] if self.updates else []
         if self.features:
             words.append(f"features masked {self.mask:.2g}" if self.mask else "features")
         return ", ".join(words) or "nothing"
@@ -298,4 +305,4 @@ def find_needs(program: "Program") -> Needs:
     features = any(phase.collect for phase in program.train)
     masked = 0.0 if batch.text else 1.0 - batch.kept_patches / batch.patches
     updates = bool(program.with_role(*(role for role in Role if role.is_sent_back)))
-    return Needs(updates, features, masked if features else 1.0)
+    return Needs(updates, features, masked if features else 1.0, program.secure)

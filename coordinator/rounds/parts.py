@@ -24,6 +24,7 @@ from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.reporter import Reporter
 from coordinator.rounds.scheduler import TaskScheduler
 from coordinator.rounds.state import RunState
+from coordinator.rounds.sums import SecureSums
 from coordinator.rounds.task_ends import TaskEnds
 from coordinator.rounds.uploads import Uploads
 from fedvit.terminal import escape_line
@@ -77,7 +78,7 @@ class RunParts:
             classes=config.classes,
             unsent_bytes=transport.pending_bytes,
             limits=transport.limits,
-            needs=find_stored_needs(config.method),
+            needs=find_stored_needs(config.method, secure=config.secure),
             offers_refused=transport.offers_refused,
         )
         self.alerts = Alerts(run, config.alerts)
@@ -107,6 +108,7 @@ class RunParts:
         self.collector = ResultCollector(
             state, self.profiles, acceptance=self.acceptance, uploads=self.uploads, ends=self.ends
         )
+        self.sums = SecureSums(state, self.inbox, self.exchange, self.backups, folder)
         self.recovery = Recovery(state, self.exchange, self.backups, compute)
         self.reporter = Reporter(folder)
 

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from functools import cached_property
 
 import msgspec
-from msgspec import Struct
 
 from fedvit.errors import BadPayload, NotAllowed
-from fedvit.secure.keys import Binding, agree, find_public_key, make_secret, seal, unseal
+from fedvit.secure.attempt import Attempt, replace_step
+from fedvit.secure.keys import Binding, agree, find_public_key, seal, unseal
+from fedvit.secure.masks import add_mask
 from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
 from fedvit.secure.shamir import SHARE_BYTES, split_secret
 from fedvit.secure.signing import Credentials
-from fedvit.secure.vectors import Vector, add_mask, pack_vector
+from fedvit.secure.vectors import Vector, pack_vector
 from fedvit.wire.messages import (
     SumAsk,
     SumInbox,
@@ -31,40 +32,6 @@ from fedvit.wire.messages import (
 
 LEAST_DEVICES = 3
 """Devices of the smallest sum: of two, each would learn the other's part."""
-
-
-class Attempt(Struct, frozen=True, kw_only=True):
-    """What a device remembers of a sum: its secrets, and the coordinator's messages that it has answered."""
-
-    invite: SumInvite
-    mask_secret: bytes
-    share_secret: bytes
-    self_seed: bytes  # of its own mask
-    polynomial: bytes  # seed of the shares
-    nonce: bytes
-    peers: SumPeers | None = None
-    inbox: SumInbox | None = None
-    ask: SumAsk | None = None
-
-
-def begin_attempt(invite: SumInvite, before: Attempt | None) -> Attempt:
-    """Return what the device remembers of an attempt: new secrets, or those that it has. `before`: the newest attempt
-    at this sum. Raises NotAllowed."""
-    if before is not None:
-        if before.invite == invite:
-            return before
-        if before.ask is not None:  # the difference of two sums could be one device
-            raise NotAllowed("FV1451", "its numbers are in a sum already, and are not added a second time")
-        if before.invite.sum.attempt >= invite.sum.attempt:
-            raise NotAllowed("FV1451", f"attempt {invite.sum.attempt} of a sum is over")
-    return Attempt(
-        invite=invite,
-        mask_secret=make_secret(),
-        share_secret=make_secret(),
-        self_seed=make_secret(),
-        polynomial=make_secret(),
-        nonce=make_secret()[:16],
-    )
 
 
 def describe_keys(invite: SumInvite, device: str, keys: SumPublicKeys) -> bytes:
@@ -176,11 +143,7 @@ class DeviceSum:
 
     def _pin(self, step: str, message: SumPeers | SumInbox | SumAsk) -> None:
         """Remember a step's message. Raises NotAllowed if it had another one."""
-        before = getattr(self.attempt, step)
-        if before not in (None, message):
-            raise NotAllowed("FV1451", f"two different messages for one step of a sum ({step})")
-        self.attempt = msgspec.structs.replace(self.attempt, **{step: message})
-        self.__dict__.pop("_binding", None)
+        self.attempt = replace_step(self.attempt, step, message)
 
     def _check_peers(self, peers: SumPeers) -> None:
         invite = self.attempt.invite

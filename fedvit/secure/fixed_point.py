@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvit.errors import ConfigError
+from fedvit.tensors import Array
 from fedvit.wire.messages import SumTerms
 
 Words = npt.NDArray[np.uint32]
@@ -28,9 +29,7 @@ def count_levels(bits: int, devices: int) -> int:
     return levels
 
 
-def encode_values(
-    values: npt.NDArray[np.floating], weight: int, terms: SumTerms, draw: np.random.Generator
-) -> tuple[Words, int]:
+def encode_values(values: Array, weight: int, terms: SumTerms, draw: np.random.Generator) -> tuple[Words, int]:
     """Encode (n,) finite numbers of a device; return (n,) words, and how many numbers were clipped.
 
     `weight`: of the device, counted up to `terms.max_weight`. `draw` rounds up or down.

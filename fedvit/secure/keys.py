@@ -1,10 +1,10 @@
 """Keys of a sum: X25519 pairs, keys that two devices agree on, sealed messages, and streams of masks."""
 
 import hashlib
-import secrets
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -23,7 +23,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Binding(NamedTuple):
-    """The sum that keys are for: keys of another deployment, run, round, attempt, program or roster differ."""
+    """The sum that keys are for: keys of another deployment, run, round, attempt, form or roster differ."""
 
     context: bytes
 
@@ -32,7 +32,7 @@ class Binding(NamedTuple):
         """`authority`: digest of the deployment's certificate authority; `roster`: digest of the devices."""
         parts = [
             authority, sum_id.run.encode(), str(sum_id.round).encode(), sum_id.kind.encode(),
-            str(sum_id.attempt).encode(), terms.program.encode(), repr(terms).encode(), roster,
+            str(sum_id.attempt).encode(), msgspec.msgpack.encode(terms), roster,
         ]  # fmt: skip
         digest = hashlib.sha256(b"fedvit sum 1")
         for part in parts:
@@ -43,11 +43,6 @@ class Binding(NamedTuple):
         """Derive a key of 32 bytes by HKDF-SHA256 for a purpose between devices."""
         info = b"\0".join([self.context, purpose.encode(), *(name.encode() for name in names)])
         return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(secret)
-
-
-def make_secret() -> bytes:
-    """Return 32 random bytes: a private key, or the seed of a mask."""
-    return secrets.token_bytes(KEY_BYTES)
 
 
 def find_public_key(secret: bytes) -> bytes:

@@ -4,17 +4,17 @@ Keys, shares, masked numbers and reveals are the four steps. Devices may drop ou
 complete fails with a reason, and then nothing is revealed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-import msgspec
 from msgspec import Struct
 
 from fedvit.errors import BadPayload, EmptyCohort
 from fedvit.secure.device import LEAST_DEVICES, commit_to, derive_mask
 from fedvit.secure.keys import Binding, find_public_key
+from fedvit.secure.masks import add_mask
 from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
 from fedvit.secure.shamir import join_shares
-from fedvit.secure.vectors import Vector, add_mask, unpack_vector
+from fedvit.secure.vectors import Vector, unpack_vector
 from fedvit.wire.messages import (
     SumAnswer,
     SumAsk,
@@ -46,8 +46,8 @@ class SumState(Struct, kw_only=True):
 class SumServer:
     """One attempt at a sum over `devices`, of vectors with so many words and exact integers.
 
-    `questions` are to be sent until they are answered. After each answer, `close_step` may be called: at the latest
-    when the step's time is over, and at once when `is_step_complete`.
+    The `question` of each device in `waiting` is to be sent until it is answered. `close_step` begins the next step:
+    when `is_step_complete`, or when the time of the step is over.
     """
 
     def __init__(self, state: SumState, devices: Iterable[str], *, words: int, exact: int) -> None:
@@ -57,44 +57,24 @@ class SumServer:
         self._total = Vector.zeros(words, exact)
         self._reveals: dict[str, SumReveal] = {}
         self._neighbours: dict[str, list[str]] = {}
+        self._survived = set(state.masked)
         if state.step != STEPS[0]:
             self._find_neighbours()
 
-    def questions(self) -> Mapping[str, SumQuestion]:
-        """Return the message of the current step for each device whose answer is missing."""
+    def question(self, device: str) -> SumQuestion:
+        """Return the message of the current step for a device."""
         state = self.state
-        match state.step:
-            case "keys":
-                return {device: SumInvite(state.sum, state.terms) for device in self.waiting}
-            case "shares":
-                roster = self._roster()
-                return {
-                    device: SumPeers(
-                        state.sum, roster, {peer: state.keys[peer].keys for peer in self._neighbours[device]}
-                    )
-                    for device in self.waiting
-                }
-            case "masked":
-                return {
-                    device: SumInbox(
-                        state.sum,
-                        {
-                            peer: state.shares[peer].sealed[device]
-                            for peer in self._neighbours[device]
-                            if peer in state.shares
-                        },
-                    )
-                    for device in self.waiting
-                }
-        survived, dropped = set(state.masked), set(self._dropped())
-        return {
-            device: SumAsk(
-                state.sum,
-                tuple(sorted(survived.intersection([device, *self._neighbours[device]]))),
-                tuple(sorted(dropped.intersection(self._neighbours[device]))),
-            )
-            for device in self.waiting
-        }
+        if state.step == "keys":
+            return SumInvite(state.sum, state.terms)
+        neighbours = self._neighbours[device]
+        if state.step == "shares":
+            return SumPeers(state.sum, self._roster(), {peer: state.keys[peer].keys for peer in neighbours})
+        if state.step == "masked":
+            sealed = {peer: state.shares[peer].sealed[device] for peer in neighbours if peer in state.shares}
+            return SumInbox(state.sum, sealed)
+        survived = [peer for peer in (device, *neighbours) if peer in self._survived]
+        dropped = [peer for peer in neighbours if peer in state.shares and peer not in self._survived]
+        return SumAsk(state.sum, tuple(sorted(survived)), tuple(sorted(dropped)))
 
     def take(self, device: str, answer: SumAnswer) -> bool:
         """Take an answer; False if it is not awaited (any more). Raises BadPayload for an invalid one."""
@@ -124,6 +104,7 @@ class SumServer:
         if device in self.waiting and self.state.step == "masked":
             self._total.add(vector, bits)
             self.state.masked.append(device)
+            self._survived.add(device)
             self.waiting.discard(device)
 
     def restore_masked(self, device: str, content: bytes) -> None:
@@ -174,9 +155,8 @@ class SumServer:
             if commit_to(seed, binding) != state.shares[device].commitment:
                 raise EmptyCohort("FV1521", f"wrong shares of {device} were revealed")
             add_mask(self._total, binding.derive(seed, "self", device), bits, subtract=True)
-        survived = set(state.masked)
         for device in self._dropped():
-            peers = [peer for peer in self._neighbours[device] if peer in survived]
+            peers = [peer for peer in self._neighbours[device] if peer in self._survived]
             if not peers:
                 continue
             secret = self._join(device)
@@ -203,8 +183,7 @@ class SumServer:
 
     def _dropped(self) -> list[str]:
         """Devices that have masks in common with others, and did not send their numbers."""
-        survived = set(self.state.masked)
-        return [device for device in self.state.shares if device not in survived]
+        return [device for device in self.state.shares if device not in self._survived]
 
     def _holders(self, device: str) -> list[str]:
         return sorted([device, *self._neighbours[device]])
@@ -231,9 +210,8 @@ class SumServer:
 
     def _find_unrevealed(self) -> list[str]:
         """Devices of which too few shares were revealed."""
-        survived = set(self.state.masked)
         wanted = [*self.state.masked]
-        wanted += [device for device in self._dropped() if survived.intersection(self._neighbours[device])]
+        wanted += [device for device in self._dropped() if self._survived.intersection(self._neighbours[device])]
         return [
             device
             for device in wanted
@@ -253,12 +231,3 @@ class SumServer:
             return join_shares(dict(list(shares.items())[:needed]))
         except BadPayload as error:
             raise EmptyCohort("FV1521", f"{device}: {error}") from error
-
-
-def encode_state(state: SumState) -> bytes:
-    return msgspec.msgpack.encode(state)
-
-
-def decode_state(content: bytes) -> SumState:
-    """Undo `encode_state`. Raises msgspec.MsgspecError."""
-    return msgspec.msgpack.decode(content, type=SumState)

@@ -127,7 +127,7 @@ class SumId(Struct, frozen=True, array_like=True):
 class SumTerms(Struct, frozen=True, array_like=True):
     """What a sum consists of: see `fedvit.secure.fixed_point`."""
 
-    program: Annotated[str, Meta(max_length=80)]  # digest of the Program whose results are added up
+    layout: Annotated[str, Meta(max_length=80)]  # digest of the names and shapes of what is added up
     devices: Annotated[int, Meta(ge=1, le=MAX_SUM_DEVICES)]  # most devices in it
     neighbours: Annotated[int, Meta(ge=2, le=MAX_NEIGHBOURS)]  # of a device, with which it has masks in common
     bits: Literal[16, 24, 32] = 32  # of a number of a tensor

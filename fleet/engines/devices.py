@@ -131,6 +131,10 @@ class SimulatedDevices:
     def names(self) -> list[str]:
         return list(self._devices)
 
+    def count_images(self, device: str) -> int:
+        """Count a device's training images."""
+        return len(self._devices[device].train)
+
     # --- vaults ---------------------------------------------------------------------------------------
 
     def kept(self) -> Tensors:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedvit.errors import BadPayload, EmptyCohort, NotAllowed
-from fedvit.secure.device import Attempt, DeviceSum, begin_attempt
+from fedvit.secure.attempt import Attempt, begin_attempt
+from fedvit.secure.device import DeviceSum
 from fedvit.secure.server import STEPS, SumServer, SumState
 from fedvit.secure.signing import Credentials
 from fedvit.secure.vectors import Vector
@@ -95,12 +96,12 @@ def play(
     gone, masked = set[str](), dict[str, bytes]()
     try:
         for step in STEPS:
-            for device, question in sorted(server.questions().items()):
+            for device in sorted(server.waiting):
                 if device in gone or drops(device, step):
                     gone.add(device)
                     continue
                 try:
-                    answer = devices[device].answer(question)
+                    answer = devices[device].answer(server.question(device))
                 except (NotAllowed, BadPayload) as error:
                     server.drop(device, str(error))
                     continue

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from coordinator.security.authority import Authority
 from fedvit.errors import BadPayload
 from fedvit.secure.keys import Binding, agree, find_public_key, seal, stream_mask, unseal
+from fedvit.secure.masks import add_mask
 from fedvit.secure.shamir import join_shares, split_secret
 from fedvit.secure.signing import Credentials
-from fedvit.secure.vectors import Vector, add_mask, pack_vector, unpack_vector
+from fedvit.secure.vectors import Vector, pack_vector, unpack_vector
 from tests.support.codes import has_code
 from tests.support.sums import SUM, MemoryDevice, make_terms, make_vector, play
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "runs": "List all runs, newest first.",
     "serve": "Keep a broker and its devices connected, and serve submitted runs.",
     "show": "Print a run: accuracy by round, devices, refusals.",
+    "sign": "Make a publisher's key, or sign graphs with it.",
     "start": "Start a run: a broker unless one is given, its devices, and its rounds.",
     "status": "Show what a run or the service is waiting for.",
     "submit": "Put a run into the queue of a service.",

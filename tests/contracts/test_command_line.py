@@ -49,7 +49,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "start")),
+    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "sign", "start")),
     "edge-client join",
     "edge-client label",
     "fleet host",

@@ -64,6 +64,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator runs": [["--runs", "runs"], ["--runs", "runs", "--json"]],
     "coordinator serve": [["--runs", "runs", "--config", "{attack}"]],
     "coordinator show": [["{attack}", "--runs", "runs", *flags] for flags in ([], ["--json"], ["--track"])],
+    "coordinator sign": [["{attack}", "{attack}"], ["{attack}", "--new"]],
     "coordinator start": [["--runs", "runs", "--resume", "no {attack}"], ["--config", "{attack}"]],
     "coordinator status": [
         ["{attack}", "--runs", "runs"],

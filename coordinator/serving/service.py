@@ -72,7 +72,7 @@ class ServiceProcess:
             configure_logging(file=folder / "service.log", stderr=False)
             link = make_link(endpoint, self._broker)
             service = RunService(
-                RunHost(folder, store, display, self._workers.worker_of, following, leadership),
+                RunHost(folder, store, display, self._workers.worker_of, following, leadership, endpoint.signer),
                 self._config,
                 link=link,
                 endpoint=endpoint,

@@ -28,6 +28,7 @@ from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
 from coordinator.rounds.service.cleaning import Cleaner
 from coordinator.rounds.service.router import Router, RunTransport
 from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.security.signing import GraphSigner
 from fedvit.errors import ConfigError, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.logs import thread_log
 from fedvit.timings import LoopWatch
@@ -54,6 +55,7 @@ class RunHost(NamedTuple):
     compute_of: ComputeOf
     follow: Follow
     leadership: Leadership | None = None  # None: the service need not lead
+    signer: GraphSigner | None = None
 
     @property
     def term(self) -> int:
@@ -96,6 +98,7 @@ class ServedRun:
                     folder=self._folder,
                     display=RunDisplay(self.name, self._display),
                     compute=compute,
+                    signer=self._host.signer,
                 ),
                 Owner(self._watch),
             )

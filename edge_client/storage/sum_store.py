@@ -6,6 +6,7 @@ attempt are encrypted.
 
 import contextlib
 import shutil
+import threading
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ class SumStore:
     """The results of one device that wait for a sum. Raises StorageFailed, BadPayload for an impossible run."""
 
     def __init__(self, vault: Vault) -> None:
+        self.lock = threading.Lock()  # results are stored by the thread that works
         self._vault = vault
 
     def keep_payload(self, run: str, number: int, kind: TaskKind, payload: Tensors) -> None:
@@ -37,9 +39,10 @@ class SumStore:
         for old in self._vault.path(run).glob(f"sum-{kind}-*"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
-        attempt = self.read_attempt(run, number, kind)
-        if attempt is None or attempt.inbox is None:
-            write_sums(folder, Sums(1, self._vault.round_files.write_tensors(folder, PAYLOAD, payload)))
+        with self.lock:
+            attempt = self.read_attempt(run, number, kind)
+            if attempt is None or attempt.inbox is None:
+                write_sums(folder, Sums(1, self._vault.round_files.write_tensors(folder, PAYLOAD, payload)))
 
     def read_payload(self, sum_id: SumId) -> Tensors | None:
         """Return a result; None if the device has none of this round."""

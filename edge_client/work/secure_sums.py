@@ -144,8 +144,11 @@ class SecureSums:
 
     def _mask(self, part: "DeviceSum", inbox: SumInbox) -> None:
         """Begin to add the masks to a result."""
-        invite, inbox_of_device = part.attempt.invite, self._link.transport.inbox
-        payload, sum_id = self._read_payload(invite), invite.sum
+        invite, events = part.attempt.invite, self._link.transport.inbox
+        sum_id = invite.sum
+        with self._storage.sums.lock:  # from now on the payload stays
+            part.take_inbox(inbox)
+            payload = self._read_payload(invite)
         note = self._storage.vault.newest_task(sum_id.run)
         seeds = find_rounding_seeds(note.seed if note else 0, sum_id.round, self._link.identity.device)
         self._at_work = sum_id
@@ -153,9 +156,9 @@ class SecureSums:
         def work() -> None:
             try:
                 vector = make_vector(sum_id.kind, payload, invite.terms, seeds)
-                inbox_of_device.put(Masked(sum_id, part.answer_inbox(inbox, vector), part.cohort))
+                events.put(Masked(sum_id, part.mask(vector), part.cohort))
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
-                inbox_of_device.put(Masked(sum_id, b"", 0, error))
+                events.put(Masked(sum_id, b"", 0, error))
 
         self._begin(work, f"mask-{sum_id.kind}-{sum_id.round}")
 

@@ -100,15 +100,19 @@ class DeviceSum:
                 sealed[holder] = seal(self._share_key(self._device, holder), seed + key)
         return SumShares(attempt.invite.sum, sealed, commit_to(attempt.self_seed, self._binding))
 
-    def answer_inbox(self, inbox: SumInbox, payload: Vector) -> bytes:
-        """Return the payload with the device's own mask, and those in common with the neighbours in `inbox`."""
+    def take_inbox(self, inbox: SumInbox) -> None:
+        """Check and remember the neighbours with which this device will have masks in common."""
         if self.attempt.peers is None:
             raise NotAllowed("FV1451", "a step of the sum is missing")
         self._pin("inbox", inbox)
         self._unseal_shares(inbox)
         self._check_hidden(len(inbox.sealed), "have sent shares")
         self._keep(self.attempt)
-        bits = self.attempt.invite.terms.bits
+
+    def mask(self, payload: Vector) -> bytes:
+        """Return the payload with the device's own mask, and those in common with neighbours; after `take_inbox`."""
+        inbox, bits = self.attempt.inbox, self.attempt.invite.terms.bits
+        assert inbox is not None  # it was taken
         masked = Vector(payload.words.copy(), payload.exact.copy())
         add_mask(masked, self._binding.derive(self.attempt.self_seed, "self", self._device), bits)
         for peer in sorted(inbox.sealed):

@@ -7,9 +7,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedvit.errors import BadPayload, ConfigError
+from fedvit.wire.topics import is_name
 
 
 class Credentials:
@@ -40,10 +41,13 @@ class Credentials:
             peer.verify_directly_issued_by(self._authority)
             names = [name.value for name in peer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
             key = peer.public_key()
+            usage = peer.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+            if ExtendedKeyUsageOID.CLIENT_AUTH not in usage or not is_name(device):
+                raise ValueError("it is not the certificate of a device")
             if names != [device] or not isinstance(key, ec.EllipticCurvePublicKey):
                 raise ValueError(f"it is the certificate of {names}")
             key.verify(signature, content, ec.ECDSA(SHA256()))
-        except (ValueError, TypeError, InvalidSignature) as error:
+        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
             why = str(error) or "wrong signature"
             raise BadPayload(
                 "FV2312", f"the keys of {device} are not signed by a device of this deployment: {why}"

@@ -64,7 +64,8 @@ class MemoryDevice:
             case SumPeers():
                 return decode(encode(part.answer_peers(question)))  # type: ignore[return-value]
             case SumInbox():
-                return part.answer_inbox(question, self.payload)
+                part.take_inbox(question)
+                return part.mask(self.payload)
         answer = part.answer_ask(question)
         self.revealed.append(question)
         return answer

@@ -126,6 +126,20 @@ def test_device_refuses_a_neighbour_of_another_deployment_or_name() -> None:
     assert "not signed by a device of this deployment" in play(devices, make_terms(4)).reason
 
 
+def test_certificates_of_coordinator_and_broker_are_not_those_of_devices() -> None:
+    authority = Authority.create("home", time.time())
+    [(_, device)] = _make_devices({"pi-1": authority}).items()
+    own = device._credentials
+    assert own is not None
+    for issued, name in (
+        (authority.client("fedvit.coordinator"), "fedvit.coordinator"),
+        (authority.server(["x"]), "broker"),
+    ):
+        other = Credentials(issued.certificate, issued.key, authority.pem)
+        with pytest.raises(BadPayload, check=has_code("FV2312", "not the certificate of a device")):
+            own.check_peer(name, other.certificate, b"keys", other.sign(b"keys"))
+
+
 def test_device_refuses_a_cohort_below_its_policy() -> None:
     authority = Authority.create("home", time.time())
     devices = _make_devices(dict.fromkeys(["pi-1", "pi-2", "pi-3", "pi-4"], authority), min_cohort=5)

@@ -1,6 +1,6 @@
 """Secure sums in memory: devices and a coordinator that answer each other, with devices that drop out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from fedvit.errors import BadPayload, EmptyCohort, NotAllowed
 from fedvit.secure.attempt import Attempt, begin_attempt
 from fedvit.secure.device import DeviceSum
+from fedvit.secure.neighbours import count_needed_holders
 from fedvit.secure.server import STEPS, SumServer, SumState
 from fedvit.secure.signing import Credentials
 from fedvit.secure.vectors import Vector
@@ -115,3 +116,57 @@ def play(
         return Played(server, server.unmask(), "", masked)
     except EmptyCohort as error:
         return Played(server, None, str(error), masked)
+
+
+class Drawn(NamedTuple):
+    """The outcome of a drawn sum."""
+
+    has_sum: bool
+    is_wrong: bool  # or without a reason
+    revealed: int  # devices of which both secrets are known
+
+
+def make_devices(
+    count: int, *, words: int = 40, exact: int = 3, bits: int = 32, seed: int = 0
+) -> dict[str, MemoryDevice]:
+    """Make devices with drawn numbers."""
+    draw = np.random.default_rng(seed)
+    names = [f"pi-{number}" for number in range(count)]
+    return {name: MemoryDevice(name, make_vector(draw, words, exact, bits)) for name in names}
+
+
+def add_payloads(devices: Iterable[MemoryDevice], bits: int) -> Vector:
+    """Add up numbers without masks."""
+    parts = [device.payload for device in devices]
+    total = Vector.zeros(len(parts[0].words), len(parts[0].exact))
+    for part in parts:
+        total.add(part, bits)
+    return total
+
+
+def count_revealed(devices: Mapping[str, MemoryDevice]) -> int:
+    """Count the devices of which both secrets can be joined from all that was revealed."""
+    asks, both = [ask for device in devices.values() for ask in device.revealed], 0
+    for name, device in devices.items():
+        if device.kept and device.kept.peers:
+            needed = count_needed_holders(len(device.kept.peers.peers) + 1)
+            kinds = sum(name in ask.survived for ask in asks), sum(name in ask.dropped for ask in asks)
+            both += min(kinds) >= needed
+    return both
+
+
+def play_drawn(seed: int) -> Drawn:
+    """Play a sum of 3 to 60 devices, of which 0 to 30 % drop out in each step."""
+    draw = np.random.default_rng(seed)
+    count, bits = int(draw.integers(3, 61)), int(draw.choice([16, 24, 32]))
+    rates = dict(zip(STEPS, draw.uniform(0.0, 0.3, 4) * draw.integers(0, 2, 4), strict=True))
+    devices = make_devices(count, bits=bits, seed=seed)
+    gone = {(name, step) for name in devices for step in STEPS if draw.random() < rates[step]}
+    terms = make_terms(count, int(draw.choice([4, 6, 8])), bits)
+    played = play(devices, terms, drops=lambda device, step: (device, step) in gone)
+    if played.total is None:
+        return Drawn(False, not played.reason, count_revealed(devices))
+    summed = [devices[name] for name in played.server.state.masked]
+    right = add_payloads(summed, bits)
+    is_right = len(summed) >= 3 and all(map(np.array_equal, played.total, right))
+    return Drawn(True, not is_right, count_revealed(devices))

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 VERSION = 1
 ATTEMPTS = 5
-"""How often the record is copied anew because a run has removed what the copy needs."""
+"""Copies of the record that are made at most, since a run may remove what a copy needs."""
 RUNS, DEPLOYMENT = "runs", "deployment"
 """First parts of the paths of a backup."""
 _SKIPPED = {COPIES, NOTES, LOCK, SERVICE_LOCK, ADDRESS_FILE, "broker", "run"}
@@ -98,6 +98,14 @@ class BackupFolder:
         if backup.v > VERSION:
             raise ConfigError("FV1632", f"backup {file} was made by a newer version, fedvit {backup.software}")
         return backup
+
+    def check_place(self, *kept: Path | None) -> None:
+        """Raise ConfigError if the backups would be inside of a folder that they keep."""
+        for folder in kept:
+            if folder and self.folder.resolve().is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    "FV1631", f"backups in {self.folder} would contain themselves: it is inside of {folder}"
+                )
 
     # --- making ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import msgspec
 
 from coordinator.serving.backup import BackupFolder, describe_json
 from fedvit.command_line import Command, json_flag
-from fedvit.errors import ConfigError
 from fedvit.files import private_files
 from fedvit.hints import command
 from fedvit.quantities import format_bytes, format_count
@@ -42,8 +41,7 @@ def backup(
     else:
         if not (runs or deployment):
             raise click.UsageError("name what to back up: --runs, --deployment, or both")
-        if inside := next((one for one in (runs, deployment) if one and _is_inside(folder, one)), None):
-            raise ConfigError("FV1631", f"backups in {folder} would contain themselves: it is inside of {inside}")
+        backups.check_place(runs, deployment)
         made = [backups.make(runs, deployment, lambda line: click.echo(line, err=True))]
         removed = backups.keep_newest(keep) if keep else []
         for name in removed:
@@ -59,7 +57,3 @@ def backup(
         click.echo(f"{one.name}: {', '.join(what)}; {format_count(len(one.files), 'file')}, {size}")
     if not only_list:
         click.echo(f"next: {command('coordinator', 'restore', folder, '--runs', 'NEW-FOLDER')}")
-
-
-def _is_inside(folder: Path, other: Path) -> bool:
-    return folder.resolve().is_relative_to(other.resolve())

@@ -7,10 +7,12 @@ those that the copied record needs once more after it, so that a run continues e
 
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from datetime import UTC, datetime
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 VERSION = 1
 ATTEMPTS = 5
-"""How often the record is copied anew because a run has removed what the copy needs."""
+"""Copies of the record that are made at most, since a run may remove what a copy needs."""
 RUNS, DEPLOYMENT = "runs", "deployment"
 """First parts of the paths of a backup."""
 _SKIPPED = {COPIES, NOTES, LOCK, SERVICE_LOCK, ADDRESS_FILE, "broker", "run"}
@@ -82,6 +84,11 @@ class BackupFolder:
         """Return the backups, the oldest first. Raises ConfigError if one cannot be read."""
         return [self._read(file) for file in sorted(self.folder.glob("*.json"))]
 
+    def age_s(self) -> float:
+        """Return the seconds since the newest backup was made; infinite if there is none."""
+        newest = max((file.stat().st_mtime for file in self.folder.glob("*.json")), default=-math.inf)
+        return max(0.0, time.time() - newest)
+
     def find(self, name: str | None) -> Backup:
         """Return a backup by its name, or the newest. Raises ConfigError if there is none."""
         names = [file.stem for file in sorted(self.folder.glob("*.json"))]
@@ -98,6 +105,14 @@ class BackupFolder:
         if backup.v > VERSION:
             raise ConfigError("FV1632", f"backup {file} was made by a newer version, fedvit {backup.software}")
         return backup
+
+    def check_place(self, *kept: Path | None) -> None:
+        """Raise ConfigError if the backups would be inside of a folder that they keep."""
+        for folder in kept:
+            if folder and self.folder.resolve().is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    "FV1631", f"backups in {self.folder} would contain themselves: it is inside of {folder}"
+                )
 
     # --- making ---------------------------------------------------------------------------------------
 

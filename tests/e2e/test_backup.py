@@ -1,10 +1,12 @@
 """A backup that was made while a run was served, and devices worked: the run continues from it on another machine."""
 
+import json
 import random
 import shutil
 
 import pytest
 
+from fedvit.errors import ConfigError
 from tests.e2e.test_deployment import join_device, make_deployment
 from tests.support.programs import DEVICES, ROUNDS, Stage, said, wait_for
 
@@ -32,6 +34,32 @@ def test_run_continues_from_a_backup_bit_for_bit(stage: Stage, undisturbed: byte
     stage.finish_run(stage.coordinator(resume=True), devices)
     assert [entry["accepted"] for entry in stage.show()["rounds"]] == [len(DEVICES)] * ROUNDS
     assert stage.model() == undisturbed
+
+
+def test_service_makes_backups_by_itself(stage: Stage) -> None:
+    """One at its start, and of every run that it has."""
+    stage.submit("run", devices=1)
+    backups = stage.folder / "backups"
+    flags = [
+        "--runs",
+        str(stage.out),
+        "--backup",
+        str(backups),
+        "--broker",
+        "embedded",
+        "--broker.port",
+        str(stage.port),
+    ]
+    service = stage.fork("service", "serve", *flags)
+    wait_for(lambda: " new" in stage.log("service"), "the line about the backup")
+    [made] = json.loads(said(stage, "coordinator.cli", "backup", str(backups), "--list", "--json"))
+    assert made["runs"] == ["run"]
+    assert f"backup: {made['name']} in {backups}" in stage.log("service")
+    assert service.poll() is None
+    inside = stage.fork(
+        "inside", "serve", "--runs", str(stage.folder / "other"), "--backup", str(stage.folder / "other" / "b")
+    )
+    assert stage.finish(inside, "inside") == ConfigError.exit_code
 
 
 def test_deployment_moves_to_another_folder_with_its_run(stage: Stage) -> None:

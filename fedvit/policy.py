@@ -246,7 +246,8 @@ def _has_other_minute(hours: Hours, quiet: Hours) -> bool:
 def describe_policy(policy: Policy) -> Iterator[str]:
     """Describe a policy for the device's owner in five lines, and a warning if hardly any method fits."""
     send, train = policy.send, policy.train
-    updates = {"none": "no update", "sum": "updates inside sums of devices only", "single": "updates of single devices"}
+    summed = f"updates inside sums of {max(3, send.min_cohort)} devices or more only"
+    updates = {"none": "no update", "sum": summed, "single": "updates of single devices"}
     features = {
         "none": "no features",
         "masked": f"features with at least {send.min_mask:.0%} of the patches left out",

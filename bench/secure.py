@@ -74,14 +74,15 @@ def run_secure_bench(*, devices: int, rounds: int, schedules: int, progress: Pro
 
 
 def _count_bytes(seen: Sampled) -> float:
-    """Count the bytes of a device in a round, in both directions.
+    """Count the bytes of the median device in a round, in both directions.
 
     A result's bytes are those since the result before: rounds 1 and 2 have those of the first round, with its graphs.
     """
     numbers = {entry.round for entry in seen.rounds[2:]}
     results = [result for result in seen.results if result.kind == "train" and result.round in numbers]
-    results = [result for result in results if result.device != SUM]
-    return sum((result.use.sent_bytes or 0) + (result.use.received_bytes or 0) for result in results) / len(results)
+    uses = [result.use for result in results if result.device != SUM]
+    sizes = [(use.sent_bytes or 0) + (use.received_bytes or 0) for use in uses]
+    return float(np.median(sizes))
 
 
 def _measure_round(seen: Sampled) -> float:

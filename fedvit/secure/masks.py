@@ -18,7 +18,8 @@ def add_mask(vector: Vector, key: bytes, bits: int, *, subtract: bool = False) -
         if count > 0:
             part = vector.words[first : first + count]
             operate(part, unpack_words(rest[: count * each], bits), out=part)
-            part &= np.uint32((1 << bits) - 1)
+            if bits < 32:
+                part &= np.uint32((1 << bits) - 1)
             first, rest = first + count, rest[count * each :]
     assert first * each == word_bytes
     operate(vector.exact, np.frombuffer(rest, "<u8"), out=vector.exact)

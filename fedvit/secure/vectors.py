@@ -45,7 +45,7 @@ def unpack_vector(content: bytes, words: int, exact: int, bits: int) -> Vector:
         expected = count_bytes(words, exact, bits)
         raise BadPayload("FV2312", f"a masked vector has {len(content)} bytes, expected {expected}")
     end = words * bits // 8
-    return Vector(unpack_words(content[:end], bits), np.frombuffer(content[end:], "<u8").astype(np.uint64))
+    return Vector(np.array(unpack_words(content[:end], bits)), np.frombuffer(content[end:], "<u8").astype(np.uint64))
 
 
 def pack_words(words: Words, bits: int) -> bytes:
@@ -61,4 +61,4 @@ def unpack_words(content: bytes, bits: int) -> Words:
         padded = np.zeros((len(content) // 3, 4), np.uint8)
         padded[:, :3] = np.frombuffer(content, np.uint8).reshape(-1, 3)
         return padded.view("<u4")[:, 0].astype(np.uint32)
-    return np.frombuffer(content, f"<u{bits // 8}").astype(np.uint32)
+    return np.frombuffer(content, f"<u{bits // 8}").astype(np.uint32, copy=False)

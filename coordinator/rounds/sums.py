@@ -59,7 +59,31 @@ class KeptSum(Struct, kw_only=True):
     masked: dict[str, str] = {}  # device -> digest of its masked result
 
 
-class SecureSums:
+class SumFile:
+    """Keeps the newest sum on the disk. Raises StorageFailed."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def write(self, kept: KeptSum) -> None:
+        atomic_write(self._file, msgspec.msgpack.encode(kept))
+
+    def read(self, number: int, kind: TaskKind) -> KeptSum | None:
+        """Return the newest sum if it is of this round; a damaged file counts as none."""
+        try:
+            kept = msgspec.msgpack.decode(self._file.read_bytes(), type=KeptSum)
+        except FileNotFoundError:
+            return None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.error("damaged file", extra={"path": str(self._file), "reason": str(error)})
+            return None
+        return kept if (kept.sum.round, kept.sum.kind) == (number, kind) else None
+
+    def remove(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+
+class SumRounds:
     """The sums of one run, one at a time. Messages come while `add_up` waits for them."""
 
     def __init__(self, state: RunState, inbox: Inbox, exchange: BlobExchange, backups: Backups, folder: Path) -> None:
@@ -67,10 +91,10 @@ class SecureSums:
         self._inbox = inbox
         self._exchange = exchange
         self._backups = backups
-        self._file = folder / FILE
+        self._file = SumFile(folder / FILE)
         self._server: SumServer | None = None
         self._layout = Layout({}, 0)
-        self._kept: KeptSum | None = None
+        self._kept = KeptSum(sum=SumId("", 0, "train", 0))
         self._waiting: dict[str, Manifest] = {}  # masked results that are to be fetched
         self._fetching: set[str] = set()
         self._until = math.inf  # monotonic; when the step ends at the latest
@@ -98,8 +122,9 @@ class SecureSums:
                 if self._server.state.step == STEPS[-1] and self._server.is_step_complete:
                     break
                 self._server.close_step()
-                if self._server.state.step == STEPS[-1]:
-                    self._keep(self._server.state)
+                if self._server.state.step == STEPS[-1]:  # before the first request to reveal is sent
+                    self._kept.state = self._server.state
+                    self._file.write(self._kept)
             self._server.close_step()
             self._store(self._server, program, self._inbox.in_background(self._server.unmask))
         finally:
@@ -122,11 +147,10 @@ class SecureSums:
         until = time.monotonic() + min(state.config.rejoin_grace_s, config.step_s)
         self._inbox.pump(lambda: all(map(state.presence.is_online, devices)), deadline=until)
         invited = [device for device in devices if state.presence.is_online(device) and device not in state.revoked]
-        before = self._read_kept()
-        same = before is not None and (before.sum.run, before.sum.round, before.sum.kind) == (state.run, number, kind)
-        sum_id = SumId(state.run, number, kind, before.sum.attempt + 1 if before and same else 1)
+        before = self._file.read(number, kind)
+        sum_id = SumId(state.run, number, kind, before.sum.attempt + 1 if before else 1)
         self._kept = KeptSum(sum=sum_id)
-        self._write_kept()
+        self._file.write(self._kept)
         images = [state.presence[device].hello.train_samples for device in invited]
         terms = SumTerms(
             self._layout.digest, max(1, len(invited)), config.neighbours, config.bits, config.range, max([1, *images])
@@ -135,10 +159,8 @@ class SecureSums:
 
     def _resume(self, number: int, kind: TaskKind) -> SumServer | None:
         """Continue a sum whose reveals were asked for by an earlier process, or in an earlier attempt of this one."""
-        state, kept = self._state, self._read_kept()
-        if kept is None or kept.state is None or (kept.sum.run, kept.sum.round, kept.sum.kind) != (
-            state.run, number, kind
-        ):  # fmt: skip
+        state, kept = self._state, self._file.read(number, kind)
+        if kept is None or kept.state is None:
             return None
         self._kept = kept
         server = self._make_server(kept.state, kept.state.masked)
@@ -265,7 +287,6 @@ class SecureSums:
 
     def _add_masked(self, device: str, digest: str) -> None:
         assert self._server is not None  # checked by the callers
-        assert self._kept is not None
         self._kept.masked[device] = digest
         self._server.take_masked(device, self._state.blobs.get(digest))
 
@@ -297,30 +318,9 @@ class SecureSums:
         accepted = [(SUM, result, sum_id.round if sum_id.kind == "train" else None)]
         self._backups.note(Accepted(sum_id.round, None, None, accepted))
         state.add_results(state.store.tasks.add_results(accepted))
-        self._kept = None
-        self._file.unlink(missing_ok=True)
+        self._file.remove()
         left = len(server.state.keys) - devices
         without = f", {left} left during the sum" if left else ""
         state.operator_log(
             f"round {sum_id.round}: secure sum of {format_count(devices, 'device')}{without} ({sum_id.kind})"
         )
-
-    # --- what survives ----------------------------------------------------------------------------------
-
-    def _keep(self, sum_state: SumState) -> None:
-        """Keep the state before the first request to reveal is sent."""
-        assert self._kept is not None
-        self._kept.state = sum_state
-        self._write_kept()
-
-    def _write_kept(self) -> None:
-        atomic_write(self._file, msgspec.msgpack.encode(self._kept))
-
-    def _read_kept(self) -> KeptSum | None:
-        try:
-            return msgspec.msgpack.decode(self._file.read_bytes(), type=KeptSum)
-        except FileNotFoundError:
-            return None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.error("damaged file", extra={"path": str(self._file), "reason": str(error)})
-            return None

@@ -68,6 +68,7 @@ class DeviceResult(NamedTuple):
     received_bytes: int  # that a server would send in a round
     upload: Tensors
     failure: str | None = None
+    images: int = 0  # that it has for training
 
 
 class DeviceEvaluation(NamedTuple):
@@ -130,10 +131,6 @@ class SimulatedDevices:
 
     def names(self) -> list[str]:
         return list(self._devices)
-
-    def count_images(self, device: str) -> int:
-        """Count a device's training images."""
-        return len(self._devices[device].train)
 
     # --- vaults ---------------------------------------------------------------------------------------
 
@@ -230,7 +227,7 @@ class SimulatedDevices:
             device.kept_round = number
             loss = trained.losses[index] if program.train else None
             figures = trained.samples[index], loss, trained.flops[index]
-            results.append(DeviceResult(device.name, *figures, received_bytes, upload))
+            results.append(DeviceResult(device.name, *figures, received_bytes, upload, images=len(device.train)))
         return results
 
     def _upload(

@@ -96,7 +96,7 @@ class TorchServer:
         config, number, program = self._trainer.config, opened.number, next(iter(opened.work.values())).program
         payloads = {one.device: make_training_payload(one.upload, one.samples, one.loss or 0.0) for one in trained}
         layout = Layout.of_program(program, "train")
-        images = max(self._trainer.devices.count_images(one.device) for one in trained)
+        images = max(one.images for one in trained)
         sums = config.sums
         terms = SumTerms(layout.digest, len(trained), sums.neighbours, sums.bits, sums.range, images)
         total = read_training(layout, add_plainly(payloads, terms, config.seed, number), terms)

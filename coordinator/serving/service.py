@@ -28,7 +28,9 @@ from coordinator.record.retention import lock_service
 from coordinator.rounds.alerts import webhook_of
 from coordinator.rounds.display import line_display
 from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
+from coordinator.rounds.service.regular import RegularWork
 from coordinator.rounds.service.service import RunHost, RunService
+from coordinator.serving.backup import BackupFolder
 from coordinator.serving.metrics_page import show_prometheus
 from coordinator.serving.run import make_link
 from coordinator.views.observed import Observed, Served
@@ -37,6 +39,7 @@ from fedvit import monitoring
 from fedvit.errors import ConfigError
 from fedvit.hints import command
 from fedvit.logs import configure_logging
+from fedvit.quantities import format_bytes
 from fedvit.systemd import Notifier
 from fedvit.transport.base import Transport
 
@@ -48,6 +51,7 @@ class ServiceProcess:
         own = ("file", "folder", "url", "standby", "quiet", "metrics_address")
         file, self._folder, url, self._standby, quiet, self._metrics_address = (options.pop(name) for name in own)
         self._config, self._broker = _read_settings(file, options, standby=self._standby)
+        self._backups = BackupFolder(Path(self._config.backup)) if self._config.backup else None
         self._notifier = Notifier.from_environment()
         if url is not None:
             use_database(self._folder, url)
@@ -72,7 +76,16 @@ class ServiceProcess:
             configure_logging(file=folder / "service.log", stderr=False)
             link = make_link(endpoint, self._broker)
             service = RunService(
-                RunHost(folder, store, display, self._workers.worker_of, following, leadership),
+                RunHost(
+                    folder,
+                    store,
+                    display,
+                    self._workers.worker_of,
+                    following,
+                    leadership,
+                    endpoint.signer,
+                    self._plan_backups(),
+                ),
                 self._config,
                 link=link,
                 endpoint=endpoint,
@@ -81,7 +94,7 @@ class ServiceProcess:
             )
             submit = command("coordinator", "submit", "CONFIG", runs=folder)
             display.line(f"serving the runs of {folder}, {self._config.side_by_side} at a time; `{submit}` adds one")
-            show_prometheus(monitor, display, _observe(service, link, store, folder))
+            show_prometheus(monitor, display, _observe(service, link, store, folder, self._backups))
             self._notifier.ready()
             try:
                 service.serve()
@@ -89,6 +102,21 @@ class ServiceProcess:
                 self._notifier.stopping()
             display.line("stopped; the same command resumes the runs")
         raise click.Abort  # for KeyboardInterrupt, click prints an empty line
+
+    def _plan_backups(self) -> tuple[RegularWork, ...]:
+        """Return the regular backups of the configuration. Raises ConfigError if they would contain themselves."""
+        config, backups = self._config, self._backups
+        if backups is None:
+            return ()
+        deployment = Path(self._broker.deployment) if self._broker.deployment else None
+        backups.check_place(self._folder, deployment)
+
+        def make(_stop: threading.Event) -> str:
+            made = backups.make(self._folder, deployment, self._display.line)
+            backups.keep_newest(config.keep_backups)
+            return f"{made.name} in {backups.folder}, {format_bytes(made.new_bytes)} new"
+
+        return (RegularWork("backup", config.backup_every_h, make, self._display.line),)
 
     def _lead(self, stack: ExitStack) -> Leadership | None:
         """Become the leader, after a wait with --standby; a record in a file has no leader, and is locked instead.
@@ -134,13 +162,16 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-def _observe(service: RunService, link: Transport, store: Record, folder: Path) -> Observed:
+def _observe(
+    service: RunService, link: Transport, store: Record, folder: Path, backups: BackupFolder | None
+) -> Observed:
     """Collect what the page of metrics shows."""
 
     def list_served() -> list[Served]:
         return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]
 
-    return Observed(link, service.is_connected, store, folder, list_served, {"service": service.loop})
+    age_s = backups.age_s if backups else None
+    return Observed(link, service.is_connected, store, folder, list_served, {"service": service.loop}, age_s)
 
 
 def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> Leadership | None:

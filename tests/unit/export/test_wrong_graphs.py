@@ -230,16 +230,13 @@ def with_change(model: onnx.ModelProto, output: str, factor: float) -> onnx.Mode
 
 
 @pytest.mark.parametrize("graph", ["train", "step"])
-@pytest.mark.parametrize(("factor", "every"), [(1.01, 1), (0.0, 4), (-1.0, 4)])
-def test_one_tensor_that_moves_a_little_too_far_is_refused(
-    right: dict[str, Right], graph: str, factor: float, every: int
-) -> None:
-    """Whichever of them, the smallest too: a hundredth too far. For some also: not at all, or backwards."""
+@pytest.mark.parametrize("factor", [1.01, 0.0, -1.0])
+def test_one_tensor_that_moves_a_little_too_far_is_refused(right: dict[str, Right], graph: str, factor: float) -> None:
+    """Whichever of them, the smallest too: a hundredth too far, not at all, or backwards."""
     made = right[graph]
     outputs = [one.name for one in made.model.graph.output if one.name.startswith(("new/grad/", "new/tensor/"))]
     assert len(outputs) == 20
-    tried = outputs[::every]
-    assert [output for output in tried if not is_refused(made, with_change(made.model, output, factor))] == []
+    assert [output for output in outputs if not is_refused(made, with_change(made.model, output, factor))] == []
 
 
 def test_adamws_epsilon_shows_in_the_graph_of_an_update(right: dict[str, Right]) -> None:
@@ -431,8 +428,7 @@ def test_a_trained_weight_that_is_rounded_wrongly_is_refused() -> None:
 def test_a_gradient_of_integers_of_another_length_or_direction_is_refused(integers: Right, factor: float) -> None:
     outputs = [one.name for one in integers.model.graph.output if one.name.startswith("new/grad/")]
     assert len(outputs) > 10
-    tried = outputs if factor == 1.2 else outputs[::4]
-    assert [output for output in tried if not is_refused(integers, with_change(integers.model, output, factor))] == []
+    assert [output for output in outputs if not is_refused(integers, with_change(integers.model, output, factor))] == []
 
 
 def test_integers_too_coarse_for_a_cosine_of_099_are_refused(integers: Right) -> None:

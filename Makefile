@@ -7,7 +7,7 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-slow test-method test-brokers test-stores coverage lint check wheel dist audit docs mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
+.PHONY: install demo test test-slow test-method test-brokers test-stores coverage lint check wheel dist audit docs own-graphs mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
 
 install: $(VENV)/.installed
 
@@ -177,6 +177,10 @@ build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kerne
 # after a change of methods or models: what `coordinator methods` shows of them
 methods: install
 	@$(BIN)/python -c "from coordinator.compute.planning.catalogue import store_entries; store_entries()"
+
+# after a change of methods, models or their export: the digests of graphs that devices know without a publisher
+own-graphs: install
+	@$(BIN)/python -c "from coordinator.compute.planning.own_graphs import store_digests; store_digests()"
 
 # docs/troubleshooting.md from the explanations of error codes
 errors: install

@@ -5,6 +5,7 @@ import click
 from fedvit import command_line
 
 COMMANDS = {
+    "backup": "Keep copies of runs and a deployment, also while they are served.",
     "boards": "List the boards that costs can be predicted for, or all data of one.",
     "cancel": "Cancel a run; it cannot be resumed.",
     "dashboard": "Show runs and devices in a browser, as they happen.",
@@ -21,11 +22,13 @@ COMMANDS = {
     "profile": "Predict what a method costs on boards.",
     "quarantine": "List devices with strikes or in quarantine, or release some.",
     "report": "Report a run: accuracy, bytes, time, memory, energy; predicted beside measured.",
+    "restore": "Write the runs and the deployment of a backup to new folders.",
     "revoke": "Revoke a device: its connection ends at once.",
     "rm": "Remove runs: their rows of the record, their folders and their mirrors.",
     "runs": "List all runs, newest first.",
     "serve": "Keep a broker and its devices connected, and serve submitted runs.",
     "show": "Print a run: accuracy by round, devices, refusals.",
+    "sign": "Make a publisher's key, or sign graphs with it.",
     "start": "Start a run: a broker unless one is given, its devices, and its rounds.",
     "status": "Show what a run or the service is waiting for.",
     "submit": "Put a run into the queue of a service.",

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from fedvit.choices import did_you_mean, why_invalid
 from fedvit.errors import ConfigError
+from fedvit.public_keys import format_key, parse_key
 from fedvit.quantities import format_bytes, parse_bytes, parse_celsius, parse_flops, parse_seconds
 from fedvit.resources import Budget
 from fedvit.roles import Role
@@ -77,7 +78,7 @@ class Hours(NamedTuple):
 Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Measure = Annotated[float, Meta(gt=0.0, le=1e18)]
 Denial = Literal["updates", "features", "class_counts", "methods"]
-"""Keys by which a device announces what it does not allow."""
+"""Keys by which a device announces what it does not allow; "methods": those with unknown graphs."""
 
 
 class SendPolicy(Struct, frozen=True, kw_only=True):
@@ -102,6 +103,7 @@ class TrainPolicy(Struct, frozen=True, kw_only=True):
     """When the device trains, with what, and which methods. None: not limited."""
 
     methods: Literal["known", "checked"] | None = None  # None: "known" once a publisher is trusted, else "checked"
+    publisher: str = ""  # public key of the publisher that is trusted; "": none
     hours: Hours | None = None  # tasks are declined at other times
     quiet_hours: Hours | None = None  # tasks are declined
     memory: Bytes | None = None
@@ -132,11 +134,19 @@ class Policy(Struct, frozen=True, kw_only=True):
             upload_bytes=self.send.upload,
         )
 
+    @property
+    def only_known(self) -> bool:
+        """True if the device runs known graphs only."""
+        train = self.train
+        return train.methods == "known" if train.methods else bool(train.publisher)
+
     def describe_methods(self) -> str:
         """Describe which Programs the device runs."""
-        checked = "all that pass the device's checks"
-        known = "those of a trusted publisher"
-        return {"known": known, "checked": checked, None: f"{checked}, as no publisher is trusted"}[self.train.methods]
+        if not self.only_known:
+            trusted = ", as no publisher is trusted" if self.train.methods is None else ""
+            return f"all that pass the device's checks{trusted}"
+        signed = f", and those that publisher {self.train.publisher} signed" if self.train.publisher else ""
+        return f"fedvit's own on standard models{signed}"
 
     def denials(self) -> tuple[Denial, ...]:
         """Keys of everything that no task of this device may send, or run."""
@@ -145,7 +155,7 @@ class Policy(Struct, frozen=True, kw_only=True):
             "updates": send.updates != "single",  # there are no sums over devices yet
             "features": send.features == "none",
             "class_counts": not send.class_counts,
-            "methods": self.train.methods == "known",  # there is no publisher whose key could be trusted yet
+            "methods": self.only_known,
         }
         return tuple(key for key, is_denied in denied.items() if is_denied)
 
@@ -156,6 +166,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("hours", "quiet_hours"), Hours.parse),
     "flops": parse_flops,
     "round_deadline": parse_seconds,
+    "publisher": lambda text: format_key(parse_key(text)),
 }
 """Readers of values that are written as text."""
 _TABLES: dict[str, type[Struct]] = {"send": SendPolicy, "train": TrainPolicy}
@@ -255,15 +266,18 @@ def describe_policy(policy: Policy) -> Iterator[str]:
 
 def find_narrowness(policy: Policy) -> str | None:
     """Return why hardly any method can use the device; None if many can."""
-    denials = policy.denials()
-    if "methods" in denials:
-        return 'methods = "known": no publisher is trusted, so every task is declined'
-    if {"updates", "features"} <= set(denials):
+    if policy.only_known and not policy.train.publisher:
+        return 'methods = "known": no publisher is trusted, so only fedvit\'s own graphs on standard models'
+    if {"updates", "features"} <= set(policy.denials()):
         return f'updates = "{policy.send.updates}" and features = "none": only methods that send nothing, as local'
     return None
 
 
 # --- what a run needs ---------------------------------------------------------------------------------
+
+
+UNSIGNED = "graphs that"
+"""The first words of a denial for unknown graphs."""
 
 
 class Needs(Struct, frozen=True):
@@ -272,11 +286,15 @@ class Needs(Struct, frozen=True):
     updates: bool  # of single devices
     features: bool
     mask: float  # share of patches that its features leave out; 1 without features
+    publisher: str | None = None  # that signed all graphs, "" nobody; None: all are fedvit's own, or not made yet
 
-    def find_denial(self, denials: Iterable[str], least_mask: float) -> str | None:
-        """Return the key of a policy that does not allow it, in words; None if all do."""
-        if "methods" in denials:
-            return "methods that no trusted publisher signed"
+    def find_denial(self, denials: Iterable[str], least_mask: float, publisher: str = "") -> str | None:
+        """Return the key of a device's policy that does not allow it, in words; None if all do.
+
+        `publisher`: the one that the device trusts.
+        """
+        if "methods" in denials and self.publisher is not None and (not publisher or self.publisher != publisher):
+            return f"{UNSIGNED} {f'publisher {publisher} has not' if publisher else 'no trusted publisher has'} signed"
         if self.updates and "updates" in denials:
             return "updates"
         if self.features and "features" in denials:

@@ -248,6 +248,10 @@ class Program(Struct, frozen=True, kw_only=True):
         """The group's tensor names in their fixed order."""
         return [name for name, spec in self.tensors.items() if spec.group == group]
 
+    def digests_by_graph(self) -> dict[str, str]:
+        """Digests of the graphs, by name, in the order of the names."""
+        return {name: self.graphs[name].digest for name in sorted(self.graphs)}
+
     def with_role(self, *roles: Role) -> list[str]:
         """Names of the groups that have one of `roles`."""
         return [name for name, group in self.groups.items() if group.role in roles]

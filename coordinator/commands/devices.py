@@ -22,6 +22,8 @@ from fedvit.hints import command
 from profiles.report.console import Console
 from profiles.report.tables import Column, Sheet
 
+UNKNOWN = "graphs that its publisher has not signed"
+
 
 @click.command(
     cls=Command, examples=["coordinator devices --deployment deployment", "coordinator devices --runs runs --json"]
@@ -75,7 +77,8 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
     table = Sheet(listed, shown, unknown="-").draw(None, console.width)
     console.print(table if listed else f"no device has joined; {enroll} makes a token for one")
     for entry in listed:
-        if denied := [key for key in entry.get("denies", ()) if key != "class_counts"]:  # which no run needs
+        denied = [key for key in entry.get("denies", ()) if key != "class_counts"]  # which no run needs
+        if denied := [UNKNOWN if key == "methods" else key for key in denied]:
             console.print(f"{entry['device']} does not allow {', '.join(denied)}")
     for token in waiting:
         console.print(f"a token for {token.device} can be used until {_iso(token.expires_at)}")

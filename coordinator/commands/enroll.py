@@ -43,6 +43,8 @@ def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool, pol
     token = make_token(deployment, name, valid, replaces=replace, policy=text)
     click.echo(f"on the device, within {format_seconds(valid)}:", err=True)
     click.echo(f"edge-client join {token.text()}")
+    if token.publisher:
+        click.echo(f"it will run graphs of publisher {token.publisher}", err=True)
     if wait:
         _wait_for_device(deployment, token.id, name, valid)
 

@@ -7,8 +7,10 @@ import click
 from coordinator.commands.flags import DEPLOYMENT
 from coordinator.security.broker.process import claim_port
 from coordinator.security.folder import Deployment, Settings, own_addresses, own_hosts
+from coordinator.security.signing import PUBLISHER_KEY
 from fedvit.command_line import Command
 from fedvit.hints import command
+from fedvit.public_keys import format_key, parse_key
 
 
 @click.command(cls=Command, examples=["coordinator init --host server.local"])
@@ -25,8 +27,17 @@ from fedvit.hints import command
 @click.option(
     "--enrolment-port", type=click.IntRange(0, 65535), default=8884, help="For devices that join; 0 takes a free one."
 )
+@click.option(
+    "--publisher",
+    default="",
+    metavar="KEY",
+    help="Public key of who signs graphs for the devices (coordinator sign --new); by default a new one, whose private "
+    "key is in FOLDER.",
+)
 @click.option("--federation", default="home", help="Name under which devices and coordinator meet at the broker.")
-def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment_port: int, federation: str) -> None:
+def init(
+    folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment_port: int, publisher: str, federation: str
+) -> None:
     """Make a deployment: its authority, certificates, and the configuration of a broker for its devices only."""
 
     settings = Settings(
@@ -36,8 +47,12 @@ def init(folder: Path, hosts: tuple[str, ...], listen: str, port: int, enrolment
         enrolment_port=enrolment_port or claim_port(listen, 0),
         hosts=own_hosts(hosts, listen, own_addresses()),
     )
-    deployment = Deployment.create(folder, settings)
+    given = format_key(parse_key(publisher)) if publisher else ""
+    deployment = Deployment.create(folder, settings, given)
     click.echo(f"deployment: {deployment.folder} (keep it secret: its owner can admit devices)")
     click.echo(f"the broker's certificate is for: {', '.join(settings.hosts)}")
+    click.echo(f"devices that join run graphs of publisher {deployment.publisher}")
+    if not given:
+        click.echo(f"its key is {deployment.folder / PUBLISHER_KEY}: move it off this machine to sign graphs elsewhere")
     start = command("coordinator", "start", "--broker.deployment", folder)
     click.echo(f"next: {start}, and for each device: {command('coordinator', 'enroll', 'NAME', deployment=folder)}")

@@ -23,6 +23,12 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             description="Hours between clean-ups like those of `coordinator gc`, the first at the start; 0: none.",
         ),
     ] = 24.0
+    backup: Annotated[
+        str | None,
+        Meta(description="Folder for backups of runs and deployment, like those of `coordinator backup`."),
+    ] = None
+    backup_every_h: Annotated[float, Meta(gt=0, description="Hours between backups, the first at the start.")] = 24.0
+    keep_backups: Annotated[int, Meta(ge=1, description="Newest backups that are kept.")] = 7
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -19,10 +20,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator.record.copies import is_whole, make_file_damaged_error, newest_copy
 from coordinator.record.leadership import ServiceHost, check_term, fence, services_of
 from coordinator.record.postgresql import address_of, engine_of, failure_of
-from coordinator.record.rows import BrokenSeal, read_records
+from coordinator.record.rows import BrokenSeal, read_records, read_rows
 from coordinator.record.schema import is_older, other_version, version_of
 from coordinator.record.sqlite_errors import convert_error
-from coordinator.record.tables import RUNS, SCHEMA, from_json, to_json
+from coordinator.record.tables import RUNS, SCHEMA, TABLES, from_json, to_json
 from fedvit.errors import ConfigError, Damaged
 from fedvit.files import atomic_write, storage_failed
 from fedvit.timings import Timings
@@ -32,6 +33,8 @@ _R = TypeVar("_R", bound=Struct)
 DATABASE_FILE, ADDRESS_FILE = "fedvit.db", "record.url"
 """In the folder of all runs: the database of SQLite, or the address of another one."""
 
+COPIED_ROWS = 1000
+"""Rows that are in memory at once when a database is copied."""
 _MIGRATING = 7_329_118_101
 """Key of the lock of PostgreSQL that a process holds while it makes or migrates tables."""
 
@@ -229,13 +232,30 @@ class Database:
             connection.execute(select(1))
 
     def back_up(self, file: Path) -> None:
-        """Write a verified copy of the database, which is a file, to `file`, which must not exist. It is not synced."""
-        with self.transaction() as connection:
-            raw: Any = connection.connection.driver_connection
-            with closing(sqlite3.connect(file)) as copy:
-                raw.backup(copy)
+        """Write a verified copy of the database to `file`, a database of SQLite that must not exist. It is not synced.
+
+        It holds what one moment held, also while others write.
+        """
+        if self.file:
+            with self.transaction() as connection:
+                raw: Any = connection.connection.driver_connection
+                with closing(sqlite3.connect(file)) as copy:
+                    raw.backup(copy)
+        else:
+            with closing(Database(f"sqlite:///{file}")) as copied:
+                copied.fill_from(self)
         if not is_whole(file):
             raise self.make_damaged_error("a copy of it is not intact")
+
+    def fill_from(self, other: "Database") -> None:
+        """Copy all rows of another database into this one, which has none, in one transaction of each."""
+        with other.transaction() as source, self.transaction() as target:
+            if not other.file:  # so that all tables are of one moment
+                source.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            for table in TABLES.sorted_tables:
+                rows = read_rows(source, select(table))
+                while piece := list(islice(rows, COPIED_ROWS)):
+                    target.execute(table.insert(), piece)
 
     def compact(self) -> None:
         """Shrink the file by its unused space."""

@@ -84,6 +84,7 @@ class Events:
             self._on_flood(flood)
         parts.recovery.report_damage()
         parts.exchange.tick()
+        parts.membership.admit_signed()
         parts.collector.commit()
         parts.scheduler.send_queued()
         for overdue in parts.scheduler.overdue(parts.uploads.fetching(), parts.uploads.waiting()):

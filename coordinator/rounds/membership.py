@@ -16,9 +16,10 @@ from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.state import RunState
 from coordinator.rounds.validation import check_class_list, check_hello, check_new_classes
 from fedvit.errors import BadPayload, PeerRefused
-from fedvit.policy import Denial, Needs
+from fedvit.hints import command
+from fedvit.policy import UNSIGNED, Denial, Needs
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import DeviceState, Hello, Manifest, Refused, Welcome, decode_class_list
+from fedvit.wire.messages import CoordinatorState, DeviceState, Hello, Manifest, Refused, Welcome, decode_class_list
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,13 @@ class _Reported(NamedTuple):
     unprinted: int  # refusals with other reasons since then
 
 
-def announce(hello: Hello) -> Announced:
-    """Return what the record keeps of a hello; unknown keys of a policy are left out."""
-    return Announced(hello.software, tuple(key for key in typing.get_args(Denial) if key in hello.denies))
+def announce(hello: Hello, what: str = "") -> Announced:
+    """Return what the record keeps of a hello; unknown keys of a policy are left out.
+
+    `what` the device does not allow, in words: unknown graphs are denied by most devices, and concern few runs.
+    """
+    denied = [key for key in typing.get_args(Denial) if key in hello.denies]
+    return Announced(hello.software, tuple(key for key in denied if key != "methods" or what.startswith(UNSIGNED)))
 
 
 class Admission:
@@ -60,6 +65,7 @@ class Admission:
         self._announced: dict[str, Announced] = {}  # by device, since the last `take_announced`
         self._fetching: dict[str, Hello] = {}  # by device: its newest hello, whose class list is being fetched
         self._class_lists: Counter[str] = Counter()  # by device
+        self._unsigned: set[str] = set()  # devices that were set aside for graphs that nobody has signed
 
     def take_arrivals(self) -> list[Arrival]:
         """Devices that were admitted since the last call."""
@@ -80,7 +86,7 @@ class Admission:
             limits = state.limits.non_default()
             state.send(device, Welcome(hello.instance, state.epoch, f"run {state.run}: {why}", limits=limits))
             return
-        if state.needs and (what := state.needs.find_denial(hello.denies, 0.0)):
+        if state.needs and (what := state.needs.find_denial(hello.denies, 0.0, hello.publisher)):
             self.set_aside(device, hello, what)
             return
         state.not_allowing.pop(device, None)
@@ -132,9 +138,18 @@ class Admission:
                 state.opened.fail(device, Missing.OFFLINE)
         if state.not_allowing.get(device) != what:
             state.not_allowing[device] = what
-            state.store.devices.set_announced(state.run, {device: announce(hello)})
+            state.store.devices.set_announced(state.run, {device: announce(hello, what)})
             nobody = "" if state.presence.count_online() else "; no device that is here allows it"
             state.operator_log(f"{device} does not allow {what}, which {state.config.method} needs{nobody}")
+            if what.startswith(UNSIGNED) and state.signer:
+                file, runs = state.signer.file, state.blobs.folder.parent.parent
+                how = command(
+                    "coordinator", "plan", "--run", state.run, "--device", "BOARD", "--sign", "KEY",
+                    "--signatures", file, runs=runs,
+                )  # fmt: skip
+                state.operator_log(f"to sign them: {how}")
+        if what.startswith(UNSIGNED):
+            self._unsigned.add(device)
         reason = f"run {state.run}: the device's policy does not allow {what}"
         if state.offers_refused:
             state.send(device, Refused(hello.instance, reason, final=True))
@@ -146,8 +161,19 @@ class Admission:
         self._state.needs = needs
         for device in self._state.presence.online():
             hello = self._state.presence[device].hello
-            if what := needs.find_denial(hello.denies, 0.0):
+            if what := needs.find_denial(hello.denies, 0.0, hello.publisher):
                 self.set_aside(device, hello, what)
+
+    def admit_signed(self) -> None:
+        """Ask devices that were set aside for unknown graphs for another hello once there are new signatures."""
+        state = self._state
+        if not (self._unsigned and state.signer and state.signer.has_new()):
+            return
+        if state.needs:  # from now on each device's own Program decides
+            state.needs = msgspec.structs.replace(state.needs, publisher=None)
+        for device in self._unsigned:
+            state.send(device, CoordinatorState(state.epoch + 1, alive=True))  # a new epoch makes it send a hello
+        self._unsigned.clear()
 
     def _fetch_classes(self, device: str, hello: Hello, described: Manifest) -> None:
         """Fetch classes that do not fit into the hello, before the device is admitted."""

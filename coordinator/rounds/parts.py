@@ -26,6 +26,7 @@ from coordinator.rounds.scheduler import TaskScheduler
 from coordinator.rounds.state import RunState
 from coordinator.rounds.task_ends import TaskEnds
 from coordinator.rounds.uploads import Uploads
+from coordinator.security.signing import GraphSigner
 from fedvit.terminal import escape_line
 from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
@@ -50,6 +51,7 @@ class RunSetup:
     folder: Path  # of this run
     display: Display
     compute: Compute
+    signer: GraphSigner | None = None
 
 
 class RunParts:
@@ -77,6 +79,7 @@ class RunParts:
             classes=config.classes,
             unsent_bytes=transport.pending_bytes,
             limits=transport.limits,
+            signer=setup.signer,
             needs=find_stored_needs(config.method),
             offers_refused=transport.offers_refused,
         )

@@ -10,7 +10,6 @@ from coordinator.config import BlobsConfig
 from coordinator.rounds.parts import RunParts, make_object_store
 from coordinator.rounds.validation import listed, same_but_for_case
 from fedvit.errors import ConfigError
-from fedvit.policy import find_needs
 from fedvit.quantities import format_count
 from fedvit.resources import Budget
 from fedvit.wire.limits import LEAST_PAYLOAD_BYTES
@@ -98,7 +97,7 @@ def prepare(parts: RunParts) -> None:
     state.store.runs.update(state.run, program=prepared.program, protocol=prepared.protocol)
     parts.mirror(essential(prepared.saved))  # it may have been recomputed
     state.saved = prepared.saved
-    parts.membership.use_needs(find_needs(state.program(prepared.program)))
+    parts.membership.use_needs(state.find_needs(state.program(prepared.program)))
     for number in prepared.remade:
         parts.operator_log(f"round {number}: its state was recomputed, with the same numbers")
     parts.recovery.restoring = False

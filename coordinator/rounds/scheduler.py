@@ -150,6 +150,7 @@ class TaskScheduler:
         deadline.announced = deadline.latest if state.waits_for_late(task.kind) else deadline.at
         self.schedule_check(task)
         asked = len(state.opened.cohort) if state.opened else 1
+        signatures = state.find_signatures(work.program)
         message = messages.Task(
             instance=task.instance,
             epoch=state.epoch,
@@ -166,6 +167,8 @@ class TaskScheduler:
             task=task.id,
             attempt=task.attempt,
             progress_s=min(LONGEST_PROGRESS_S, max(PROGRESS_S, asked / PROGRESS_PER_S)),
+            publisher=state.signer.publisher if state.signer and signatures else "",
+            signatures=signatures,
         )
         try:
             state.send(device, self._complete(task, message, is_repeated=is_repeated))

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import RunConfig
 from coordinator.record.record import Record
@@ -13,8 +15,9 @@ from coordinator.rounds.deadlines import Links
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.presence import Presence, hello_spread_s
 from coordinator.rounds.tasks import Tasks
+from coordinator.security.signing import GraphSigner, are_own
 from fedvit.errors import LinkDown
-from fedvit.policy import Needs
+from fedvit.policy import Needs, find_needs
 from fedvit.program import Program, decode_program
 from fedvit.resources import BudgetKind
 from fedvit.wire.limits import BrokerLimits
@@ -43,6 +46,7 @@ class RunState:
     classes: tuple[str, ...]  # empty until the first devices have announced theirs
     unsent_bytes: Callable[[], int] = field(default=lambda: 0)
     limits: BrokerLimits = field(default_factory=BrokerLimits)  # of the broker
+    signer: GraphSigner | None = None  # of graphs; None: nobody signs them
     needs: Needs | None = None  # of devices' policies; None: unknown until the Program is made
     offers_refused: bool = False  # a device that the run refuses is offered to another run
     not_allowing: dict[str, str] = field(default_factory=dict)  # devices whose policy does not allow the run -> its key
@@ -80,6 +84,19 @@ class RunState:
         if digest not in self._programs:
             self._programs[digest] = decode_program(self.blobs.get(digest))
         return self._programs[digest]
+
+    def find_signatures(self, program: Program) -> tuple[bytes, ...]:
+        """Return a signature for each graph of a Program; none if one is missing, or all graphs are fedvit's own."""
+        graphs = program.digests_by_graph()
+        return () if self.signer is None or are_own(graphs) else self.signer.find_signatures(graphs) or ()
+
+    def find_needs(self, program: Program) -> Needs:
+        """Return what a Program needs of the policies of devices."""
+        needs = find_needs(program)
+        if are_own(program.digests_by_graph()):
+            return needs
+        publisher = self.signer.publisher if self.signer and self.find_signatures(program) else ""
+        return msgspec.structs.replace(needs, publisher=publisher)
 
     def set_doing(self, text: str) -> None:
         self.doing = text

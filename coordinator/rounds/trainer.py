@@ -10,7 +10,6 @@ from coordinator.rounds.pausing import wait_while_paused
 from coordinator.rounds.ports import Trainer
 from coordinator.rounds.tasks import TaskState, Work
 from coordinator.rounds.validation import few
-from fedvit.policy import find_needs
 
 
 class DeviceTrainer(Trainer):
@@ -83,7 +82,8 @@ class DeviceTrainer(Trainer):
             state.operator_log(f"{device} is left out: {reason}")
         for device in list(work):
             hello = state.presence[device].hello if device in state.presence else None
-            if hello and (what := find_needs(work[device].program).find_denial(hello.denies, hello.least_mask)):
+            needs = state.find_needs(work[device].program)
+            if hello and (what := needs.find_denial(hello.denies, hello.least_mask, hello.publisher)):
                 del work[device]
                 parts.membership.set_aside(device, hello, what)
         return work

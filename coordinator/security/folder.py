@@ -5,6 +5,9 @@ DIR/authority.pem .key     the authority of all certificates
 DIR/server.pem .key        the broker
 DIR/coordinator.pem .key   the coordinator, one client among others
 DIR/revoked.pem            certificates that are not valid any more
+DIR/publisher              the public key of the publisher, which signs graphs that devices run
+DIR/publisher.key          its private key, until somebody moves it off this machine
+DIR/signatures.txt         its signatures
 DIR/registry.db            devices and tokens
 DIR/mosquitto.conf         the broker's configuration, and the files that it includes:
 DIR/devices.acl, enrolment.acl, enrolment.passwords
@@ -33,9 +36,12 @@ from coordinator.security.authority import Authority
 from coordinator.security.broker.access import device_rules, enrolment_rules
 from coordinator.security.broker.mosquitto import format_secured_configuration, password_line
 from coordinator.security.registry import OpenToken, Registry, Rows, now
+from coordinator.security.signing import PUBLISHER_KEY, GraphSigner
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, storage_failed
 from fedvit.hints import command
+from fedvit.public_keys import PUBLISHER_FILE, PublicKey, format_key, parse_key
+from fedvit.publisher import PublisherKey
 from fedvit.transport.address import Address
 from fedvit.wire.enrolment import SECRET_BYTES, Token, login_of
 from fedvit.wire.topics import check_name
@@ -68,10 +74,10 @@ class Deployment:
     registry: Registry
 
     @classmethod
-    def create(cls, folder: Path, settings: Settings) -> "Deployment":
+    def create(cls, folder: Path, settings: Settings, publisher: PublicKey = "") -> "Deployment":
         """Raise ConfigError if `folder` is not empty, StorageFailed if it cannot be written.
 
-        The folder is created completely or not at all.
+        The folder is created completely or not at all. Without a `publisher`, a new one's key lies in it.
         """
         check_name(settings.federation, "--federation")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -82,7 +88,7 @@ class Deployment:
             new.mkdir(parents=True, mode=0o700)
             (new / "run").mkdir(mode=0o700)
             made = cls(new, settings, authority, _registry_in(new))
-            made._write_new()
+            made._write_new(publisher)
             if folder.exists():
                 folder.rmdir()
             new.rename(folder)
@@ -130,6 +136,16 @@ class Deployment:
         return sha256(self.authority.der).digest()
 
     @property
+    def publisher(self) -> PublicKey:
+        """The publisher's public key; "" in a deployment of earlier software. Raises ConfigError."""
+        file = self.folder / PUBLISHER_FILE
+        return format_key(parse_key(file.read_text())) if file.exists() else ""
+
+    def find_signer(self) -> GraphSigner | None:
+        """Return the signatures of this deployment; None if it has no publisher. Raises ConfigError."""
+        return GraphSigner(self.folder, self.publisher) if self.publisher else None
+
+    @property
     def address(self) -> Address:
         """The broker's address for the coordinator on this machine, with its certificate."""
         listen = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.listen, self.settings.listen)
@@ -160,7 +176,7 @@ class Deployment:
             elif rows.tokens.new:
                 self._add_logins(rows.tokens.new)
 
-    def _write_new(self) -> None:
+    def _write_new(self, publisher: PublicKey) -> None:
         atomic_write(self.folder / "deployment.json", msgspec.json.format(msgspec.json.encode(self.settings)))
         atomic_write(self.folder / "authority.pem", self.authority.pem)
         atomic_write(self.folder / "authority.key", self.authority.key_pem, private=True)
@@ -168,6 +184,8 @@ class Deployment:
         for name, issued in (("server", server), ("coordinator", coordinator)):
             atomic_write(self.folder / f"{name}.pem", issued.certificate)
             atomic_write(self.folder / f"{name}.key", issued.key, private=True)
+        publisher = publisher or PublisherKey.create(self.folder / PUBLISHER_KEY).public
+        atomic_write(self.folder / PUBLISHER_FILE, f"{publisher}\n".encode())
         self.registry.create()
         self.registry.close()  # the folder is about to be renamed
 
@@ -295,4 +313,5 @@ def make_token(
         settings.port,
         settings.enrolment_port,
         policy,
+        deployment.publisher,
     )

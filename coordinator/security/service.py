@@ -53,6 +53,7 @@ class Service:
         """`applied` is the generation of the registry before the broker was started."""
         self.broker = broker  # None: it is not started by this process
         self.address = address
+        self.signer = deployment.find_signer()
         self.revoked: SimpleQueue[str] = SimpleQueue()
         """Devices that were revoked while this process serves."""
         self._deployment = deployment

@@ -159,6 +159,7 @@ class RunProcess:
                 folder=self._home,
                 display=display,
                 compute=self._worker,
+                signer=endpoint.signer,
             ),
             Owner(watch, endpoint.revoke, self._lead or OwnLead),
         )

@@ -28,7 +28,9 @@ from coordinator.record.retention import lock_service
 from coordinator.rounds.alerts import webhook_of
 from coordinator.rounds.display import line_display
 from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
+from coordinator.rounds.service.regular import RegularWork
 from coordinator.rounds.service.service import RunHost, RunService
+from coordinator.serving.backup import BackupFolder
 from coordinator.serving.metrics_page import show_prometheus
 from coordinator.serving.run import make_link
 from coordinator.views.observed import Observed, Served
@@ -37,6 +39,7 @@ from fedvit import monitoring
 from fedvit.errors import ConfigError
 from fedvit.hints import command
 from fedvit.logs import configure_logging
+from fedvit.quantities import format_bytes
 from fedvit.systemd import Notifier
 from fedvit.transport.base import Transport
 
@@ -72,7 +75,16 @@ class ServiceProcess:
             configure_logging(file=folder / "service.log", stderr=False)
             link = make_link(endpoint, self._broker)
             service = RunService(
-                RunHost(folder, store, display, self._workers.worker_of, following, leadership),
+                RunHost(
+                    folder,
+                    store,
+                    display,
+                    self._workers.worker_of,
+                    following,
+                    leadership,
+                    endpoint.signer,
+                    self._plan_backups(),
+                ),
                 self._config,
                 link=link,
                 endpoint=endpoint,
@@ -89,6 +101,22 @@ class ServiceProcess:
                 self._notifier.stopping()
             display.line("stopped; the same command resumes the runs")
         raise click.Abort  # for KeyboardInterrupt, click prints an empty line
+
+    def _plan_backups(self) -> tuple[RegularWork, ...]:
+        """Return the regular backups of the configuration. Raises ConfigError if they would contain themselves."""
+        config = self._config
+        if config.backup is None:
+            return ()
+        deployment = Path(self._broker.deployment) if self._broker.deployment else None
+        backups = BackupFolder(Path(config.backup))
+        backups.check_place(self._folder, deployment)
+
+        def make(_stop: threading.Event) -> str:
+            made = backups.make(self._folder, deployment, self._display.line)
+            backups.keep_newest(config.keep_backups)
+            return f"{made.name} in {backups.folder}, {format_bytes(made.new_bytes)} new"
+
+        return (RegularWork("backup", config.backup_every_h, make, self._display.line),)
 
     def _lead(self, stack: ExitStack) -> Leadership | None:
         """Become the leader, after a wait with --standby; a record in a file has no leader, and is locked instead.

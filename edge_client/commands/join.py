@@ -10,6 +10,7 @@ from edge_client.commands.options import program_options, read_settings
 from edge_client.link.identity import host_and_port
 from edge_client.link.join import join
 from edge_client.storage.state import identity_folder
+from edge_client.trust.known_graphs import check_token_publisher
 from edge_client.trust.policy import check_token_policy
 from fedvit import hints
 from fedvit.command_line import Command, amount
@@ -34,6 +35,7 @@ CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
 )
 @click.option("--replace", is_flag=True, help="Forget an earlier deployment of this device.")
 @click.option("--replace-policy", is_flag=True, help="Use the token's policy in place of the one on this device.")
+@click.option("--replace-publisher", is_flag=True, help="Trust the token's publisher in place of the former one.")
 @click.option("--patience", default="60s", callback=amount(parse_seconds), metavar="TIME", help="How long to try.")
 @click.pass_context
 def command(
@@ -44,6 +46,7 @@ def command(
     enrolment_port: int | None,
     replace: bool,
     replace_policy: bool,
+    replace_publisher: bool,
     patience: float,
     **own: Any,
 ) -> None:
@@ -63,6 +66,7 @@ def command(
     )
     folder = identity_folder(settings.state)
     check_token_policy(folder.parent, invitation.policy, replace=replace_policy)
+    check_token_publisher(folder.parent, invitation.publisher, replace=replace_publisher)
     joined = join(
         invitation,
         folder,
@@ -72,7 +76,7 @@ def command(
     )
     device = joined.identity.membership.device
     click.echo(f"joined as {device!r}; certificate: {joined.identity.certificate}")
-    if invitation.policy:
+    if invitation.policy or invitation.publisher:
         settings = read_settings(context, own)
     for line in describe_policy(settings.policy):
         click.echo(line)

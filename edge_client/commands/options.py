@@ -130,7 +130,14 @@ OPTIONS = (
         ["--methods"],
         section=_SENDING,
         metavar="known|checked",
-        help="known: programs of a trusted publisher; checked: all that pass the device's checks.",
+        help="known: graphs of fedvit itself and of the trusted publisher; checked: all that pass the device's "
+        "checks. By default known if a publisher is trusted.",
+    ),
+    SectionOption(
+        ["--publisher"],
+        section=_SENDING,
+        metavar="KEY",
+        help="Public key of the publisher whose graphs the device runs, by default the one of the join token.",
     ),
     _amount(
         "--memory-budget",

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard, memory_message
+from edge_client.health.private_paths import PrivatePaths
 from edge_client.health.recent_log import RecentLog
 from edge_client.health.status import StatusFile
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
@@ -107,7 +108,9 @@ def build_agent(
 ) -> Agent:
     """Connect the parts of the device; `endpoint` has its name."""
     policy, device = settings.policy, str(endpoint.device)
-    recent_log = attach_recent_log(settings.data_folder, images.data) if policy.send.logs else None
+    home = home_folder()
+    private = PrivatePaths([home, settings.data_folder] if home else [settings.data_folder])
+    recent_log = attach_recent_log(private, images.data) if policy.send.logs else None
     make_private(state / name for name in ("blobs", "vault"))
     vault = Vault(state / "vault", VaultKey.load(settings.vault_key, make=True) if settings.vault_key else None)
     vault.check_key()
@@ -135,6 +138,7 @@ def build_agent(
         labels=settings.labels,
         denies=policy.denials(),
         least_mask=policy.send.least_mask,
+        publisher=policy.train.publisher,
     )
     disk_budget_bytes = policy.train.disk or default_disk_budget(state)
     storage = DeviceStorage(vault, blobs, images, disk_budget_bytes=disk_budget_bytes)
@@ -145,6 +149,7 @@ def build_agent(
         storage,
         renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
         recent_log=recent_log.text if recent_log else lambda: "",
+        hide=private.hide,
     )
     guard = Guard(
         policy.budget,
@@ -159,10 +164,9 @@ def build_agent(
     return Agent(link, storage, worker, replace(policy, train=train), status=status)
 
 
-def attach_recent_log(folder: Path, data: DeviceData) -> RecentLog:
+def attach_recent_log(private: PrivatePaths, data: DeviceData) -> RecentLog:
     """Keep the last lines of this process's log, without paths and class names."""
-    home = home_folder()
-    recent_log = RecentLog([home, folder] if home else [folder], data.classes)
+    recent_log = RecentLog(private, data.classes)
     logging.getLogger().addHandler(recent_log)
     return recent_log
 

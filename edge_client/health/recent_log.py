@@ -4,8 +4,8 @@ import logging
 import re
 from collections import deque
 from collections.abc import Collection
-from pathlib import Path
 
+from edge_client.health.private_paths import PrivatePaths
 from fedvit.logs import KeyValueFormatter
 from fedvit.wire.messages import MAX_LOG_TEXT
 
@@ -17,18 +17,14 @@ LONGEST_RECORD = 2000
 class RecentLog(logging.Handler):
     """Keeps the last records of the program's log.
 
-    `text` leaves out class names, and everything that follows a path in one of the `private` folders up to the next
-    field or the end of the line. Class names that are numbers stay.
+    `text` leaves out class names and `private` paths. Class names that are numbers stay.
     """
 
-    def __init__(self, private: Collection[Path], classes: Collection[str]) -> None:
+    def __init__(self, private: PrivatePaths, classes: Collection[str]) -> None:
         super().__init__(logging.INFO)
         self.setFormatter(KeyValueFormatter())
         self._kept: deque[str] = deque(maxlen=MOST_LINES)
-        folders = {str(form) for folder in private for form in (folder, folder.absolute(), folder.resolve())}
-        folders -= {"/", "."}
-        paths = "|".join(re.escape(folder) for folder in sorted(folders, key=len, reverse=True))
-        self._paths = re.compile(rf"(?:{paths}).*?(?=  | \w+=|$)", re.MULTILINE) if paths else None
+        self._private = private
         self._words = {name for name in classes if re.fullmatch(r"[\w.-]+", name) and not name.isdigit()}
         self._phrases = [name for name in classes if not re.fullmatch(r"[\w.-]+", name)]
 
@@ -37,9 +33,7 @@ class RecentLog(logging.Handler):
 
     def text(self) -> str:
         """The newest lines, as many as fit into one message."""
-        text = "\n".join(list(self._kept))
-        if self._paths:
-            text = self._paths.sub("PATH", text)
+        text = self._private.hide("\n".join(list(self._kept)))
         for name in self._phrases:
             text = text.replace(name, "CLASS")
         text = re.sub(r"[\w.-]+", lambda word: "CLASS" if word[0] in self._words else word[0], text)

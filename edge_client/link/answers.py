@@ -33,11 +33,19 @@ class _Waiting:
 
 
 class Answers:
-    """A device's answers that wait for their acknowledgement. `send` sends a message to the coordinator; `recent_log`
-    returns the lines of the log that go with a failure."""
+    """A device's answers that wait for their acknowledgement.
+
+    `send` sends a message to the coordinator; `recent_log` returns the lines of the log that go with a failure; `hide`
+    returns a reason without private paths.
+    """
 
     def __init__(
-        self, storage: DeviceStorage, *, send: Callable[[Answer], None], recent_log: Callable[[], str]
+        self,
+        storage: DeviceStorage,
+        *,
+        send: Callable[[Answer], None],
+        recent_log: Callable[[], str],
+        hide: Callable[[str], str],
     ) -> None:
         self.counts: Counter[tuple[TaskKind, str]] = Counter()  # since the start, by kind of task and of message
         self.least_resend_s = 0.0  # for answers from now on: a large cohort keeps the coordinator busy
@@ -48,6 +56,7 @@ class Answers:
         self._note_sent = storage.note_sent
         self._send = send
         self._recent_log = recent_log
+        self._hide = hide
         self._waiting: dict[AnswerKey, _Waiting] = {}
 
     def __len__(self) -> int:
@@ -78,6 +87,8 @@ class Answers:
 
     def add(self, answer: Answer) -> None:
         """Send a new answer."""
+        if not isinstance(answer, Result):
+            answer = msgspec.structs.replace(answer, reason=self._hide(answer.reason))
         self.counts[answer.kind, type(answer).__name__.lower()] += 1
         self.keep(answer)
         self.send(answer)
@@ -92,7 +103,7 @@ class Answers:
                 self._ledger.note_log(task, lines)
         except StorageFailed:  # nothing leaves the device without a line
             lines = ""
-        self.add(Failed(task.run, task.round, task.kind, reason[:500], broke, use, task.task, lines))
+        self.add(Failed(task.run, task.round, task.kind, self._hide(reason)[:500], broke, use, task.task, lines))
 
     def send_due(self) -> None:
         """Send again what has waited for too long."""

@@ -47,6 +47,7 @@ class DeviceIdentity:
     labels: Mapping[str, str] = field(default_factory=dict)
     denies: tuple[str, ...] = ()  # keys of what its policy does not allow
     least_mask: float = 0.0  # share of patches that its policy requires features to leave out
+    publisher: str = ""  # public key of the publisher that it trusts; "": none
 
     def __post_init__(self) -> None:
         check_name(self.device, "device id")
@@ -57,7 +58,7 @@ class DeviceLink:
     """One device's link. `exchange` makes the object that fetches and serves blobs.
 
     `renewal` asks for the next certificate; None: the device has none. `recent_log` returns the lines of the log that
-    go with a failure.
+    go with a failure, `hide` a text without private paths.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DeviceLink:
         renewal: Renewal | None = None,
         exchange: Callable[..., BlobExchange] = BlobExchange,
         recent_log: Callable[[], str] = lambda: "",
+        hide: Callable[[str], str] = str,
     ) -> None:
         self.identity = identity
         self.instance = secrets.token_hex(8)
@@ -83,7 +85,7 @@ class DeviceLink:
             topic_for=lambda digest: self.topics.upload(identity.device, digest),
             may_read=lambda peer, digest: digest in self.list_served(),
         )
-        self.answers = Answers(storage, send=self.send, recent_log=recent_log)
+        self.answers = Answers(storage, send=self.send, recent_log=recent_log, hide=hide)
         self._blobs = storage.blobs
 
     def open(self) -> None:

@@ -31,6 +31,7 @@ from edge_client.link.identity import NEXT_CERTIFICATE, Identity, Membership
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.policy import POLICY_FILE
+from fedvit.public_keys import PUBLISHER_FILE
 from fedvit.transport.address import Address, describe_error
 from fedvit.transport.base import Connected, Disconnected
 from fedvit.transport.mqtt import MqttTransport
@@ -113,7 +114,10 @@ def _request(folder: Path, token: Token) -> bytes:
 
 
 def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membership) -> None:
-    """Write the identity and the token's policy; the membership comes last, as it marks the identity as complete."""
+    """Write the identity, and the token's policy and publisher.
+
+    The membership comes last, as it marks the identity as complete.
+    """
     for former in ("membership.json", NEXT_CERTIFICATE):
         (folder / former).unlink(missing_ok=True)
     files = {
@@ -125,6 +129,8 @@ def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membersh
         atomic_write(folder / name, ssl.DER_cert_to_PEM_cert(der).encode(), private=True)
     if token.policy:
         atomic_write(folder.parent / POLICY_FILE, token.policy.encode(), private=True)
+    if token.publisher:
+        atomic_write(folder.parent / PUBLISHER_FILE, f"{token.publisher}\n".encode(), private=True)
     atomic_write(folder / "membership.json", msgspec.json.encode(membership), private=True)
     for leftover in folder.glob("joining-*"):
         leftover.unlink()
@@ -134,8 +140,8 @@ def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membersh
 def _hand_over(folder: Path, user: int, group: int) -> None:
     """Give the files to the owner of the state: a service has a user of its own, but root may run the join."""
     if os.geteuid() == 0:
-        policy = folder.parent / POLICY_FILE
-        for path in (folder, *folder.iterdir(), *([policy] if policy.exists() else [])):
+        own = [file for name in (POLICY_FILE, PUBLISHER_FILE) if (file := folder.parent / name).exists()]
+        for path in (folder, *folder.iterdir(), *own):
             os.chown(path, user, group, follow_symlinks=False)
 
 

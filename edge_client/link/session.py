@@ -133,6 +133,7 @@ class Session:
             empty_folders=data.empty[:MAX_EMPTY_FOLDERS],
             denies=link.identity.denies,
             least_mask=link.identity.least_mask,
+            publisher=link.identity.publisher,
         )
 
     def _store_class_list(self, classes: tuple[str, ...]) -> Manifest:

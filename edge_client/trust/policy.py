@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from edge_client.storage.ledger import Ledger
+from edge_client.trust.known_graphs import check_known, read_publisher
 from fedvit.errors import ConfigError, NotAllowed
 from fedvit.policy import POLICY_FILE, Policy, find_needs, make_policy, parse_policy, read_policy_file
 from fedvit.program import Program
@@ -23,6 +24,7 @@ FLAGS = {
     "upload_budget": "send.upload",
     "max_bytes_per_day": "send.max_bytes_per_day",
     "methods": "train.methods",
+    "publisher": "train.publisher",
     "hours": "train.hours",
     "quiet_hours": "train.quiet_hours",
     "memory_budget": "train.memory",
@@ -56,6 +58,8 @@ def load_policy(state: Path, file: Path | None, flags: Mapping[str, Any]) -> Pol
             make_policy({table: {key: value}}, f"--{flag.replace('_', '-')}")
             if isinstance(keys := values.setdefault(table, {}), dict):
                 keys[key] = value
+    if isinstance(train := values.setdefault("train", {}), dict) and (publisher := read_publisher(state)):
+        train.setdefault("publisher", publisher)
     return make_policy(values, f"policy {where}")
 
 
@@ -81,8 +85,8 @@ def check_policy(policy: Policy, program: Program, task: Task, *, ledger: Ledger
     Counts by class are left out of an evaluation, which is no reason to refuse it.
     """
     send = policy.send
-    if policy.train.methods == "known":
-        raise NotAllowed("FV1432", 'policy: methods = "known", and no publisher is trusted here', NEVER_S)
+    if policy.only_known:
+        check_known(task, program, policy.train.publisher)
     if task.kind == "train":
         needs = find_needs(program)
         if needs.updates and send.updates == "none":

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload, ConfigError, PeerRefused
+from fedvit.public_keys import PublicKey
 from fedvit.wire.topics import check_name
 
 ENROLMENT_VERSION = 1
@@ -48,11 +49,13 @@ class Token(Struct, frozen=True, array_like=True):
     port: int  # for devices with a certificate
     enrolment_port: int  # for those without
     policy: Annotated[str, Meta(max_length=MAX_POLICY_CHARACTERS)] = ""  # TOML, of the owner; empty: none
+    publisher: PublicKey = ""  # whose graphs the device will run; empty: none
 
     def text(self) -> str:
         """Form that people copy: letters, digits, '-' and '_'."""
-        fields = msgspec.structs.astuple(self)
-        raw = msgspec.msgpack.encode(fields if self.policy else fields[:-1])
+        *fields, policy, publisher = msgspec.structs.astuple(self)
+        added = (policy, publisher) if publisher else (policy,) if policy else ()
+        raw = msgspec.msgpack.encode([*fields, *added])
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode().rstrip("=")
 
     @classmethod

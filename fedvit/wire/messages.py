@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload, PeerRefused
+from fedvit.public_keys import PublicKey, Signature
 from fedvit.resources import BudgetKind, DeviceProfile, ResourceUse
 from fedvit.wire.limits import BrokerLimits
 
@@ -41,6 +42,8 @@ MAX_EMPTY_FOLDERS = 16
 """Class folders without images that a hello names."""
 MAX_DENIALS = 16
 """Keys of a policy that a hello names."""
+MAX_GRAPHS = 64
+"""Graphs of one Program."""
 MAX_CLASS_LIST_BYTES = 1 << 20
 """Size of the blob with a device's classes, if they do not fit into its hello."""
 MAX_CHUNK_BYTES = 1 << 20
@@ -169,6 +172,7 @@ class Hello(Message, frozen=True, tag="hello"):
     # keys of what its owner's policy does not allow, as fedvit.policy names them, and the least mask of features
     denies: Annotated[tuple[Name, ...], Meta(max_length=MAX_DENIALS)] = ()
     least_mask: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    publisher: PublicKey = ""  # whose graphs it runs; "": it trusts none
 
 
 class Progress(Message, frozen=True, tag="progress"):
@@ -270,6 +274,9 @@ class Task(Message, frozen=True, tag="task"):
     task: Name = ""  # identity of the work: equal for devices with equal work
     attempt: Count = 1  # how often this task was sent to this device, this time included
     progress_s: Annotated[float, Meta(ge=0.1, le=3600.0)] = 0.5  # least interval between Progress messages
+    # who signed the Program's graphs, and a signature for each, in the order of their names; "" and (): nobody
+    publisher: PublicKey = ""
+    signatures: Annotated[tuple[Signature, ...], Meta(max_length=MAX_GRAPHS)] = ()
 
 
 class Extended(Message, frozen=True, tag="extended"):

@@ -39,8 +39,8 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
-        "profile", "quarantine", "report", "rm", "runs", "show", "status", "submit", "unpause",
+        "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
+        "profile", "quarantine", "report", "restore", "rm", "runs", "show", "status", "submit", "unpause",
     )),
     *(f"edge-client {name}" for name in (
         "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -49,7 +49,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "start")),
+    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "sign", "start")),
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -58,8 +58,8 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan", "quarantine",
-        "report", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
+        "backup", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan", "quarantine",
+        "report", "restore", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
     )),
     "fleet region", "fleet run",
 }  # fmt: skip

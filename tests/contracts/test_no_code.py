@@ -88,6 +88,6 @@ def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
         found = [text for name in names if name.endswith(".py") for text in offences(name, wheel.read(name).decode())]
     assert found == []
     kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
-    assert kinds <= {".py", ".toml", ".json", ".html", ".css", ".onnx", ".typed"}
+    assert kinds <= {".py", ".toml", ".json", ".html", ".css", ".onnx", ".typed", ".txt"}
     assert not [name for name in names if name.startswith(("tests", "deploy"))]
     assert not [name for name in names if "bench" in Path(name).with_suffix("").parts]

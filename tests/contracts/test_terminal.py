@@ -35,6 +35,7 @@ IN_FILE = ATTACK.encode().decode("utf-8", "surrogateescape") + "\udcff"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 LINES: dict[str, list[list[str]]] = {
+    "coordinator backup": [["{attack}", "--runs", "{attack}"]],
     "coordinator boards": [["{attack}"]],
     "coordinator cancel": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
     "coordinator dashboard": [["--runs", "{attack}"]],
@@ -59,11 +60,13 @@ LINES: dict[str, list[list[str]]] = {
         ["{attack}", "--runs", "runs", "--release", "{attack}"],
     ],
     "coordinator report": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
+    "coordinator restore": [["{attack}", "--runs", "new"]],
     "coordinator revoke": [["{attack}", "--deployment", "deployment"]],
     "coordinator rm": [["{attack}", "--runs", "spare"]],
     "coordinator runs": [["--runs", "runs"], ["--runs", "runs", "--json"]],
     "coordinator serve": [["--runs", "runs", "--config", "{attack}"]],
     "coordinator show": [["{attack}", "--runs", "runs", *flags] for flags in ([], ["--json"], ["--track"])],
+    "coordinator sign": [["{attack}", "{attack}"], ["{attack}", "--new"]],
     "coordinator start": [["--runs", "runs", "--resume", "no {attack}"], ["--config", "{attack}"]],
     "coordinator status": [
         ["{attack}", "--runs", "runs"],

@@ -19,6 +19,7 @@ import pytest
 from bench.edge import make_noise_folder
 from edge_client.storage.disk import MAX_RUNS
 from fedvit.program import Draw, Role, TensorGroup, TensorSpec
+from fedvit.publisher import PublisherKey
 from fedvit.wire.enrolment import FROM_COORDINATOR, SECRET_BYTES, JoinGranted, Renewed, encode_enrolment, seal
 from fedvit.wire.messages import Declined, DeltaStep, Failed, Manifest, Result
 from fleet.processes import Fleet
@@ -30,6 +31,7 @@ from tests.support.hostile_coordinator import (
     is_scaled_copy,
     make_order,
     read_images,
+    sign_order,
 )
 from tests.support.program_mutations import GraphEditor
 from tests.support.tiny_programs import make_program
@@ -49,6 +51,8 @@ class Scene:
         self.fedper = self.make_order("fedper")
         self.eftvit = self.make_order("eftvit")
         self.devices: dict[str, HostileDevice] = {}
+        self.key = PublisherKey.create(folder / "publisher.key")
+        self.other_key = PublisherKey.create(folder / "other.key")
 
     def start(self) -> None:
         self.coordinator = HostileCoordinator(self.deployment, self.folder / "blobs")
@@ -59,7 +63,13 @@ class Scene:
         return order.change(classes=CLASSES)
 
     def device(
-        self, name: str, *flags: str, images: int = 24, train: int | None = None, policy: str = ""
+        self,
+        name: str,
+        *flags: str,
+        images: int = 24,
+        train: int | None = None,
+        policy: str = "",
+        publisher: PublisherKey | None = None,
     ) -> HostileDevice:
         """Return a device; each is started once. `train`: training images that it keeps."""
         if name not in self.devices:
@@ -69,7 +79,8 @@ class Scene:
             if policy:
                 (self.folder / "state" / name).mkdir(parents=True)
                 (self.folder / "state" / name / "policy.toml").write_text(policy)
-            device = HostileDevice(self.deployment, self._fleet, self.folder / "state", name, data, *flags)
+            state = self.folder / "state"
+            device = HostileDevice(self.deployment, self._fleet, state, name, data, *flags, publisher=publisher)
             self.devices[name] = device
             self.coordinator.await_device(device)
         return self.devices[name]
@@ -232,6 +243,49 @@ def test_update_of_a_single_image_is_not_sent(scene: Scene) -> None:
     device = scene.device("one-image", images=4, train=1)
     for name, order in {"one-image": scene.fedper, "one-image-often": scene.fedper.change_phase(epochs=9)}.items():
         assert isinstance(scene.attack(device, order, name, honest=scene.eftvit), Declined)
+
+
+def collect_nearly_linear(scene: Scene) -> Order:
+    """Collect a layer so small that the Tanh behind it changes little: the flow check cannot tell it from others."""
+    [phase] = scene.eftvit.program.train
+    assert phase.collect
+    output = f"collect/{phase.collect.output}"
+
+    def make(editor: GraphEditor) -> str:
+        samples, tokens, pixels = editor.shape("batch/patches")
+        weight, wanted = "tensor/patch_embed.proj.weight", editor.shape(output)
+        width = editor.shape(weight)[0]
+        flat = editor.add("Reshape", weight, editor.constant([width, pixels], np.int64))
+        small = editor.add("Mul", editor.add("Transpose", flat, perm=[1, 0]), editor.constant(0.01))
+        layer = editor.add("Tanh", editor.add("MatMul", "batch/patches", small))
+        row = editor.add("Reshape", layer, editor.constant([samples, tokens * width], np.int64))
+        size = int(np.prod(wanted[1:]))
+        rows = editor.add("Concat", *([row] * -(-size // (tokens * width))), axis=1)
+        bounds = [editor.constant([number], np.int64) for number in (0, size, 1, 1)]
+        return editor.add("Reshape", editor.add("Slice", rows, *bounds), editor.constant(list(wanted), np.int64))
+
+    return edit(scene.eftvit, output, make, adds=False)
+
+
+FORGERIES: dict[str, Callable[[Order, Scene], dict[str, Any]]] = {
+    "unsigned": lambda order, scene: {},
+    "of-another-publisher": lambda order, scene: sign_order(order, scene.other_key),
+    "in-its-name": lambda order, scene: {**sign_order(order, scene.other_key), "publisher": scene.key.public},
+    "of-another-graph": lambda order, scene: sign_order(scene.eftvit, scene.key),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_device_with_a_publisher_runs_no_invented_graph(scene: Scene, name: str) -> None:
+    """The default policy of every device that has joined: graphs that the flow check would allow are refused, too."""
+    device = scene.device("with-publisher", publisher=scene.key)
+    order = collect_nearly_linear(scene)
+    if name == "unsigned":
+        assert isinstance(scene.coordinator.ask(scene.device("plain"), order, run="without-publisher"), Result)
+    answer = scene.attack(device, order, name, **FORGERIES[name](order, scene))
+    assert isinstance(answer, Declined)
+    changed = "THE PUBLISHER HAS CHANGED" in answer.reason
+    assert changed == (name == "of-another-publisher")
 
 
 def change_role(order: Order, before: Role, after: Role) -> Order:

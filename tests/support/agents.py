@@ -11,6 +11,7 @@ import numpy as np
 
 from edge_client.agent import Agent
 from edge_client.health.guard import Guard
+from edge_client.health.private_paths import PrivatePaths
 from edge_client.health.status import StatusFile
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
 from edge_client.storage.device_storage import DeviceStorage, FixedImages
@@ -74,7 +75,7 @@ def make_agent(
     policy = policy or Policy()
     identity = DeviceIdentity(device=name, federation=federation, software="9.9", profile=PROFILE)
     storage = DeviceStorage(Vault(home / "vault"), BlobStore(home / "blobs"), images)
-    link = DeviceLink(identity, transport, storage, recent_log=recent_log)
+    link = DeviceLink(identity, transport, storage, recent_log=recent_log, hide=PrivatePaths([home]).hide)
     executor = TaskExecutor(link, storage, Runtime(1), guard or Guard(), policy)
     status = StatusFile(home / "status.json", identity, broker="memory")
     return Agent(link, storage, executor, policy, status=status)

@@ -25,6 +25,8 @@ from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload
 from fedvit.files import folder_bytes
 from fedvit.program import Batch, GraphSpec, Program, encode_program
+from fedvit.public_keys import PUBLISHER_FILE
+from fedvit.publisher import PublisherKey
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport.base import Received
 from fedvit.transport.exchange import BlobExchange
@@ -91,13 +93,33 @@ def make_order(shipped: Program, graphs: Mapping[str, bytes], seed: int = 0) -> 
     return Order(shipped, graphs, values)
 
 
-class HostileDevice:
-    """A real `edge-client` that has joined the deployment, with the default policy unless flags change it."""
+def sign_order(order: Order, key: PublisherKey) -> dict[str, Any]:
+    """Return the fields of a task whose graphs a publisher signed."""
+    signatures = tuple(map(key.sign, order.program.digests_by_graph().values()))
+    return {"publisher": key.public, "signatures": signatures}
 
-    def __init__(self, deployment: Deployment, fleet: Fleet, folder: Path, name: str, data: Path, *flags: str) -> None:
-        self.name, self.data, self.state = name, data, folder / name
+
+class HostileDevice:
+    """A real `edge-client` that has joined the deployment, with the default policy unless flags change it.
+
+    With a `publisher` it trusts that one, otherwise none.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        fleet: Fleet,
+        folder: Path,
+        name: str,
+        data: Path,
+        *flags: str,
+        publisher: PublisherKey | None = None,
+    ) -> None:
+        self.name, self.data, self.state, self.publisher = name, data, folder / name, publisher
         self.log_path = folder / f"{name}.log"
         join_without_token(deployment, self.state / "identity", name)
+        if publisher:
+            (self.state / PUBLISHER_FILE).write_text(publisher.public)
         command = [*program("edge_client.cli"), "--data", str(data), "--state", str(self.state), "--threads", "1"]
         self.process = fleet.start(name, [*command, *flags], log=self.log_path)
         self.peak_bytes, self._looked_at = 0, 0.0
@@ -312,7 +334,8 @@ class HostileCoordinator:
     def time_honest(self, device: HostileDevice, order: Order) -> float:
         """Give the honest task, which must be done; returns the seconds that it took."""
         began = time.monotonic()
-        answer = self.ask(device, order, run="honest")
+        signed = sign_order(order, device.publisher) if device.publisher else {}
+        answer = self.ask(device, order, run="honest", **signed)
         assert isinstance(answer, Result), answer
         return time.monotonic() - began
 

@@ -17,7 +17,7 @@ from coordinator.compute.planning.configuration_search import ConfigurationSearc
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.trade_offs import trade_offs
 from coordinator.config import PrivacyConfig, RunConfig
-from export.graphs import default_cache, export_graphs, export_unverified
+from export.graphs import Exported, default_cache, export_graphs, export_unverified
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.methods import build_model, make_method
@@ -189,9 +189,12 @@ class Plan:
             if names and role.from_server_each_round and role is not Role.GENERATED
         )
 
+    def export(self, method: Method) -> dict[str, Exported]:
+        """Return the verified graphs of a method, by name."""
+        return export_graphs(method, self.vit, self.batch_of(method), cache=self.cache, progress=self.progress)
+
     def _make(self, method: Method) -> Variant:
-        batch = self.batch_of(method)
-        exported = export_graphs(method, self.vit, batch, cache=self.cache, progress=self.progress)
+        batch, exported = self.batch_of(method), self.export(method)
         costs = {name: self._cost_of_graph(graph.content) for name, graph in exported.items()}
         graphs = {
             name: GraphSpec(self.blobs.put(graph.content).digest, costs[name].flops) for name, graph in exported.items()

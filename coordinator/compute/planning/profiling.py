@@ -5,7 +5,9 @@ Programs and graphs are made as a run makes them, so the same graphs are priced 
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,10 +22,10 @@ from coordinator.compute.planning.forecast import BoardForecast, Forecast
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.compute.planning.prediction_request import BoardMode, PredictionRequest
-from fedvit.blobs import BlobStore
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods import METHODS, make_method, method_class
-from fedvit.methods.base import check_fits
+from fedvit.methods.base import Method, check_fits
 from fedvit.program import Program
 from fedvit.resources import Budget
 from profiles.crosscheck import fvcore_check
@@ -156,14 +158,34 @@ class NothingFits(Struct, frozen=True, kw_only=True):
 
 
 def choose_configurations(
-    request: PredictionRequest, *, progress: Callable[[str], None] = lambda line: None
+    request: PredictionRequest,
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+    use_graphs: Callable[[Iterable[str]], None] | None = None,
 ) -> list[Choice | NothingFits]:
-    """The configuration of the method that a run would choose for each board."""
+    """The configuration of the method that a run would choose for each board.
+
+    `use_graphs` is called with the digests of all graphs that a run needs for these boards, and for devices without
+    budgets; making them takes a while.
+    """
     plan = _plan(request, progress, budgets=True)
-    method, wanted = plan.method_for("", 1), request.budget.tightest(request.config.budget.limits())
+    method, targets = plan.method_for("", 1), list(_list_targets(request))
     chosen: list[Choice | NothingFits] = []
+    for target in targets:
+        try:
+            chosen.append(plan.search.find(method, target)[1])
+        except OverBudget as error:
+            chosen.append(NothingFits(device=target.device, budget=target.budget, refused=str(error)))
+    if use_graphs:
+        methods = dict.fromkeys(each for asked in _list_methods(plan) for each in _find_methods(plan, asked, targets))
+        use_graphs({digest_of(graph.content) for each in methods for graph in plan.export(each).values()})
+    return chosen
+
+
+def _list_targets(request: PredictionRequest) -> Iterator[PlannedDevice]:
+    wanted = request.budget.tightest(request.config.budget.limits())
     for board, mode in request.targets:
-        target = PlannedDevice(
+        yield PlannedDevice(
             device=board.id,
             speed=board.speed(mode),
             source="catalogue",
@@ -173,11 +195,21 @@ def choose_configurations(
             test_images=request.test_images,
             power_w=board.power_w(mode),
         )
-        try:
-            chosen.append(plan.search.find(method, target)[1])
-        except OverBudget as error:
-            chosen.append(NothingFits(device=board.id, budget=target.budget, refused=str(error)))
-    return chosen
+
+
+def _list_methods(plan: Plan) -> Iterable[Method]:
+    """List the methods of all devices and rounds, each once."""
+    devices, rounds = ("", *plan.config.variants), range(1, plan.config.rounds + 1)
+    return dict.fromkeys(plan.method_for(device, number) for device in devices for number in rounds)
+
+
+def _find_methods(plan: Plan, asked: Method, targets: Iterable[PlannedDevice]) -> Iterator[Method]:
+    """Yield the methods that devices get for one that is asked for: by their budgets and their speed."""
+    for method in (asked, replace(asked, compute="fp32")):
+        yield method
+        for target in targets:
+            with suppress(OverBudget):  # it is left out
+                yield plan.search.find(method, target)[0]
 
 
 def forecast_of(request: PredictionRequest, chosen: Sequence[Choice | NothingFits]) -> Forecast:

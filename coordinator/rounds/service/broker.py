@@ -17,6 +17,7 @@ from coordinator.rounds.status import SEEN_EVERY_S
 from coordinator.security.broker import Broker, start_broker
 from coordinator.security.folder import Deployment
 from coordinator.security.service import Service, served
+from coordinator.security.signing import GraphSigner
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.hints import command
 from fedvit.transport.address import Address
@@ -37,6 +38,7 @@ class BrokerEndpoint:
     def __init__(self, address: Address, recorded: BrokerConfig) -> None:
         self.address = address
         self.recorded = recorded
+        self.signer: GraphSigner | None = None
 
     def watch(self) -> None:
         """Restart the broker if necessary, and handle its events."""
@@ -74,6 +76,7 @@ class _Own(BrokerEndpoint):
 class _Deployed(BrokerEndpoint):
     def __init__(self, service: Service, recorded: BrokerConfig) -> None:
         super().__init__(service.address, recorded)
+        self.signer = service.signer
         self._service = service
         self._noted_at = time.monotonic()
 

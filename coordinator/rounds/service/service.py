@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -25,9 +26,10 @@ from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.leading import Owner
 from coordinator.rounds.parts import RunSetup
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
-from coordinator.rounds.service.cleaning import Cleaner
+from coordinator.rounds.service.regular import RegularWork, clean
 from coordinator.rounds.service.router import Router, RunTransport
 from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.security.signing import GraphSigner
 from fedvit.errors import ConfigError, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.logs import thread_log
 from fedvit.timings import LoopWatch
@@ -54,6 +56,8 @@ class RunHost(NamedTuple):
     compute_of: ComputeOf
     follow: Follow
     leadership: Leadership | None = None  # None: the service need not lead
+    signer: GraphSigner | None = None
+    regular: tuple[RegularWork, ...] = ()  # beside clean-ups
 
     @property
     def term(self) -> int:
@@ -96,6 +100,7 @@ class ServedRun:
                     folder=self._folder,
                     display=RunDisplay(self.name, self._display),
                     compute=compute,
+                    signer=self._host.signer,
                 ),
                 Owner(self._watch),
             )
@@ -212,7 +217,8 @@ class RunService:
             operator_log=display.line,
             leadership=host.leadership,
         )
-        self._cleaner = Cleaner(store, host.out, config.gc_every_h, display.line)
+        cleaning = partial(clean, store, host.out, display.line)
+        self._regular = (RegularWork("gc", config.gc_every_h, cleaning, display.line), *host.regular)
         self._running: dict[str, ServedRun] = {}
         self._stop = stop
         self._looked_at = -LOOK_EVERY_S
@@ -245,7 +251,8 @@ class RunService:
                 self._router.pump(TICK_S)
                 self.loop.turn()
             self._endpoint.note_seen(self._router.seen_since, at_once=True)
-            self._cleaner.close()
+            for work in self._regular:
+                work.close()
             self._router.close()
 
     def _watch(self) -> None:
@@ -283,7 +290,8 @@ class RunService:
                     break
                 if record.id not in self._running:
                     self._begin(record)
-            self._cleaner.watch()  # after it has locked its runs
+            for work in self._regular:  # after it has locked its runs
+                work.watch()
             self._trouble = ""
         except NoRoom as error:
             if str(error) != self._trouble:

@@ -102,13 +102,25 @@ def test_narrow_policies_are_told(text: str, named: str) -> None:
         (Needs(False, True, 0.75), ("features",), 0.0, "features"),
         (Needs(False, True, 0.5), (), 0.75, "features with less than 75% of the patches left out"),
         (Needs(False, False, 1.0), ("updates", "features"), 0.9, None),
-        (Needs(False, False, 1.0), ("methods", "another key"), 0.0, "methods that no trusted publisher signed"),
+        (Needs(False, False, 1.0), ("methods", "another key"), 0.0, None),
+        (Needs(False, False, 1.0, ""), ("methods",), 0.0, "graphs that no trusted publisher has signed"),
     ],
 )
 def test_what_a_run_needs_is_compared_with_what_a_device_denies(
     needs: Needs, denials: Sequence[str], least_mask: float, said: str | None
 ) -> None:
     assert needs.find_denial(denials, least_mask) == said
+
+
+@pytest.mark.parametrize(
+    ("signed_by", "trusted", "allowed"),
+    [("A", "A", True), ("B", "A", False), ("", "A", False), ("A", "", False), ("", "", False), (None, "", True)],
+)
+def test_graphs_of_another_publisher_are_denied(signed_by: str | None, trusted: str, allowed: bool) -> None:
+    """None: the graphs are fedvit's own, or not made yet."""
+    needs = Needs(True, False, 1.0, signed_by)
+    assert (needs.find_denial(("methods",), 0.0, trusted) is None) == allowed
+    assert needs.find_denial((), 0.0, trusted) is None
 
 
 @pytest.mark.parametrize(("hour", "rest_h"), [(21, 1.0), (22, 0.0), (5, 0.0), (6, 16.0)])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_client.health.private_paths import PrivatePaths
 from edge_client.health.recent_log import RecentLog
 from fedvit.wire.messages import MAX_LOG_TEXT
 
@@ -14,7 +15,7 @@ CLASSES = ("cat", "red cat", "7", "in-grown nail")
 @pytest.fixture
 def recent() -> Iterator[RecentLog]:
     log.setLevel(logging.INFO)
-    handler = RecentLog([Path("/home/ann"), Path("/srv/My Pictures")], CLASSES)
+    handler = RecentLog(PrivatePaths([Path("/home/ann"), Path("/srv/My Pictures")]), CLASSES)
     logging.getLogger().addHandler(handler)
     yield handler
     logging.getLogger().removeHandler(handler)

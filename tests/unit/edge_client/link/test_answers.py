@@ -213,7 +213,7 @@ def test_a_result_whose_upload_is_gone_is_lost_and_the_device_is_not(world: Worl
     again = world.device()
     lost = world.server.expect(Failed)
     assert (lost.run, lost.round, lost.kind) == (result.run, result.round, "train")
-    assert "is not in" in lost.reason
+    assert "is not in PATH" in lost.reason
     world.server.wait(lambda: again.vault.pending() == [])
     assert world.result(fedavg, run="other", kind="evaluate").run == "other"
 

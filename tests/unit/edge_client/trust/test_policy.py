@@ -8,7 +8,7 @@ import pytest
 from edge_client.storage.ledger import Ledger
 from edge_client.trust.policy import check_policy, check_token_policy, count_upload_bytes, load_policy
 from fedvit.errors import ConfigError, NotAllowed
-from fedvit.policy import Policy, SendPolicy, TrainPolicy
+from fedvit.policy import Policy, SendPolicy
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Declined, Manifest, Result, Task
 from tests.support.agents import World
@@ -59,7 +59,6 @@ def test_token_brings_a_policy_to_a_device_without_one(tmp_path: Path) -> None:
         (Policy(send=SendPolicy(updates="sum")), "fedavg", 'updates = "sum"'),
         (Policy(send=SendPolicy(features="none")), "eftvit", 'features = "none"'),
         (Policy(send=SendPolicy(min_mask=0.6)), "eftvit", "min_mask = 0.6"),
-        (Policy(train=TrainPolicy(methods="known")), "fedavg", 'methods = "known"'),
         (Policy(send=SendPolicy(max_bytes_per_day=1000)), "fedavg", "max_bytes_per_day"),
     ],
 )

@@ -33,6 +33,7 @@ COMMANDS = {
     "status": "Show what a run or the service is waiting for.",
     "submit": "Put a run into the queue of a service.",
     "unpause": "Let a paused run open rounds again.",
+    "wait": "Wait until a run has ended.",
 }
 """Name -> description."""
 

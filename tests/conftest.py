@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -56,6 +57,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    # pytest listens to every logger that hands nothing on, for which torch's tracer describes each tensor and stack
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_unconfigure() -> None:

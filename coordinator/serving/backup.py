@@ -7,10 +7,12 @@ those that the copied record needs once more after it, so that a run continues e
 
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from datetime import UTC, datetime
@@ -81,6 +83,11 @@ class BackupFolder:
     def list_all(self) -> list[Backup]:
         """Return the backups, the oldest first. Raises ConfigError if one cannot be read."""
         return [self._read(file) for file in sorted(self.folder.glob("*.json"))]
+
+    def age_s(self) -> float:
+        """Return the seconds since the newest backup was made; infinite if there is none."""
+        newest = max((file.stat().st_mtime for file in self.folder.glob("*.json")), default=-math.inf)
+        return max(0.0, time.time() - newest)
 
     def find(self, name: str | None) -> Backup:
         """Return a backup by its name, or the newest. Raises ConfigError if there is none."""

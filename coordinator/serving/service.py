@@ -51,6 +51,7 @@ class ServiceProcess:
         own = ("file", "folder", "url", "standby", "quiet", "metrics_address")
         file, self._folder, url, self._standby, quiet, self._metrics_address = (options.pop(name) for name in own)
         self._config, self._broker = _read_settings(file, options, standby=self._standby)
+        self._backups = BackupFolder(Path(self._config.backup)) if self._config.backup else None
         self._notifier = Notifier.from_environment()
         if url is not None:
             use_database(self._folder, url)
@@ -93,7 +94,7 @@ class ServiceProcess:
             )
             submit = command("coordinator", "submit", "CONFIG", runs=folder)
             display.line(f"serving the runs of {folder}, {self._config.side_by_side} at a time; `{submit}` adds one")
-            show_prometheus(monitor, display, _observe(service, link, store, folder))
+            show_prometheus(monitor, display, _observe(service, link, store, folder, self._backups))
             self._notifier.ready()
             try:
                 service.serve()
@@ -104,11 +105,10 @@ class ServiceProcess:
 
     def _plan_backups(self) -> tuple[RegularWork, ...]:
         """Return the regular backups of the configuration. Raises ConfigError if they would contain themselves."""
-        config = self._config
-        if config.backup is None:
+        config, backups = self._config, self._backups
+        if backups is None:
             return ()
         deployment = Path(self._broker.deployment) if self._broker.deployment else None
-        backups = BackupFolder(Path(config.backup))
         backups.check_place(self._folder, deployment)
 
         def make(_stop: threading.Event) -> str:
@@ -162,13 +162,16 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-def _observe(service: RunService, link: Transport, store: Record, folder: Path) -> Observed:
+def _observe(
+    service: RunService, link: Transport, store: Record, folder: Path, backups: BackupFolder | None
+) -> Observed:
     """Collect what the page of metrics shows."""
 
     def list_served() -> list[Served]:
         return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]
 
-    return Observed(link, service.is_connected, store, folder, list_served, {"service": service.loop})
+    age_s = backups.age_s if backups else None
+    return Observed(link, service.is_connected, store, folder, list_served, {"service": service.loop}, age_s)
 
 
 def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> Leadership | None:

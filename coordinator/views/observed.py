@@ -30,3 +30,4 @@ class Observed(NamedTuple):
     folder: Path  # of all runs
     served: Callable[[], Sequence[Served]]
     loops: dict[str, LoopWatch]
+    backup_age_s: Callable[[], float] | None = None  # of the newest backup; None: none are made here

@@ -56,6 +56,9 @@ class CoordinatorCollector(Collector):
         yield GaugeMetricFamily("fedvit_broker_connected", "Whether the broker is connected.", observed.is_connected())
         if (free_bytes := free_disk_bytes(observed.folder)) is not None:
             yield GaugeMetricFamily("fedvit_disk_free_bytes", "Free space for the runs.", free_bytes)
+        if observed.backup_age_s is not None:
+            age_s = observed.backup_age_s()
+            yield GaugeMetricFamily("fedvit_backup_age_seconds", "Time since the newest backup; +Inf: none.", age_s)
         inboxes: list[tuple[str, int, BlobExchange | None]] = [
             (name, observed.link.inbox.qsize(), None) for name in observed.loops
         ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 import timm
@@ -98,18 +98,26 @@ def build_vit(
         return PatchViT(name, model)
 
 
+def _weight_init() -> Literal["skip", ""]:
+    """Return timm's `weight_init` for the default device: on "meta" there are no values, and to draw them takes nine
+    tenths of the time."""
+    return "skip" if torch.get_default_device().type == "meta" else ""
+
+
 def _small(name: str, classes: int, options: SmallVitOptions) -> PatchViT:
     vit = VisionTransformer(
         img_size=options.image_size, patch_size=options.patch_size, embed_dim=options.width, depth=options.depth,
         num_heads=options.heads, mlp_ratio=options.mlp_ratio, num_classes=classes, qkv_bias=options.qkv_bias,
         reg_tokens=options.registers, norm_layer=partial(LayerNorm, eps=options.norm_eps),
+        weight_init=_weight_init(),
     )  # fmt: skip
     if options.head_width is not None:
         for block in vit.blocks:
             block.attn = Attention(
                 options.width, options.heads, attn_head_dim=options.head_width, qkv_bias=options.qkv_bias
             )
-        vit.init_weights(needs_reset=False)
+        if not _weight_init():
+            vit.init_weights(needs_reset=False)
     if options.first_values == "torch":
         for layer in vit.modules():
             if isinstance(layer, nn.Linear):
@@ -147,8 +155,8 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
         arguments["img_size"] = options["image_size"]
     if "patch_size" in options:
         arguments["patch_size"] = options["patch_size"]
-    if torch.get_default_device().type == "meta" and is_model_in_modules(name, ["vision_transformer"]):
-        arguments["weight_init"] = "skip"  # there are no values, and to draw them takes nine tenths of the time
+    if _weight_init() and is_model_in_modules(name, ["vision_transformer"]):
+        arguments["weight_init"] = _weight_init()
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
             raise ConfigError("FV1113", f"pretrained weights of {name!r}: there is no file {pretrained!r}")

@@ -100,15 +100,22 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return {name: make() for name, make in PAGES.items()}
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_nothing_overflows_and_nothing_is_complained_about(browser: str, tmp_path: Path, dark: bool) -> None:
+def test_nothing_overflows_and_nothing_is_complained_about(
+    browser: str, pages: dict[str, str], tmp_path: Path, dark: bool
+) -> None:
     """Every page at every width, all of its parts opened. Tables wider than the screen scroll in their own box. In the
     dark, where colours alone are others, at one width."""
     widths = WIDTHS[:1] if dark else WIDTHS
     frames = [
         f'<iframe title="{name} at {width}" style="width: {width}px; height: 900px; border: 0" '
-        f'srcdoc="{html.escape(make())}"></iframe>'
-        for name, make in PAGES.items()
+        f'srcdoc="{html.escape(page)}"></iframe>'
+        for name, page in pages.items()
         for width in widths
     ]
     host = tmp_path / "host.html"
@@ -136,12 +143,12 @@ def test_nothing_overflows_and_nothing_is_complained_about(browser: str, tmp_pat
         assert (brightness[0] < brightness[1]) is dark, frame
 
 
-def test_page_is_accessible_by_the_rules_of_axe(tmp_path: Path) -> None:
+def test_page_is_accessible_by_the_rules_of_axe(pages: dict[str, str], tmp_path: Path) -> None:
     with browsing(tmp_path / "profile") as chromium, chromium.tab() as tab:
         tab.resize(WIDTHS[0])
-        for name, make in PAGES.items():
+        for name, page in pages.items():
             file = tmp_path / "page.html"
-            file.write_text(make())
+            file.write_text(page)
             tab.go(file.as_uri())
             tab.evaluate("document.querySelectorAll('details').forEach(part => { part.open = true; })")
             assert tab.violations() == [], name

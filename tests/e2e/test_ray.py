@@ -219,6 +219,7 @@ def test_a_cell_resumes_when_its_node_is_gone_and_another_is_killed(
     assert read_closed_rounds(place).items() > before.items()  # it did not begin anew
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_a_node_is_gone(nodes: Nodes, stage: Stage, graph_cache: Path) -> None:
     """Six devices on two nodes, over a broker with a password: the host whose node is gone comes back on the other one,
     every round is whole, and the tensors are those of a calm run."""

@@ -1,7 +1,10 @@
 """The metrics of a coordinator, of a run in memory; and that boards and alerts name metrics that exist."""
 
 import json
+import math
+import os
 import re
+import time
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -14,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.record.database import Database
 from coordinator.record.record import Record
+from coordinator.serving.backup import BackupFolder
 from coordinator.views import prometheus as collector_module
 from coordinator.views.observed import Observed, Served
 from coordinator.views.prometheus import CoordinatorCollector
@@ -59,7 +63,8 @@ def collector_of(stage: Stage) -> CoordinatorCollector:
     assert coordinator is not None
     served = [Served(coordinator, LoopWatch(0.1))]
     link, connected = coordinator.transport, lambda: coordinator.inbox.connected
-    return CoordinatorCollector(Observed(link, connected, stage.store, stage.out, lambda: served, {}))
+    backups = BackupFolder(stage.out.parent / "backups")
+    return CoordinatorCollector(Observed(link, connected, stage.store, stage.out, lambda: served, {}, backups.age_s))
 
 
 def fails_once(device: Fake, task: Task) -> None:
@@ -93,6 +98,19 @@ def test_metrics_of_a_run(stage: Stage) -> None:
     assert found["fedvit_record_commit_seconds_count", ()] > 4
     assert found["fedvit_runs", (("status", "finished"),)] == 1
     assert found["fedvit_sent_bytes_total", ()] > 0
+
+
+def test_age_of_the_newest_backup(stage: Stage, tmp_path: Path) -> None:
+    """It is infinite before the first one, and small after it."""
+    stage.start()
+    collector, name = collector_of(stage), ("fedvit_backup_age_seconds", ())
+    assert samples(collector)[name] == math.inf
+    backups = BackupFolder(stage.out.parent / "backups")
+    made = backups.make(stage.out, None)
+    file = backups.folder / f"{made.name}.json"
+    assert 0 <= samples(collector)[name] <= time.time() - file.stat().st_mtime + 1
+    os.utime(file, (0, 0))
+    assert samples(collector)[name] > 1e9
 
 
 def test_metrics_of_devices_at_work(stage: Stage) -> None:

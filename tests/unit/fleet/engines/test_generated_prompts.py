@@ -12,18 +12,19 @@ from coordinator.views.report.document import read_report
 from coordinator.views.report.page import run_page
 from fedvit.tensors import map_tensors
 from fleet.api import FinishedRun, run
+from fleet.partition import DealSettings, deal
 
-DEVICES, ROUNDS = 5, 10
+DEVICES, ROUNDS = 5, 6
 MODEL = {"image_size": 8, "patch_size": 4, "width": 32, "depth": 2, "heads": 2}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """Train five devices with two digits each."""
+    parts = tmp_path_factory.mktemp("parts")
+    deal("digits", "disjoint", DEVICES, parts, DealSettings(test_share=0.5))
     return run(
-        dataset="digits",
-        devices=DEVICES,
-        partition="disjoint",
+        parts,
         method="pfedpg",
         options={"epochs": 1},
         model_options=MODEL,

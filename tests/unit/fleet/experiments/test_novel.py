@@ -29,7 +29,7 @@ test_share = 0.8
 engine = "torch"
 
 [model]
-options = {patch_size = 8, width = 32, depth = 3, heads = 2, mlp_ratio = 4.0}
+options = {patch_size = 8, width = 32, depth = 2, heads = 2, mlp_ratio = 4.0}
 
 [novel]
 devices = 1
@@ -119,7 +119,7 @@ def test_novel_device_without_an_own_part_tests_the_trained_model(done: tuple[Pa
     result = outcome.cells[0].result
     assert result is not None
     [(device, accuracy)] = result.novel_by_device.items()
-    model = build_vit(SMALL, 10, seed=0, options=TINY_MODEL).vit
+    model = build_vit(SMALL, 10, seed=0, options={**TINY_MODEL, "depth": 2}).vit
     found = load_file(outputs(out, "fedavg", "run") / "model.safetensors")
     model.load_state_dict({name: torch.from_numpy(value) for name, value in found.items()})
     files = sorted((out / "parts/skewed/seed-0" / device / "test").glob("*/*.png"))

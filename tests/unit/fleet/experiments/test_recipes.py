@@ -1,11 +1,12 @@
 """Experiments of the papers have the values that the papers or their released code have."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fleet.experiments.cells import GridCell
+from fleet.experiments.cells import Grid, GridCell
 from fleet.experiments.grid import read_grid
 
 FOLDER = Path(__file__).parents[4] / "fleet" / "experiments"
@@ -17,14 +18,19 @@ RELEASED_MODEL = {
 """Options of FedTP's released model; its depth differs in Table 8."""
 
 
+@cache
+def read_recipe(file: Path) -> Grid:
+    return read_grid(file, "digits")
+
+
 def cells(file: Path, method: str) -> list[GridCell]:
     """Return the cells whose values no search chooses."""
-    return [cell for cell in read_grid(file, "digits").cells if cell.run["method"] == method]
+    return [cell for cell in read_recipe(file).cells if cell.run["method"] == method]
 
 
 @pytest.mark.parametrize("file", FEDTP, ids=lambda path: path.stem)
 def test_fedtps_server_descends_with_the_released_rate(file: Path) -> None:
-    grid = read_grid(file, "digits")
+    grid = read_recipe(file)
     for cell in cells(file, "fedtp"):
         assert cell.run["options"].get("server_lr") == 0.01
     for search in grid.searches:

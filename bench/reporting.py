@@ -53,7 +53,7 @@ def measure(run: Callable[[Progress], Report | list[Report]], as_json: bool, out
         report = run(display.line)
     content = msgspec.json.format(msgspec.json.encode(report), indent=2)
     if as_json:
-        click.echo(content)
+        click.echo(content.decode())
     else:
         Console().print(make_tables(report if isinstance(report, dict) else {"results": report}))
     if out:

@@ -5,7 +5,20 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("bytes", "cap", "failover", "graph", "profile", "rounds", "server", "simulate", "step", "store", "wire")
+COMMANDS = (
+    "analytic",
+    "bytes",
+    "cap",
+    "failover",
+    "graph",
+    "profile",
+    "rounds",
+    "server",
+    "simulate",
+    "step",
+    "store",
+    "wire",
+)
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:

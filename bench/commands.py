@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from bench.analytic import AnalyticSettings, run_analytic_bench
 from bench.cap import CapSettings, run_cap
 from bench.cases import CASES, choose
 from bench.failover import KINDS, FailoverSettings, is_intact, run_failover
@@ -63,6 +64,26 @@ def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) 
     """Show the time of each operator of a graph, by onnxruntime's own profile."""
     cases = choose(names)
     measure(lambda log: run_graph_bench(cases, graph, runs=runs, progress=log), as_json)
+
+
+@bench_command.command("analytic")
+@click.option(
+    "--data", type=click.Path(path_type=Path, exists=True), required=True, help="Data set of images, as cifar10.zip."
+)
+@click.option(
+    "--weights", type=click.Path(path_type=Path, exists=True), required=True, help="Checkpoint of the pretrained model."
+)
+@click.option("--model", default="deit_tiny_patch16_224", help="Model of the weights.")
+@click.option("--image-size", type=click.IntRange(min=1), default=224, help="Side of the images in pixels.")
+@click.option("--images", type=click.IntRange(min=1), default=2000, help="Images of all devices together.")
+@click.option("--devices", type=click.IntRange(min=1), default=20, help="Devices, with two classes each.")
+@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Repetitions with other images.")
+@json_flag
+@out_flag
+def analytic_command(as_json: bool, out: Path | None, **flags: Any) -> None:
+    """Compare the head of one round of sums with the central regression, and with methods of gradients."""
+    settings = AnalyticSettings(**flags)
+    measure(lambda log: run_analytic_bench(settings, log), as_json, out)
 
 
 @bench_command.command("cap")

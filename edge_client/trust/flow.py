@@ -1,10 +1,10 @@
 """The information-flow check: what a Program and its graphs can send of a device's images, before anything runs.
 
 Graphs are followed from inputs to outputs with the kinds of `edge_client.trust.kinds`. What is sent, and what a device
-keeps for later rounds, may depend on images only as a sum over samples of terms with a signal (features times labels),
-as a loss, or as features behind a layer that is not linear, where a phase declares `Collect`. A local tensor reaches
-what is sent only through the forward pass. docs/decisions/0045-follow-images-through-graphs.md says what such a check
-cannot decide.
+keeps for later rounds, may depend on images only as a sum over samples of features times labels (a signal) or times
+features, as a loss, or as features behind a layer that is not linear, where a phase declares `Collect`. A local tensor
+reaches what is sent only through the forward pass. docs/decisions/0045-follow-images-through-graphs.md says what such
+a check cannot decide.
 """
 
 import math

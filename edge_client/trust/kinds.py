@@ -22,7 +22,7 @@ class Kind(enum.IntFlag):
 
     PUBLIC = 1  # constants, rates, drawn numbers, padding and masks
     WEIGHT = 2  # a declared tensor that the server knows
-    UPDATE = 4  # a signal summed over samples: a gradient, a loss, or what an optimizer makes of them
+    UPDATE = 4  # a signal, or features times features, summed over samples: a gradient, a loss, a regression's sums
     PERSONAL = 8  # a local tensor, or class counts
     LABEL = 16  # labels
     LINEAR = 32  # images or text behind linear layers of declared tensors

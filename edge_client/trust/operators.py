@@ -421,6 +421,8 @@ def _product(left: Value, right: Value, shape: Shape, left_axes: Sequence[int], 
             raise refuse("a product combines samples with other samples")
         others = [place for place in places if place not in (None, _SUMMED)]
         kinds = multiply(left.kinds, right.kinds, of_samples=_are_of_samples(left, right))
+        if _are_moments(left, right):
+            kinds = (kinds & ~Kind.FEATURE) | Kind.UPDATE
         if kinds & Kind.MARKED and not (left.kinds | right.kinds) & Kind.MARKED:
             kinds = (kinds & ~Kind.MARKED) | Kind.LABEL  # a head's gradient has such terms of a local bias
         if others:  # of a single sample
@@ -442,6 +444,18 @@ def _product(left: Value, right: Value, shape: Shape, left_axes: Sequence[int], 
             if differs and value.kinds and not value.samples:
                 raise refuse("a product weighs the samples of a batch differently")
     return Value(shape, kinds, samples, rows)
+
+
+def _are_moments(left: Value, right: Value) -> bool:
+    """Return whether a product over several samples is one of features with features, as a regression sums it.
+
+    It tells no more of a single sample than the sum of features times labels does. Factors that are linear in images
+    are not among them: products of those would be sums of pixels times pixels.
+    """
+    if not (left.samples and right.samples and left.samples.count > 1):
+        return False
+    both = left.kinds & right.kinds & Kind.FEATURE
+    return bool(both) and not (left.kinds | right.kinds) & (Kind.RAW | Kind.LINEAR | Kind.PERSONAL | Kind.MARKED)
 
 
 @_rule("MatMul")

@@ -14,6 +14,7 @@ from fedvit.errors import ConfigError
 from fedvit.known_names import check_method, check_options, find_packaged_method, find_packaged_methods, package_of
 from fedvit.known_values import check_option
 from fedvit.methods.adapters import PersonalAdapters
+from fedvit.methods.analytic import Analytic
 from fedvit.methods.apfl import APFL
 from fedvit.methods.base import Method, check_fits
 from fedvit.methods.eftvit import EFTViT
@@ -48,6 +49,7 @@ from fedvit.models.vit import PatchViT
 
 METHODS: dict[str, type[Method]] = {
     "adapters": PersonalAdapters,
+    "analytic": Analytic,
     "apfl": APFL,
     "eftvit": EFTViT,
     "fed_bias": FedBias,

@@ -171,6 +171,11 @@ class ServerRule(ABC):
         return "its server needs the update of each single device"
 
     @property
+    def averages(self) -> bool:
+        """Return whether the run's aggregator combines the shared tensors; else noise and robust rules are refused."""
+        return True
+
+    @property
     def is_divided(self) -> bool:
         """Return whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
         return False

@@ -694,7 +694,8 @@ def fleet(device_folders: list[Path], graph_cache: Path, tmp_path_factory: pytes
 
 
 REAL_NAMES = (
-    "apfl", "eftvit", "fedavg", "fedbfpt", "fedperfix", "fedrep", "fedtp", "knn_per", "per_fedavg", "pfedme", "pfedpg"
+    "analytic", "apfl", "eftvit", "fedavg", "fedbfpt", "fedperfix", "fedrep", "fedtp", "knn_per", "per_fedavg",
+    "pfedme", "pfedpg",
 )  # fmt: skip
 REAL = [case for case in CASES if case.id in REAL_NAMES]
 """A method for each kind of work that a Program can ask of a device; agents and their code are those of all others."""

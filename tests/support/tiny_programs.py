@@ -9,11 +9,12 @@ from fedvit.program import GraphSpec, Program
 SMALLEST = {"image_size": 2, "patch_size": 1, "width": 8, "depth": 2, "heads": 2, "mlp_ratio": 2.0}
 OPTIONS: dict[str, Any] = {"batch_size": 4, "micro_batch": 2, "lr": 1.0}
 NEEDED: dict[str, dict[str, Any]] = {
+    "analytic": {"batch_size": 6},  # two images of each class: the sum of a class with one image tells its features
     "eftvit": {"local_blocks": 1, "mask": 0.5},
     "fedbfpt": {"local_blocks": 2},
     "per_fedavg": {"batch_size": 2},
 }
-"""Options without which a method does not fit a model of two blocks."""
+"""Options without which a method does not fit a model of two blocks, or its sums are of single images."""
 WIDER = {"eftvit": {**SMALLEST, "image_size": 4, "patch_size": 2}}
 """Methods that send features of tokens: each follows from the pixels of its patch, which must be several."""
 

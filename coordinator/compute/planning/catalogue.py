@@ -176,7 +176,7 @@ def options_of(kind: type[Method]) -> list[OptionEntry]:
     return [
         OptionEntry(
             option=field.name,
-            default=field.default,
+            default=list(field.default) if isinstance(field.default, tuple) else field.default,
             allowed=describe_allowed(hints[field.name]),
             text=texts.get(field.name, ""),
         )

@@ -74,8 +74,11 @@ def _check(config: RunConfig) -> None:
         )
         method_batch(method, vit, config.images)
         groups = method.groups(vit)
-        _check_late_results(config, server_rule_of(method, vit))
+        rule = server_rule_of(method, vit)
+        _check_late_results(config, rule)
         roles = {role for role, names in groups.values() if names}
+        if not rule.averages:
+            roles.discard(Role.SHARED)
         config.robust.check(config.method, roles)
         collects = any(phase.collect for phase in phases_of(method, vit))
         config.privacy.check(config.method, roles, collects, config.robust)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = (
+    "analytic",
     "bytes",
     "cap",
     "failover",

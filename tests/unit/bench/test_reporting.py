@@ -1,12 +1,16 @@
 """Tables of reports: one for the report's own figures, and one for each list of results."""
 
+import json
+import sys
 from io import StringIO
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from bench.machine import describe_machine
-from bench.reporting import list_measurements, make_tables
+from bench.reporting import list_measurements, make_tables, measure
+from fedvit.terminal import GuardedStream
 
 
 def render(report: dict[str, Any]) -> list[list[str]]:
@@ -35,3 +39,10 @@ def test_many_results_are_rows() -> None:
     lines = render({"cases": [{"name": "tiny", "operators": operators}]})
     assert ["nodes", "ms", "ms"] in lines
     assert ["op-7", "7", "0.7"] in lines
+
+
+def test_json_is_printed_through_the_guard_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = StringIO()
+    monkeypatch.setattr(sys, "stdout", GuardedStream(text))
+    measure(lambda progress: {"rounds": 1}, as_json=True)
+    assert json.loads(text.getvalue()) == {"rounds": 1}

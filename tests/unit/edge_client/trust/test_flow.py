@@ -126,6 +126,26 @@ def test_features_of_single_images_in_an_update_are_refused(parts: Setting) -> N
     refused(parts, edit, "has features of single images")
 
 
+def put_products(layer: str) -> Edit:
+    """Add products of a layer's first outputs with each other, summed over the samples, to an update."""
+
+    def edit(editor: GraphEditor) -> None:
+        values = next(node.outputs[0] for node in editor.model.nodes if node.kind == layer)
+        count, size = editor.shape("batch/weight")[0], int(np.prod(editor.shape(values)))
+        rows = editor.add("Reshape", values, editor.constant([count, size // count], np.int64))
+        products = editor.add("Gemm", rows, rows, transA=1)
+        copy = editor.copy_to(products, (size // count, size // count), editor.shape(OUTPUT), Random(1))
+        editor.insert("Add", (editor.take_output(OUTPUT), copy), OUTPUT)
+
+    return edit
+
+
+def test_sums_of_products_of_features_pass_and_those_of_linear_layers_do_not(parts: Setting) -> None:
+    """A regression sums features times features; behind linear layers alone they are pixels times pixels."""
+    check_flow(*edited(parts, put_products("LayerNormalization")))
+    refused(parts, put_products("Gemm"), "has features of single images")
+
+
 def test_one_sample_chosen_from_a_batch_is_refused(parts: Setting) -> None:
     def edit(editor: GraphEditor) -> None:
         editor.insert("Mul", ("batch/weight", editor.constant([1, 0, 0])), "one", first=True)

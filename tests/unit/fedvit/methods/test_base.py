@@ -242,8 +242,8 @@ def test_fedavgs_forward_is_the_model() -> None:
 
 
 GENERIC = {
-    "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedprox", "fedrod",
-    "knn_per", "per_fedavg", "pfedme",
+    "analytic", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedprox",
+    "fedrod", "knn_per", "per_fedavg", "pfedme",
 }  # fmt: skip
 
 

@@ -19,18 +19,18 @@ RELEASED_MODEL = {
 
 
 @cache
-def read_recipe(file: Path) -> Grid:
+def read_file(file: Path) -> Grid:
     return read_grid(file, "digits")
 
 
 def cells(file: Path, method: str) -> list[GridCell]:
     """Return the cells whose values no search chooses."""
-    return [cell for cell in read_recipe(file).cells if cell.run["method"] == method]
+    return [cell for cell in read_file(file).cells if cell.run["method"] == method]
 
 
 @pytest.mark.parametrize("file", FEDTP, ids=lambda path: path.stem)
 def test_fedtps_server_descends_with_the_released_rate(file: Path) -> None:
-    grid = read_recipe(file)
+    grid = read_file(file)
     for cell in cells(file, "fedtp"):
         assert cell.run["options"].get("server_lr") == 0.01
     for search in grid.searches:

@@ -13,6 +13,7 @@ from bench.graph import run_graph_bench
 from bench.profile import run_profile_bench
 from bench.reporting import measure
 from bench.rounds import run_rounds_bench
+from bench.secure import run_secure_bench
 from bench.server import ServerSettings, run_server_bench
 from bench.step import StepSettings, run_step_bench
 from bench.store import run_store_bench
@@ -139,6 +140,16 @@ def profile_command(names: tuple[str, ...], as_json: bool) -> None:
     """Compare the predicted cost of a Program with its cost on a real device."""
     cases = choose(names)
     measure(lambda log: run_profile_bench(cases, log), as_json)
+
+
+@bench_command.command("secure")
+@click.option("--devices", type=click.IntRange(min=3), default=100, help="Virtual devices of both runs.")
+@click.option("--rounds", type=click.IntRange(min=4), default=6, help="Rounds of both runs.")
+@click.option("--schedules", type=click.IntRange(min=0), default=500, help="Sums in memory with devices that drop out.")
+@json_flag
+def secure_command(as_json: bool, **settings: int) -> None:
+    """Measure secure sums: bytes and time beside a plain run, masks of a large update, and drawn sums."""
+    measure(lambda log: run_secure_bench(progress=log, **settings), as_json)
 
 
 @bench_command.command("rounds")

@@ -100,11 +100,11 @@ def run_rounds_bench(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-rounds-")))
         parts = folder / "parts"
         make_noise_folder(parts, images=FOLDERS * IMAGES, size=32, test_share=1 / 3, devices=FOLDERS)
-        states = stack.enter_context(_choose_storage())
+        states = stack.enter_context(choose_storage())
 
         def sample(name: str, count: int, values: dict[str, Any]) -> Sampled:
             fleets = Fleets(devices=count, hosts=min(hosts, count), broker=broker, parts=parts, states=states / name)
-            return _sample_run(folder / name, fleets, {**values, "devices": count}, progress)
+            return sample_run(folder / name, fleets, {**values, "devices": count}, progress)
 
         run = sample("prompts", devices, {**PROMPTS, "rounds": rounds, "evaluate_every": rounds})
         large = []
@@ -117,7 +117,7 @@ def run_rounds_bench(
     return _report(run, devices, min(hosts, devices)) | {"device_storage": storage, "cohorts": large}
 
 
-def _sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Progress) -> Sampled:
+def sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Progress) -> Sampled:
     """Run and sample one run; the coordinator is started before the devices."""
     home.mkdir(parents=True)
     devices, hosts = fleets.devices, fleets.hosts
@@ -199,7 +199,7 @@ def _report_cohort(seen: Sampled, devices: int) -> Report:
         "upload_bytes": max(result.use.upload_bytes or 0 for result in seen.results if result.kind == "train"),
         "peak_rss_bytes": seen.peak_rss_bytes,
         "before_bytes": before[-1] if before else None,  # after the devices have joined, before the round
-        "round_s": _measure_duration(entry),
+        "round_s": measure_duration(entry),
     }
 
 
@@ -211,7 +211,7 @@ def _report(seen: Sampled, devices: int, hosts: int) -> Report:
     numbers = {entry.round for entry in later}
     results = [result for result in seen.results if result.kind == "train" and result.round in numbers]
     compute_s = _sum_compute_s(results) / _count_parallel(hosts) / len(later)
-    round_s = float(np.median([_measure_duration(entry) for entry in later]))
+    round_s = float(np.median([measure_duration(entry) for entry in later]))
     return {
         "machine": describe_machine(),
         "broker": seen.broker,
@@ -220,7 +220,7 @@ def _report(seen: Sampled, devices: int, hosts: int) -> Report:
         "rounds": len(seen.rounds),
         "joined_s": seen.joined[devices - 1] - seen.hosts_began if len(seen.joined) >= devices else None,
         "dropped_devices": len(seen.left | _without_result(seen)),
-        "first_round_s": _measure_duration(seen.rounds[0]),
+        "first_round_s": measure_duration(seen.rounds[0]),
         "round_s": round_s,
         "compute_s": compute_s,
         "server_s": float(np.median([entry.figures["server_s"] for entry in later])),
@@ -266,7 +266,7 @@ def _without_result(seen: Sampled) -> set[str]:
     return {device for entry in seen.rounds for device in entry.cohort if (entry.round, device) not in answered}
 
 
-def _measure_duration(entry: RoundRecord) -> float:
+def measure_duration(entry: RoundRecord) -> float:
     """Return the time from the opening of a round until its state was saved."""
     opened, closed = (datetime.fromisoformat(str(text)) for text in (entry.opened_at, entry.closed_at))
     return (closed - opened).total_seconds()
@@ -303,7 +303,7 @@ def _count_threads(pid: int) -> int:
 
 
 @contextmanager
-def _choose_storage() -> Iterator[Path]:
+def choose_storage() -> Iterator[Path]:
     """Yield a folder for devices' states, in memory if it has space, since each real device has its own disk."""
     fits = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > NEEDED_BYTES
     with tempfile.TemporaryDirectory(prefix="fleet-rounds-", dir=MEMORY if fits else None) as folder:

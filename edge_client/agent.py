@@ -18,6 +18,7 @@ from edge_client.link.device_link import DeviceLink
 from edge_client.link.session import Session
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.work.current_task import CurrentTask
+from edge_client.work.secure_sums import Masked, SecureSums
 from edge_client.work.task_executor import TaskExecutor, Worked
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
 from fedvit.policy import Policy
@@ -31,6 +32,10 @@ from fedvit.wire.messages import (
     Refused,
     ResultAck,
     RunEnded,
+    SumAsk,
+    SumInbox,
+    SumInvite,
+    SumPeers,
     Task,
     Welcome,
     decode,
@@ -70,6 +75,9 @@ class Agent:
         self.session = Session(link, storage)
         self.history = History()
         self.current = CurrentTask(self.session, storage, worker, readiness or Readiness(policy=policy), self.history)
+        self.sums = SecureSums(
+            link, storage, policy.send, link.renewal.identity if link.renewal else None, worker.begin_work
+        )
         self._policy = policy
         self._status = status
         self._ended: RunEnded | None = None
@@ -178,6 +186,8 @@ class Agent:
                     self._decode(payload)
             case Worked():
                 self.current.finish(event)
+            case Masked():
+                self.sums.send_masked(event)
 
     def on_time(self) -> None:
         """Do what is due; call it a few times a second."""
@@ -226,6 +236,8 @@ class Agent:
                 self.current.acknowledge(message)
             case RunEnded():
                 self._on_run_ended(message)
+            case SumInvite() | SumPeers() | SumInbox() | SumAsk():
+                self.sums.answer(message)
             case _:
                 self.link.on_blob_message(message)
 

@@ -77,7 +77,7 @@ class Hours(NamedTuple):
 
 Bytes = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Measure = Annotated[float, Meta(gt=0.0, le=1e18)]
-Denial = Literal["updates", "features", "class_counts", "methods"]
+Denial = Literal["updates", "single_updates", "features", "class_counts", "methods"]
 """Keys by which a device announces what it does not allow; "methods": those with unknown graphs."""
 
 
@@ -148,11 +148,15 @@ class Policy(Struct, frozen=True, kw_only=True):
         signed = f", and those that publisher {self.train.publisher} signed" if self.train.publisher else ""
         return f"fedvit's own on standard models{signed}"
 
-    def denials(self) -> tuple[Denial, ...]:
-        """Keys of everything that no task of this device may send, or run."""
+    def denials(self, *, certified: bool = True) -> tuple[Denial, ...]:
+        """Keys of everything that no task of this device may send, or run.
+
+        `certified`: whether the device has a certificate, without which it does not know who is in a sum.
+        """
         send = self.send
         denied: dict[Denial, bool] = {
-            "updates": send.updates != "single",  # there are no sums over devices yet
+            "updates": send.updates == "none" or (send.updates == "sum" and not certified),
+            "single_updates": send.updates == "sum",
             "features": send.features == "none",
             "class_counts": not send.class_counts,
             "methods": self.only_known,
@@ -242,7 +246,8 @@ def _has_other_minute(hours: Hours, quiet: Hours) -> bool:
 def describe_policy(policy: Policy) -> Iterator[str]:
     """Describe a policy for the device's owner in five lines, and a warning if hardly any method fits."""
     send, train = policy.send, policy.train
-    updates = {"none": "no update", "sum": "updates inside sums of devices only", "single": "updates of single devices"}
+    summed = f"updates inside sums of {max(3, send.min_cohort)} devices or more only"
+    updates = {"none": "no update", "sum": summed, "single": "updates of single devices"}
     features = {
         "none": "no features",
         "masked": f"features with at least {send.min_mask:.0%} of the patches left out",
@@ -283,10 +288,11 @@ UNSIGNED = "graphs that"
 class Needs(Struct, frozen=True):
     """The parts of a policy that the training of a Program needs."""
 
-    updates: bool  # of single devices
+    updates: bool
     features: bool
     mask: float  # share of patches that its features leave out; 1 without features
     publisher: str | None = None  # that signed all graphs, "" nobody; None: all are fedvit's own, or not made yet
+    secure: bool = False  # updates are sent inside sums of devices only
 
     def find_denial(self, denials: Iterable[str], least_mask: float, publisher: str = "") -> str | None:
         """Return the key of a device's policy that does not allow it, in words; None if all do.
@@ -297,6 +303,8 @@ class Needs(Struct, frozen=True):
             return f"{UNSIGNED} {f'publisher {publisher} has not' if publisher else 'no trusted publisher has'} signed"
         if self.updates and "updates" in denials:
             return "updates"
+        if self.updates and not self.secure and "single_updates" in denials:
+            return "updates of single devices"
         if self.features and "features" in denials:
             return "features"
         if self.features and self.mask < least_mask - 1e-9:
@@ -304,7 +312,7 @@ class Needs(Struct, frozen=True):
         return None
 
     def __str__(self) -> str:
-        words = ["updates"] if self.updates else []
+        words = ["updates in sums" if self.secure else "updates"] if self.updates else []
         if self.features:
             words.append(f"features masked {self.mask:.2g}" if self.mask else "features")
         return ", ".join(words) or "nothing"
@@ -316,4 +324,4 @@ def find_needs(program: "Program") -> Needs:
     features = any(phase.collect for phase in program.train)
     masked = 0.0 if batch.text else 1.0 - batch.kept_patches / batch.patches
     updates = bool(program.with_role(*(role for role in Role if role.is_sent_back)))
-    return Needs(updates, features, masked if features else 1.0)
+    return Needs(updates, features, masked if features else 1.0, secure=program.secure)

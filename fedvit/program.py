@@ -53,7 +53,9 @@ TEXT_VERSION = 3
 """Version of Programs for text, which earlier software cannot read."""
 SEEDED_VERSION = 4
 """Version of Programs whose steps read a random number of each sample, which earlier software does not draw."""
-VERSIONS = (PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION, SEEDED_VERSION)
+SECURE_VERSION = 5
+"""Version of Programs whose results are added up in secret: earlier software would send them alone."""
+VERSIONS = (PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION, SEEDED_VERSION, SECURE_VERSION)
 SEEDS = 1 << 31
 """Random numbers of samples are below this."""
 MAX_VALUES = 1 << 31
@@ -243,6 +245,7 @@ class Program(Struct, frozen=True, kw_only=True):
     evaluate: Evaluate
     batch: Batch
     clip_delta: float | None = None  # deltas are scaled down to this norm, all tensors together, before they are sent
+    secure: bool = False  # results stay on the device until they are added up in secret (fedvit.secure)
 
     def names(self, group: str) -> list[str]:
         """The group's tensor names in their fixed order."""
@@ -282,8 +285,10 @@ class Program(Struct, frozen=True, kw_only=True):
     def upload_form(self) -> dict[str, tuple[tuple[int | None, ...], str]]:
         """Return the coded form of a training result: deltas of the groups that are sent back, and what was collected.
 
-        Collected values have a first axis of any length; `labels` are theirs.
+        Collected values have a first axis of any length; `labels` are theirs. Nothing is sent if `secure`.
         """
+        if self.secure:
+            return {}
         expected: dict[str, tuple[tuple[int | None, ...], str]] = {}
         for group in self.with_role(*(role for role in Role if role.is_sent_back)):
             codec = make_codec(self.groups[group].up)
@@ -295,6 +300,14 @@ class Program(Struct, frozen=True, kw_only=True):
                 expected |= make_codec(collect.codec).form(collect.output, (None, *collect.shape))
                 expected[LABELS] = ((None,), "int64")
         return expected
+
+    def list_summed(self) -> list[str]:
+        """Return the tensors whose deltas are added up in secret, in order; empty unless `secure`."""
+        return [name for group in self.with_role(Role.SHARED) for name in self.names(group)] if self.secure else []
+
+    def count_summed(self) -> int:
+        """Count the numbers of the tensors whose deltas are added up in secret."""
+        return sum(math.prod(self.tensors[name].shape) for name in self.list_summed())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors; sparse ones are decoded with them."""

@@ -202,6 +202,8 @@ def _count_collected(collect: Collect, images: int) -> int:
 
 
 def _upload_bytes(program: Program, collected: Mapping[Collect, int]) -> int:
+    if program.secure:
+        return 4 * program.count_summed()
     counts = {collect.output: count for collect, count in collected.items()} | {
         "labels": max(collected.values(), default=0)
     }

@@ -13,6 +13,7 @@ from coordinator.config.labels import parse_labels
 from coordinator.config.modes import MODES
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.robust import RobustConfig
+from coordinator.config.sums import SumsConfig
 from coordinator.config.trackers import TrackersConfig
 from coordinator.config.updates import UpdatesConfig
 from fedvit.errors import ConfigError
@@ -142,6 +143,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="Seconds to wait for devices that went offline: after all others answered, and before a round.",
         ),
     ] = 30.0
+    secure: Annotated[
+        bool, Meta(description="Add up the devices' results in secret: the server learns their sum alone.")
+    ] = False
     evaluate_every: Annotated[
         int, Meta(ge=1, description="Rounds between evaluations on all devices; the last round always has one.")
     ] = 1
@@ -198,6 +202,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     updates: UpdatesConfig = field(default_factory=UpdatesConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    sums: SumsConfig = field(default_factory=SumsConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     blobs: BlobsConfig = field(default_factory=BlobsConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
@@ -263,6 +268,7 @@ TABLES: dict[str, type[Struct]] = {
     "updates": UpdatesConfig,
     "robust": RobustConfig,
     "privacy": PrivacyConfig,
+    "sums": SumsConfig,
     "trackers": TrackersConfig,
     "blobs": BlobsConfig,
     "alerts": AlertsConfig,
@@ -277,7 +283,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Rounds and devices": (
         "rounds", "devices", "devices_where", "min_device_version", "federation", "cohort", "quorum", "over_select",
         "selection", "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency",
-        "rejoin_grace_s",
+        "rejoin_grace_s", "secure",
     ),
     "Evaluation": ("evaluate_every", "evaluation", "evaluation_cohort", "evaluation_quorum"),
     "Storage": ("backup_every", "keep_rounds", "keep_runs"),

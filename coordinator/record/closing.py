@@ -8,7 +8,7 @@ from sqlalchemy.engine import Connection
 
 from coordinator.record import totals
 from coordinator.record.rows import drop_empty_fields, read_records, read_rows, record_of, replace, seal
-from coordinator.record.tables import DEVICES, RESULTS, ROUNDS, TASKS, DeviceRecord, ResultRecord, RoundTotals
+from coordinator.record.tables import DEVICES, RESULTS, ROUNDS, SUM, TASKS, DeviceRecord, ResultRecord, RoundTotals
 from fedvit.resources import BudgetKind
 from fedvit.wire.messages import TaskKind
 
@@ -68,7 +68,7 @@ def add_to_devices(
     connection: Connection, run: str, number: int, results: Sequence[ResultRecord], asked: Iterable[str]
 ) -> None:
     """Add a round's results and asked devices to the totals of its devices."""
-    asked = set(asked)
+    asked, results = set(asked), [result for result in results if result.device != SUM]
     known = read_devices(connection, run, asked | {result.device for result in results})
     for name in asked:
         last, times = max(known[name].last_asked, number), known[name].times_asked + 1

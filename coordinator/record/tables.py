@@ -230,6 +230,10 @@ class TaskTimes(NamedTuple):
     returned_at: str | None = None  # it was online again; None: not since it left
 
 
+SUM = "(sum)"
+"""Stands for a device in the result of a secure sum. No device can have this name."""
+
+
 class ResultRecord(Struct, frozen=True):
     run: str
     round: int

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from coordinator.record.tables import DeviceTotals, ResultRecord, RoundTotals
+from coordinator.record.tables import SUM, DeviceTotals, ResultRecord, RoundTotals
 from fedvit.resources import BudgetKind
 
 
@@ -22,20 +22,24 @@ def add_training(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundT
     losses = [result.metrics["loss"] for result in results if "loss" in result.metrics]
     return msgspec.structs.replace(
         _with_costs(totals, results),
-        accepted=len(results),
+        accepted=sum(result.device != SUM for result in results),
         train_loss=fmean(losses) if losses else None,
         train_s=max((result.use.train_s for result in results if result.use.train_s is not None), default=None),
     )
 
 
 def add_evaluation(totals: RoundTotals, results: Sequence[ResultRecord]) -> Evaluation:
-    """Add the results of the evaluation."""
+    """Add the results of the evaluation. Of a secure sum only the accuracy over all images is known."""
     tested = [result for result in results if result.samples]
     accuracy = {result.device: result.metrics["correct"] / result.samples for result in tested}
     totals = _with_costs(totals, results)
     if not tested:
         return Evaluation(totals, accuracy)
     images = sum(result.samples for result in tested)
+    if SUM in accuracy:
+        return Evaluation(
+            msgspec.structs.replace(totals, accuracy_mean=accuracy[SUM], accuracy_weighted=accuracy.pop(SUM)), accuracy
+        )
     totals = msgspec.structs.replace(
         totals,
         accuracy_mean=fmean(accuracy.values()),

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 
 from coordinator.config import RunConfig
 from coordinator.config.modes import MODES
-from coordinator.record.tables import RoundRecord
+from coordinator.record.tables import SUM, RoundRecord
 from coordinator.rounds.modes.base import Mode
 from coordinator.rounds.open_round import OpenRound, RoundPlan
 from coordinator.rounds.ports import Journal, MakeState, RoundResult, Trainer
@@ -56,7 +56,7 @@ class RoundEngine:
                 before = None
             due = number % config.evaluate_every == 0 or number == config.rounds
             if due and not (before and before.evaluated):
-                self.mode.evaluate(number, leave=self.mode.busy())
+                self.evaluate(number)
                 journal.keep_evaluation(number)
             if before is None:
                 self.finish(number)
@@ -64,6 +64,17 @@ class RoundEngine:
     def finish(self, number: int) -> None:
         """Complete a round, and show it to the operator."""
         self._journal.finish(number)
+
+    def evaluate(self, number: int) -> None:
+        """Let devices test a round's model. A sum of their counts that fails is repeated, and then left out."""
+        if (opened := self.mode.evaluate(number, leave=self.mode.busy())) is None:
+            return
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                self._trainer.add_up(opened)
+                return
+            except EmptyCohort as error:
+                self._log(f"round {number}: evaluation: {error} ({attempt} of {ATTEMPTS} attempts)")
 
     def train(self, number: int, before: RoundRecord | None) -> None:
         """Train one round and keep its state; `before`: the round as an earlier process left it.
@@ -77,13 +88,14 @@ class RoundEngine:
             began = time.monotonic()
             opened = self.mode.train(number, before)
             before = None
-            updates = journal.results(opened)
-            if journal.drop_damaged(updates, damaged):
-                damaged += 1
-                before = journal.find(number)
-                continue
-            trained_s = earlier_s + time.monotonic() - began
             try:
+                trainer.add_up(opened)
+                updates = journal.results(opened)
+                if journal.drop_damaged(updates, damaged):
+                    damaged += 1
+                    before = journal.find(number)
+                    continue
+                trained_s = earlier_s + time.monotonic() - began
                 stepped = self._step(opened, updates)
             except EmptyCohort as error:
                 if not trainer.is_repeatable:
@@ -94,8 +106,9 @@ class RoundEngine:
                 self._log(f"round {number}: {error}; asking again ({failed_attempts} of {ATTEMPTS})")
                 log.warning("empty round", extra={"round": number, "reason": str(error)})
                 continue
+            accepted = sum(update.device != SUM for update in updates)
             figures = stepped.figures | {
-                "cohort": float(len(opened.cohort)), "accepted": float(len(updates)), "devices_s": trained_s,
+                "cohort": float(len(opened.cohort)), "accepted": float(accepted), "devices_s": trained_s,
                 "server_s": earlier_s + time.monotonic() - began - trained_s,
                 "declined": float(len(opened.declined())),
                 "late": float(sum(update.round < number for update in updates)),

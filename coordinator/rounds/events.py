@@ -26,6 +26,11 @@ from fedvit.wire.messages import (
     Hello,
     Progress,
     Result,
+    SumKeys,
+    SumMasked,
+    SumRefused,
+    SumReveal,
+    SumShares,
 )
 
 log = logging.getLogger(__name__)
@@ -100,6 +105,7 @@ class Events:
         """Exclude a device from the run, and end its tasks, whether this process or an earlier one assigned them."""
         state, parts = self._state, self._parts
         state.revoked.add(device)
+        parts.sums.expel(device)
         asked = [task.round for task in state.store.tasks.read_unanswered(state.run) if task.device == device]
         task = state.tasks.of(device)
         if not (asked or task or device in state.presence):
@@ -142,6 +148,8 @@ class Events:
                 parts.exchange.on_put(device, message)
             case BlobAck():
                 parts.exchange.on_ack(device, message)
+            case SumKeys() | SumShares() | SumMasked() | SumReveal() | SumRefused():
+                parts.sums.on_answer(device, message)
             case _:
                 self._state.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")
         if self._state.presence.should_request_hello(device):
@@ -154,6 +162,7 @@ class Events:
         for arrival in parts.membership.take_arrivals():
             if overdue := scheduler.on_arrival(arrival.device, was_away=arrival.was_away):
                 self._give_up(overdue)
+            parts.sums.on_arrival(arrival.device)
         for device, error in ends.take_errors():
             self._isolate(device, "Result", error)
         for task in ends.take_to_resend():

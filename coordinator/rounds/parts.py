@@ -24,6 +24,7 @@ from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.reporter import Reporter
 from coordinator.rounds.scheduler import TaskScheduler
 from coordinator.rounds.state import RunState
+from coordinator.rounds.sums import SumRounds
 from coordinator.rounds.task_ends import TaskEnds
 from coordinator.rounds.uploads import Uploads
 from coordinator.security.signing import GraphSigner
@@ -80,7 +81,7 @@ class RunParts:
             unsent_bytes=transport.pending_bytes,
             limits=transport.limits,
             signer=setup.signer,
-            needs=find_stored_needs(config.method),
+            needs=find_stored_needs(config.method, secure=config.secure),
             offers_refused=transport.offers_refused,
         )
         self.alerts = Alerts(run, config.alerts)
@@ -110,6 +111,7 @@ class RunParts:
         self.collector = ResultCollector(
             state, self.profiles, acceptance=self.acceptance, uploads=self.uploads, ends=self.ends
         )
+        self.sums = SumRounds(state, self.inbox, self.exchange, self.backups, folder)
         self.recovery = Recovery(state, self.exchange, self.backups, compute)
         self.reporter = Reporter(folder)
 

@@ -104,6 +104,9 @@ class Trainer(ABC):
     def withdraw(self, opened: OpenRound, devices: Iterable[str]) -> None:
         """End the tasks of a closed round, unless late results still count."""
 
+    def add_up(self, opened: OpenRound) -> None:
+        """Add up the results of a closed round in secret, if the run asks for it. Raises EmptyCohort if that failed."""
+
     def dismiss(self) -> None:
         """End all tasks: the last round is closed."""
 

@@ -45,6 +45,7 @@ MAX_SENDERS = 20_000
 
 _TRANSFER_TAGS = frozenset({b"want", b"put", b"done"})
 _OTHER_TAGS = frozenset({b"progress", b"result", b"failed", b"declined", b"device"})
+_SUM_TAGS = frozenset({b"sumkeys", b"sumshares", b"summasked", b"sumreveal", b"sumrefused"})
 
 
 class Flood(NamedTuple):
@@ -152,4 +153,4 @@ class SenderLimits:
 
 def _kind_of(payload: bytes) -> str:
     tag = peek_tag(payload)
-    return "transfer" if tag in _TRANSFER_TAGS else "other" if tag in _OTHER_TAGS else "hello"
+    return "transfer" if tag in _TRANSFER_TAGS else "other" if tag in _OTHER_TAGS or tag in _SUM_TAGS else "hello"

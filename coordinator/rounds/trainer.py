@@ -129,5 +129,9 @@ class DeviceTrainer(Trainer):
                 reason = f"late: round {opened.number} has the results that it needs"
                 collector.dismiss([task], reason, TaskState.LATE)
 
+    def add_up(self, opened: OpenRound) -> None:
+        if self._state.config.secure:
+            self._parts.sums.add_up(opened)
+
     def dismiss(self) -> None:
         self._parts.collector.dismiss(self._state.tasks, "the last round is closed")

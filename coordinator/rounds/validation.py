@@ -99,6 +99,10 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
     for name, value in result.metrics.items():
         if not np.isfinite(value):
             raise BadPayload("FV1505", f"metric {name!r} is {value}")
+    if program.secure:
+        if result.samples or result.metrics or result.by_class or result.upload:
+            raise BadPayload("FV1505", "it has numbers that devices add up in secret")
+        return
     announced = hello.train_samples if result.kind == "train" else hello.test_samples
     if not 0 <= result.samples <= announced:
         raise BadPayload("FV1505", f"it reports {result.samples} samples, the device announced {announced}")

@@ -136,7 +136,7 @@ def build_agent(
             settings.threads, state, speed=speed, budget=policy.budget, base_rss_bytes=sandbox.memory.resident_bytes()
         ),
         labels=settings.labels,
-        denies=policy.denials(),
+        denies=policy.denials(certified=endpoint.identity is not None),
         least_mask=policy.send.least_mask,
         publisher=policy.train.publisher,
     )

@@ -77,6 +77,7 @@ class DeviceLink:
         self.topics = Topics(identity.federation)
         self.transport = transport
         self.renewal = renewal
+        self.masked = ""  # digest of the newest result with masks
         self.class_list: Manifest | None = None  # the blob with the class names, if a hello cannot hold them
         self.exchange = exchange(
             transport,
@@ -181,8 +182,8 @@ class DeviceLink:
 
     def list_served(self) -> set[str]:
         """Return the digests of blobs that the coordinator may fetch from this device."""
-        uploads = self.answers.uploads()
-        return uploads | {self.class_list.digest} if self.class_list else uploads
+        others = {self.masked} - {""} | ({self.class_list.digest} if self.class_list else set())
+        return self.answers.uploads() | others
 
     def _send_transfer_message(self, peer: str, message: TransferMessage) -> None:
         assert not isinstance(message, UseDedicatedTopic | BlobUrl)  # only the coordinator sends them

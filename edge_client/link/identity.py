@@ -120,17 +120,17 @@ class Renewal:
     def __init__(self, identity: Identity, topics: Topics) -> None:
         device = identity.membership.device
         self.answers = topics.certificate_for(device)
-        self._identity = identity
+        self.identity = identity
         self._questions = topics.renewal(device)
         self._asked_at: float | None = None
 
     def note_connected(self, transport: Transport, certificate: Path | None) -> None:
         """Called after each connection, with the certificate that the broker accepted."""
         try:
-            if certificate == self._identity.next_certificate and certificate.is_file():
-                self._identity.use_next_certificate()
+            if certificate == self.identity.next_certificate and certificate.is_file():
+                self.identity.use_next_certificate()
                 log.info("the broker accepted the new certificate")
-            elif self._identity.next_certificate.is_file():
+            elif self.identity.next_certificate.is_file():
                 log.warning("the broker does not accept the new certificate yet; the former one stays in use")
         except OSError as error:
             log.warning("the former certificate cannot be replaced", extra={"reason": str(error)})
@@ -148,7 +148,7 @@ class Renewal:
             return
         self._asked_at = now
         try:
-            transport.publish(self._questions, encode_enrolment(RenewRequest(self._identity.request)), qos=1)
+            transport.publish(self._questions, encode_enrolment(RenewRequest(self.identity.request)), qos=1)
         except (FedvitError, OSError) as error:
             log.warning("the next certificate cannot be requested", extra={"reason": str(error)})
 
@@ -157,7 +157,7 @@ class Renewal:
             message = decode_enrolment(raw)
             if not isinstance(message, Renewed):
                 raise BadPayload("FV2311", f"a {type(message).__name__} is no certificate")
-            self._identity.keep_next_certificate(message.certificate)
+            self.identity.keep_next_certificate(message.certificate)
         except (FedvitError, OSError) as error:
             log.warning("certificate not renewed", extra={"reason": str(error)})
         else:

@@ -10,6 +10,7 @@ from edge_client.storage.integrity import DamagedBlobs, Integrity
 from edge_client.storage.ledger import Ledger
 from edge_client.storage.repair import Repair, repair_all
 from edge_client.storage.retention import find_retired_runs
+from edge_client.storage.sum_store import SumStore
 from edge_client.storage.vault import Vault, finish_removals, remove_run
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.data.folder import DeviceData
@@ -56,6 +57,7 @@ class DeviceStorage:
         self.integrity = integrity or Integrity(blobs, vault.files)
         self.disk = DiskBudget(vault, blobs, disk_budget_bytes)
         self.ledger = Ledger(vault.folder.parent)
+        self.sums = SumStore(vault)
         self._programs: dict[str, Program] = {}
 
     @property
@@ -107,6 +109,7 @@ class DeviceStorage:
         """Note in the vault that results of the run will not be acknowledged any more; False if that failed."""
         try:
             self.vault.end(run)
+            self.sums.remove(run)
         except FedvitError as error:  # the device continues; results of the run still wait
             log.error("end of the run not noted", extra={"run": run, "reason": str(error)})
             return False

@@ -23,7 +23,7 @@ from fedvit.files import make_folder, storage_failed, sync_folder
 from fedvit.policy import find_needs
 from fedvit.program import Program
 from fedvit.quantities import format_bytes, format_count
-from fedvit.wire.messages import Hello, Result, Task, encode
+from fedvit.wire.messages import Hello, Result, SumId, Task, encode
 
 LEDGER_FILE, OLD_FILE = "ledger.jsonl", "ledger.1.jsonl"
 MAX_FILE_BYTES = 4_000_000
@@ -109,6 +109,25 @@ class Ledger:
                     )
                 )
         return result
+
+    def note_sum(self, sum_id: SumId, cohort: int, size_bytes: int) -> None:
+        """Write the line of a result that leaves with masks, unless it has one. `cohort`: devices of the sum."""
+        key = f"{sum_id.run}/{sum_id.round}/{sum_id.kind}/sum {sum_id.attempt}"
+        with self._lock:
+            self._open()
+            if key not in self._keys:
+                self._add(
+                    LedgerLine(
+                        time_s=time.time(),
+                        kind="update" if sum_id.kind == "train" else "evaluation counts",
+                        run=sum_id.run,
+                        round=sum_id.round,
+                        what=f"inside a sum of {cohort} devices",
+                        bytes=size_bytes,
+                        form="sum",
+                        key=key,
+                    )
+                )
 
     def note_hello(self, hello: Hello) -> None:
         """Write the line of a hello whose numbers of images or classes differ from the newest one."""
@@ -231,15 +250,17 @@ class Sent(Struct, frozen=True, kw_only=True):
 
     counts: dict[str, int]
     bytes: dict[str, int]
+    in_sums: int = 0  # of the updates
 
 
 def sum_lines(lines: Iterable[LedgerLine]) -> Sent:
     """Sum up lines by kind."""
-    counts, sizes = Counter[str](), Counter[str]()
+    counts, sizes, in_sums = Counter[str](), Counter[str](), 0
     for line in lines:
+        in_sums += line.kind == "update" and line.form == "sum"
         counts[line.kind] += 1
         sizes[line.kind] += line.bytes
-    return Sent(counts=dict(counts), bytes=dict(sizes))
+    return Sent(counts=dict(counts), bytes=dict(sizes), in_sums=in_sums)
 
 
 def midnight_s() -> float:
@@ -257,8 +278,10 @@ def describe_sent(sent: Sent) -> str:
     def count(kind: Kind, what: str) -> str:
         number = sent.counts.get(kind, 0)
         size = f" of {format_bytes(sent.bytes[kind] / number)}" if number and kind != "evaluation counts" else ""
-        single = " (single)" if kind == "update" else ""
-        return f"{format_count(number, what)}{size}{single}" if number else ""
+        forms = {"single": number - sent.in_sums, "in sums of devices": sent.in_sums} if kind == "update" else {}
+        used = [form if count == number else f"{count} {form}" for form, count in forms.items() if count]
+        described = f" ({', '.join(used)})" if used else ""
+        return f"{format_count(number, what)}{size}{described}" if number else ""
 
     parts = (
         count("update", "update"), count("features", "feature upload"), count("evaluation counts", "evaluation")

@@ -33,6 +33,7 @@ class Pins(Struct, frozen=True):
     codecs: dict[str, str]  # by tensor: how its delta is coded, once it is sent
     features: tuple[str, float | None, float] | None  # codec, clip, noise; None: none are sent
     mask_ratio: float  # of the first Program
+    secure: bool = False  # results are added up in secret
 
 
 def pin_program(vault: Vault, run: str, program: Program) -> None:
@@ -60,14 +61,14 @@ def _read_pins(file: Path) -> Pins | None:
 
 def make_pins(pinned: Pins | None, program: Program) -> Pins:
     """Return what a run has pinned once it has this Program, too."""
-    before = pinned or Pins({}, {}, _read_features(program), program.batch.mask_ratio)
+    before = pinned or Pins({}, {}, _read_features(program), program.batch.mask_ratio, program.secure)
     roles, codecs = dict(before.roles), dict(before.codecs)
     for name, spec in program.tensors.items():
         group = program.groups[spec.group]
         roles[name] = sorted({*roles.get(name, ()), group.role})
         if group.role.is_sent_back:
             codecs.setdefault(name, group.up)
-    return Pins(roles, codecs, before.features, before.mask_ratio)
+    return Pins(roles, codecs, before.features, before.mask_ratio, before.secure)
 
 
 def _read_features(program: Program) -> tuple[str, float | None, float] | None:
@@ -78,6 +79,8 @@ def _read_features(program: Program) -> tuple[str, float | None, float] | None:
 
 def find_changes(pinned: Pins, program: Program) -> Iterator[str]:
     """Yield how a Program would send more than the run's first one."""
+    if pinned.secure and not program.secure:
+        yield "results were added up in secret, and would be sent alone"
     for name, spec in program.tensors.items():
         group = program.groups[spec.group]
         roles = {*pinned.roles.get(name, ()), group.role}

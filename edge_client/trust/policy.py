@@ -91,8 +91,8 @@ def check_policy(policy: Policy, program: Program, task: Task, *, ledger: Ledger
         needs = find_needs(program)
         if needs.updates and send.updates == "none":
             raise NotAllowed("FV1432", 'policy: updates = "none", and the task sends an update', NEVER_S)
-        if needs.updates and send.updates == "sum":
-            why = 'policy: updates = "sum", and this software cannot sum updates of devices secretly yet'
+        if needs.updates and send.updates == "sum" and not needs.secure:
+            why = 'policy: updates = "sum", and the task sends the update of this device alone'
             raise NotAllowed("FV1432", why, NEVER_S)
         if needs.features and send.features == "none":
             raise NotAllowed("FV1432", 'policy: features = "none", and the task sends features', NEVER_S)
@@ -109,7 +109,7 @@ def check_policy(policy: Policy, program: Program, task: Task, *, ledger: Ledger
 
 def count_upload_bytes(program: Program, images: int) -> int:
     """Return how many bytes a training's result takes at most, without names, for a device with so many images."""
-    return sum(
+    return 4 * program.count_summed() + sum(
         math.prod(images if size is None else size for size in shape) * np.dtype(dtype).itemsize
         for shape, dtype in program.upload_form().values()
     )

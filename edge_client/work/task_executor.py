@@ -26,6 +26,7 @@ from fedvit.errors import BadPayload
 from fedvit.policy import Policy
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
+from fedvit.secure.layout import make_evaluation_payload, make_training_payload
 from fedvit.tensors import Tensors, check_finite, delta, pack_in_pieces
 from fedvit.wire.messages import MAX_CLASS_COUNTS, Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 
@@ -100,7 +101,7 @@ class TaskExecutor:
         self._runtime = runtime
         self._counts_classes = policy.send.class_counts
         self._least_mask = policy.send.least_mask
-        self._begin = begin
+        self.begin_work = begin
         self._work: BackgroundWork | None = None
         self._reported_bytes = (0, 0)  # (received, sent) that results have reported already
         self._relabelled: tuple[DeviceData, tuple[str, ...], DeviceData] | None = None
@@ -121,7 +122,7 @@ class TaskExecutor:
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
                 inbox.put(Worked(execution, None, error))
 
-        self._work = self._begin(work, f"task-{execution.task.kind}-{execution.task.round}")
+        self._work = self.begin_work(work, f"task-{execution.task.kind}-{execution.task.round}")
 
     def join(self, timeout_s: float) -> None:
         """Wait until no task is running."""
@@ -175,8 +176,15 @@ class TaskExecutor:
         if evaluates:
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self.measure_use(execution, guarded, evaluated.flops)
-            result = self.make_result(task, evaluated.samples, {"correct": evaluated.correct}, use)
             counts_classes = self._counts_classes and program.evaluate.counts_classes
+            if program.secure:
+                counts = [(count.label, count.images, count.correct) for count in evaluated.by_class]
+                payload = make_evaluation_payload(
+                    program, evaluated.samples, int(evaluated.correct), counts if counts_classes else None
+                )
+                storage.sums.keep_payload(task.run, task.round, task.kind, payload)
+                return self.make_result(task, 0, {}, use)
+            result = self.make_result(task, evaluated.samples, {"correct": evaluated.correct}, use)
             if not counts_classes or len(evaluated.by_class) > MAX_CLASS_COUNTS:
                 return result
             return msgspec.structs.replace(result, by_class=evaluated.by_class)
@@ -203,6 +211,8 @@ class TaskExecutor:
     ) -> Result:
         """Store a training's result in the vault, and return it. Raises Stopped for one that must not be sent."""
         task, storage = execution.task, self.storage
+        if program.secure:
+            return self._commit_for_sum(execution, upload, guarded, flops=flops)
         residual = storage.vault.residual(task.run)
         tensors, new_residual = encode_upload(program, upload.deltas, upload.collected, residual.tensors)
         written = (tensors, upload.local, new_residual, residual.tensors)
@@ -217,6 +227,21 @@ class TaskExecutor:
         if execution.stop.is_set() or "upload" in use.broke:  # a result that must not be sent is not stored either
             raise Stopped("FV1422", "the task was stopped")
         storage.vault.commit(result, upload.local, new_residual, residual)
+        return result
+
+    def _commit_for_sum(
+        self, execution: TaskExecution, upload: "Upload", guarded: Guarded, *, flops: int | None
+    ) -> Result:
+        """Store a training whose update is added up in secret: its result has no number of the device."""
+        task, storage = execution.task, self.storage
+        payload = make_training_payload(upload.deltas, upload.samples, upload.metrics.get("loss", 0.0))
+        written_bytes = sum(value.nbytes for part in (payload, upload.local) for value in part.values())
+        storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run))
+        result = self.make_result(task, 0, {}, self.measure_use(execution, guarded, flops))
+        if execution.stop.is_set():
+            raise Stopped("FV1422", "the task was stopped")
+        storage.sums.keep_payload(task.run, task.round, task.kind, payload)
+        storage.vault.commit(result, upload.local)
         return result
 
     def make_result(

@@ -44,6 +44,10 @@ MAX_DENIALS = 16
 """Keys of a policy that a hello names."""
 MAX_GRAPHS = 64
 """Graphs of one Program."""
+MAX_NEIGHBOURS = 128
+"""Neighbours of a device in a secure sum."""
+MAX_SUM_DEVICES = 4096
+"""Devices of a secure sum; their names and nonces must also fit into a message."""
 MAX_CLASS_LIST_BYTES = 1 << 20
 """Size of the blob with a device's classes, if they do not fit into its hello."""
 MAX_CHUNK_BYTES = 1 << 20
@@ -102,6 +106,46 @@ class ClassCount(Struct, frozen=True, array_like=True):
     images: Count
     # wrong answers: (label that was answered, images), ascending; empty: none, or not counted
     wrong: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_CONFUSED_CLASSES)] = ()
+
+
+# --- secure sums (fedvit.secure) ----------------------------------------------------------------------
+
+Key32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""A key, a seed or a digest."""
+Nonce = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Share = Annotated[bytes, Meta(min_length=33, max_length=33)]
+SealedShares = Annotated[bytes, Meta(min_length=82, max_length=82)]
+"""Two shares, encrypted."""
+
+
+class SumId(Struct, frozen=True, array_like=True):
+    """Name of a sum of the results of a round. A sum that failed is repeated with a higher attempt and new keys."""
+
+    run: Name
+    round: Count
+    kind: TaskKind
+    attempt: Count
+
+
+class SumTerms(Struct, frozen=True, array_like=True):
+    """What a sum consists of: see `fedvit.secure.fixed_point`."""
+
+    layout: Annotated[str, Meta(max_length=80)]  # digest of the names and shapes of what is added up
+    devices: Annotated[int, Meta(ge=1, le=MAX_SUM_DEVICES)]  # most devices in it
+    neighbours: Annotated[int, Meta(ge=2, le=MAX_NEIGHBOURS)]  # of a device, with which it has masks in common
+    bits: Literal[16, 24, 32] = 32  # of a number of a tensor
+    range: Annotated[float, Meta(ge=1e-6, le=1e6)] = 4.0  # numbers are clipped to [-range, range]
+    max_weight: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 1  # weights are counted up to it
+
+
+class SumPublicKeys(Struct, frozen=True, array_like=True):
+    """A device's public keys of one sum."""
+
+    mask_key: Key32  # X25519: of the masks that two devices have in common
+    share_key: Key32  # X25519: of the shares that devices send each other
+    nonce: Nonce
+    certificate: Annotated[bytes, Meta(max_length=4096)] = b""  # DER; empty: the device has none
+    signature: Annotated[bytes, Meta(max_length=256)] = b""  # of all of it, with the certificate's key (ECDSA)
 
 
 # --- coordinator to everybody -------------------------------------------------------------------------
@@ -231,6 +275,44 @@ class Declined(Message, frozen=True, tag="declined"):
     task: Name = ""  # the identity that the Task had
 
 
+class SumKeys(Message, frozen=True, tag="sumkeys"):
+    """The answer to a SumInvite."""
+
+    sum: SumId
+    keys: SumPublicKeys
+    authority: Annotated[bytes, Meta(max_length=32)] = b""  # digest of the device's authority; empty: it has none
+
+
+class SumShares(Message, frozen=True, tag="sumshares"):
+    """The answer to SumPeers: shares of the device's secrets, each encrypted for one neighbour."""
+
+    sum: SumId
+    sealed: Annotated[dict[Name, SealedShares], Meta(max_length=MAX_NEIGHBOURS)]
+    commitment: Key32  # to the seed of the device's own mask
+
+
+class SumMasked(Message, frozen=True, tag="summasked"):
+    """The answer to a SumInbox: the device's numbers with masks, as a blob that the coordinator fetches."""
+
+    sum: SumId
+    vector: Manifest
+    inline: bytes = b""  # a small one itself, which then is not fetched
+
+
+class SumReveal(Message, frozen=True, tag="sumreveal"):
+    """The answer to a SumAsk: for each device in it one share, of the kind that was asked for."""
+
+    sum: SumId
+    shares: Annotated[dict[Name, Share], Meta(max_length=MAX_NEIGHBOURS + 1)]
+
+
+class SumRefused(Message, frozen=True, tag="sumrefused"):
+    """The device does not take part in a sum, or leaves it."""
+
+    sum: SumId
+    reason: Reason
+
+
 # --- coordinator to one device ------------------------------------------------------------------------
 
 
@@ -319,6 +401,37 @@ class RunEnded(Message, frozen=True, tag="ended"):
     status: str
 
 
+class SumInvite(Message, frozen=True, tag="suminvite"):
+    """Take part in a sum of the results that devices keep."""
+
+    sum: SumId
+    terms: SumTerms
+
+
+class SumPeers(Message, frozen=True, tag="sumpeers"):
+    """The devices of a sum with their nonces, from which the neighbours follow, and the keys of these."""
+
+    sum: SumId
+    roster: Annotated[dict[Name, Nonce], Meta(max_length=MAX_SUM_DEVICES)]
+    peers: Annotated[dict[Name, SumPublicKeys], Meta(max_length=MAX_NEIGHBOURS)]
+
+
+class SumInbox(Message, frozen=True, tag="suminbox"):
+    """The shares that neighbours have sent to a device. Masks are in common with these neighbours only."""
+
+    sum: SumId
+    sealed: Annotated[dict[Name, SealedShares], Meta(max_length=MAX_NEIGHBOURS)]
+
+
+class SumAsk(Message, frozen=True, tag="sumask"):
+    """Reveal a share for each of these devices: of the own mask of those whose masked numbers are here, of the key of
+    the others. Both kinds for one device are never revealed."""
+
+    sum: SumId
+    survived: Annotated[tuple[Name, ...], Meta(max_length=MAX_NEIGHBOURS + 1)]
+    dropped: Annotated[tuple[Name, ...], Meta(max_length=MAX_NEIGHBOURS)]
+
+
 # --- blobs, both directions ---------------------------------------------------------------------------
 
 
@@ -377,7 +490,9 @@ class UseDedicatedTopic(Message, frozen=True, tag="apart"):
 
 
 TransferMessage = BlobNack | BlobUrl | BlobPut | BlobAck | UseDedicatedTopic
-FromDevice = Hello | Progress | Result | Failed | Declined | BlobNack | BlobPut | BlobAck | DeviceState
+SumAnswer = SumKeys | SumShares | SumMasked | SumReveal | SumRefused
+SumQuestion = SumInvite | SumPeers | SumInbox | SumAsk
+FromDevice = Hello | Progress | Result | Failed | Declined | BlobNack | BlobPut | BlobAck | DeviceState | SumAnswer
 FromCoordinator = (
     Welcome
     | Refused
@@ -391,6 +506,7 @@ FromCoordinator = (
     | BlobAck
     | UseDedicatedTopic
     | CoordinatorState
+    | SumQuestion
 )
 AnyMessage = FromDevice | FromCoordinator
 

@@ -68,6 +68,7 @@ class DeviceResult(NamedTuple):
     received_bytes: int  # that a server would send in a round
     upload: Tensors
     failure: str | None = None
+    images: int = 0  # that it has for training
 
 
 class DeviceEvaluation(NamedTuple):
@@ -226,7 +227,7 @@ class SimulatedDevices:
             device.kept_round = number
             loss = trained.losses[index] if program.train else None
             figures = trained.samples[index], loss, trained.flops[index]
-            results.append(DeviceResult(device.name, *figures, received_bytes, upload))
+            results.append(DeviceResult(device.name, *figures, received_bytes, upload, images=len(device.train)))
         return results
 
     def _upload(

@@ -14,14 +14,17 @@ from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of
 from coordinator.record.privacy import round_figures
 from coordinator.record.record import Record
-from coordinator.record.tables import Reference, RefusalRecord, ResultRecord, SavedState
+from coordinator.record.tables import SUM, Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
 from fedvit.blobs import BlobStore
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, Upload
 from fedvit.program import LABELS
+from fedvit.secure.layout import Layout, add_plainly, make_training_payload, read_training
 from fedvit.tensors import Array, Tensors, pack, unpack
 from fedvit.updates import Decoded
+from fedvit.wire.messages import SumTerms
+from fleet.engines.devices import DeviceResult
 from fleet.engines.trainer import TorchTrainer
 
 UNSAVED = SavedState({}, None, {})
@@ -54,6 +57,8 @@ class TorchServer:
                 self._uploads[name] = one.upload
                 self._unsaved.add(name)
                 uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
+        if config.secure:
+            uploads = [self._add_up(opened, [one for one in trained if one.upload])]
         screened = self._screen.apply(uploads)
         for device, reason in screened.outliers:
             self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
@@ -85,6 +90,19 @@ class TorchServer:
         private = round_figures(self._store, self._run, config, population=population, cohort=cohort, feature_rows=rows)
         figures = figures | screened.figures | private
         return NextState(saved=UNSAVED, figures=figures, damaged={}, needed=set())
+
+    def _add_up(self, opened: OpenRound, trained: list[DeviceResult]) -> Upload:
+        """Add up the updates as integers, as the devices of a secure sum do, and return the mean as one upload."""
+        config, number, program = self._trainer.config, opened.number, next(iter(opened.work.values())).program
+        payloads = {one.device: make_training_payload(one.upload, one.samples, one.loss or 0.0) for one in trained}
+        layout = Layout.of_program(program, "train")
+        images = max(one.images for one in trained)
+        sums = config.sums
+        terms = SumTerms(layout.digest, len(trained), sums.neighbours, sums.bits, sums.range, images)
+        total = read_training(layout, add_plainly(payloads, terms, config.seed, number), terms)
+        name = f"{SUM}/{number}"
+        self._uploads[name] = total.mean
+        return Upload(SUM, total.samples, name, partial(self._load, name))
 
     def save(self) -> SavedState:
         """Save the state and the uploads that the rule keeps; the record names them afterwards."""

@@ -51,6 +51,18 @@ from fedvit.wire.messages import (
     Result,
     ResultAck,
     RunEnded,
+    SumAsk,
+    SumId,
+    SumInbox,
+    SumInvite,
+    SumKeys,
+    SumMasked,
+    SumPeers,
+    SumPublicKeys,
+    SumRefused,
+    SumReveal,
+    SumShares,
+    SumTerms,
     Task,
     UrlPiece,
     UseDedicatedTopic,
@@ -105,6 +117,8 @@ FIRST_TASK = replace(TASK, round=7, seed=2**31 - 1)
 WELCOME = Welcome(INSTANCE, 7, "the first round")
 WANT = BlobNack(DIGEST, ((0, 3),))
 
+SUM = SumId("first", 3, "train", 1)
+SUM_KEYS = SumPublicKeys(bytes(range(32)), bytes(32), bytes(range(16)))
 EXAMPLES: dict[str, AnyMessage] = {
     "coordinator": CoordinatorState(EPOCH, alive=True),
     "coordinator-4": replace(STATE, spread_s=20.0, clock_s=1_790_000_000.25),
@@ -163,6 +177,18 @@ EXAMPLES: dict[str, AnyMessage] = {
     "put": BlobPut(DIGEST, 4, 8, stored=True),
     "apart": UseDedicatedTopic(DIGEST),
     "done": BlobAck(DIGEST),
+    "suminvite": SumInvite(SUM, SumTerms(DIGEST, 100, 20, 24, 2.5, 463)),
+    "suminvite-2": SumInvite(SUM, SumTerms(DIGEST, 4, 20)),
+    "sumkeys": SumKeys(SUM, SUM_KEYS),
+    "sumkeys-2": SumKeys(SUM, replace(SUM_KEYS, certificate=b"certificate", signature=b"signature"), bytes(32)),
+    "sumpeers": SumPeers(SUM, {"a": bytes(range(16)), "b": bytes(16)}, {"a": SUM_KEYS}),
+    "sumshares": SumShares(SUM, {"a": bytes(82)}, bytes(range(32))),
+    "suminbox": SumInbox(SUM, {"b": bytes(range(82))}),
+    "summasked": SumMasked(SUM, MANIFEST),
+    "summasked-2": SumMasked(SUM, MANIFEST, b"masked"),
+    "sumask": SumAsk(SUM, ("a", "b"), ("c",)),
+    "sumreveal": SumReveal(SUM, {"a": bytes(range(33))}),
+    "sumrefused": SumRefused(SUM, "its numbers are in a sum already"),
 }
 """File name -> message. A second example of one type is named after it: `task-2`."""
 
@@ -261,8 +287,8 @@ def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.floats(low, high, allow_nan=False)
         case msgspec.inspect.StrType():
             return st.text(max_size=30)
-        case msgspec.inspect.BytesType():
-            return st.binary(max_size=30)
+        case msgspec.inspect.BytesType(min_length=low, max_length=high):
+            return st.binary(min_size=low or 0, max_size=high or 30)
         case msgspec.inspect.NoneType():
             return st.none()
         case msgspec.inspect.LiteralType(values=allowed):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from coordinator.compute.planning.batch import method_batch
+from coordinator.compute.planning.secure_runs import check_secure
 from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
@@ -35,6 +36,8 @@ def check_region(config: RunConfig, where: str) -> None:
         raise ConfigError(
             "FV2202", f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens"
         )
+    if config.secure:
+        raise ConfigError("FV2202", f"{where}: secure: the devices of a region cannot be added up in secret yet")
     if config.variants:
         raise ConfigError(
             "FV2202", f"{where}: variants: a region's devices train the tensors that the centre's task names"
@@ -79,6 +82,7 @@ def _check(config: RunConfig) -> None:
         config.robust.check(config.method, roles)
         collects = any(phase.collect for phase in phases_of(method, vit))
         config.privacy.check(config.method, roles, collects, config.robust)
+        check_secure(config, roles, collects=collects, why_no_mean=server_rule_of(method, vit).why_no_regions)
         config.check_privacy_of_modes()
         for pattern, options in config.variants.items():
             try:

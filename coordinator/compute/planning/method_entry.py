@@ -70,9 +70,13 @@ def read_stored_entries() -> list[MethodEntry] | None:
     return stored.entries if stored.sources == digest_of_sources() else None
 
 
-def find_stored_needs(method: str) -> Needs | None:
-    """Return what a method of fedvit needs of devices with its default options; None for another method."""
-    return next((entry.needs for entry in read_stored_entries() or () if entry.name == method), None)
+def find_stored_needs(method: str, *, secure: bool = False) -> Needs | None:
+    """Return what a method of fedvit needs of devices with its default options; None for another method.
+
+    `secure`: whether the run adds up results in secret.
+    """
+    needs = next((entry.needs for entry in read_stored_entries() or () if entry.name == method), None)
+    return msgspec.structs.replace(needs, secure=secure) if needs else None
 
 
 def digest_of_sources() -> str:

@@ -29,6 +29,7 @@ from fedvit.precision import Compute, Precision
 from fedvit.program import (
     PRIVATE_VERSION,
     PROGRAM_VERSION,
+    SECURE_VERSION,
     SEEDED_VERSION,
     TEXT_VERSION,
     Batch,
@@ -243,7 +244,13 @@ class Plan:
         private = privacy.noise_multiplier or privacy.feature_noise
         plain = PRIVATE_VERSION if private else PROGRAM_VERSION
         return Program(
-            v=SEEDED_VERSION if batch.sample_seeds else TEXT_VERSION if batch.text else plain,
+            v=SECURE_VERSION
+            if self.config.secure
+            else SEEDED_VERSION
+            if batch.sample_seeds
+            else TEXT_VERSION
+            if batch.text
+            else plain,
             method=self.config.method,
             model=self.config.model,
             classes=self.classes,
@@ -254,6 +261,7 @@ class Plan:
             evaluate=self._evaluate(method),
             batch=batch,
             clip_delta=privacy.clip if privacy.noise_multiplier else None,
+            secure=self.config.secure,
         )
 
     def _code_group(self, group: str, role: Role, members: Tensors, keep: Callable[[Tensors], str]) -> TensorGroup:

@@ -41,8 +41,11 @@ class Mode(ABC):
     def busy(self) -> list[str]:
         """Devices that continue their training while the others are evaluated."""
 
-    def evaluate(self, number: int, leave: Collection[str] = ()) -> None:
-        """Let available devices, except those in `leave`, test their models on their own test images."""
+    def evaluate(self, number: int, leave: Collection[str] = ()) -> OpenRound | None:
+        """Let available devices, except those in `leave`, test their models on their own test images.
+
+        Return the closed evaluation; None if no device could be asked.
+        """
         config, trainer = self._config, self._trainer
         # after a restart of the broker all devices are offline for a moment
         trainer.wait(lambda: trainer.is_complete(min(BACK_S, config.rejoin_grace_s)))
@@ -52,7 +55,8 @@ class Mode(ABC):
         work = trainer.plan(cohort)
         if work:
             needed = min(quorum(config.evaluation_quorum, len(cohort)), len(work))
-            self.ask(RoundPlan(self._run, number, "evaluate", list(work), needed, work))
+            return self.ask(RoundPlan(self._run, number, "evaluate", list(work), needed, work))
+        return None
 
     def free(self) -> list[str]:
         """Available devices without a task and without a result for the current round."""

@@ -13,6 +13,7 @@ COMMANDS = (
     "graph",
     "profile",
     "rounds",
+    "secure",
     "server",
     "simulate",
     "step",

@@ -84,7 +84,6 @@ def test_hours_that_overlap_quiet_ones_leave_time() -> None:
     ("text", "named"),
     [
         ('[send]\nupdates = "none"\nfeatures = "none"', "only methods that send nothing"),
-        ('[send]\nupdates = "sum"\nfeatures = "none"', 'updates = "sum"'),
         ('[train]\nmethods = "known"', "no publisher is trusted"),
     ],
 )
@@ -98,6 +97,9 @@ def test_narrow_policies_are_told(text: str, named: str) -> None:
     [
         (Needs(True, False, 1.0), ("features", "class_counts"), 0.9, None),
         (Needs(True, False, 1.0), ("updates",), 0.0, "updates"),
+        (Needs(True, False, 1.0), ("single_updates",), 0.0, "updates of single devices"),
+        (Needs(True, False, 1.0, secure=True), ("single_updates",), 0.0, None),
+        (Needs(True, False, 1.0, secure=True), ("updates", "single_updates"), 0.0, "updates"),
         (Needs(False, True, 0.75), ("updates",), 0.75, None),
         (Needs(False, True, 0.75), ("features",), 0.0, "features"),
         (Needs(False, True, 0.5), (), 0.75, "features with less than 75% of the patches left out"),

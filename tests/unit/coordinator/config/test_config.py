@@ -73,6 +73,7 @@ server_precision = "bf16"
 federation = "lab-1"
 devices_where = "site=berlin"
 min_device_version = "0.2"
+secure = false
 
 [images]
 crop_padding = 4
@@ -109,6 +110,12 @@ accounting = "sampled"
 feature_noise = 0.0
 feature_clip = 3.0
 deterministic_noise = true
+
+[sums]
+range = 2.5
+bits = 24
+neighbours = 12
+step_s = 60
 
 [alerts]
 webhook = "http://127.0.0.1:9000/hook"

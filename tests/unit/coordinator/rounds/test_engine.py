@@ -14,6 +14,7 @@ from coordinator.rounds.ports import Journal, RoundResult, Trainer
 from coordinator.rounds.tasks import Work
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
+from tests.support.codes import has_code
 
 PLANNED = PlannedTask(program="p", groups={})
 PROGRAM: Any = None
@@ -172,6 +173,29 @@ def test_engine_ends_after_attempts_without_a_result(is_repeatable: bool, attemp
         world.engine.run()
     assert len(world.trainer.asked) == attempts
     assert world.journal.closed == []
+
+
+@pytest.mark.parametrize("failing", [1, ATTEMPTS])
+def test_engine_repeats_a_sum_that_fails_and_leaves_an_evaluation_out(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, left = World("a", "b", "c"), {"train": failing, "evaluate": ATTEMPTS}
+
+    def add_up(opened: OpenRound) -> None:
+        if left[opened.kind]:
+            left[opened.kind] -= 1
+            raise EmptyCohort("FV1521", "too few devices sent keys")
+
+    monkeypatch.setattr(world.trainer, "add_up", add_up)
+    if failing == ATTEMPTS:
+        with pytest.raises(EmptyCohort, check=has_code("FV1501")):
+            world.engine.run()
+        assert world.journal.closed == []
+    else:
+        world.engine.run()
+        assert "evaluated 1" in world.trainer.log
+    said = sum("too few devices sent keys" in line for line in world.lines)
+    assert said == (1 + ATTEMPTS if failing == 1 else ATTEMPTS)
 
 
 def test_engine_counts_no_attempt_that_all_devices_declined() -> None:

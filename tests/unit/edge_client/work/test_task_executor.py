@@ -324,7 +324,7 @@ def phase(world: World, setting: Setting) -> Task:
 ESCAPE = "blake3:../../../etc/passwd"
 IMPOSSIBLE: dict[str, tuple[Callable[[World, Setting], Task], str]] = {
     "bytes without a description": (lambda w, s: w.task(s, inline=(b"stranger",)), "8 bytes that it does not describe"),
-    "newer program": (lambda w, s: ask(w, s, v=5), "program version 5"),
+    "newer program": (lambda w, s: ask(w, s, v=6), "program version 6"),
     "no program": (lambda w, s: bring(w, s, "program", w.server.keep(b"\x81\xa1v\x01")), "not a program: "),
     "no tensors": (lambda w, s: bring(w, s, "model", w.server.keep(b"no tensors")), "10 bytes are not safetensors"),
     "no digest": (lambda w, s: bring(w, s, "model", Manifest(ESCAPE, 10, 1024)), ESCAPE),

@@ -1,0 +1,43 @@
+"""Which runs can add up their devices' results in secret."""
+
+from coordinator.config.run import RunConfig
+from coordinator.config.sums import LEAST_DEVICES
+from fedvit.errors import ConfigError
+from fedvit.roles import NONE, Role
+
+
+def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_mean: str | None) -> None:
+    """Raise ConfigError if a run with secure sums needs updates of single devices.
+
+    `collects`: whether the method uploads features; `why_no_mean`: why the mean cannot stand for a cohort's updates.
+    """
+    if not config.secure:
+        return
+    method, robust, least = f"method {config.method!r}", config.robust, LEAST_DEVICES
+    cohort = config.cohort if isinstance(config.cohort, int) else least
+    reasons = {
+        f"devices = {config.devices}: a sum needs {least} devices at least": config.devices < least,
+        f"cohort = {config.cohort}: a sum needs {least} devices at least": cohort < least,
+        f"mode = {config.mode!r}: a sum needs the results of one round; set mode = 'rounds'": config.mode != "rounds",
+        f"late = {config.late!r}: a sum needs the results of one round; set late = 'refuse'": config.late != "refuse",
+        f"{method} sends features, which no sum hides; choose a method that averages updates, as 'fedavg'": collects,
+        f"{method} needs the update of each device; choose a method that averages updates, as 'fedper'": (
+            Role.GENERATED in roles
+        ),
+        f"{method} averages no tensors, so that there is nothing to add up": Role.SHARED not in roles,
+        f"{method}: {why_no_mean}": why_no_mean is not None,
+        "privacy: noise is not added inside of sums yet; remove [privacy] or `secure`": bool(
+            config.privacy.noise_multiplier or config.privacy.feature_noise
+        ),
+        "updates: a sum has numbers of its own instead of codecs for updates; set sums.bits = 16 or 24": (
+            {config.updates.up, *config.updates.up_groups.values()} != {NONE}
+        ),
+    }
+    for key, allowed in (("aggregator", "mean"), ("clip_norm", None), ("reject_scale", None), ("max_weight", None)):
+        value = getattr(robust, key)
+        reasons[f"robust.{key} = {value!r} compares updates of single devices, which a sum hides; leave it out"] = (
+            value != allowed
+        )
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError("FV1024", f"secure = true: {reason}")

@@ -1,0 +1,25 @@
+"""The table [sums]: secure sums (docs/security.md)."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+LEAST_DEVICES = 3
+"""Devices of the smallest sum: of two, each would learn the other's part."""
+
+
+class SumsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Secure sums: the table [sums]. It has an effect with `secure` only."""
+
+    range: Annotated[
+        float, Meta(ge=1e-6, le=1e6, description="Numbers of an update are clipped to [-range, range].")
+    ] = 4.0
+    bits: Annotated[
+        Literal[16, 24, 32], Meta(description="Bits of a number: fewer are sent faster, and rounded more coarsely.")
+    ] = 32
+    neighbours: Annotated[
+        int, Meta(ge=2, le=128, description="Other devices with which a device has masks in common.")
+    ] = 20
+    step_s: Annotated[float, Meta(gt=0, le=86400, description="Seconds to wait for devices in each step of a sum.")] = (
+        120.0
+    )

@@ -1,0 +1,167 @@
+"""The device's part in secure sums: its results are in the vault, and leave it with masks only.
+
+Every answer follows from the vault, so that the device answers in the same way after `kill -9`. A mask over a large
+update takes seconds, so that it is computed in a thread.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from edge_client.link.device_link import DeviceLink
+from edge_client.link.identity import Identity
+from edge_client.storage.device_storage import DeviceStorage
+from edge_client.work.task_executor import BackgroundWork
+from fedvit.errors import FedvitError, NotAllowed
+from fedvit.policy import SendPolicy
+from fedvit.secure.attempt import Attempt, begin_attempt
+from fedvit.secure.layout import Layout, find_rounding_seeds, make_vector
+from fedvit.tensors import Tensors
+from fedvit.wire.messages import (
+    SumAsk,
+    SumId,
+    SumInbox,
+    SumInvite,
+    SumMasked,
+    SumPeers,
+    SumQuestion,
+    SumRefused,
+    inline_room,
+)
+
+if TYPE_CHECKING:  # imports cryptography, which other runs do not need
+    from fedvit.secure.device import DeviceSum
+    from fedvit.secure.signing import Credentials
+
+log = logging.getLogger(__name__)
+
+
+class Masked(NamedTuple):
+    """The event that a result has its masks, or why not."""
+
+    sum: SumId
+    content: bytes
+    cohort: int
+    error: Exception | None = None
+
+
+class SecureSums:
+    """The secure sums of one device. `identity`: its certificate; None without a deployment."""
+
+    def __init__(
+        self,
+        link: DeviceLink,
+        storage: DeviceStorage,
+        policy: SendPolicy,
+        identity: Identity | None,
+        begin: Callable[[Callable[[], None], str], BackgroundWork],
+    ) -> None:
+        self._link = link
+        self._storage = storage
+        self._policy = policy
+        self._identity = identity
+        self._begin = begin
+        self._at_work: SumId | None = None
+
+    def answer(self, question: SumQuestion) -> None:
+        """Answer a message of the coordinator, or refuse it with the reason."""
+        try:
+            self._answer(question)
+        except (FedvitError, OSError) as error:
+            self._refuse(question.sum, error)
+
+    def send_masked(self, masked: Masked) -> None:
+        """Send a result with its masks, after its line in the ledger."""
+        self._at_work = None
+        try:
+            if masked.error:
+                raise masked.error
+            manifest = self._storage.blobs.put(masked.content)
+            self._storage.ledger.note_sum(masked.sum, masked.cohort, manifest.size)
+            message = SumMasked(masked.sum, manifest)
+            if manifest.size <= inline_room(message):
+                message = msgspec.structs.replace(message, inline=masked.content)
+            self._link.masked = manifest.digest
+            self._link.send(message)
+        except (FedvitError, OSError) as error:
+            self._refuse(masked.sum, error)
+
+    def _answer(self, question: SumQuestion) -> None:
+        sums, sum_id = self._storage.sums, question.sum
+        kept = sums.read_attempt(sum_id.run, sum_id.round, sum_id.kind)
+        if isinstance(question, SumInvite):
+            self._read_payload(question)
+            kept = begin_attempt(question, kept)
+        elif kept is None or kept.invite.sum != sum_id:
+            raise NotAllowed("FV1451", f"attempt {sum_id.attempt} of a sum is not known here")
+        part = self._make_part(kept)
+        match question:
+            case SumInvite():
+                self._link.send(part.answer_invite())
+            case SumPeers():
+                self._link.send(part.answer_peers(question))
+            case SumInbox() if self._at_work != sum_id:
+                self._mask(part, question)
+            case SumAsk():
+                self._link.send(part.answer_ask(question))
+
+    def _read_payload(self, invite: SumInvite) -> Tensors:
+        """Return the result that is to be added up. Raises NotAllowed if it is not here, or of another Program."""
+        payload = self._storage.sums.read_payload(invite.sum)
+        if payload is None:
+            raise NotAllowed("FV1451", f"no result of round {invite.sum.round} waits for a sum here")
+        if Layout.of_payload(invite.sum.kind, payload).digest != invite.terms.layout:
+            raise NotAllowed("FV1451", "its result has other tensors than the sum")
+        if self._policy.updates == "sum" and self._identity is None:
+            raise NotAllowed("FV1451", 'policy: updates = "sum" needs a device that has joined a deployment')
+        return payload
+
+    def _make_part(self, attempt: Attempt) -> "DeviceSum":
+        from fedvit.secure.device import DeviceSum
+
+        return DeviceSum(
+            self._link.identity.device,
+            attempt,
+            self._storage.sums.keep_attempt,
+            credentials=self._credentials,
+            min_cohort=self._policy.min_cohort,
+        )
+
+    @cached_property
+    def _credentials(self) -> "Credentials | None":
+        from fedvit.secure.signing import Credentials
+
+        if self._identity is None:
+            log.warning("secure sum without certificates: nobody vouches for its devices")
+            return None
+        identity = self._identity
+        return Credentials(
+            identity.certificate.read_bytes(), identity.key.read_bytes(), identity.authority.read_bytes()
+        )
+
+    def _mask(self, part: "DeviceSum", inbox: SumInbox) -> None:
+        """Begin to add the masks to a result."""
+        invite, events = part.attempt.invite, self._link.transport.inbox
+        sum_id = invite.sum
+        with self._storage.sums.lock:  # from now on the payload stays
+            part.take_inbox(inbox)
+            payload = self._read_payload(invite)
+        note = self._storage.vault.newest_task(sum_id.run)
+        seeds = find_rounding_seeds(note.seed if note else 0, sum_id.round, self._link.identity.device)
+        self._at_work = sum_id
+
+        def work() -> None:
+            try:
+                vector = make_vector(sum_id.kind, payload, invite.terms, seeds)
+                events.put(Masked(sum_id, part.mask(vector), part.cohort))
+            except Exception as error:  # noqa: BLE001 - reported to the coordinator
+                events.put(Masked(sum_id, b"", 0, error))
+
+        self._begin(work, f"mask-{sum_id.kind}-{sum_id.round}")
+
+    def _refuse(self, sum_id: SumId, error: Exception) -> None:
+        log.warning("not in a secure sum", extra={"round": sum_id.round, "kind": sum_id.kind, "reason": str(error)})
+        self._link.send(SumRefused(sum_id, str(error)[:500]))

@@ -1,0 +1,139 @@
+"""Which numbers a sum has: of a training the deltas of shared tensors by weight, of an evaluation the counts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedvit.blobs import digest_of
+from fedvit.program import Program
+from fedvit.secure.fixed_point import decode_mean, encode_values
+from fedvit.secure.vectors import Exact, Vector
+from fedvit.tensors import Array, Tensors
+from fedvit.wire.messages import SumTerms, TaskKind
+
+NUMBERS = "#numbers"
+"""The part of a payload that is added up exactly."""
+_TRAIN_NUMBERS = 3  # weight, loss, numbers that were clipped
+_EVALUATION_NUMBERS = 3  # images, right answers, devices that count by class; then images and right answers by class
+_LOSS_STEPS = 1 << 12
+"""Steps of a loss of 1, times the weight."""
+_MAX_LOSS = 1e4
+
+
+class TrainedSum(NamedTuple):
+    """The sum of a round's training."""
+
+    mean: Tensors  # float32 deltas by name, weighted by training images
+    samples: int
+    loss: float | None  # mean; None if no device has trained
+    clipped: int  # numbers outside of the range, of all devices together
+
+
+class EvaluatedSum(NamedTuple):
+    """The sum of a round's evaluation."""
+
+    samples: int
+    correct: int
+    by_class: list[tuple[int, int]]  # images and right answers of each class; empty: a device does not count them
+
+
+class Layout(NamedTuple):
+    """The form of a sum: it follows from a payload, and from a Program."""
+
+    shapes: dict[str, tuple[int, ...]]  # of the tensors whose deltas are added up, in the order of their names
+    exact: int  # numbers that are added up exactly
+
+    @classmethod
+    def of_program(cls, program: Program, kind: TaskKind) -> "Layout":
+        """The form of the results of a Program."""
+        if kind == "evaluate":
+            return cls({}, _EVALUATION_NUMBERS + 2 * len(program.classes))
+        return cls({name: program.tensors[name].shape for name in sorted(program.list_summed())}, _TRAIN_NUMBERS)
+
+    @classmethod
+    def of_payload(cls, kind: TaskKind, payload: Mapping[str, Array]) -> "Layout":
+        """The form of a device's result."""
+        shapes = {name: payload[name].shape for name in sorted(payload) if name != NUMBERS}
+        return cls(shapes, len(payload[NUMBERS]) if kind == "evaluate" else _TRAIN_NUMBERS)
+
+    @property
+    def words(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def digest(self) -> str:
+        return digest_of(msgspec.msgpack.encode((list(self.shapes.items()), self.exact)))
+
+
+def make_training_payload(deltas: Mapping[str, Array], samples: int, loss: float) -> Tensors:
+    """Return what a device keeps of a training until it is added up."""
+    return {**deltas, NUMBERS: np.array([samples, loss], np.float64)}
+
+
+def make_evaluation_payload(
+    program: Program, samples: int, correct: int, by_class: Sequence[tuple[int, int, int]] | None
+) -> Tensors:
+    """Return what a device keeps of an evaluation; `by_class`: label, images, right answers; None: not counted."""
+    numbers = np.zeros(_EVALUATION_NUMBERS + 2 * len(program.classes), np.int64)
+    numbers[:_EVALUATION_NUMBERS] = samples, correct, by_class is not None
+    for label, images, right in by_class or ():
+        numbers[_EVALUATION_NUMBERS + 2 * label :][:2] = images, right
+    return {NUMBERS: numbers}
+
+
+def make_vector(kind: TaskKind, payload: Mapping[str, Array], terms: SumTerms, draw: Sequence[int]) -> Vector:
+    """Return a payload as the integers of a sum. `draw`: seeds of the rounding, which decide on all integers."""
+    numbers = payload[NUMBERS]
+    if kind == "evaluate":
+        return Vector(np.zeros(0, np.uint32), numbers.astype(np.int64).view(np.uint64))
+    weight, loss = min(int(numbers[0]), terms.max_weight), float(np.clip(numbers[1], -_MAX_LOSS, _MAX_LOSS))
+    generator, parts, clipped = np.random.default_rng(list(draw)), [np.zeros(0, np.uint32)], 0
+    for name in Layout.of_payload(kind, payload).shapes:
+        words, outside = encode_values(payload[name].ravel(), weight, terms, generator)
+        parts.append(words)
+        clipped += outside
+    exact = np.array([weight, round(loss * weight * _LOSS_STEPS), clipped], np.int64).view(np.uint64)
+    return Vector(np.concatenate(parts), exact)
+
+
+def add_plainly(payloads: Mapping[str, Mapping[str, Array]], terms: SumTerms, seed: int, number: int) -> Vector:
+    """Return the sum of a training without masks, by device: exactly that of a secure sum."""
+    total = None
+    for device, payload in payloads.items():
+        vector = make_vector("train", payload, terms, find_rounding_seeds(seed, number, device))
+        if total is None:
+            total = vector
+        else:
+            total.add(vector, terms.bits)
+    assert total is not None  # there is a device
+    return total
+
+
+def find_rounding_seeds(seed: int, number: int, device: str) -> list[int]:
+    """Return the seeds of a device's rounding: a simulation rounds as the devices do."""
+    return [seed, number, int(digest_of(device.encode()).partition(":")[2][:16], 16)]
+
+
+def read_training(layout: Layout, total: Vector, terms: SumTerms) -> TrainedSum:
+    """Decode the sum of a training. Without a training image the mean is zero."""
+    samples, loss, clipped = (int(number) for number in _signed(total.exact))
+    decoded, first, mean = decode_mean(total.words, max(1, samples), terms), 0, Tensors()
+    for name, shape in layout.shapes.items():
+        size = math.prod(shape)
+        mean[name] = decoded[first : first + size].astype(np.float32).reshape(shape)
+        first += size
+    return TrainedSum(mean, samples, loss / _LOSS_STEPS / samples if samples else None, clipped)
+
+
+def read_evaluation(total: Vector, devices: int) -> EvaluatedSum:
+    """Decode the sum of an evaluation of so many devices."""
+    samples, correct, counting, *by_class = (int(number) for number in _signed(total.exact))
+    counts = list(zip(by_class[::2], by_class[1::2], strict=True)) if counting == devices else []
+    return EvaluatedSum(samples, correct, counts)
+
+
+def _signed(exact: Exact) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    return exact.view(np.int64)

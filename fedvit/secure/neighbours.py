@@ -1,0 +1,43 @@
+"""The graph of a sum: each device has masks in common with few neighbours, however large the cohort is.
+
+The graph follows from everybody's nonces: devices are put in a circle in a random order, and each is the neighbour of
+those next to it. So nobody who chose a nonce before the others were known can choose its neighbours.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+
+def digest_roster(roster: Mapping[str, bytes]) -> bytes:
+    """Return the digest of all devices and their nonces, 32 bytes."""
+    digest = hashlib.sha256(b"fedvit sum roster 1")
+    for device in sorted(roster):
+        name = device.encode()
+        digest.update(len(name).to_bytes(2, "big") + name + len(roster[device]).to_bytes(2, "big") + roster[device])
+    return digest.digest()
+
+
+def find_neighbours(roster: Mapping[str, bytes], degree: int) -> dict[str, list[str]]:
+    """Return the neighbours of each device, sorted: `degree` (one more if it is odd), or all others if fewer."""
+    seed = digest_roster(roster)
+    circle = sorted(roster, key=lambda name: hashlib.sha256(seed + name.encode()).digest())
+    if degree >= len(circle) - 1:
+        return {device: sorted(name for name in circle if name != device) for device in circle}
+    each = -(-degree // 2)
+    steps = [step for step in range(-each, each + 1) if step]
+    return {
+        device: sorted({circle[(place + step) % len(circle)] for step in steps} - {device})
+        for place, device in enumerate(circle)
+    }
+
+
+def count_needed_holders(holders: int) -> int:
+    """Return how many of the holders of a device's shares must reveal them, more than two thirds.
+
+    Each honest holder reveals a share of one kind only. As 2 * needed > holders + holders / 3, the coordinator cannot
+    get both secrets of a device, even together with a third of the holders.
+
+    >>> [count_needed_holders(holders) for holders in (3, 4, 21)]
+    [3, 3, 15]
+    """
+    return 2 * holders // 3 + 1

@@ -1,0 +1,233 @@
+"""The coordinator of a secure sum: it asks step by step, and learns the sum of the devices that went through all steps.
+
+Keys, shares, masked numbers and reveals are the four steps. Devices may drop out in each. A sum that too few devices
+complete fails with a reason, and then nothing is revealed.
+"""
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from fedvit.errors import BadPayload, EmptyCohort
+from fedvit.secure.device import LEAST_DEVICES, commit_to, derive_mask
+from fedvit.secure.keys import Binding, find_public_key
+from fedvit.secure.masks import add_mask
+from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
+from fedvit.secure.shamir import join_shares
+from fedvit.secure.vectors import Vector, unpack_vector
+from fedvit.wire.messages import (
+    SumAnswer,
+    SumAsk,
+    SumId,
+    SumInbox,
+    SumInvite,
+    SumKeys,
+    SumPeers,
+    SumQuestion,
+    SumReveal,
+    SumShares,
+    SumTerms,
+)
+
+STEPS = ("keys", "shares", "masked", "reveal")
+
+
+class SumState(Struct, kw_only=True):
+    """What a coordinator must remember of a sum to ask for the reveals again after a restart."""
+
+    sum: SumId
+    terms: SumTerms
+    step: str = STEPS[0]
+    keys: dict[str, SumKeys] = {}  # by device
+    shares: dict[str, SumShares] = {}
+    masked: list[str] = []  # devices whose masked numbers are in the total
+
+
+class SumServer:
+    """One attempt at a sum over `devices`, of vectors with so many words and exact integers.
+
+    The `question` of each device in `waiting` is to be sent until it is answered. `close_step` begins the next step:
+    when `is_step_complete`, or when the time of the step is over.
+    """
+
+    def __init__(self, state: SumState, devices: Iterable[str], *, words: int, exact: int) -> None:
+        self.state = state
+        self.waiting = set(devices)  # for the answer of the current step
+        self.refused: dict[str, str] = {}  # devices that left, and why
+        self._total = Vector.zeros(words, exact)
+        self._reveals: dict[str, SumReveal] = {}
+        self._neighbours: dict[str, list[str]] = {}
+        self._survived = set(state.masked)
+        if state.step != STEPS[0]:
+            self._find_neighbours()
+
+    def question(self, device: str) -> SumQuestion:
+        """Return the message of the current step for a device."""
+        state = self.state
+        if state.step == "keys":
+            return SumInvite(state.sum, state.terms)
+        neighbours = self._neighbours[device]
+        if state.step == "shares":
+            return SumPeers(state.sum, self._roster(), {peer: state.keys[peer].keys for peer in neighbours})
+        if state.step == "masked":
+            sealed = {peer: state.shares[peer].sealed[device] for peer in neighbours if peer in state.shares}
+            return SumInbox(state.sum, sealed)
+        survived = [peer for peer in (device, *neighbours) if peer in self._survived]
+        dropped = [peer for peer in neighbours if peer in state.shares and peer not in self._survived]
+        return SumAsk(state.sum, tuple(sorted(survived)), tuple(sorted(dropped)))
+
+    def take(self, device: str, answer: SumAnswer) -> bool:
+        """Take an answer; False if it is not awaited (any more). Raises BadPayload for an invalid one."""
+        state = self.state
+        if device not in self.waiting or answer.sum != state.sum:
+            return False
+        match state.step, answer:
+            case "keys", SumKeys():
+                state.keys[device] = answer
+            case "shares", SumShares():
+                if answer.sealed.keys() != set(self._neighbours[device]):
+                    raise BadPayload("FV2312", "shares for other devices than its neighbours")
+                state.shares[device] = answer
+            case "reveal", SumReveal():
+                if answer.shares.keys() != {device, *self._neighbours[device]} & state.shares.keys():
+                    raise BadPayload("FV2312", "shares of other devices than those that were asked for")
+                self._reveals[device] = answer
+            case _:
+                return False
+        self.waiting.discard(device)
+        return True
+
+    def take_masked(self, device: str, content: bytes) -> None:
+        """Add a device's masked numbers. Raises BadPayload for another size."""
+        bits = self.state.terms.bits
+        vector = unpack_vector(content, len(self._total.words), len(self._total.exact), bits)
+        if device in self.waiting and self.state.step == "masked":
+            self._total.add(vector, bits)
+            self.state.masked.append(device)
+            self._survived.add(device)
+            self.waiting.discard(device)
+
+    def restore_masked(self, device: str, content: bytes) -> None:
+        """Add the masked numbers of a device again, after a restart."""
+        bits = self.state.terms.bits
+        self._total.add(unpack_vector(content, len(self._total.words), len(self._total.exact), bits), bits)
+
+    def drop(self, device: str, reason: str) -> None:
+        """Do not wait for a device any longer."""
+        if device in self.waiting:
+            self.waiting.discard(device)
+            self.refused[device] = reason
+
+    @property
+    def is_step_complete(self) -> bool:
+        """Return whether no answer of the step is missing, or the reveals are enough."""
+        return not self.waiting or (self.state.step == "reveal" and not self._find_unrevealed())
+
+    def close_step(self) -> None:
+        """Go on without the devices that have not answered. Raises EmptyCohort if too few have."""
+        state = self.state
+        match state.step:
+            case "keys":
+                self._check_count(state.keys, "sent keys")
+                if len({answer.authority for answer in state.keys.values()}) > 1:
+                    raise EmptyCohort("FV1521", "the devices of the sum belong to different deployments")
+                self._find_neighbours()
+                self.waiting = set(state.keys)
+            case "shares":
+                self._check_count(state.shares, "sent shares")
+                self._check_holders(state.shares, "have sent shares")
+                self.waiting = set(state.shares)
+            case "masked":
+                self._check_count(state.masked, "sent their numbers")
+                self._check_holders(state.masked, "have sent their numbers")
+                self.waiting = set(state.masked)
+            case "reveal":
+                if missing := self._find_unrevealed():
+                    raise EmptyCohort("FV1521", f"too few shares of {missing[0]} were revealed{self._describe_left()}")
+        state.step = STEPS[min(STEPS.index(state.step) + 1, len(STEPS) - 1)]
+
+    def unmask(self) -> Vector:
+        """Return the sum of all devices in `state.masked`. Raises EmptyCohort if revealed shares are wrong."""
+        state, bits = self.state, self.state.terms.bits
+        binding = self._binding()
+        for device in state.masked:
+            seed = self._join(device)
+            if commit_to(seed, binding) != state.shares[device].commitment:
+                raise EmptyCohort("FV1521", f"wrong shares of {device} were revealed")
+            add_mask(self._total, binding.derive(seed, "self", device), bits, subtract=True)
+        for device in self._dropped():
+            peers = [peer for peer in self._neighbours[device] if peer in self._survived]
+            if not peers:
+                continue
+            secret = self._join(device)
+            if find_public_key(secret) != state.keys[device].keys.mask_key:
+                raise EmptyCohort("FV1521", f"wrong shares of {device} were revealed")
+            for peer in peers:
+                key = derive_mask(binding, secret, state.keys[peer].keys.mask_key, device, peer)
+                # as the peer did, in reverse
+                add_mask(self._total, key, bits, subtract=peer < device)
+        return self._total
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    def _roster(self) -> dict[str, bytes]:
+        return {device: answer.keys.nonce for device, answer in sorted(self.state.keys.items())}
+
+    def _binding(self) -> Binding:
+        state = self.state
+        authority = next(iter(state.keys.values())).authority
+        return Binding.of(authority, state.sum, state.terms, digest_roster(self._roster()))
+
+    def _find_neighbours(self) -> None:
+        self._neighbours = find_neighbours(self._roster(), self.state.terms.neighbours)
+
+    def _dropped(self) -> list[str]:
+        """Devices that have masks in common with others, and did not send their numbers."""
+        return [device for device in self.state.shares if device not in self._survived]
+
+    def _holders(self, device: str) -> list[str]:
+        return sorted([device, *self._neighbours[device]])
+
+    def _check_count(self, devices: Iterable[str], what: str) -> None:
+        if (count := len(list(devices))) < LEAST_DEVICES:
+            raise EmptyCohort("FV1521", f"{count} of {LEAST_DEVICES} devices {what}{self._describe_left()}")
+
+    def _check_holders(self, devices: Iterable[str], what: str) -> None:
+        """Raise EmptyCohort if a device has so few neighbours left that its secrets could not be revealed."""
+        left = set(devices)
+        for device in left:
+            holders = self._holders(device)
+            if len(left.intersection(holders)) < count_needed_holders(len(holders)):
+                count = len(left.intersection(holders)) - 1
+                raise EmptyCohort(
+                    "FV1521", f"only {count} of {len(holders) - 1} neighbours of {device} {what}{self._describe_left()}"
+                )
+
+    def _describe_left(self) -> str:
+        left = [f"{device}: {reason}" for device, reason in sorted(self.refused.items())]
+        left += [f"{device}: no answer" for device in sorted(self.waiting)]
+        return f" ({'; '.join(left[:5])}{'; ...' if len(left) > 5 else ''})" if left else ""
+
+    def _find_unrevealed(self) -> list[str]:
+        """Devices of which too few shares were revealed."""
+        wanted = [*self.state.masked]
+        wanted += [device for device in self._dropped() if self._survived.intersection(self._neighbours[device])]
+        return [
+            device
+            for device in wanted
+            if sum(holder in self._reveals for holder in self._holders(device))
+            < count_needed_holders(len(self._holders(device)))
+        ]
+
+    def _join(self, device: str) -> bytes:
+        holders = self._holders(device)
+        shares = {
+            place: self._reveals[holder].shares[device]
+            for place, holder in enumerate(holders, 1)
+            if holder in self._reveals
+        }
+        needed = count_needed_holders(len(holders))
+        try:
+            return join_shares(dict(list(shares.items())[:needed]))
+        except BadPayload as error:
+            raise EmptyCohort("FV1521", f"{device}: {error}") from error

@@ -1,0 +1,146 @@
+"""Secure sums with real processes: the sum is that of a plain run, also after kills, and nobody sends an update."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedvit.tensors import map_tensors
+from fedvit.wire.messages import Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares
+from tests.e2e.test_deployment import make_deployment
+from tests.support.federation import deal_digits
+from tests.support.programs import CONFIG, Stage, program, said, wait_for
+
+NAMES = [f"device-{number}" for number in range(4)]
+VALUES: dict[str, Any] = {
+    **CONFIG,
+    "method": "fedavg",
+    "options": {"epochs": 2, "batch_size": 8, "lr": 1e-3},
+    "variants": {},
+    "rounds": 2,
+    "devices": len(NAMES),
+    "rejoin_grace_s": 120.0,  # devices that are stopped for long may lose their link
+    "sums": {"step_s": 600.0},
+}
+
+
+@pytest.fixture
+def four(stage: Stage, tmp_path: Path) -> Stage:
+    deal_digits(stage.folder / "four", NAMES)
+    stage.parts = stage.folder / "four"
+    return stage
+
+
+def _list_metrics(stage: Stage, kind: str) -> list[dict[str, float]]:
+    rows = stage.query(f"select metrics from results where device = '(sum)' and kind = '{kind}' order by round")
+    return [json.loads(row[0]) for row in rows]
+
+
+def _signal(devices: "dict[str, subprocess.Popen[bytes]]", number: int, *names: str) -> None:
+    for name in names:
+        devices[name].send_signal(number)
+
+
+def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage) -> None:
+    """kill -9 of the coordinator while it waits for reveals, and in the next round while it waits for keys.
+
+    Devices are stopped in turn, so that each step waits for one of them.
+    """
+    stage, stop, go_on = four, signal.SIGSTOP, signal.SIGCONT
+    values = {**VALUES, "variants": {"device-1": {"epochs": 60}}}
+    coordinator = stage.coordinator(values={**values, "secure": True}, broker="mosquitto")
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    observer = stage.observer()
+    devices = {name: stage.device(name) for name in NAMES}
+    wait_for(observer.find(Result, since_start=True, device="device-0"), "a result of device-0")
+    _signal(devices, stop, "device-0")
+    answered = {
+        (kind, name): observer.find(kind, since_start=True, device=name)
+        for kind in (SumKeys, SumShares, SumMasked, SumReveal)
+        for name in NAMES
+    }
+    pair = "device-2", "device-3"
+    for kind in (SumKeys, SumShares, SumMasked):
+        for name in pair:
+            wait_for(answered[kind, name], f"{kind.__name__} of {name}")
+        _signal(devices, stop, *pair)
+        _signal(devices, go_on, "device-0")
+        wait_for(answered[kind, "device-0"], f"{kind.__name__} of device-0")
+        if kind is not SumMasked:
+            _signal(devices, stop, "device-0")
+            _signal(devices, go_on, *pair)
+    wait_for(answered[SumReveal, "device-0"], "the reveal of device-0")
+    assert not stage.query("select 1 from results where device = '(sum)'")
+    coordinator.kill()
+    coordinator.wait()
+    _signal(devices, go_on, *pair)
+    coordinator = stage.coordinator(broker="mosquitto", resume=True)
+
+    wait_for(observer.find(Result, since_start=True, device="device-0", round=2, kind="train"), "round 2")
+    _signal(devices, stop, "device-0")
+    invited = SumId("run", 2, "train", 1)
+    wait_for(observer.find(SumKeys, since_start=True, device="device-1", sum=invited), "keys of device-1")
+    coordinator.kill()
+    coordinator.wait()
+    _signal(devices, go_on, "device-0")
+    coordinator = stage.coordinator(broker="mosquitto", resume=True)
+    stage.finish_run(coordinator, devices)
+
+    assert "round 1: the secure sum continues" in stage.log("coordinator")
+    asked = {message.sum for message in observer.messages() if isinstance(message, SumAsk)}
+    assert {(sum_id.round, sum_id.attempt) for sum_id in asked if sum_id.kind == "train"} == {(1, 1), (2, 2)}
+    assert [metrics["devices"] for metrics in _list_metrics(stage, "train")] == [4.0, 4.0]
+    assert [metrics["devices"] for metrics in _list_metrics(stage, "evaluate")] == [4.0, 4.0]
+    results = [message for message in observer.messages() if isinstance(message, Result)]
+    assert len(results) >= 16
+    assert not any(result.upload or result.metrics or result.samples for result in results)
+    secure = dict(map_tensors(stage.out / "run" / "model.safetensors"))
+    bound = _list_metrics(stage, "train")[0]["error_bound"]
+    shown = stage.show()["rounds"]
+
+    stage.out = stage.folder / "plain"
+    plain_run = stage.coordinator(values=values, broker="mosquitto")
+    stage.finish_run(plain_run, {name: stage.device(name, "--state", str(stage.folder / name)) for name in NAMES})
+    plain = map_tensors(stage.out / "run" / "model.safetensors")
+    assert bound < 1e-6
+    assert all(np.allclose(secure[name], plain[name], atol=1e-4) for name in plain)
+    for one, other in zip(shown, stage.show()["rounds"], strict=True):
+        assert one["accepted"] == other["accepted"] == 4
+        assert one["accuracy_weighted"] == other["accuracy_weighted"]
+
+
+def test_device_that_is_killed_in_the_sum_does_not_stop_it(four: Stage) -> None:
+    """With certificates, and owners that allow updates inside sums only. It returns, and answers from its vault."""
+    stage = four
+    folder = make_deployment(stage)
+    state = {name: ["--state", str(stage.folder / "state" / name)] for name in NAMES}
+    flags = ["--broker.deployment", folder]
+    values = {**VALUES, "secure": True}
+    coordinator = stage.coordinator(*flags, values=values, broker="auto")
+    wait_for(lambda: "broker: mosquitto" in stage.log("coordinator"), "the broker")
+    for name in NAMES:
+        token = said(stage, "coordinator.cli", "enroll", name, "--deployment", folder, "--no-wait").split()[-1]
+        said(stage, "edge_client.cli", "join", token, *state[name])
+
+    def start(name: str) -> "subprocess.Popen[bytes]":
+        command = [*program("edge_client.cli"), "--data", str(stage.parts / name), *state[name]]
+        return stage.start(name, [*command, "--threads", "1", "--once", "--updates", "sum"])
+
+    devices = {name: start(name) for name in NAMES}
+    wait_for(lambda: "task done" in stage.log("device-3"), "the first result of device-3")
+    devices["device-3"].kill()
+    devices["device-3"].wait()
+    devices["device-3"] = start("device-3")
+    stage.finish_run(coordinator, devices)
+    for kind in ("train", "evaluate"):
+        assert [metrics["devices"] for metrics in _list_metrics(stage, kind)] in ([3.0, 4.0], [4.0, 4.0])
+    lines = json.loads(said(stage, "edge_client.cli", "ledger", *state["device-0"], "--json"))
+    assert {line["what"] for line in lines if line.get("form") == "sum"} <= {
+        f"inside a sum of {count} devices" for count in (3, 4)
+    }
+    assert not [line for line in lines if line.get("form") == "single"]
+    assert "in sums of devices" in said(stage, "edge_client.cli", "status", *state["device-0"])

@@ -390,12 +390,16 @@ def test_diverged_training_keeps_nothing(world: World, fedavg: Setting) -> None:
     assert world.result(fedavg, program=program, round=3).round == 3
 
 
-def test_a_vault_that_cannot_be_written_is_named_and_the_device_stays(world: World, fedavg: Setting) -> None:
+def test_a_vault_that_cannot_be_written_is_named_and_the_device_stays(
+    world: World, fedavg: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device's own log names the file, and the coordinator does not learn where the device keeps its state."""
     device = world.device()
     in_the_way = device.vault.folder / "run"
     device.vault.folder.mkdir(parents=True)
     in_the_way.write_text("no folder")
-    assert str(in_the_way) in world.failure(fedavg)
+    assert world.failure(fedavg).endswith("PATH")
+    assert str(in_the_way) in caplog.text + str([record.__dict__.get("reason") for record in caplog.records])
     in_the_way.unlink()
     assert world.result(fedavg, round=2).round == 2
 

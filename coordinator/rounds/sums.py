@@ -22,7 +22,7 @@ from fedvit.files import atomic_write
 from fedvit.program import Program
 from fedvit.quantities import format_count
 from fedvit.resources import ResourceUse
-from fedvit.secure.fixed_point import bound_error
+from fedvit.secure.fixed_point import find_error_bound
 from fedvit.secure.layout import Layout, read_evaluation, read_training
 from fedvit.secure.server import STEPS, SumServer, SumState
 from fedvit.secure.vectors import Vector, count_bytes
@@ -52,7 +52,7 @@ AT_ONCE = 8
 
 
 class KeptSum(Struct, kw_only=True):
-    """What a restarted coordinator must know of the newest sum."""
+    """Memory of the newest sum, for a coordinator that was restarted."""
 
     sum: SumId
     state: SumState | None = None  # once reveals are asked for
@@ -300,7 +300,7 @@ class SumRounds:
             trained = read_training(self._layout, total, terms)
             samples = trained.samples
             upload = state.blobs.put(pack(trained.mean))
-            metrics |= {"clipped": float(trained.clipped), "error_bound": bound_error(max(1, samples), terms)}
+            metrics |= {"clipped": float(trained.clipped), "error_bound": find_error_bound(max(1, samples), terms)}
             metrics |= {} if trained.loss is None else {"loss": trained.loss}
         else:
             evaluated = read_evaluation(total, devices)

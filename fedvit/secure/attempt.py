@@ -1,4 +1,4 @@
-"""What a device remembers of a secure sum, without the library for its keys."""
+"""Memory of a device in a secure sum, without the library for its keys."""
 
 import secrets
 

@@ -56,7 +56,7 @@ def decode_mean(total: Words, weight: int, terms: SumTerms) -> npt.NDArray[np.fl
     return mean
 
 
-def bound_error(weight: int, terms: SumTerms) -> float:
+def find_error_bound(weight: int, terms: SumTerms) -> float:
     """Return the largest possible error of `decode_mean`, of numbers that were not clipped: a step of every device."""
     step = terms.range / count_levels(terms.bits, terms.devices)
     return terms.devices * step * terms.max_weight / weight

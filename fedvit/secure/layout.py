@@ -1,4 +1,4 @@
-"""Which numbers a sum has: of a training the deltas of shared tensors by weight, of an evaluation the counts."""
+"""Numbers of a sum: of a training the deltas of shared tensors by weight, of an evaluation the counts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -119,7 +119,7 @@ def find_rounding_seeds(seed: int, number: int, device: str) -> list[int]:
 
 def read_training(layout: Layout, total: Vector, terms: SumTerms) -> TrainedSum:
     """Decode the sum of a training. Without a training image the mean is zero."""
-    samples, loss, clipped = (int(number) for number in _signed(total.exact))
+    samples, loss, clipped = (int(number) for number in _read_signed(total.exact))
     decoded, first, mean = decode_mean(total.words, max(1, samples), terms), 0, Tensors()
     for name, shape in layout.shapes.items():
         size = math.prod(shape)
@@ -130,10 +130,10 @@ def read_training(layout: Layout, total: Vector, terms: SumTerms) -> TrainedSum:
 
 def read_evaluation(total: Vector, devices: int) -> EvaluatedSum:
     """Decode the sum of an evaluation of so many devices."""
-    samples, correct, counting, *by_class = (int(number) for number in _signed(total.exact))
+    samples, correct, counting, *by_class = (int(number) for number in _read_signed(total.exact))
     counts = list(zip(by_class[::2], by_class[1::2], strict=True)) if counting == devices else []
     return EvaluatedSum(samples, correct, counts)
 
 
-def _signed(exact: Exact) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _read_signed(exact: Exact) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     return exact.view(np.int64)

@@ -33,7 +33,7 @@ STEPS = ("keys", "shares", "masked", "reveal")
 
 
 class SumState(Struct, kw_only=True):
-    """What a coordinator must remember of a sum to ask for the reveals again after a restart."""
+    """Memory of a coordinator, from which it can ask for the reveals again after a restart."""
 
     sum: SumId
     terms: SumTerms
@@ -155,7 +155,7 @@ class SumServer:
             if commit_to(seed, binding) != state.shares[device].commitment:
                 raise EmptyCohort("FV1521", f"wrong shares of {device} were revealed")
             add_mask(self._total, binding.derive(seed, "self", device), bits, subtract=True)
-        for device in self._dropped():
+        for device in self._list_dropped():
             peers = [peer for peer in self._neighbours[device] if peer in self._survived]
             if not peers:
                 continue
@@ -181,7 +181,7 @@ class SumServer:
     def _find_neighbours(self) -> None:
         self._neighbours = find_neighbours(self._roster(), self.state.terms.neighbours)
 
-    def _dropped(self) -> list[str]:
+    def _list_dropped(self) -> list[str]:
         """Devices that have masks in common with others, and did not send their numbers."""
         return [device for device in self.state.shares if device not in self._survived]
 
@@ -211,7 +211,7 @@ class SumServer:
     def _find_unrevealed(self) -> list[str]:
         """Devices of which too few shares were revealed."""
         wanted = [*self.state.masked]
-        wanted += [device for device in self._dropped() if self._survived.intersection(self._neighbours[device])]
+        wanted += [device for device in self._list_dropped() if self._survived.intersection(self._neighbours[device])]
         return [
             device
             for device in wanted

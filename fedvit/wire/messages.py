@@ -128,7 +128,7 @@ class SumId(Struct, frozen=True, array_like=True):
 
 
 class SumTerms(Struct, frozen=True, array_like=True):
-    """What a sum consists of: see `fedvit.secure.fixed_point`."""
+    """Terms of a sum: see `fedvit.secure.fixed_point`."""
 
     layout: Annotated[str, Meta(max_length=80)]  # digest of the names and shapes of what is added up
     devices: Annotated[int, Meta(ge=1, le=MAX_SUM_DEVICES)]  # most devices in it

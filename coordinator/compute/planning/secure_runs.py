@@ -1,4 +1,4 @@
-"""Which runs can add up their devices' results in secret."""
+"""Check of runs that add up their devices' results in secret."""
 
 from coordinator.config.run import RunConfig
 from coordinator.config.sums import LEAST_DEVICES

@@ -35,7 +35,7 @@ from tests.unit.coordinator.rounds.conftest import MakeParts
 
 NAMES = ("a", "b", "c", "d")
 Spoil = Callable[[str, FromCoordinator], bool]
-"""Whether a device does not answer a message."""
+"""Return True if a device does not answer a message."""
 
 
 class Scene:

@@ -101,7 +101,7 @@ def test_metrics_of_a_run(stage: Stage) -> None:
 
 
 def test_age_of_the_newest_backup(stage: Stage, tmp_path: Path) -> None:
-    """It is infinite before the first one, and small after it."""
+    """Infinite before the first one, and small after it."""
     stage.start()
     collector, name = collector_of(stage), ("fedvit_backup_age_seconds", ())
     assert samples(collector)[name] == math.inf

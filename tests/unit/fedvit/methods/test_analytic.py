@@ -50,7 +50,7 @@ def images() -> tuple[Tensor, Tensor]:
 def sum_up(
     method: Analytic, vit: PatchViT, images: tuple[Tensor, Tensor], rows: Sequence[int], drawn: int = 0
 ) -> Tensors:
-    """What a device with these images sends: steps over its batches, the last one padded."""
+    """Return what a device with these images sends: steps over its batches, the last one padded."""
     [phase] = method.phases(vit)
     step = whole_step(method, vit, phase)
     start = {f"tensor/{name}": value for name, value in method.tensors(vit).items()}
@@ -156,7 +156,7 @@ def test_the_lambda_errs_least_on_images_that_were_held_out(vit: PatchViT, image
 def test_neither_the_first_batch_nor_a_single_image_is_held_out(
     vit: PatchViT, images: tuple[Tensor, Tensor], drawn: int
 ) -> None:
-    """Of batches 1 to 3 only one may be chosen, the third or second, and only with two images in it."""
+    """One of batches 1 to 3 may be chosen, the third or second, and only with two images in it."""
     for count, expected in ((BATCH, 0), (BATCH + 1, 0), (2 * BATCH + 1, drawn * BATCH), (2 * BATCH + 2, None)):
         sums = sum_up(METHOD, vit, images, range(count), drawn)
         held = sums[f"{HELD_OUT}.{MOMENTS}"][-1].sum()
@@ -246,7 +246,7 @@ def test_a_graph_adds_many_batches_without_drifting(graph_cache: Path) -> None:
 
 
 def test_a_device_sends_less_than_half_a_megabyte() -> None:
-    """Of DeiT-Tiny with ten classes; the upper half of F'F alone takes 74 kB."""
+    """Sizes for DeiT-Tiny with ten classes; the upper half of F'F alone takes 74 kB."""
     method = Analytic()
     with torch.device("meta"):
         vit = build_vit("deit_tiny_patch16_224", 10, seed=0)

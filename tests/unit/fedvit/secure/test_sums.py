@@ -9,7 +9,7 @@ import pytest
 from fedvit.errors import BadPayload, NotAllowed
 from fedvit.secure.attempt import begin_attempt
 from fedvit.secure.device import DeviceSum, derive_mask
-from fedvit.secure.fixed_point import bound_error, decode_mean, encode_values
+from fedvit.secure.fixed_point import decode_mean, encode_values, find_error_bound
 from fedvit.secure.keys import Binding
 from fedvit.secure.masks import add_mask
 from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
@@ -80,8 +80,10 @@ def test_decoded_mean_is_within_the_stated_error() -> None:
             total.add(Vector(words, np.zeros(0, np.uint64)), bits)
         mean = decode_mean(total.words, int(weights.sum()), terms)
         exact = (values.astype(np.float64) * weights[:, None]).sum(0) / weights.sum()
-        assert np.abs(mean - exact).max() <= bound_error(int(weights.sum()), terms)
-        assert abs((mean - exact).mean()) < bound_error(int(weights.sum()), terms) / 10  # the rounding has mean zero
+        assert np.abs(mean - exact).max() <= find_error_bound(int(weights.sum()), terms)
+        assert (
+            abs((mean - exact).mean()) < find_error_bound(int(weights.sum()), terms) / 10
+        )  # the rounding has mean zero
 
 
 def test_largest_numbers_do_not_wrap_and_larger_ones_are_clipped() -> None:

@@ -1,4 +1,4 @@
-"""Which runs can have secure sums."""
+"""Check of runs with secure sums."""
 
 from typing import Any
 

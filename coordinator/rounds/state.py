@@ -87,8 +87,9 @@ class RunState:
 
     def find_signatures(self, program: Program) -> tuple[bytes, ...]:
         """Return a signature for each graph of a Program; none if one is missing, or all graphs are fedvit's own."""
-        graphs = program.digests_by_graph()
-        return () if self.signer is None or are_own(graphs) else self.signer.find_signatures(graphs) or ()
+        if self.signer is None or are_own(graphs := program.digests_by_graph()):
+            return ()
+        return self.signer.find_signatures(graphs) or ()
 
     def find_needs(self, program: Program) -> Needs:
         """Return what a Program needs of the policies of devices."""

@@ -51,7 +51,7 @@ def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage
     Devices are stopped in turn, so that each step waits for one of them.
     """
     stage, stop, go_on = four, signal.SIGSTOP, signal.SIGCONT
-    values = {**VALUES, "variants": {"device-1": {"epochs": 60}}}
+    values = {**VALUES, "variants": {"device-1": {"epochs": 20}}}
     coordinator = stage.coordinator(values={**values, "secure": True}, broker="mosquitto")
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
     observer = stage.observer()

@@ -69,7 +69,7 @@ class SumFile:
         atomic_write(self._file, msgspec.msgpack.encode(kept))
 
     def read(self, number: int, kind: TaskKind) -> KeptSum | None:
-        """Return the newest sum if it is of this round; a damaged file counts as none."""
+        """Read the newest sum; None if it is not of this round, or its file is damaged."""
         try:
             kept = msgspec.msgpack.decode(self._file.read_bytes(), type=KeptSum)
         except FileNotFoundError:

@@ -25,7 +25,7 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 24.0
     backup: Annotated[
         str | None,
-        Meta(description="Folder for backups of runs and deployment, like those of `coordinator backup`."),
+        Meta(description="Folder for backups of runs and deployment, like those of `coordinator backup DIR`."),
     ] = None
     backup_every_h: Annotated[float, Meta(gt=0, description="Hours between backups, the first at the start.")] = 24.0
     keep_backups: Annotated[int, Meta(ge=1, description="Newest backups that are kept.")] = 7

@@ -82,7 +82,8 @@ class LazyGroup(Group):
         if cmd_name == "explain":
             explain: click.Command = import_module("fedvit.explanations").make_command(self.examples[0].split()[0])
             return explain
-        module = import_module(self._elsewhere.get(cmd_name, f"{self._package}.{cmd_name}"))
+        own = f"{self._package}.{cmd_name.replace('-', '_')}"
+        module = import_module(self._elsewhere.get(cmd_name, own))
         commands = (entry for entry in vars(module).values() if isinstance(entry, click.Command))
         return next(command for command in commands if command.name == cmd_name)
 

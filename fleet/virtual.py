@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
+from edge_client.link.identity import Identity, Renewal
 from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.integrity import Integrity
 from edge_client.storage.state import split_file
@@ -28,6 +29,7 @@ from fedvit.data.folder import DeviceData, Files
 from fedvit.policy import Policy, SendPolicy
 from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.transport.base import Transport
+from fedvit.wire.topics import Topics
 from fleet.shared import Fetches, OwnFolder, SharedBlobs, SharedFolder, SharedRuntime, WorkQueue
 from profiles.probes.host import device_profile
 
@@ -71,6 +73,8 @@ class HostSettings(NamedTuple):
     at_once: int  # devices that compute at the same time
     software: str
     watches: bool = False  # images that are added or removed count from a device's next task on
+    identities: Mapping[str, Identity] = {}  # of devices that have joined a deployment, by name
+    labels: Mapping[str, Mapping[str, str]] = {}  # by device
 
 
 class Host:
@@ -102,12 +106,18 @@ class Host:
         for name in devices:
             _link(settings.state / name / "blobs", settings.blobs)
             identity = DeviceIdentity(
-                device=name, federation=settings.federation, software=settings.software, profile=profile
+                device=name,
+                federation=settings.federation,
+                software=settings.software,
+                profile=profile,
+                labels=settings.labels.get(name, {}),
             )
+            joined = settings.identities.get(name)
+            renewal = Renewal(joined, Topics(settings.federation)) if joined else None
             own = images[name] if settings.watches else FixedImages(images[name].data)
             storage = DeviceStorage(vaults[name], shared.view(), own, integrity=integrity)
             connection = transport(name, _Inbox(name, self._inbox))
-            link = DeviceLink(identity, connection, storage, exchange=fetches.exchange)
+            link = DeviceLink(identity, connection, storage, renewal=renewal, exchange=fetches.exchange)
             kind = (kinds or {}).get(name, Agent)
             worker = kind.worker_class(link, storage, runtime, Guard(), policy, begin=self._work.begin)
             self.agents[name] = kind(link, storage, worker, policy)

@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Collection
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from coordinator.run_view import read_standings
 from coordinator.security import clock
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import JoinedDevice
+from coordinator.security.rotating import find_trusted
+from coordinator.security.rotations import RotationRows
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.hints import command
@@ -52,7 +53,12 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
         clock.confirm_clock(deployment)
     with deployment.registry.read() as rows:
         doubt = clock.find_doubt(deployment, rows.clock_s())
-        listed = [_as_json(device, deployment.authority.begin_s, doubt) for device in rows.read_devices()]
+        authority, known = deployment.authority, RotationRows(rows).read_authorities()
+        trusted = find_trusted(rows, deployment)
+        listed = [
+            _as_json(device, authority.begin_s, doubt, known.get(device.name, trusted[0]), trusted)
+            for device in rows.read_devices()
+        ]
         waiting = rows.tokens.read_open(time.time())
     if runs is not None:
         run = _add_standings(listed, runs, run)
@@ -67,6 +73,8 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
         Column("state", "state", _state, is_long=True),
         *(Column(name, heading, _read_time(name.removesuffix("_at"))) for name, heading in times.items()),
     ]
+    if len({entry["authority"] for entry in listed}) > 1:
+        shown.append(Column("authority", "authority", lambda entry: entry["authority"][:16]))
     if run:
         shown.append(Column("version", "version", itemgetter("software")))
         if any(entry["battery_percent"] is not None for entry in listed):
@@ -81,7 +89,7 @@ def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: boo
         if denied := [UNKNOWN if key == "methods" else key for key in denied]:
             console.print(f"{entry['device']} does not allow {', '.join(denied)}")
     for token in waiting:
-        console.print(f"a token for {token.device} can be used until {_iso(token.expires_at)}")
+        console.print(f"a token for {token.device} can be used until {clock.format_iso(token.expires_at)}")
 
 
 def _add_standings(listed: list[dict[str, Any]], runs: Path, run: str | None) -> str:
@@ -131,24 +139,28 @@ def _standing(entry: dict[str, Any]) -> str:
     return f"{strikes} strike{'' if strikes == 1 else 's'}" if strikes else "-"
 
 
-def _as_json(device: JoinedDevice, begin_s: float, doubt: str | None) -> dict[str, Any]:
-    """A device for people and programs; `begin_s` is where all certificates begin, `doubt` the doubt of the clock."""
+def _as_json(
+    device: JoinedDevice, begin_s: float, doubt: str | None, authority: str, trusted: Collection[str]
+) -> dict[str, Any]:
+    """A device for people and programs; `begin_s` is where all certificates begin, `doubt` the doubt of the clock.
+
+    `authority` is that of the device, of those that are `trusted` now.
+    """
     now_s = time.time()
     state = "expired" if device.expires_at < now_s else "not yet valid" if now_s < begin_s else "valid"
+    if authority not in trusted:
+        state = "former authority"
     return {
         "device": device.name,
         "state": state if device.revoked_at is None else "revoked",
         "clock_in_doubt": doubt,
-        "joined": _iso(device.joined_at),
-        "last_seen": _iso(device.last_seen),
-        "expires": _iso(device.expires_at),
-        "revoked": _iso(device.revoked_at),
+        "joined": clock.format_iso(device.joined_at),
+        "last_seen": clock.format_iso(device.last_seen),
+        "expires": clock.format_iso(device.expires_at),
+        "revoked": clock.format_iso(device.revoked_at),
         "misuses": device.misuses,
+        "authority": authority,
     }
-
-
-def _iso(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def _read_time(key: str) -> Callable[[dict[str, Any]], str]:

@@ -1,52 +1,94 @@
-"""`coordinator enroll`: makes a token for one device."""
+"""`coordinator enroll`: makes tokens, each for one device."""
 
+import json
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
 from coordinator.commands.flags import deployment_flag
-from coordinator.security.folder import Deployment, make_token
+from coordinator.security.clock import format_iso
+from coordinator.security.folder import Deployment, make_tokens
 from coordinator.security.service import is_served, served
-from fedvit.command_line import Command, amount
+from fedvit.command_line import Command, amount, json_flag
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.policy import find_narrowness, make_policy, parse_policy, read_policy_file
 from fedvit.quantities import format_seconds, parse_seconds
-from fedvit.wire.enrolment import MAX_POLICY_CHARACTERS
+from fedvit.wire.enrolment import MAX_POLICY_CHARACTERS, Token
 
 TICK_S = 0.1
 LINGER_S = 5.0
 """Time for which the broker keeps running for a device that has just received its certificate."""
+MOST_AT_ONCE = 10_000
+MOST_NAMED = 20
+"""Most devices that an error message names."""
 
 
-@click.command(cls=Command, examples=["coordinator enroll pi-1", "coordinator enroll pi-1 --valid 10m --no-wait"])
-@click.argument("name")
+@click.command(
+    cls=Command,
+    examples=[
+        "coordinator enroll pi-1",
+        "coordinator enroll pi-1 pi-2 --valid 10m --no-wait",
+        "coordinator enroll device --count 200 --no-wait --json",
+    ],
+)
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @deployment_flag
-@click.option("--valid", default="1h", callback=amount(parse_seconds), metavar="TIME", help="Validity of the token.")
+@click.option(
+    "--count",
+    type=click.IntRange(1, MOST_AT_ONCE),
+    help="Make tokens for so many devices, called NAME-0, NAME-1 and so on.",
+)
+@click.option("--valid", default="1h", callback=amount(parse_seconds), metavar="TIME", help="Validity of the tokens.")
 @click.option("--replace", is_flag=True, help="NAME may exist: the use of the token revokes the current device.")
 @click.option(
     "--wait/--no-wait",
     default=True,
-    help="Wait until the device has joined, and serve the deployment meanwhile if no coordinator does.",
+    help="Wait until the devices have joined, and serve the deployment meanwhile if no coordinator does.",
 )
 @click.option(
     "--policy",
     type=click.Path(path_type=Path),
-    help="policy.toml of the device's owner, which the token brings to the device.",
+    help="policy.toml of the devices' owner, which the tokens bring to the devices.",
 )
-def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool, policy: Path | None) -> None:
-    """Print a token with which one device can join, once, under NAME."""
+@json_flag
+def enroll(
+    names: tuple[str, ...],
+    folder: Path,
+    count: int | None,
+    valid: float,
+    replace: bool,
+    wait: bool,
+    policy: Path | None,
+    as_json: bool,
+) -> None:
+    """Print a token with which one device can join, once, under NAME; for several names one for each."""
 
+    if count is not None:
+        if len(names) > 1:
+            raise click.UsageError(f"--count {count} needs one NAME, from which the names of the devices are made")
+        names = tuple(f"{names[0]}-{number}" for number in range(count))
     deployment = Deployment.open(folder)
     text = "" if policy is None else check_policy_file(policy)
-    token = make_token(deployment, name, valid, replaces=replace, policy=text)
-    click.echo(f"on the device, within {format_seconds(valid)}:", err=True)
-    click.echo(f"edge-client join {token.text()}")
-    if token.publisher:
-        click.echo(f"it will run graphs of publisher {token.publisher}", err=True)
+    tokens = make_tokens(deployment, names, valid, replaces=replace, policy=text)
+    if as_json:
+        click.echo(json.dumps(_as_json(tokens, time.time() + valid), indent=2))
+    else:
+        where = "on the device" if len(tokens) == 1 else "on each device, one of these lines"
+        click.echo(f"{where}, within {format_seconds(valid)}:", err=True)
+        for token in tokens:
+            click.echo(f"edge-client join {token.text()}")
+    if tokens[0].publisher:
+        click.echo(f"it will run graphs of publisher {tokens[0].publisher}", err=True)
     if wait:
-        _wait_for_device(deployment, token.id, name, valid)
+        _wait_for_devices(deployment, {token.id: token.device for token in tokens}, valid)
+
+
+def _as_json(tokens: Iterable[Token], expires_s: float) -> list[dict[str, str | None]]:
+    expires = format_iso(expires_s)
+    return [{"device": token.device, "token": token.text(), "expires": expires} for token in tokens]
 
 
 def check_policy_file(file: Path) -> str:
@@ -62,35 +104,39 @@ def check_policy_file(file: Path) -> str:
     return text
 
 
-def _wait_for_device(deployment: Deployment, token: str, name: str, valid_s: float) -> None:
-
-    until = time.monotonic() + valid_s
+def _wait_for_devices(deployment: Deployment, devices: dict[str, str], valid_s: float) -> None:
+    """Wait until each of these devices has joined, by the ids of their tokens."""
+    until, waiting = time.monotonic() + valid_s, dict(devices)
     with ExitStack() as stack:
         service = None
         if is_served(deployment):
-            click.echo("the coordinator that serves this deployment will answer it; waiting", err=True)
+            click.echo("the coordinator that serves this deployment will answer; waiting", err=True)
         else:
             service = stack.enter_context(served(deployment, lambda line: click.echo(line, err=True)))
-            click.echo("waiting for it; after Ctrl-C the token stays valid", err=True)
-        while not _is_used(deployment, token, name):
+            what = "it; after Ctrl-C the token stays" if len(waiting) == 1 else "them; after Ctrl-C the tokens stay"
+            click.echo(f"waiting for {what} valid", err=True)
+        while waiting:
             if time.monotonic() > until:
-                raise LinkDown("FV1302", f"{name} did not join within {format_seconds(valid_s)}; the token has expired")
+                left = ", ".join(list(waiting.values())[:MOST_NAMED])
+                raise LinkDown("FV1302", f"{left} did not join within {format_seconds(valid_s)}; the token has expired")
+            for token in _list_used(deployment, waiting):
+                click.echo(f"{waiting.pop(token)} has joined", err=True)
             if service:
                 service.watch()
             time.sleep(TICK_S)
         linger = time.monotonic() + LINGER_S
-        while service and time.monotonic() < linger:  # the device receives its answer, and tests its certificate
+        while service and time.monotonic() < linger:  # the last device receives its answer, and tests its certificate
             service.watch()
             time.sleep(TICK_S)
-    click.echo(f"{name} has joined", err=True)
 
 
-def _is_used(deployment: Deployment, token_id: str, name: str) -> bool:
-    """Return whether the device has joined. Raises ConfigError if the token was withdrawn."""
+def _list_used(deployment: Deployment, waiting: dict[str, str]) -> list[str]:
+    """Return the tokens with which devices have joined. Raises ConfigError if one was withdrawn."""
     with deployment.registry.read() as rows:
-        token = rows.tokens.find(token_id)
-    if token is None or token.withdrawn:
-        raise ConfigError(
-            "FV1302", f"this token for {name} was withdrawn: {name} has joined with another one, or was revoked"
-        )
-    return token.request is not None
+        tokens = {token.id: token for token in rows.tokens.read_all()}
+    for token_id, name in waiting.items():
+        if token_id not in tokens or tokens[token_id].withdrawn:
+            raise ConfigError(
+                "FV1302", f"this token for {name} was withdrawn: {name} has joined with another one, or was revoked"
+            )
+    return [token for token in waiting if tokens[token].request is not None]

@@ -1,22 +1,31 @@
-"""`coordinator revoke`: revokes a device of a deployment."""
+"""`coordinator revoke`: revokes devices of a deployment."""
 
+import json
 from pathlib import Path
 
 import click
 
 from coordinator.commands.flags import deployment_flag
 from coordinator.security.folder import Deployment
-from coordinator.security.revoking import revoke_device
-from fedvit.command_line import Command
+from coordinator.security.revoking import revoke_devices
+from fedvit.command_line import Command, json_flag
 
 
-@click.command(cls=Command, examples=["coordinator revoke pi-1"])
-@click.argument("name")
+@click.command(cls=Command, examples=["coordinator revoke pi-1", "coordinator revoke pi-1 pi-2 --json"])
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @deployment_flag
-def revoke(name: str, folder: Path) -> None:
-    """Revoke a device: its connection ends at once; its certificate and unused tokens become invalid."""
+@json_flag
+def revoke(names: tuple[str, ...], folder: Path, as_json: bool) -> None:
+    """Revoke devices: their connections end at once; their certificates and unused tokens become invalid.
 
-    done, *notes = revoke_device(Deployment.open(folder), name)
-    click.echo(done)
+    If one of the names is unknown, no device is revoked.
+    """
+
+    notes = revoke_devices(Deployment.open(folder), names)
+    if as_json:
+        click.echo(json.dumps({"revoked": list(names), "notes": notes}))
+        return
+    for name in names:
+        click.echo(f"{name} is revoked")
     for note in notes:
         click.echo(note, err=True)

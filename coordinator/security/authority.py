@@ -9,6 +9,7 @@ import datetime as dt
 import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -27,6 +28,9 @@ from fedvit.errors import BadPayload, ConfigError
 DAY_S = 86_400.0
 AUTHORITY_DAYS = 3650
 DEVICE_DAYS = 90
+OWN_DAYS = 1825
+"""Validity of a certificate of the broker or of the coordinator. It is renewed after a year, so that a device whose
+clock is years ahead still finds the broker's valid."""
 AUTHORITY_MARGIN_DAYS = 2
 """An authority begins this long before it is made, so that it is valid for clocks that are a little behind."""
 MAX_REQUEST_BYTES = 4096
@@ -57,24 +61,18 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(name)
         begin, end = now_s - AUTHORITY_MARGIN_DAYS * DAY_S, now_s + AUTHORITY_DAYS * DAY_S
-        certificate = (
-            _builder(subject, subject, key.public_key(), key.public_key(), begin, end)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
-            .sign(key, SHA256())
-        )
+        builder = _builder(subject, subject, key.public_key(), key.public_key(), begin, end)
+        certificate = _as_authority(builder).sign(key, SHA256())
         return cls(certificate, key)
 
     @classmethod
     def load(cls, certificate: bytes, key: bytes) -> "Authority":
         """Raise ConfigError if the PEM files were not made by `create`."""
         try:
-            private = load_pem_private_key(key, password=None)
+            private = _load_key(key)
             found = x509.load_pem_x509_certificate(certificate)
         except ValueError as error:
             raise ConfigError("FV1310", f"the deployment's authority cannot be read: {error}") from error
-        if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise ConfigError("FV1310", "the deployment's authority has a key that is not P-256")
         return cls(found, private)
 
     @property
@@ -94,26 +92,54 @@ class Authority:
     def key_pem(self) -> bytes:
         return _key_pem(self._key)
 
-    def server(self, hosts: Sequence[str]) -> Issued:
-        """The broker's certificate for these names and addresses, valid as long as the authority."""
-        key = ec.generate_private_key(ec.SECP256R1())
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the certificate, by which devices and tokens name the authority."""
+        return sha256(self.der).digest()
+
+    def server(self, hosts: Sequence[str], now_s: float, key: bytes | None = None) -> Issued:
+        """Make the broker's certificate for these names and addresses, and for this key (PEM) or a new one."""
         alternatives = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
-        builder = self._for_authority_lifetime(_name("broker"), key).add_extension(alternatives, critical=False)
-        return self._issue(builder, key, ExtendedKeyUsageOID.SERVER_AUTH)
+        return self._issue("broker", now_s, key, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
 
-    def client(self, name: str) -> Issued:
-        """The certificate of the coordinator, which is a client of the broker like any other."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        return self._issue(self._for_authority_lifetime(_name(name), key), key, ExtendedKeyUsageOID.CLIENT_AUTH)
+    def client(self, name: str, now_s: float, key: bytes | None = None) -> Issued:
+        """Make the certificate of the coordinator, which is a client of the broker like any other."""
+        return self._issue(name, now_s, key, ExtendedKeyUsageOID.CLIENT_AUTH)
 
-    def device(self, device: str, request: bytes, now_s: float, days: float = DEVICE_DAYS) -> x509.Certificate:
+    def own_end_s(self, now_s: float) -> float:
+        """Return when a certificate of the broker or the coordinator ends that is issued now."""
+        latest_s = self.certificate.not_valid_after_utc.timestamp()
+        return min(latest_s, max(now_s, self.begin_s) + OWN_DAYS * DAY_S)
+
+    def has_issued(self, certificate: x509.Certificate) -> bool:
+        """Tell whether this authority has signed a certificate."""
+        try:
+            certificate.verify_directly_issued_by(self.certificate)
+        except (ValueError, TypeError, InvalidSignature):
+            return False
+        return True
+
+    def endorse(self, successor: "Authority") -> bytes:
+        """Sign the key of the next authority: a certificate, DER, with its name and key ("newWithOld" of RFC 4210)."""
+        new = successor.certificate
+        builder = _builder(
+            new.subject, self.certificate.subject, successor._key.public_key(), self._key.public_key(),
+            new.not_valid_before_utc.timestamp(), new.not_valid_after_utc.timestamp(),
+        )  # fmt: skip
+        return _as_authority(builder).sign(self._key, SHA256()).public_bytes(Encoding.DER)
+
+    def device(
+        self, device: str, request: bytes, now_s: float, days: float = DEVICE_DAYS, *, serial: int | None = None
+    ) -> x509.Certificate:
         """A device's certificate for the key in its request; nothing else of the request is used.
 
-        It ends `days` after `now_s`, which must not be before the authority. Raises BadPayload if the request is
-        invalid, not signed by its key, or its key is not P-256.
+        It ends `days` after `now_s`, which must not be before the authority; `serial` repeats an earlier one. Raises
+        BadPayload if the request is invalid, not signed by its key, or its key is not P-256.
         """
         key, end = public_key_of(request), now_s + days * DAY_S
-        builder = _builder(_name(device), self.certificate.subject, key, self._key.public_key(), self.begin_s, end)
+        builder = _builder(
+            _name(device), self.certificate.subject, key, self._key.public_key(), self.begin_s, end, serial
+        )
         return self._sign(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def revocations(self, serials: Iterable[int], number: int, now_s: float) -> bytes:
@@ -137,15 +163,21 @@ class Authority:
             builder = builder.add_revoked_certificate(revoked)
         return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
 
-    def _for_authority_lifetime(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        end_s = self.certificate.not_valid_after_utc.timestamp()
-        return _builder(
-            subject, self.certificate.subject, key.public_key(), self._key.public_key(), self.begin_s, end_s
-        )
-
     def _issue(
-        self, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, usage: x509.ObjectIdentifier
+        self,
+        name: str,
+        now_s: float,
+        key_pem: bytes | None,
+        usage: x509.ObjectIdentifier,
+        alternatives: x509.SubjectAlternativeName | None = None,
     ) -> Issued:
+        key = ec.generate_private_key(ec.SECP256R1()) if key_pem is None else _load_key(key_pem)
+        builder = _builder(
+            _name(name), self.certificate.subject, key.public_key(), self._key.public_key(), self.begin_s,
+            self.own_end_s(now_s),
+        )  # fmt: skip
+        if alternatives is not None:
+            builder = builder.add_extension(alternatives, critical=False)
         return Issued(self._sign(builder, usage).public_bytes(Encoding.PEM), _key_pem(key))
 
     def _sign(self, builder: x509.CertificateBuilder, usage: x509.ObjectIdentifier) -> x509.Certificate:
@@ -183,13 +215,14 @@ def _builder(
     issuer_key: ec.EllipticCurvePublicKey,
     begin_s: float,
     end_s: float,
+    serial: int | None = None,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial or x509.random_serial_number())
         .not_valid_before(_time(begin_s))
         .not_valid_after(_time(end_s))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
@@ -201,6 +234,12 @@ def _usage(*allowed: str) -> x509.KeyUsage:
     return x509.KeyUsage(**{usage: usage in allowed for usage in _USAGES})
 
 
+def _as_authority(builder: x509.CertificateBuilder) -> x509.CertificateBuilder:
+    return builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).add_extension(
+        _usage("key_cert_sign", "crl_sign"), critical=True
+    )
+
+
 def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
@@ -210,6 +249,14 @@ def _general_name(host: str) -> x509.GeneralName:
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _load_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    """Read a P-256 key. Raises ValueError."""
+    key = load_pem_private_key(pem, password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("its key is not P-256")
+    return key
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -7,6 +7,7 @@ so that a wrong clock never moves it.
 
 import shlex
 import time
+from datetime import UTC, datetime
 
 from coordinator.security.authority import DAY_S
 from coordinator.security.folder import Deployment
@@ -52,8 +53,8 @@ def find_doubt(deployment: Deployment, reference_s: float) -> str | None:
         return None
     days, side = abs(now_s - reference_s) / DAY_S, "ahead of" if now_s > reference_s else "behind"
     difference = (
-        f"this machine's clock says {_date(now_s)}, {days:.0f} days {side} the newest date of this deployment "
-        f"({_date(reference_s)}): no certificate is issued"
+        f"this machine's clock says {format_date(now_s)}, {days:.0f} days {side} the newest date of this deployment "
+        f"({format_date(reference_s)}): no certificate is issued"
     )
     if now_s < deployment.authority.begin_s:
         return f"{difference}; set the clock"
@@ -67,11 +68,17 @@ def confirm_clock(deployment: Deployment) -> None:
     if now_s < begin_s:
         raise ConfigError(
             "FV1303",
-            f"this machine's clock says {_date(now_s)}, but this deployment began on {_date(begin_s)}: set the clock",
+            f"this machine's clock says {format_date(now_s)}, but this deployment began on {format_date(begin_s)}: "
+            "set the clock",
         )
     with deployment.registry.change() as rows:
         rows.set_clock(now_s)
 
 
-def _date(seconds: float) -> str:
+def format_date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def format_iso(seconds: float | None) -> str | None:
+    """Return a time in ISO 8601, UTC."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

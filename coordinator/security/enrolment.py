@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from queue import SimpleQueue
+from typing import TypeGuard
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -19,6 +20,7 @@ from coordinator.security.authority import DEVICE_DAYS
 from coordinator.security.clock import ServerClock
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate, JoinedDevice, OpenToken, Rows, now
+from coordinator.security.rotations import Rotation, RotationRows
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
 from fedvit.transport.address import Address
 from fedvit.transport.base import Received
@@ -144,8 +146,9 @@ class EnrolmentService:
             rows.revocations.revoke_certificates(known.name)
         if doubt := self._check_clock():
             raise PeerRefused("FV1303", f"the clock of the server is in doubt: {doubt}")
-        certificate = self._issue(token.device, message.request)
+        certificate = self._deployment.authority.device(token.device, message.request, now(), self._device_days)
         rows.put_device(token.device, _record(certificate), now())
+        RotationRows(rows).forget_device(token.device)
         der = certificate.public_bytes(Encoding.DER)
         rows.tokens.use(token.id, digest, base64.b64encode(der).decode())
         rows.tokens.withdraw(token.device)  # otherwise another device could take its place with one of them
@@ -161,24 +164,51 @@ class EnrolmentService:
             raise BadPayload("FV2311", f"a {type(message).__name__} is not a request for renewal")
         self._seen[device] = now()
         with self._deployment.registry.read() as rows:
-            if not _may_be_renewed(rows.find_device(device)):
-                return
+            known, rotations = rows.find_device(device), RotationRows(rows)
+            rotation, noted = rotations.find_newest(), rotations.find_authority(device)
+        if known is None or known.revoked_at is not None:
+            return
+        if rotation and _has_new_authority(rotation, message):
+            self._note_move(device, rotation, noted)
+        if not _gets_certificate(known, rotation, message):
+            return
         if self._check_clock():
             log.warning("certificate not renewed: the clock may be wrong", extra={"device": device})
             return
-        certificate = self._issue(device, message.request)
         with self._deployment.change() as rows:
-            if not _may_be_renewed(rows.find_device(device)):  # it was revoked or renewed meanwhile
+            known, rotation = rows.find_device(device), RotationRows(rows).find_newest()
+            if not _gets_certificate(known, rotation, message):  # it was revoked or renewed meanwhile
                 return
-            rows.drop_expired(device, now())
-            rows.add_certificate(device, _record(certificate))
+            answer = self._renew(rows, known, rotation, message)
         log.info("certificate renewed", extra={"device": device})
         self.news.put(f"{device} got its next certificate")
-        answer = encode_enrolment(Renewed(certificate.public_bytes(Encoding.DER)))
-        self._transport.publish(self._topics.certificate_for(device), answer, qos=1)
+        self._transport.publish(self._topics.certificate_for(device), encode_enrolment(answer), qos=1)
 
-    def _issue(self, device: str, request: bytes) -> x509.Certificate:
-        return self._deployment.authority.device(device, request, now(), self._device_days)
+    def _note_move(self, device: str, rotation: Rotation, noted: str | None) -> None:
+        """Store that a device has the new authority; `noted` is the one that the registry has for it."""
+        digest = rotation.authority.digest.hex()
+        if noted == digest or (noted is None and not rotation.is_open):
+            return
+        with self._deployment.change() as rows:
+            RotationRows(rows).note_authority(device, digest)
+        log.info("device moved to the new authority", extra={"device": device})
+        self.news.put(f"{device} has moved to the new authority")
+
+    def _renew(self, rows: Rows, device: JoinedDevice, rotation: Rotation | None, message: RenewRequest) -> Renewed:
+        """Issue the next certificate of a device, by the new authority if a rotation is under way."""
+        if rotation is None or not _may_move(rotation, message):
+            certificate = self._deployment.authority.device(device.name, message.request, now(), self._device_days)
+            _replace_certificate(rows, device.name, certificate)
+            return Renewed(certificate.public_bytes(Encoding.DER))
+        signer, newest = rotation.authority, _newest(device)
+        if newest.issued_at >= rotation.begun_at and not _is_due(device):
+            # the same again: it has not arrived, or is not in use yet
+            serial, end_s = int(newest.serial, 16), newest.expires_at
+            certificate = signer.device(device.name, message.request, end_s, 0.0, serial=serial)
+        else:
+            certificate = signer.device(device.name, message.request, now(), self._device_days)
+            _replace_certificate(rows, device.name, certificate)
+        return Renewed(certificate.public_bytes(Encoding.DER), signer.der, rotation.endorsement_der)
 
     def _note_seen(self) -> None:
         """Store the times together, since a whole fleet reconnects at once."""
@@ -216,8 +246,8 @@ def _check_token(token: OpenToken, message: JoinRequest, known: JoinedDevice | N
     if token.withdrawn:
         raise PeerRefused(
             "FV1302",
-            f"this token was withdrawn: {token.device!r} has joined with another one, or was revoked; "
-            f"ask for a new one (coordinator enroll {token.device} --replace)",
+            f"this token was withdrawn: {token.device!r} has joined with another one or was revoked, or the deployment "
+            f"has a new authority; ask for a new one (coordinator enroll {token.device} --replace)",
         )
     if token.request is not None:
         raise PeerRefused(
@@ -235,11 +265,39 @@ def _check_token(token: OpenToken, message: JoinRequest, known: JoinedDevice | N
         )
 
 
-def _may_be_renewed(device: JoinedDevice | None) -> bool:
+def _newest(device: JoinedDevice) -> Certificate:
+    return max(device.certificates, key=lambda certificate: certificate.expires_at)
+
+
+def _is_due(device: JoinedDevice) -> bool:
+    """Tell whether a certificate is in its last third."""
+    newest = _newest(device)
+    return newest.expires_at - now() < RENEW_BELOW * (newest.expires_at - newest.issued_at)
+
+
+def _has_new_authority(rotation: Rotation, message: RenewRequest) -> bool:
+    """Tell whether a device trusts the new authority, and its certificate is from it."""
+    return message.authorities[:1] == (rotation.authority.digest,)
+
+
+def _may_move(rotation: Rotation, message: RenewRequest) -> bool:
+    """Tell whether a device can use certificates of the new authority; software from before rotations cannot."""
+    return rotation.is_open and bool(message.authorities)
+
+
+def _gets_certificate(
+    device: JoinedDevice | None, rotation: Rotation | None, message: RenewRequest
+) -> TypeGuard[JoinedDevice]:
+    """Tell whether a device gets its next certificate now."""
     if device is None or device.revoked_at is not None:
         return False
-    newest = max(device.certificates, key=lambda certificate: certificate.expires_at)
-    return newest.expires_at - now() < RENEW_BELOW * (newest.expires_at - newest.issued_at)
+    moves = rotation is not None and _may_move(rotation, message) and not _has_new_authority(rotation, message)
+    return moves or _is_due(device)
+
+
+def _replace_certificate(rows: Rows, device: str, certificate: x509.Certificate) -> None:
+    rows.drop_expired(device, now())
+    rows.add_certificate(device, _record(certificate))
 
 
 def _record(certificate: x509.Certificate) -> Certificate:

@@ -1,7 +1,7 @@
 """A deployment: one folder with everything that a fleet's secured broker needs.
 
 DIR/deployment.json        names, addresses and ports
-DIR/authority.pem .key     the authority of all certificates
+DIR/authority.pem .key     the authority of all certificates; during a rotation, authority.pem also has the next one
 DIR/server.pem .key        the broker
 DIR/coordinator.pem .key   the coordinator, one client among others
 DIR/revoked.pem            certificates that are not valid any more
@@ -25,7 +25,6 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -35,7 +34,9 @@ from msgspec import Struct
 from coordinator.security.authority import Authority
 from coordinator.security.broker.access import device_rules, enrolment_rules
 from coordinator.security.broker.mosquitto import format_secured_configuration, password_line
+from coordinator.security.own_certificates import renew_own
 from coordinator.security.registry import OpenToken, Registry, Rows, now
+from coordinator.security.rotations import RotationRows
 from coordinator.security.signing import PUBLISHER_KEY, GraphSigner
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write, storage_failed
@@ -66,11 +67,10 @@ class Settings(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Deployment:
-    """An existing deployment. `change` is the only way to alter it."""
+    """An existing deployment. `change` and `settle` are the only ways to alter its files."""
 
     folder: Path
     settings: Settings
-    authority: Authority
     registry: Registry
 
     @classmethod
@@ -87,8 +87,8 @@ class Deployment:
         try:
             new.mkdir(parents=True, mode=0o700)
             (new / "run").mkdir(mode=0o700)
-            made = cls(new, settings, authority, _registry_in(new))
-            made._write_new(publisher)
+            made = cls(new, settings, _registry_in(new))
+            made._write_new(authority, publisher)
             if folder.exists():
                 folder.rmdir()
             new.rename(folder)
@@ -97,7 +97,7 @@ class Deployment:
         finally:
             shutil.rmtree(new, ignore_errors=True)
         folder = folder.resolve()
-        deployment = cls(folder, settings, authority, _registry_in(folder))
+        deployment = cls(folder, settings, _registry_in(folder))
         deployment.write_configuration()
         return deployment
 
@@ -115,10 +115,20 @@ class Deployment:
                 raise ConfigError("FV1312", f"{private} can be read by others on this machine; chmod go= {private}")
         try:
             settings = msgspec.json.decode(file.read_bytes(), type=Settings)
-            certificate, key = (folder / "authority.pem").read_bytes(), (folder / "authority.key").read_bytes()
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError("FV1310", f"the deployment in {folder} cannot be read: {error}") from error
-        return cls(folder, settings, Authority.load(certificate, key), _registry_in(folder))
+        deployment = cls(folder, settings, _registry_in(folder))
+        deployment.authority  # noqa: B018 - says now what is wrong with it
+        return deployment
+
+    @property
+    def authority(self) -> Authority:
+        """The authority that signs, read anew as another process may rotate it. Raises ConfigError."""
+        try:
+            certificate, key = self.authority_file.read_bytes(), (self.folder / "authority.key").read_bytes()
+        except OSError as error:
+            raise ConfigError("FV1310", f"the deployment in {self.folder} cannot be read: {error}") from error
+        return Authority.load(certificate, key)
 
     # --- paths and addresses --------------------------------------------------------------------------
 
@@ -127,13 +137,18 @@ class Deployment:
         return self.folder / "mosquitto.conf"
 
     @property
+    def authority_file(self) -> Path:
+        """The certificates of all authorities that are trusted now; the first one signs."""
+        return self.folder / "authority.pem"
+
+    @property
     def run(self) -> Path:
         return self.folder / "run"
 
     @property
     def fingerprint(self) -> bytes:
         """SHA-256 of the authority's certificate: a token carries it, so that the device can trust the authority."""
-        return sha256(self.authority.der).digest()
+        return self.authority.digest
 
     @property
     def publisher(self) -> PublicKey:
@@ -157,7 +172,7 @@ class Deployment:
             host,
             port,
             tls=True,
-            ca_file=self.folder / "authority.pem",
+            ca_file=self.authority_file,
             cert_file=self.folder / "coordinator.pem",
             key_file=self.folder / "coordinator.key",
         )
@@ -168,6 +183,7 @@ class Deployment:
     def change(self) -> Iterator[Rows]:
         """Change devices or tokens; the files that a broker has to reload are written first."""
         with self.registry.change() as rows:
+            self._settle(rows)
             yield rows
             if rows.revocations.has_changed:
                 self._write_revocations(rows)
@@ -176,14 +192,36 @@ class Deployment:
             elif rows.tokens.new:
                 self._add_logins(rows.tokens.new)
 
-    def _write_new(self, publisher: PublicKey) -> None:
+    def settle(self, *, renew: bool = False) -> list[str]:
+        """Complete what a rotation has begun, and renew the certificates of broker and coordinator that are due.
+
+        With `renew` both are renewed. Returns the names of the changed files, which a broker has to read again.
+        """
+        with self.registry.change() as rows:
+            return self._settle(rows, renew=renew)
+
+    def _settle(self, rows: Rows, *, renew: bool = False) -> list[str]:
+        rotation, changed = RotationRows(rows).find_newest(), list[str]()
+        if rotation is not None:
+            trusted = rotation.certificate.encode()
+            if rotation.is_open:
+                trusted = self.authority.pem + trusted
+            elif (key_file := self.folder / "authority.key").read_bytes() != rotation.key.encode():
+                atomic_write(key_file, rotation.key.encode(), private=True)
+            if self.authority_file.read_bytes() != trusted:
+                self._write_revocations(rows)  # first: a broker refuses all devices of an authority without a list
+                atomic_write(self.authority_file, trusted)
+                changed.append(self.authority_file.name)
+        changed += renew_own(self.folder, self.authority, COORDINATOR, self.settings.hosts, now(), early=renew)
+        if changed:
+            rows.raise_generation()
+        return changed
+
+    def _write_new(self, authority: Authority, publisher: PublicKey) -> None:
         atomic_write(self.folder / "deployment.json", msgspec.json.format(msgspec.json.encode(self.settings)))
-        atomic_write(self.folder / "authority.pem", self.authority.pem)
-        atomic_write(self.folder / "authority.key", self.authority.key_pem, private=True)
-        server, coordinator = self.authority.server(self.settings.hosts), self.authority.client(COORDINATOR)
-        for name, issued in (("server", server), ("coordinator", coordinator)):
-            atomic_write(self.folder / f"{name}.pem", issued.certificate)
-            atomic_write(self.folder / f"{name}.key", issued.key, private=True)
+        atomic_write(self.authority_file, authority.pem)
+        atomic_write(self.folder / "authority.key", authority.key_pem, private=True)
+        renew_own(self.folder, authority, COORDINATOR, self.settings.hosts, now())
         publisher = publisher or PublisherKey.create(self.folder / PUBLISHER_KEY).public
         atomic_write(self.folder / PUBLISHER_FILE, f"{publisher}\n".encode())
         self.registry.create()
@@ -197,6 +235,7 @@ class Deployment:
         atomic_write(self.folder / "enrolment.acl", enrolment_rules(settings.federation).encode())
         self.registry.check()
         with self.registry.change() as rows:
+            self._settle(rows)
             self._write_revocations(rows)
             self._write_logins(rows)
 
@@ -204,8 +243,12 @@ class Deployment:
         rules = device_rules(self.settings.federation, COORDINATOR, rows.revocations.list_devices())
         atomic_write(self.folder / "devices.acl", rules.encode())
         serials = [int(serial, 16) for serial in rows.revocations.list_serials()]
-        revocations = self.authority.revocations(serials, rows.generation() + 1, now())
-        atomic_write(self.folder / "revoked.pem", revocations)
+        rotation, number = RotationRows(rows).find_newest(), rows.generation() + 1
+        authorities = [rotation.authority] if rotation else [self.authority]
+        if rotation and rotation.is_open:
+            authorities = [self.authority, *authorities]
+        lists = [authority.revocations(serials, number, now()) for authority in authorities]
+        atomic_write(self.folder / "revoked.pem", *lists)
 
     @property
     def _logins(self) -> Path:
@@ -289,29 +332,43 @@ def make_token(
 
     Raises ConfigError if the name is invalid, or is used and not to be replaced.
     """
-    check_name(device, "device name")
-    secret, settings = secrets.token_bytes(SECRET_BYTES), deployment.settings
-    made = OpenToken(
-        secrets.token_hex(8), device, base64.b64encode(secret).decode(), now() + valid_s, replaces=replaces
-    )
+    return make_tokens(deployment, [device], valid_s, replaces=replaces, policy=policy)[0]
+
+
+def make_tokens(
+    deployment: Deployment, devices: Sequence[str], valid_s: float, *, replaces: bool = False, policy: str = ""
+) -> list[Token]:
+    """Make a token for each of these devices in one change of the registry, or none. Raises ConfigError."""
+    for device in devices:
+        check_name(device, "device name")
+    settings, fingerprint, publisher = deployment.settings, deployment.fingerprint, deployment.publisher
+    tokens = [
+        Token(
+            secrets.token_hex(8),
+            secrets.token_bytes(SECRET_BYTES),
+            device,
+            settings.federation,
+            fingerprint,
+            settings.hosts[0],
+            settings.port,
+            settings.enrolment_port,
+            policy,
+            publisher,
+        )
+        for device in dict.fromkeys(devices)
+    ]
+    expires_at = now() + valid_s
     with deployment.change() as rows:
-        if not replaces and rows.find_device(device) is not None:
-            raise ConfigError(
-                "FV1306",
-                f"a device called {device!r} has joined already; choose another name, or let a new device take its "
-                f"place: {command('coordinator', 'enroll', device, '--replace', deployment=deployment.folder)}",
-            )
+        for token in tokens:
+            if not replaces and rows.find_device(token.device) is not None:
+                again = command("coordinator", "enroll", token.device, "--replace", deployment=deployment.folder)
+                raise ConfigError(
+                    "FV1306",
+                    f"a device called {token.device!r} has joined already; choose another name, or let a new device "
+                    f"take its place: {again}",
+                )
         rows.tokens.forget(now())
-        rows.tokens.add(made)
-    return Token(
-        made.id,
-        secret,
-        device,
-        settings.federation,
-        deployment.fingerprint,
-        settings.hosts[0],
-        settings.port,
-        settings.enrolment_port,
-        policy,
-        deployment.publisher,
-    )
+        for token in tokens:
+            secret = base64.b64encode(token.secret).decode()
+            rows.tokens.add(OpenToken(token.id, token.device, secret, expires_at, replaces=replaces))
+    return tokens

@@ -174,6 +174,10 @@ class TokenRows:
         unused = update(_TOKENS).where(_TOKENS.c.device == device, _TOKENS.c.request.is_(None))
         self._connection.execute(unused.values(withdrawn=True))
 
+    def withdraw_all(self) -> None:
+        """Withdraw all tokens: they name an authority that is not trusted any more."""
+        self._connection.execute(update(_TOKENS).values(withdrawn=True, certificate=None))
+
     def forget(self, now_s: float) -> None:
         """Delete tokens that expired more than FORGET_TOKENS_S ago."""
         old = delete(_TOKENS).where(_TOKENS.c.expires_at <= now_s - FORGET_TOKENS_S)

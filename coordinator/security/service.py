@@ -22,7 +22,9 @@ from coordinator.security.broker.mosquitto import find_mosquitto, run_mosquitto
 from coordinator.security.broker.process import Broker, claim_port
 from coordinator.security.broker_log import BrokerLog, Misuse
 from coordinator.security.enrolment import EnrolmentService
+from coordinator.security.expiry import CertificateEnds, read_certificate_ends
 from coordinator.security.folder import COORDINATOR, Deployment, exclusively_served
+from coordinator.security.tending import Tending
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 from fedvit.hints import command
@@ -49,8 +51,9 @@ class Service:
         operator_log: Callable[[str], None],
         *,
         applied: int,
+        trusted: bytes,
     ) -> None:
-        """`applied` is the generation of the registry before the broker was started."""
+        """`applied` is the generation of the registry before the broker was started, `trusted` are the authorities."""
         self.broker = broker  # None: it is not started by this process
         self.address = address
         self.signer = deployment.find_signer()
@@ -60,7 +63,9 @@ class Service:
         self._enrolment = enrolment
         self._operator_log = operator_log
         self._log = BrokerLog(broker.log_file, broker.log_position) if broker else None
+        self._tending = Tending(deployment, operator_log, restarts=broker is not None)
         self._applied = self._applying = applied
+        self._trusted = trusted
         self._revoking: list[str] = []  # devices with certificates that are being revoked
         self._apply_until = math.inf
         self._report()
@@ -79,7 +84,9 @@ class Service:
         if self._applying != self._applied:
             self._look_after_reload()
         elif self._deployment.registry.generation() != self._applied:
+            self._tending.settle()
             self._apply()
+        self._tending.tend()
 
     def note_seen(self, seen: Mapping[str, float]) -> None:
         """Store when devices were last seen, in monotonic time."""
@@ -91,14 +98,28 @@ class Service:
         with self._deployment.registry.read() as rows:
             return rows.revocations.list_devices()
 
+    def read_certificate_ends(self) -> CertificateEnds:
+        """Return when the certificates of the deployment end."""
+        return read_certificate_ends(self._deployment)
+
     def _apply(self) -> None:
-        """Let the broker reload its lists, which were written before the generation increased."""
+        """Let the broker reload its lists and certificates, which were written before the generation increased.
+
+        It reads the authorities that it trusts only when it starts.
+        """
         with self._deployment.registry.read() as rows:
             self._applying = rows.generation()
             self._revoking = rows.revocations.list_since(self._applied)
+        # read after the generation: a rotation in between is applied now, never missed
+        former, self._trusted = self._trusted, self._deployment.authority_file.read_bytes()
         if self.broker is None or self._log is None:
-            self._operator_log(_reload_theirs(self._deployment.run / "mosquitto.pid"))
+            if self._trusted != former:
+                self._operator_log("broker: restart mosquitto now: the authorities that it trusts have changed")
+            else:
+                self._operator_log(_reload_theirs(self._deployment.run / "mosquitto.pid"))
             self._on_applied()
+        elif self._trusted != former:
+            self._restart(self.broker, "the authorities that it trusts have changed")
         elif self._revoking and self._log.overlooked:
             self._restart(self.broker, "the id of a client hides its device")
         else:
@@ -187,13 +208,13 @@ def served(
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusively_served(deployment.folder))
         deployment.write_configuration()
-        applied = deployment.registry.generation()
+        applied, trusted = deployment.registry.generation(), deployment.authority_file.read_bytes()
         own = None if broker else _start(deployment, operator_log)
         if own:
             stack.callback(own.stop)
         address = broker or deployment.address
         enrolment = EnrolmentService(deployment, address, device_days=device_days)
-        service = Service(deployment, own, address, enrolment, operator_log, applied=applied)
+        service = Service(deployment, own, address, enrolment, operator_log, applied=applied, trusted=trusted)
         enrolment.open()
         stack.callback(enrolment.close)
         yield service

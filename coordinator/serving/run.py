@@ -172,6 +172,7 @@ class RunProcess:
             self._request.folder,
             lambda: [Served(coordinator, loop)],
             {},
+            certificates=endpoint.read_certificate_ends,
         )
         show_prometheus(self._monitor, display, observed)
         self._notifier.ready()

@@ -94,7 +94,8 @@ class ServiceProcess:
             )
             submit = command("coordinator", "submit", "CONFIG", runs=folder)
             display.line(f"serving the runs of {folder}, {self._config.side_by_side} at a time; `{submit}` adds one")
-            show_prometheus(monitor, display, _observe(service, link, store, folder, self._backups))
+            observed = _observe(service, link, store, folder, self._backups)
+            show_prometheus(monitor, display, observed._replace(certificates=endpoint.read_certificate_ends))
             self._notifier.ready()
             try:
                 service.serve()

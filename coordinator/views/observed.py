@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from coordinator.record.record import Record
 from coordinator.rounds.coordinator import Coordinator
+from coordinator.security.expiry import CertificateEnds
 from fedvit.timings import LoopWatch
 from fedvit.transport.base import Transport
 
@@ -31,3 +32,4 @@ class Observed(NamedTuple):
     served: Callable[[], Sequence[Served]]
     loops: dict[str, LoopWatch]
     backup_age_s: Callable[[], float] | None = None  # of the newest backup; None: none are made here
+    certificates: Callable[[], CertificateEnds | None] | None = None  # None: there is no deployment

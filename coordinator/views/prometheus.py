@@ -13,6 +13,7 @@ from coordinator.record.tables import RunStatus
 from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.tasks import TaskState
 from coordinator.run_view import DeviceView, RoundView, read_devices, read_newest_round
+from coordinator.views.certificate_metrics import read_certificate_metrics
 from coordinator.views.observed import Observed, Served
 from fedvit.errors import FedvitError
 from fedvit.prometheus import loop_metrics, transport_metrics
@@ -67,6 +68,7 @@ class CoordinatorCollector(Collector):
         yield from loop_metrics({**observed.loops, **{run.run: run.loop for run in served}})
         yield from _read_families(RUN_FAMILIES, {run.run: run.coordinator for run in served})
         yield from self._read_record(served)
+        yield from read_certificate_metrics(observed)
 
     def _read_record(self, served: Sequence[Served]) -> Iterator[Metric]:
         """Metrics of the record; if it cannot be read, only that."""

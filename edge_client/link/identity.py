@@ -4,10 +4,14 @@ The key was made here and never leaves the device. Only `join` needs the library
 
 A renewed certificate lies beside the current one, which stays until the broker has accepted its successor. Each change
 is one rename, so that a device that is killed at any moment has a certificate that the broker has accepted.
+
+While the deployment's authority is rotated, `authority.pem` has the former and the new one. The former is dropped when
+broker and device both have certificates of the new one.
 """
 
 import hashlib
 import logging
+import math
 import ssl
 import time
 from pathlib import Path
@@ -103,9 +107,70 @@ class Identity:
         finally:
             trial.unlink(missing_ok=True)
 
+    def read_authorities(self) -> list[bytes]:
+        """The authorities that this device trusts, DER: one, or the former and the new one. Raises ConfigError."""
+        return _read_certificates(self.authority)
+
+    def list_digests(self) -> tuple[bytes, ...]:
+        """SHA-256 of the authorities that this device trusts; the first has issued its certificate."""
+        authorities = self.read_authorities()
+        own = self._find_own(authorities)
+        return tuple(hashlib.sha256(one).digest() for one in sorted(authorities, key=lambda one: one != own))
+
+    def trust_successor(self, successor: bytes, endorsement: bytes) -> bool:
+        """Trust a new authority (DER) beside the former one; True if this device has no certificate of it.
+
+        Raises BadPayload unless an authority that this device trusts has signed it.
+        """
+        from edge_client.link.succession import check_successor
+
+        authorities = self.read_authorities()
+        former = check_successor(successor, endorsement, authorities)
+        if successor not in authorities:
+            self._write_authorities(former, successor)
+        return self._find_own(self.read_authorities()) != successor
+
+    def end_rotation(self, broker: bytes | None) -> bool:
+        """Drop the former authority if the broker (its certificate, DER) and this device have certificates of the new
+        one; True if so. Raises ConfigError."""
+        authorities = self.read_authorities()
+        if broker is None or len(authorities) == 1:
+            return False
+        from edge_client.link.succession import find_issuer
+
+        new = authorities[-1]
+        if not (find_issuer(broker, authorities) == self._find_own(authorities) == new):
+            return False
+        self._write_authorities(new)
+        return True
+
+    def _find_own(self, authorities: list[bytes]) -> bytes | None:
+        """Return the authority of the certificate that the broker has accepted."""
+        if len(authorities) == 1:
+            return authorities[0]
+        from edge_client.link.succession import find_issuer
+
+        return find_issuer(_read_certificates(self.certificate)[0], authorities)
+
+    def _write_authorities(self, *authorities: bytes) -> None:
+        pem = "".join(map(ssl.DER_cert_to_PEM_cert, authorities))
+        atomic_write(self.authority, pem.encode(), private=True)
+
     def use_next_certificate(self) -> None:
         """Drop the former certificate: the broker has accepted its successor."""
         self.next_certificate.replace(self.certificate)
+
+
+def _read_certificates(file: Path) -> list[bytes]:
+    """Return the certificates of a PEM file, DER, at least one. Raises ConfigError."""
+    try:
+        pieces = file.read_text().split(ssl.PEM_FOOTER)[:-1]
+        found = [ssl.PEM_cert_to_DER_cert(f"{piece.strip()}\n{ssl.PEM_FOOTER}") for piece in pieces]
+    except (OSError, ValueError) as error:
+        raise ConfigError("FV1309", f"{file} cannot be read: {error}") from error
+    if not found:
+        raise ConfigError("FV1309", f"{file} holds no certificate")
+    return found
 
 
 def host_and_port(broker: str) -> tuple[str, int | None]:
@@ -123,6 +188,8 @@ class Renewal:
         self.identity = identity
         self._questions = topics.renewal(device)
         self._asked_at: float | None = None
+        self._moves = False  # it has just got a certificate of a new authority
+        self._reconnected_at = -math.inf
 
     def note_connected(self, transport: Transport, certificate: Path | None) -> None:
         """Called after each connection, with the certificate that the broker accepted."""
@@ -132,9 +199,11 @@ class Renewal:
                 log.info("the broker accepted the new certificate")
             elif self.identity.next_certificate.is_file():
                 log.warning("the broker does not accept the new certificate yet; the former one stays in use")
-        except OSError as error:
+            if self.identity.end_rotation(transport.broker_certificate):
+                log.info("the former authority is no longer trusted")
+        except (OSError, ConfigError) as error:
             log.warning("the former certificate cannot be replaced", extra={"reason": str(error)})
-        self._asked_at = None
+        self._asked_at, self._moves = None, False
         self.tick(transport)
 
     def ask_soon(self) -> None:
@@ -144,11 +213,16 @@ class Renewal:
     def tick(self, transport: Transport) -> None:
         """Called often while the link is up."""
         now = time.monotonic()
+        if self._moves and now - self._reconnected_at > REQUEST_INTERVAL_S:  # else the broker may not trust it yet
+            self._moves, self._reconnected_at = False, now
+            transport.reconnect("connecting again with a certificate of the new authority")
+            return
         if self._asked_at is not None and now - self._asked_at < REQUEST_INTERVAL_S:
             return
         self._asked_at = now
         try:
-            transport.publish(self._questions, encode_enrolment(RenewRequest(self.identity.request)), qos=1)
+            request = RenewRequest(self.identity.request, self.identity.list_digests())
+            transport.publish(self._questions, encode_enrolment(request), qos=1)
         except (FedvitError, OSError) as error:
             log.warning("the next certificate cannot be requested", extra={"reason": str(error)})
 
@@ -157,7 +231,9 @@ class Renewal:
             message = decode_enrolment(raw)
             if not isinstance(message, Renewed):
                 raise BadPayload("FV2311", f"a {type(message).__name__} is no certificate")
+            moves = bool(message.authority) and self.identity.trust_successor(message.authority, message.endorsement)
             self.identity.keep_next_certificate(message.certificate)
+            self._moves |= moves
         except (FedvitError, OSError) as error:
             log.warning("certificate not renewed", extra={"reason": str(error)})
         else:

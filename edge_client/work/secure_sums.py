@@ -6,7 +6,7 @@ update takes seconds, so that it is computed in a thread.
 
 import logging
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -126,21 +126,23 @@ class SecureSums:
             self._link.identity.device,
             attempt,
             self._storage.sums.keep_attempt,
-            credentials=self._credentials,
+            credentials=self._read_credentials(),
             min_cohort=self._policy.min_cohort,
         )
 
-    @cached_property
-    def _credentials(self) -> "Credentials | None":
-        from fedvit.secure.signing import Credentials
+    def _read_credentials(self) -> "Credentials | None":
+        """Read the certificate of this device and its authority, which change while a fleet is served."""
+        identity = self._identity if self._has_certificate else None
+        if identity is None:
+            return None
+        files = (identity.certificate, identity.key, identity.authority)
+        return _make_credentials(*(file.read_bytes() for file in files))
 
+    @cached_property
+    def _has_certificate(self) -> bool:
         if self._identity is None:
             log.warning("secure sum without certificates: nobody vouches for its devices")
-            return None
-        identity = self._identity
-        return Credentials(
-            identity.certificate.read_bytes(), identity.key.read_bytes(), identity.authority.read_bytes()
-        )
+        return self._identity is not None
 
     def _mask(self, part: "DeviceSum", inbox: SumInbox) -> None:
         """Begin to add the masks to a result."""
@@ -165,3 +167,10 @@ class SecureSums:
     def _refuse(self, sum_id: SumId, error: Exception) -> None:
         log.warning("not in a secure sum", extra={"round": sum_id.round, "kind": sum_id.kind, "reason": str(error)})
         self._link.send(SumRefused(sum_id, str(error)[:500]))
+
+
+@lru_cache(maxsize=1)
+def _make_credentials(certificate: bytes, key: bytes, authority: bytes) -> "Credentials":
+    from fedvit.secure.signing import Credentials
+
+    return Credentials(certificate, key, authority)

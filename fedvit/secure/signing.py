@@ -1,6 +1,7 @@
 """Signatures of a device's keys by the key of its certificate, which the deployment's authority has issued."""
 
 import hashlib
+from contextlib import suppress
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -14,12 +15,14 @@ from fedvit.wire.topics import is_name
 
 
 class Credentials:
-    """The certificate of a device, its key, and the authority that it trusts. Raises ConfigError for unreadable PEM."""
+    """The certificate of a device, its key, and the authorities that it trusts (two during a rotation; that of
+    the certificate counts). Raises ConfigError for unreadable PEM."""
 
     def __init__(self, certificate: bytes, key: bytes, authority: bytes) -> None:
         try:
-            self._authority = x509.load_pem_x509_certificate(authority)
-            self.certificate = x509.load_pem_x509_certificate(certificate).public_bytes(Encoding.DER)
+            own = x509.load_pem_x509_certificate(certificate)
+            self._authority = _find_issuer(own, x509.load_pem_x509_certificates(authority))
+            self.certificate = own.public_bytes(Encoding.DER)
             private = load_pem_private_key(key, password=None)
         except ValueError as error:
             raise ConfigError("FV1309", f"the device's certificate or key cannot be read: {error}") from error
@@ -53,3 +56,12 @@ class Credentials:
                 "FV2312", f"the keys of {device} are not signed by a device of this deployment: {why}"
             ) from None
         return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+
+
+def _find_issuer(certificate: x509.Certificate, authorities: list[x509.Certificate]) -> x509.Certificate:
+    """Return the authority that has issued a certificate, or the first one."""
+    for authority in authorities[1:]:
+        with suppress(ValueError, TypeError, InvalidSignature):
+            certificate.verify_directly_issued_by(authority)
+            return authority
+    return authorities[0]

@@ -70,7 +70,8 @@ class Transport(ABC):
     `received_bytes` count payloads since construction. `connection` is the number of the newest connection or attempt,
     from 1; 0 before the first. `shared_epoch` is the epoch of several coordinators in one process which share a link: a
     device joins all of them at once; 0: the coordinator has its own link. `announced_packet_bytes` is the size of the
-    largest packet that the broker has announced to take, None if it has not.
+    largest packet that the broker has announced to take, None if it has not. `broker_certificate` is that of the newest
+    connection, DER; None without TLS.
     """
 
     offers_refused: ClassVar[bool] = False
@@ -84,6 +85,7 @@ class Transport(ABC):
         self.connection = 0
         self.shared_epoch = 0
         self.announced_packet_bytes: int | None = None
+        self.broker_certificate: bytes | None = None
         self.admits: Callable[[str, bytes], bool] = lambda topic, payload: True
         """Returns True if a message from this topic may enter the inbox; called in the network's thread."""
 
@@ -150,6 +152,9 @@ class Transport(ABC):
 
     def spread_return(self, seconds: float) -> None:  # noqa: B027 - a transport without a network never reconnects
         """After the loss of the link, reconnect at a random time within this interval."""
+
+    def reconnect(self, reason: str) -> None:  # noqa: B027 - a transport without a network has one link
+        """End the link, if it is up, and connect again, with the certificates that are there by then."""
 
     @abstractmethod
     def close(self) -> None:

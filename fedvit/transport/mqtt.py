@@ -144,6 +144,10 @@ class MqttTransport(Transport):
                 "of the broker",
             )
 
+    def reconnect(self, reason: str) -> None:
+        if self._connector.leave(reason):
+            self._loop.look_after(self._connector)
+
     def close(self) -> None:
         if self._connector.closed_at is None:
             self._connector.closed_at = time.monotonic()

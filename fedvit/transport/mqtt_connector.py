@@ -112,7 +112,7 @@ class MqttConnector(LoopMember):
         may_be_other = link.version == MQTTProtocolVersion.MQTTv5 and len(self._versions) > 1
         # some brokers of 3.1.1 wait for the rest of a CONNECT that they misread
         link.unknown_version |= may_be_other and not link.answered and now - link.began_at > VERSION_S
-        return link.unknown_version or link.is_deaf
+        return link.unknown_version or link.is_deaf or link.is_left
 
     def publish_due(self) -> float | None:
         link = self.link
@@ -163,6 +163,14 @@ class MqttConnector(LoopMember):
         client.connect_async(self.address.host, self.address.port, KEEPALIVE_S)
         return client
 
+    def leave(self, reason: str) -> bool:
+        """End the connection in its thread, and connect again; False if there is none."""
+        link = self.link
+        if link is None or not link.up:
+            return False
+        link.is_left, link.ended = True, reason
+        return True
+
     def tls_context(self) -> ssl.SSLContext:
         """Read the certificate anew for each connection, as it is renewed while programs run."""
         accepted = self._certificate if _is_file(self._certificate) else self.address.cert_file
@@ -185,6 +193,9 @@ class MqttConnector(LoopMember):
             words = "not authorised" if reason.getName() == "Not authorized" else reason.getName().lower()
             link.ended = f"broker refused: {words}"
             return
+        opened = client.socket()
+        secured = opened if isinstance(opened, ssl.SSLSocket) else None
+        self._transport.broker_certificate = secured.getpeercert(binary_form=True) if secured else None
         self._transport.announced_packet_bytes = getattr(properties, "MaximumPacketSize", None)
         self.max_packet_bytes = min(self._transport.announced_packet_bytes or MAX_PACKET_BYTES, MAX_PACKET_BYTES)
         with self.lock:

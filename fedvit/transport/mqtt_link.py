@@ -24,6 +24,7 @@ class MqttLink:
         self.unknown_version = False  # the broker does not support the tried version
         self.refused = False  # for another reason
         self.is_deaf = False  # the broker refused a subscription, as some do while their cluster elects a leader
+        self.is_left = False  # this side connects again
         self.answered = False  # the broker accepted the connection: subscriptions may be sent
         self.up = False  # and they are in place: messages may be sent
         self.awaited: set[int] = set()  # subscriptions that the broker has not confirmed

@@ -24,13 +24,17 @@ from fedvit.wire.topics import check_name
 
 ENROLMENT_VERSION = 1
 MAX_ENROLMENT_BYTES = 8 * 1024
-"""Two certificates are about 1.5 kB."""
+"""Three certificates are about 2 kB."""
 SECRET_BYTES = 16
 MAC_BYTES = 32
 TOKEN_PREFIX = "fedvit1-"
 MAX_POLICY_CHARACTERS = 2000
 """Size of a policy in a token, which people copy."""
 _CHECK_BYTES = 4
+MOST_AUTHORITIES = 4
+"""Most authorities that a request names; a device trusts two at most."""
+
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 FROM_DEVICE = b"fedvit enrolment: device to coordinator"
 FROM_COORDINATOR = b"fedvit enrolment: coordinator to device"
@@ -126,12 +130,21 @@ class RenewRequest(Enrolment, frozen=True, tag="renew"):
     """
 
     request: bytes  # as in JoinRequest
+    authorities: Annotated[tuple[Digest, ...], Meta(max_length=MOST_AUTHORITIES)] = ()
+    """SHA-256 of each authority that the device trusts; the first has issued its certificate. Empty: it cannot change
+    its authority."""
 
 
 class Renewed(Enrolment, frozen=True, tag="renewed"):
-    """The next certificate for the key in the request."""
+    """The next certificate for the key in the request.
+
+    With `authority` it is from a new authority, and `endorsement` is the certificate in which the former one has signed
+    the new one's key. A device trusts no other.
+    """
 
     certificate: bytes  # DER
+    authority: bytes = b""  # DER
+    endorsement: bytes = b""  # DER
 
 
 AnyEnrolment = JoinRequest | JoinGranted | JoinRefused | RenewRequest | Renewed

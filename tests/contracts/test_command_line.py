@@ -39,8 +39,9 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
-        "profile", "quarantine", "report", "restore", "rm", "runs", "show", "status", "submit", "unpause", "wait",
+        "backup", "boards", "cancel", "devices", "enroll", "explain", "export", "gc", "label", "logs", "methods",
+        "pause", "plan", "profile", "quarantine", "renew", "report", "restore", "revoke", "rm", "rotate-authority",
+        "runs", "show", "status", "submit", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
         "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -49,7 +50,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "sign", "start")),
+    *(f"coordinator {name}" for name in ("dashboard", "init", "serve", "sign", "start")),
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -219,6 +220,10 @@ def _picture(file: Path, gray: int) -> None:
         "coordinator report done --runs runs",
         "coordinator devices --deployment deployment",
         "coordinator devices --deployment deployment --runs runs",
+        "coordinator enroll pi-7 pi-8 --no-wait --deployment deployment",
+        "coordinator revoke pi-7 --deployment deployment",
+        "coordinator renew --deployment deployment",
+        "coordinator rotate-authority --deployment deployment",
         "coordinator gc --dry-run --runs runs",
         "coordinator rm other --runs runs",
         "coordinator pause half --runs runs",

@@ -43,6 +43,8 @@ EXAMPLES: dict[str, AnyEnrolment] = {
     "denied": JoinRefused(bytes(16), "this token has expired"),
     "renew": RenewRequest(b"request"),
     "renewed": Renewed(b"certificate"),
+    "renew-2": RenewRequest(b"request", (bytes(range(32)), bytes(32))),
+    "renewed-2": Renewed(b"certificate", b"authority", b"endorsement"),
 }
 DIRECTIONS = {"join": FROM_DEVICE, "granted": FROM_COORDINATOR, "denied": FROM_COORDINATOR}
 
@@ -69,7 +71,12 @@ def test_every_message_has_an_example() -> None:
 def test_golden_bytes_are_kept(name: str) -> None:
     golden = (GOLDEN / f"{name}.bin").read_bytes()
     assert read(name, golden) == EXAMPLES[name]
-    assert write(name) == golden
+    if name in DIRECTIONS:
+        assert write(name) == golden
+    else:  # fields were added at the end since
+        now, then = (msgspec.msgpack.decode(raw[1:]) for raw in (write(name), golden))
+        assert now[: len(then)] == then
+        assert len(now) == len(then) or f"{name}-2" in EXAMPLES
 
 
 def test_the_token_and_its_login_are_kept() -> None:

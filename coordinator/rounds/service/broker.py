@@ -15,6 +15,7 @@ import msgspec
 from coordinator.config import BrokerConfig
 from coordinator.rounds.status import SEEN_EVERY_S
 from coordinator.security.broker import Broker, start_broker
+from coordinator.security.expiry import CertificateEnds
 from coordinator.security.folder import Deployment
 from coordinator.security.service import Service, served
 from coordinator.security.signing import GraphSigner
@@ -55,6 +56,10 @@ class BrokerEndpoint:
         """Devices that are revoked now."""
         return []
 
+    def read_certificate_ends(self) -> CertificateEnds | None:
+        """Return when the certificates of the deployment end; None without one."""
+        return None
+
     def note_seen(self, seen_since: Callable[[float], dict[str, float]], *, at_once: bool = False) -> None:
         """Store when devices were last seen, every SEEN_EVERY_S; see `Presence.seen_since`."""
 
@@ -89,6 +94,9 @@ class _Deployed(BrokerEndpoint):
 
     def all_revoked(self) -> list[str]:
         return self._service.all_revoked()
+
+    def read_certificate_ends(self) -> CertificateEnds | None:
+        return self._service.read_certificate_ends()
 
     def note_seen(self, seen_since: Callable[[float], dict[str, float]], *, at_once: bool = False) -> None:
         if (now := time.monotonic()) - self._noted_at >= SEEN_EVERY_S or at_once:

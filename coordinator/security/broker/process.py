@@ -128,7 +128,7 @@ class Broker:
         return None
 
     def reload(self) -> None:
-        """Let mosquitto reload its lists of passwords, rules and revoked certificates; connections stay open."""
+        """Let mosquitto reload passwords, rules, its certificate and revoked ones; connections stay open."""
         self._child.send_signal(signal.SIGHUP)
 
     def restart(self) -> str:

@@ -60,7 +60,7 @@ def label_field(site: Site, device: str) -> None:
     """A field for labels, and a button that sets them."""
 
     def set_them(store: Record) -> str:
-        set_labels(store, device, str(field.value or "").split())
+        set_labels(store, [device], str(field.value or "").split())
         return f"{device}: labels {field.value}"
 
     with ui.element("div").classes("buttons"):

@@ -38,7 +38,7 @@ def test_labels_are_set_listed_and_removed(tmp_path: Path) -> None:
 def test_labels_that_cannot_be_set_are_named(tmp_path: Path, labels: list[str], removed: list[str], named: str) -> None:
     store = open_record(tmp_path)
     with pytest.raises(ConfigError, match=named):
-        set_labels(store, "pi-3", labels, removed)
+        set_labels(store, ["pi-3"], labels, removed)
     assert store.devices.read_labels() == {}
     store.close()
 
@@ -47,8 +47,8 @@ def test_run_selects_devices_by_labels_that_the_operator_set(stage: Stage) -> No
     device = stage.fake("a", labels={"site": "berlin"})
     other = stage.fake("b", labels={"site": "munich"})
     store = open_record(stage.out)
-    set_labels(store, "a", ["site=munich"])
-    set_labels(store, "b", ["site=berlin"])
+    set_labels(store, ["a"], ["site=munich"])
+    set_labels(store, ["b"], ["site=berlin"])
     store.close()
     stage.start(devices_where="site=munich", devices=1)
     assert stage.finish() == "finished"

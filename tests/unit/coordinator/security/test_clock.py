@@ -2,7 +2,6 @@
 
 import shlex
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,11 +86,13 @@ def test_the_printed_command_confirms_the_clock(deployment: Deployment) -> None:
 
 
 def test_a_clock_before_the_deployment_cannot_be_confirmed(deployment: Deployment) -> None:
-    later = replace(deployment, authority=Authority.create("later", time.time() + 10 * DAY_S))
-    doubt = find_doubt(later, time.time() + 10 * DAY_S)
+    later = Authority.create("later", time.time() + 10 * DAY_S)
+    deployment.authority_file.write_bytes(later.pem)
+    (deployment.folder / "authority.key").write_bytes(later.key_pem)
+    doubt = find_doubt(deployment, time.time() + 10 * DAY_S)
     assert doubt is not None
     assert doubt.endswith("set the clock")
     before = reference(deployment)
     with pytest.raises(ConfigError):
-        confirm_clock(later)
+        confirm_clock(deployment)
     assert reference(deployment) == before

@@ -184,7 +184,9 @@ def test_first_host_of_the_operator_is_first_in_certificate() -> None:
     hosts = own_hosts(["pi.lan", "10.0.0.7", "fd00::1"], "0.0.0.0", ["192.168.1.2"])
     assert hosts[:4] == ("pi.lan", "10.0.0.7", "fd00::1", "192.168.1.2")
     assert {"localhost", "127.0.0.1", "::1"} <= set(hosts)
-    certificate = x509.load_pem_x509_certificate(Authority.create("test", time.time()).server(hosts).certificate)
+    certificate = x509.load_pem_x509_certificate(
+        Authority.create("test", time.time()).server(hosts, time.time()).certificate
+    )
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert {str(getattr(name, "value", name)) for name in names} == set(hosts)
 
@@ -911,7 +913,7 @@ def handshake(authority: Authority, address: Address, name: str = "localhost") -
     """What a device with this way to its broker does when the broker shows a certificate of `authority`."""
     assert address.ca_file is not None
     folder = address.ca_file.parent
-    issued = authority.server(["localhost"])
+    issued = authority.server(["localhost"], time.time())
     (folder / "server.pem").write_bytes(issued.certificate)
     (folder / "server.key").write_bytes(issued.key)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.record.database import Database
 from coordinator.record.record import Record
+from coordinator.security.expiry import CertificateEnds
 from coordinator.serving.backup import BackupFolder
 from coordinator.views import prometheus as collector_module
 from coordinator.views.observed import Observed, Served
@@ -58,13 +59,18 @@ def names(collector: Any) -> set[str]:
     return {name for name, _ in found} | summaries
 
 
+ENDS = CertificateEnds({"authority": 3e8, "device": -60.0}, 2)
+
+
 def collector_of(stage: Stage) -> CoordinatorCollector:
     coordinator = stage.coordinator
     assert coordinator is not None
     served = [Served(coordinator, LoopWatch(0.1))]
     link, connected = coordinator.transport, lambda: coordinator.inbox.connected
     backups = BackupFolder(stage.out.parent / "backups")
-    return CoordinatorCollector(Observed(link, connected, stage.store, stage.out, lambda: served, {}, backups.age_s))
+    return CoordinatorCollector(
+        Observed(link, connected, stage.store, stage.out, lambda: served, {}, backups.age_s, certificates=lambda: ENDS)
+    )
 
 
 def fails_once(device: Fake, task: Task) -> None:

@@ -132,8 +132,8 @@ def test_certificates_of_coordinator_and_broker_are_not_those_of_devices() -> No
     own = device._credentials
     assert own is not None
     for issued, name in (
-        (authority.client("fedvit.coordinator"), "fedvit.coordinator"),
-        (authority.server(["x"]), "broker"),
+        (authority.client("fedvit.coordinator", time.time()), "fedvit.coordinator"),
+        (authority.server(["x"], time.time()), "broker"),
     ):
         other = Credentials(issued.certificate, issued.key, authority.pem)
         with pytest.raises(BadPayload, check=has_code("FV2312", "not the certificate of a device")):

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -246,3 +248,17 @@ def _strings(value: object) -> str:
     if isinstance(value, list):
         return "".join(map(_strings, value))
     return str(value)
+
+
+@pytest.mark.parametrize("program", ["coordinator", "edge-client", "fleet"])
+def test_programs_print_their_completion(program: str) -> None:
+    """click writes it as bytes."""
+    variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
+    done = subprocess.run(
+        [Path(sys.executable).parent / program],
+        env={**os.environ, variable: "bash_source"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"complete -o nosort -F _{program.replace('-', '_')}_completion {program}" in done.stdout

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import click
 
 from coordinator.commands.flags import deployment_flag
 from coordinator.security.clock import format_iso
+from coordinator.security.first_boot import check_boot_files, write_boot_files
 from coordinator.security.folder import Deployment, make_tokens
 from coordinator.security.service import is_served, served
 from fedvit.command_line import Command, amount, json_flag
@@ -22,6 +23,7 @@ TICK_S = 0.1
 LINGER_S = 5.0
 """Time for which the broker keeps running for a device that has just received its certificate."""
 MOST_AT_ONCE = 10_000
+JOIN = "edge-client join"
 MOST_NAMED = 20
 """Most devices that an error message names."""
 
@@ -32,6 +34,7 @@ MOST_NAMED = 20
         "coordinator enroll pi-1",
         "coordinator enroll pi-1 pi-2 --valid 10m --no-wait",
         "coordinator enroll device --count 200 --no-wait --json",
+        "coordinator enroll pi-1 --boot /media/bootfs --package fedvit-edge.deb --valid 7d --no-wait",
     ],
 )
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
@@ -53,6 +56,18 @@ MOST_NAMED = 20
     type=click.Path(path_type=Path),
     help="policy.toml of the devices' owner, which the tokens bring to the devices.",
 )
+@click.option(
+    "--boot",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write token and package to the boot partition in DIR, so that the board joins at its first start.",
+)
+@click.option(
+    "--package",
+    type=click.Path(path_type=Path),
+    metavar="DEB",
+    help="With --boot: fedvit-edge_*.deb for the board.",
+)
 @json_flag
 def enroll(
     names: tuple[str, ...],
@@ -62,6 +77,8 @@ def enroll(
     replace: bool,
     wait: bool,
     policy: Path | None,
+    boot: Path | None,
+    package: Path | None,
     as_json: bool,
 ) -> None:
     """Print a token with which one device can join, once, under NAME; for several names one for each."""
@@ -72,18 +89,36 @@ def enroll(
         names = tuple(f"{names[0]}-{number}" for number in range(count))
     deployment = Deployment.open(folder)
     text = "" if policy is None else check_policy_file(policy)
+    if (boot is None) != (package is None):
+        raise ConfigError("FV1330", "--boot and --package belong together: give both, or neither")
+    if boot and package:
+        if len(names) > 1:
+            raise click.UsageError("--boot writes one card: name one device")
+        check_boot_files(boot, package)
     tokens = make_tokens(deployment, names, valid, replaces=replace, policy=text)
+    if boot and package:
+        for file in write_boot_files(boot, names[0], tokens[0].text(), package):
+            click.echo(f"wrote {file}", err=True)
     if as_json:
         click.echo(json.dumps(_as_json(tokens, time.time() + valid), indent=2))
     else:
-        where = "on the device" if len(tokens) == 1 else "on each device, one of these lines"
-        click.echo(f"{where}, within {format_seconds(valid)}:", err=True)
-        for token in tokens:
-            click.echo(f"edge-client join {token.text()}")
+        for line in _describe(tokens, valid, on_card=boot is not None):
+            click.echo(line, err=not line.startswith(JOIN))
     if tokens[0].publisher:
         click.echo(f"it will run graphs of publisher {tokens[0].publisher}", err=True)
     if wait:
         _wait_for_devices(deployment, {token.id: token.device for token in tokens}, valid)
+
+
+def _describe(tokens: Sequence[Token], valid_s: float, *, on_card: bool) -> Iterator[str]:
+    """Yield what to do with tokens; `on_card`: the one token is on the card of a board."""
+    within = f"within {format_seconds(valid_s)}"
+    if on_card:
+        yield f"start the board {within}; images go into /srv/fedvit/images/CLASS/"
+        return
+    yield f"on the device, {within}:" if len(tokens) == 1 else f"on each device, one of these lines, {within}:"
+    for token in tokens:
+        yield f"{JOIN} {token.text()}"
 
 
 def _as_json(tokens: Iterable[Token], expires_s: float) -> list[dict[str, str | None]]:

@@ -22,6 +22,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], int]] = {
 """By model: method, its options, partition, the model's options, rounds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", RUNS)
 def test_processes_train(model: str, tmp_path: Path, cache: Path) -> None:
     """No device has software for a model: what it runs are graphs of plain operators."""

@@ -75,6 +75,7 @@ def test_a_run_and_its_resumption_are_one_run_of_mlflow(
     assert said == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_to_another_server_as_a_whole(
     store: Record, configured: Configured, close_round: Close, tmp_path: Path, uri: str
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_server_that_never_answers_holds_up_nothing(
         ]
 
 
+@pytest.mark.slow
 def test_server_without_answer_is_reported(store: Record, configured: Configured, tmp_path: Path) -> None:
     """Nobody listens on that port."""
     said: list[str] = []

@@ -22,6 +22,7 @@ def start_device(stage: Stage, name: str) -> None:
     stage.start(name, [*program("edge_client.cli"), *train])
 
 
+@pytest.mark.slow
 def test_run_waits_for_the_signatures_of_a_key_elsewhere(stage: Stage) -> None:
     """The deployment's own key signs by itself. Without it the run says what is missing, and goes on when it comes."""
     folder = make_deployment(stage)

@@ -29,7 +29,7 @@ def start_run(stage: Stage, method: str, options: dict[str, Any]) -> Forked:
     ("method", "options", "strict", "stricter", "denied"),
     [
         ("eftvit", {"local_blocks": 1, "mask": 0.75}, NO_UPDATES, NO_FEATURES, "features"),
-        ("fedperfix", {}, NO_FEATURES, NO_UPDATES, "updates"),
+        pytest.param("fedperfix", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
         pytest.param("fedtp", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
         pytest.param("pfedpg", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
     ],

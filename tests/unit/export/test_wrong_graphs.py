@@ -186,7 +186,7 @@ def is_refused(right: Right, wrong: onnx.ModelProto) -> bool:
     return False
 
 
-@pytest.mark.parametrize("graph", ["train", "update", "predict"])
+@pytest.mark.parametrize("graph", [pytest.param("train", marks=pytest.mark.slow), "update", "predict"])
 def test_every_mistake_in_a_node_is_refused(right: dict[str, Right], graph: str) -> None:
     """Operands that changed places, terms and factors left out, sums for means, wrong numbers and epsilons, matrices
     not transposed: hundreds of graphs."""

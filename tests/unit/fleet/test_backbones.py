@@ -22,7 +22,7 @@ SMALL = {"image_size": 8, "width": 8, "stages": 2, "groups": 2}
     ("model", "options", "method"),
     [
         (LSTM, LSTM_MODEL, "fedper"),
-        (RESNET, SMALL, "fedavg"),
+        pytest.param(RESNET, SMALL, "fedavg", marks=pytest.mark.slow),
         pytest.param(RESNET, {**SMALL, "block": "bottleneck"}, "fedbn", marks=pytest.mark.slow),
     ],
 )

@@ -12,6 +12,8 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
+import pytest
+
 from coordinator.security.broker.process import claim_port
 from tests.support.programs import CONFIG, Stage, wait_for
 
@@ -143,6 +145,7 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     assert any(line["message"].startswith("finished;") for line in lines_of(stage.log("coordinator")))
 
 
+@pytest.mark.slow
 def test_device_without_logs_sends_none_with_its_failure(stage: Stage) -> None:
     """Two devices whose training diverges: one sends its last lines, the other was started with --no-logs."""
     diverging = {"epochs": 4, "batch_size": 8, "lr": 1e6, "momentum": 0.9}

@@ -63,6 +63,7 @@ def submit(stage: Stage, **more: Any) -> None:
     stage.submit("run", rounds=ROUNDS, devices=len(DEVICES), variants=CONFIG["variants"], **more)
 
 
+@pytest.mark.slow
 def test_others_take_over_from_leaders_that_are_killed_hang_or_are_cut_off(
     stage: Stage, hosts: Hosts, undisturbed: bytes
 ) -> None:

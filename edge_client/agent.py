@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from edge_client.health.history import AgentState, History
 from edge_client.health.readiness import Readiness
@@ -174,7 +174,7 @@ class Agent:
         if self._status:
             self._status.close(self.state())
 
-    def _log_fields(self) -> dict[str, object]:
+    def _log_fields(self) -> dict[str, Any]:
         """Fields of all lines of this device, in a process that may be several."""
         device, task = self.link.identity.device, self.task
         return TaskName.of(task, device).fields() if task else {"device": device}

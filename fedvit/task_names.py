@@ -51,7 +51,7 @@ class TaskName(NamedTuple):
     def __str__(self) -> str:
         return ".".join(map(str, self))
 
-    def fields(self) -> dict[str, str | int]:
+    def fields(self) -> dict[str, Any]:
         """Return the fields of a log line about the task."""
         return {**self._asdict(), "task": str(self)}
 

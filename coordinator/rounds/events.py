@@ -6,6 +6,7 @@ Parts do not call each other back: `follow_up` asks for the consequences after e
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from coordinator.rounds.isolation import ends_run
 from coordinator.rounds.leading import Owner
@@ -67,7 +68,7 @@ class Events:
                     raise
                 self._isolate(device, "chunk", error)
 
-    def _log_fields(self, device: str) -> dict[str, object]:
+    def _log_fields(self, device: str) -> dict[str, Any]:
         """Fields of lines that a message of a device causes."""
         task = self._state.tasks.of(device)
         return task.name.fields() if task else {"device": device}

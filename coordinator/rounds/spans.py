@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.task_names import TaskName
-from fedvit.tracing import Tracing, end_span
+from fedvit.tracing import Attributes, Tracing, end_span
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -26,7 +26,7 @@ class RunSpans:
             return
         if self._round is None or number != self._number:
             self.close_round()
-            of_round = {"fedvit.run": self._run, "fedvit.round": number}
+            of_round: Attributes = {"fedvit.run": self._run, "fedvit.round": number}
             self._number, self._round = number, self._tracing.begin(f"round {number}", of_round)
         self._round.add_event("round opened", {"kind": kind, "cohort": cohort})
 

@@ -37,6 +37,7 @@ RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2
 LINES: dict[str, list[list[str]]] = {
     "coordinator backup": [["{attack}", "--runs", "{attack}"]],
     "coordinator boards": [["{attack}"]],
+    "coordinator bugreport": [["--runs", "runs", "--out", "{attack}"]],
     "coordinator cancel": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
     "coordinator dashboard": [["--runs", "{attack}"]],
     "coordinator devices": [
@@ -78,6 +79,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator unpause": [["{attack}", "--runs", "spare"]],
     "coordinator trace": [["{attack}.1", "--runs", "runs"], ["{attack}.1", "--runs", "runs", "--json"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
+    "edge-client bugreport": [["--broker", "127.0.0.1:1", "--state", "state", "--out", "{attack}"]],
     "edge-client doctor": [
         ["--data", "images", "--state", "state"],
         ["--data", "images", "--state", "state", "--json"],

@@ -57,7 +57,7 @@ def trace(task: str, folder: Path, logs: tuple[Path, ...], as_json: bool) -> Non
     for line in lines:
         click.echo(escape_line(line))
     if not found.has_log:
-        click.echo("from the record alone: `coordinator serve --log-format json` logs attempts and evaluations, too")
+        click.echo("from the record alone: with --log-format json the coordinator logs attempts and evaluations, too")
 
 
 def parse_selection(text: str) -> tuple[str, int, str | None, str | None, int | None]:

@@ -40,7 +40,8 @@ COMMANDS = _commands()
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
         "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
-        "profile", "quarantine", "report", "restore", "rm", "runs", "show", "status", "submit", "unpause", "wait",
+        "profile", "quarantine", "report", "restore", "rm", "runs", "show", "status", "submit", "trace", "unpause",
+        "wait",
     )),
     *(f"edge-client {name}" for name in (
         "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -63,8 +64,8 @@ WITHOUT_JSON = {
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
         "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan",
-        "quarantine", "report", "restore", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
-        "wait",
+        "quarantine", "report", "restore", "rm", "runs", "serve", "show", "start", "status", "submit", "trace",
+        "unpause", "wait",
     )),
     "fleet region", "fleet run",
 }  # fmt: skip

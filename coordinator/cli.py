@@ -5,6 +5,7 @@ import click
 from fedvit import command_line
 
 COMMANDS = {
+    "audit": "Show who changed runs or devices, when, and from where.",
     "backup": "Keep copies of runs and a deployment, also while they are served.",
     "boards": "List the boards that costs can be predicted for, or all data of one.",
     "cancel": "Cancel a run; it cannot be resumed.",
@@ -23,6 +24,7 @@ COMMANDS = {
     "quarantine": "List devices with strikes or in quarantine, or release some.",
     "report": "Report a run: accuracy, bytes, time, memory, energy; predicted beside measured.",
     "restore": "Write the runs and the deployment of a backup to new folders.",
+    "retry": "Let a service serve a failed run again.",
     "revoke": "Revoke a device: its connection ends at once.",
     "rm": "Remove runs: their rows of the record, their folders and their mirrors.",
     "runs": "List all runs, newest first.",
@@ -32,6 +34,7 @@ COMMANDS = {
     "start": "Start a run: a broker unless one is given, its devices, and its rounds.",
     "status": "Show what a run or the service is waiting for.",
     "submit": "Put a run into the queue of a service.",
+    "token": "Make, list and remove tokens of the HTTP API.",
     "unpause": "Let a paused run open rounds again.",
     "wait": "Wait until a run has ended.",
 }

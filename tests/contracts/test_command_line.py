@@ -39,8 +39,9 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
-        "profile", "quarantine", "report", "restore", "rm", "runs", "show", "status", "submit", "unpause", "wait",
+        "audit", "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods",
+        "pause", "plan", "profile", "quarantine", "report", "restore", "retry", "rm", "runs", "show", "status",
+        "submit", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
         "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -49,7 +50,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "sign", "start")),
+    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "sign", "start", "token")),
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -58,8 +59,9 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "backup", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan", "quarantine",
-        "report", "restore", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause", "wait",
+        "audit", "backup", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan",
+        "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status", "submit",
+        "unpause", "wait",
     )),
     "fleet region", "fleet run",
 }  # fmt: skip

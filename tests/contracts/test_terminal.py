@@ -35,6 +35,7 @@ IN_FILE = ATTACK.encode().decode("utf-8", "surrogateescape") + "\udcff"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 LINES: dict[str, list[list[str]]] = {
+    "coordinator audit": [["--runs", "runs"], ["--runs", "runs", "--json"], ["--runs", "{attack}"]],
     "coordinator backup": [["{attack}", "--runs", "{attack}"]],
     "coordinator boards": [["{attack}"]],
     "coordinator cancel": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
@@ -61,6 +62,7 @@ LINES: dict[str, list[list[str]]] = {
     ],
     "coordinator report": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator restore": [["{attack}", "--runs", "new"]],
+    "coordinator retry": [["{attack}", "--runs", "spare"]],
     "coordinator revoke": [["{attack}", "--deployment", "deployment"]],
     "coordinator rm": [["{attack}", "--runs", "spare"]],
     "coordinator runs": [["--runs", "runs"], ["--runs", "runs", "--json"]],
@@ -75,6 +77,7 @@ LINES: dict[str, list[list[str]]] = {
         ["--runs", "served", "--json"],
     ],
     "coordinator submit": [["{attack}", "--runs", "runs"]],
+    "coordinator token": [["new", "{attack}", "--runs", "spare"], ["list", "--runs", "{attack}"]],
     "coordinator unpause": [["{attack}", "--runs", "spare"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
     "edge-client doctor": [

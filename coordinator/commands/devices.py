@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from coordinator.commands.flags import deployment_flag
-from coordinator.operations.opening import open_devices
+from coordinator.operations.opening import find_service, open_devices
 from coordinator.security import clock
 from coordinator.security.folder import Deployment
 from fedvit.command_line import Command, json_flag
@@ -41,11 +41,13 @@ UNKNOWN = "graphs that its publisher has not signed"
 def devices(folder: Path, runs: Path | None, run: str | None, confirm_clock: bool, as_json: bool) -> None:
     """List the devices of a deployment: when they joined, were last seen, and when their certificates expire."""
 
-    if run and runs is None:
+    if run and runs is None and find_service() is None:
         raise ConfigError("FV1318", f"--run {run}: --runs is missing, the folder of all runs")
     if confirm_clock:
+        if find_service() is not None:
+            raise ConfigError("FV1817", "--confirm-clock works on this machine only: leave out --server")
         clock.confirm_clock(Deployment.open(folder))
-    found = open_devices(folder, runs).list_all(run, with_standings=runs is not None)
+    found = open_devices(folder, runs).list_all(run, with_standings=runs is not None or run is not None)
     listed, run = found.devices, found.run
     if found.doubt:
         click.echo(found.doubt, err=True)

@@ -10,7 +10,7 @@ import msgspec
 from coordinator.commands.config_flags import flags_of
 from coordinator.commands.flags import runs_flag
 from coordinator.config import TrackersConfig, make_config, merge_flags
-from coordinator.operations.opening import open_runs
+from coordinator.operations.opening import find_service, open_runs
 from coordinator.record.opening import newest_run, open_existing_record
 from coordinator.record.record import Record
 from coordinator.record.retention import lock_run
@@ -43,6 +43,8 @@ def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any
     """Print RUN, by default the newest: accuracy by round, devices, refusals."""
     track = track or any(value is not None for value in flags.values())
     if track:
+        if find_service() is not None:
+            raise ConfigError("FV1817", "--track works on this machine only: leave out --server")
         store = open_existing_record(folder, writes=True)
         try:
             write_missing(store, run or newest_run(store, folder), folder, flags)

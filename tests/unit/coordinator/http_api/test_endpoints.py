@@ -118,7 +118,8 @@ def test_queue_is_by_priority_and_then_by_submission(api: Api, store: Record) ->
 
 
 def test_activity_is_that_of_the_status_file(api: Api, tmp_path: Path) -> None:
-    write_status(tmp_path / "runs" / RUN)
+    (tmp_path / "runs" / RUN).mkdir(exist_ok=True)
+    write_status(tmp_path / "runs" / RUN, ["a"], 2)
     assert api.get(f"/runs/{RUN}/activity")["live"]["waiting_for"]
     write_service_status(tmp_path / "runs", federation="f", broker="b", running=[RUN], members=[])
     assert api.get("/service")["alive"] is True

@@ -1,6 +1,5 @@
 """The audit: a chain of digests that shows every change, insertion and removal."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,16 @@ from coordinator.record.record import Record, open_record
 from coordinator.record.tables import AUDIT
 from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.pausing import pause
-from fedvit.errors import Damaged
+from fedvit.errors import ConfigError, Damaged
 from tests.support.codes import has_code
 
 
 @pytest.fixture
-def filled(store: Record) -> Iterator[Record]:
+def filled(store: Record) -> Record:
     for number in range(5):
         with acting_as(Actor(f"user-{number}", "API 192.0.2.1")):
             store.audit.add("pause", f"run-{number}", "why\0 \udcff")
-    yield store
+    return store
 
 
 def change(store: Record, statement: Any) -> None:
@@ -46,9 +45,13 @@ def test_acts_are_stored_with_who_did_them(store: Record) -> None:
 
 
 def test_refused_act_leaves_no_entry(store: Record) -> None:
-    with pytest.raises(Exception, match="there are"), store.database.together():
-        store.audit.add("pause", "r")
-        store.runs.read("nothing there are")
+    def act() -> None:
+        with store.database.together():
+            store.audit.add("pause", "r")
+            store.runs.read("none")
+
+    with pytest.raises(ConfigError, check=has_code("FV1601")):
+        act()
     assert store.audit.read() == []
 
 

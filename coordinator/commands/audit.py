@@ -35,8 +35,8 @@ def audit(
 ) -> None:
     """Show who changed runs or devices, when, and from where; the newest last.
 
-    Each entry's digest covers the entry before it. Whoever can write the database can compute all digests anew: keep
-    the newest digest elsewhere, and give it to --expect.
+    Each entry's digest covers the entry before it. A person who can write the database can compute all digests anew:
+    keep the newest digest elsewhere, and give it to --expect.
     """
     if check:
         verdict = check_audit(runs, deployment, expect)

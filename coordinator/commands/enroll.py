@@ -8,6 +8,7 @@ import click
 
 from coordinator.commands.flags import deployment_flag
 from coordinator.operations.devices import LocalDevices, check_policy
+from coordinator.security.first_boot import check_boot_files, write_boot_files
 from coordinator.security.folder import Deployment
 from coordinator.security.service import is_served, served
 from fedvit.command_line import Command, amount
@@ -21,7 +22,14 @@ LINGER_S = 5.0
 """Time for which the broker keeps running for a device that has just received its certificate."""
 
 
-@click.command(cls=Command, examples=["coordinator enroll pi-1", "coordinator enroll pi-1 --valid 10m --no-wait"])
+@click.command(
+    cls=Command,
+    examples=[
+        "coordinator enroll pi-1",
+        "coordinator enroll pi-1 --valid 10m --no-wait",
+        "coordinator enroll pi-1 --boot /media/bootfs --package fedvit-edge.deb --valid 7d --no-wait",
+    ],
+)
 @click.argument("name")
 @deployment_flag
 @click.option("--valid", default="1h", callback=amount(parse_seconds), metavar="TIME", help="Validity of the token.")
@@ -36,14 +44,46 @@ LINGER_S = 5.0
     type=click.Path(path_type=Path),
     help="policy.toml of the device's owner, which the token brings to the device.",
 )
-def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool, policy: Path | None) -> None:
+@click.option(
+    "--boot",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write token and package to the boot partition in DIR, so that the board joins at its first start.",
+)
+@click.option(
+    "--package",
+    type=click.Path(path_type=Path),
+    metavar="DEB",
+    help="With --boot: fedvit-edge_*.deb for the board.",
+)
+def enroll(
+    name: str,
+    folder: Path,
+    valid: float,
+    replace: bool,
+    wait: bool,
+    policy: Path | None,
+    boot: Path | None,
+    package: Path | None,
+) -> None:
     """Print a token with which one device can join, once, under NAME."""
 
     deployment = Deployment.open(folder)
     text = "" if policy is None else check_policy_file(policy)
+    if (boot is None) != (package is None):
+        raise ConfigError("FV1330", "--boot and --package belong together: give both, or neither")
+    if boot and package:
+        check_boot_files(boot, package)
     made = LocalDevices(deployment).invite(name, valid, replaces=replace, policy=text)
-    click.echo(f"on the device, within {format_seconds(valid)}:", err=True)
-    click.echo(f"edge-client join {made.token}")
+    if boot and package:
+        for file in write_boot_files(boot, name, made.token, package):
+            click.echo(f"wrote {file}", err=True)
+        click.echo(
+            f"start the board within {format_seconds(valid)}; images go into /srv/fedvit/images/CLASS/", err=True
+        )
+    else:
+        click.echo(f"on the device, within {format_seconds(valid)}:", err=True)
+        click.echo(f"edge-client join {made.token}")
     if made.publisher:
         click.echo(f"it will run graphs of publisher {made.publisher}", err=True)
     if wait:

@@ -50,7 +50,11 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "sign", "start", "token")),
+    *(
+        f"coordinator {name}"
+        for name in ("bugreport", "dashboard", "enroll", "init", "revoke", "serve", "sign", "start", "token")
+    ),
+    "edge-client bugreport",
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -59,7 +63,7 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "audit", "backup", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan",
+        "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan",
         "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status", "submit",
         "unpause", "wait",
     )),
@@ -67,8 +71,8 @@ WITH_RUNS = {
 }  # fmt: skip
 """Commands that read or make runs of a folder."""
 WITH_OUT = {
-    "coordinator export", "coordinator profile", "coordinator report", "edge-client export", "fleet demo",
-    "fleet experiment", "fleet partition",
+    "coordinator bugreport", "coordinator export", "coordinator profile", "coordinator report", "edge-client bugreport",
+    "edge-client export", "fleet demo", "fleet experiment", "fleet partition",
 }  # fmt: skip
 """Commands that write a file or a folder of their own."""
 

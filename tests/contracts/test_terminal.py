@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -38,6 +40,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator audit": [["--runs", "runs"], ["--runs", "runs", "--json"], ["--runs", "{attack}"]],
     "coordinator backup": [["{attack}", "--runs", "{attack}"]],
     "coordinator boards": [["{attack}"]],
+    "coordinator bugreport": [["--runs", "runs", "--out", "{attack}"]],
     "coordinator cancel": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
     "coordinator dashboard": [["--runs", "{attack}"]],
     "coordinator devices": [
@@ -80,6 +83,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator token": [["new", "{attack}", "--runs", "spare"], ["list", "--runs", "{attack}"]],
     "coordinator unpause": [["{attack}", "--runs", "spare"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
+    "edge-client bugreport": [["--broker", "127.0.0.1:1", "--state", "state", "--out", "{attack}"]],
     "edge-client doctor": [
         ["--data", "images", "--state", "state"],
         ["--data", "images", "--state", "state", "--json"],
@@ -247,3 +251,17 @@ def _strings(value: object) -> str:
     if isinstance(value, list):
         return "".join(map(_strings, value))
     return str(value)
+
+
+@pytest.mark.parametrize("program", ["coordinator", "edge-client", "fleet"])
+def test_programs_print_their_completion(program: str) -> None:
+    """click writes it as bytes."""
+    variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
+    done = subprocess.run(
+        [Path(sys.executable).parent / program],
+        env={**os.environ, variable: "bash_source"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"complete -o nosort -F _{program.replace('-', '_')}_completion {program}" in done.stdout

@@ -287,7 +287,7 @@ class RunService:
             for record in self._store.runs.read_submitted():
                 if len(self._running) >= self._config.side_by_side:
                     break
-                if record.id not in self._running:
+                if record.id not in self._running and record.is_due():
                     self._begin(record)
             for work in self._regular:  # after it has locked its runs
                 work.watch()

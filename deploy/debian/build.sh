@@ -19,7 +19,7 @@ mkdir -p "$out"
 pages() {
   mkdir -p "$2/usr/share/man/man1" "$2/usr/share/bash-completion/completions"
   "${python%/*}/click-man" --target "$2/usr/share/man/man1" --man-date "$(date -u -d "@$SOURCE_DATE_EPOCH" +%Y-%m-%d)" "$1" > /dev/null
-  gzip -9n "$2/usr/share/man/man1/"*
+  gzip -9n "$2/usr/share/man/man1/$1"*.1
   variable=_$(tr a-z- A-Z_ <<< "$1")_COMPLETE
   env "$variable=bash_source" "${python%/*}/$1" > "$2/usr/share/bash-completion/completions/$1"
 }

@@ -39,8 +39,9 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
-        "profile", "quarantine", "report", "restore", "rm", "runs", "show", "status", "submit", "unpause", "wait",
+        "audit", "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods",
+        "pause", "plan", "profile", "quarantine", "report", "restore", "retry", "rm", "runs", "show", "status",
+        "submit", "trace", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
         "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -51,7 +52,7 @@ WITH_JSON = {
 WITHOUT_JSON = {
     *(
         f"coordinator {name}"
-        for name in ("bugreport", "dashboard", "enroll", "init", "revoke", "serve", "sign", "start")
+        for name in ("bugreport", "dashboard", "enroll", "init", "revoke", "serve", "sign", "start", "token")
     ),
     "edge-client bugreport",
     "edge-client join",
@@ -62,9 +63,10 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan",
-        "quarantine", "report", "restore", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
-        "wait",
+        "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause",
+        "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status",
+        "submit", "trace",
+        "unpause", "wait",
     )),
     "fleet region", "fleet run",
 }  # fmt: skip

@@ -37,6 +37,7 @@ IN_FILE = ATTACK.encode().decode("utf-8", "surrogateescape") + "\udcff"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 LINES: dict[str, list[list[str]]] = {
+    "coordinator audit": [["--runs", "runs"], ["--runs", "runs", "--json"], ["--runs", "{attack}"]],
     "coordinator backup": [["{attack}", "--runs", "{attack}"]],
     "coordinator boards": [["{attack}"]],
     "coordinator bugreport": [["--runs", "runs", "--out", "{attack}"]],
@@ -64,6 +65,7 @@ LINES: dict[str, list[list[str]]] = {
     ],
     "coordinator report": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator restore": [["{attack}", "--runs", "new"]],
+    "coordinator retry": [["{attack}", "--runs", "spare"]],
     "coordinator revoke": [["{attack}", "--deployment", "deployment"]],
     "coordinator rm": [["{attack}", "--runs", "spare"]],
     "coordinator runs": [["--runs", "runs"], ["--runs", "runs", "--json"]],
@@ -78,7 +80,9 @@ LINES: dict[str, list[list[str]]] = {
         ["--runs", "served", "--json"],
     ],
     "coordinator submit": [["{attack}", "--runs", "runs"]],
+    "coordinator token": [["new", "{attack}", "--runs", "spare"], ["list", "--runs", "{attack}"]],
     "coordinator unpause": [["{attack}", "--runs", "spare"]],
+    "coordinator trace": [["{attack}.1", "--runs", "runs"], ["{attack}.1", "--runs", "runs", "--json"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
     "edge-client bugreport": [["--broker", "127.0.0.1:1", "--state", "state", "--out", "{attack}"]],
     "edge-client doctor": [

@@ -33,6 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return device_folders(out, DEVICES)
 
 
+@pytest.mark.slow
 def test_both_engines_have_the_sum_of_a_plain_run(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     models, shown = {}, {}
     for name, engine, secure in (("plain", "onnx", False), ("onnx", "onnx", True), ("torch", "torch", True)):

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from coordinator.commands.flags import runs_flag
+from coordinator.operations.submitting import Submission, submit
 from coordinator.record.opening import open_to_watch
 from coordinator.security.broker import is_loopback
 from coordinator.security.folder import Deployment
@@ -92,7 +93,12 @@ def dashboard(
             port = opened.getsockname()[1]
             address = f"http://{f'[{listen}]' if ':' in listen else listen}:{port}/"
             site = frame.Site(
-                RecordReader(store, folder), folder, Experiments(experiments), devices, acts=password is not None
+                RecordReader(store, folder),
+                folder,
+                Experiments(experiments),
+                devices,
+                acts=password is not None,
+                submit=lambda values, name: submit(folder, Submission(values, "run.toml", name)),
             )
             with _announce(address, folder / f"dashboard-{port}.url", needs_token=password is None) as token:
                 pages.serve(site, opened, password or token, by_address=password is None, proxies=access["proxies"])

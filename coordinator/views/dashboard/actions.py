@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import click
 from nicegui import ui
 
 from coordinator.record.record import Record, open_record
+from coordinator.record.tables import RunStatus
 from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.pausing import pause, unpause
@@ -16,44 +18,60 @@ from coordinator.views.dashboard.frame import Site
 from fedvit.errors import FedvitError
 
 
-def run_buttons(site: Site, run: str) -> None:
-    """Show the buttons that pause and cancel a run."""
-    with ui.element("div").classes("buttons"):
-        _button(
-            site,
-            "Pause",
-            f"Pause run {run}? It finishes its open round, and opens no new one.",
-            lambda store: f"run {run}: {pause(store, run)}",
-        )
-        _button(
-            site,
-            "End the pause",
-            f"Let run {run} open rounds again?",
-            lambda store: f"run {run}: {unpause(store, run)}",
-        )
-        _button(
-            site,
-            "Cancel this run",
-            f"Cancel run {run}? It cannot be resumed.",
-            lambda store: f"run {run}: {cancel(store, site.folder, run)}",
-        )
+class RunButtons:
+    """The buttons of a run; only those that apply are shown."""
 
-
-def device_buttons(site: Site, run: str, device: str) -> None:
-    def end(store: Record) -> str:
-        release(store, run, device)
-        return f"{device}: released, its strikes are reset"
-
-    def revoke(_: Record) -> str:
-        assert site.deployment is not None
-        return "; ".join(revoke_device(site.deployment, device))
-
-    with ui.element("div").classes("buttons"):
-        _button(site, "Release from quarantine", f"End the quarantine of {device} and reset its strikes?", end)
-        if site.deployment is not None:
-            _button(
-                site, "Revoke", f"Revoke {device}? Its connection ends, and its certificate becomes invalid.", revoke
+    def __init__(self, site: Site, run: str) -> None:
+        with ui.element("div").classes("buttons"):
+            self._pause = _button(
+                site,
+                "Pause",
+                f"Pause run {run}? It finishes its open round, and opens no new one.",
+                lambda store: f"run {run}: {pause(store, run)}",
             )
+            self._unpause = _button(
+                site,
+                "End the pause",
+                f"Let run {run} open rounds again?",
+                lambda store: f"run {run}: {unpause(store, run)}",
+            )
+            self._cancel = _button(
+                site,
+                "Cancel this run",
+                f"Cancel run {run}? It cannot be resumed.",
+                lambda store: f"run {run}: {cancel(store, site.folder, run)}",
+            )
+
+    def show(self, site: Site, status: RunStatus, *, is_paused: bool) -> None:
+        """Show the buttons that apply to a run with this status."""
+        is_active = status in ("queued", "waiting", "running", "interrupted")
+        self._pause.set_visibility(is_active and not is_paused and site.may("pause"))
+        self._unpause.set_visibility(is_active and is_paused and site.may("pause"))
+        self._cancel.set_visibility(is_active and site.may("cancel"))
+
+
+class DeviceButtons:
+    """The buttons of a device; only those that apply are shown."""
+
+    def __init__(self, site: Site, run: str | None, device: str) -> None:
+        def end(store: Record) -> str:
+            release(store, str(run), device)
+            return f"{device}: released, its strikes are reset"
+
+        def revoke(_: Record) -> str:
+            assert site.deployment is not None
+            return "; ".join(revoke_device(site.deployment, device))
+
+        with ui.element("div").classes("buttons"):
+            question = f"End the quarantine of {device} and reset its strikes?"
+            self._release = _button(site, "Release from quarantine", question, end)
+            question = f"Revoke {device}? Its connection ends, and its certificate becomes invalid."
+            self._revoke = _button(site, "Revoke", question, revoke)
+
+    def show(self, site: Site, *, has_strikes: bool, may_connect: bool) -> None:
+        """Show the buttons that apply; `may_connect`: it has a certificate that was not revoked."""
+        self._release.set_visibility(has_strikes and site.may("release"))
+        self._revoke.set_visibility(may_connect and site.deployment is not None and site.may("revoke"))
 
 
 def label_field(site: Site, device: str) -> None:
@@ -68,7 +86,7 @@ def label_field(site: Site, device: str) -> None:
         _button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)
 
 
-def _button(site: Site, name: str, question: str, act: Callable[[Record], str]) -> None:
+def _button(site: Site, name: str, question: str, act: Callable[[Record], str]) -> Any:
     """A button that asks first; the outcome is shown in the page and printed."""
     with ui.dialog() as dialog, ui.card():
         ui.label(question)
@@ -85,7 +103,7 @@ def _button(site: Site, name: str, question: str, act: Callable[[Record], str]) 
 
         ui.button("Yes", on_click=do)
         ui.button("No", on_click=dialog.close).props("flat")
-    ui.button(name, on_click=dialog.open).props("outline")
+    return ui.button(name, on_click=dialog.open).props("outline")
 
 
 def _with_store(site: Site, act: Callable[[Record], str]) -> str:

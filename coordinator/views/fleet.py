@@ -245,7 +245,7 @@ class _Known:
         for off in status.backing_off if status else ():
             self._set(off.device, run, "set aside", f"declined: {off.reason}; asked again {off.until[11:16]} UTC")
         for device, what in status.set_aside.items() if status else ():
-            self._set(device, run, "set aside", f"its policy does not allow {what}")
+            self._set(device, run, "set aside", f"policy does not allow {what}")
         for standing in working.run.standings:
             if standing.quarantine:
                 until = f", until round {standing.until_round}" if standing.until_round else ""

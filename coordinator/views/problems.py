@@ -136,12 +136,17 @@ def _find_in_run(working: WorkingRun, folder: Path) -> Iterator[Problem]:
 
 
 def _find_failed(fleet: FleetView, folder: Path) -> Iterator[Problem]:
+    """Find the runs that failed within FAILED_S; equal reasons are one problem."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
     for failed in fleet.record.failed:
         at = was_written(folder, failed.run) or datetime.fromisoformat(failed.created_at).timestamp()
         if time.time() - at < FAILED_S:
-            text = f"Run {failed.run} failed: {failed.reason or 'its log says why'}"
-            remedy = "Remove the reason, then submit it again or resume it."
-            yield Problem("bad", f"{text.rstrip('.')}.", remedy, _show("show", failed.run, folder), failed.run)
+            by_reason[failed.reason or "its log says why"].append(failed.run)
+    for reason, runs in by_reason.items():
+        more = f" and {len(runs) - 1} more" if runs[1:] else ""
+        text = f"Run {runs[0]}{more} failed: {reason.rstrip('.')}."
+        remedy = "Remove the reason, then submit it again or resume it."
+        yield Problem("bad", text, remedy, _show("show", runs[0], folder), runs[0])
 
 
 def _find_in_devices(fleet: FleetView, folder: Path, deployment: Path | None) -> Iterator[Problem]:

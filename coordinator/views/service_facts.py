@@ -102,7 +102,7 @@ class ServiceFacts(NamedTuple):
 
     def _describe_backup(self) -> Fact:
         if self.status is None or not self.status.backup:
-            return Fact("none is planned: [service] backup names a folder", "mild")
+            return Fact("not planned: the service has no key backup", "mild")
         if not self.backups:
             return Fact(f"none in {self.status.backup}", "mild")
         age_s = self.backups[0].age_s
@@ -110,7 +110,7 @@ class ServiceFacts(NamedTuple):
 
     def _describe_certificates(self) -> Fact:
         if not self.certificates:
-            return Fact("no deployment is shown here: --deployment DIR")
+            return Fact("not known: --deployment names their folder")
         name, end_s = min(self.certificates.items(), key=lambda entry: entry[1])
         tone: Literal["", "bad"] = "bad" if count_days(end_s) < LEAST_DAYS else ""
         return Fact(f"valid until {show_date(end_s)} ({name})", tone)

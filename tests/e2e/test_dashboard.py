@@ -163,9 +163,8 @@ def test_front_page_shows_the_fleet_and_what_runs(tab: Tab, address: str) -> Non
     assert "4 of 8" in tab.text("#running")
     assert "250 training" in tab.text("#legend")
     assert "1 quarantined" in tab.text("#legend")
-    assert [title for title in tab.evaluate("[...document.querySelectorAll('h3')].map(h => h.innerText.split(' ')[0])")] == [
-        "north", "south",
-    ]  # fmt: skip
+    headings = tab.evaluate("[...document.querySelectorAll('h3')].map(one => one.innerText.split(' ')[0])")
+    assert headings == ["north", "south"]
     problems = tab.text("#problems")
     assert f"coordinator start --resume {RUN}" in problems
     assert f"coordinator quarantine {FLEET_RUN} --release pi-3" in problems

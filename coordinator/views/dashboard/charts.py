@@ -76,7 +76,10 @@ def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name:
         },
         _line("mean", [[x[place], mean[place]] for place in kept], COLOURS[0]),
     ]  # fmt: skip
-    return _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}
+    options = _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}
+    if all(value <= 1.0 for value in high if value is not None):  # shares
+        options["yAxis"] |= {"min": 0, "max": 1, "interval": 0.25}
+    return options
 
 
 def stack_bars(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> Options:
@@ -124,7 +127,8 @@ def _line(name: str, data: list[list[float | None]] | list[list[float]], colour:
 
 
 def _legend(names: list[str]) -> dict[str, Any]:
-    return {"data": names, "top": 0, "type": "scroll"}
+    """Name the lines; a single one has the name of its chart."""
+    return {"data": names, "top": 0, "left": 0, "type": "scroll", "show": len(names) > 1}
 
 
 def _frame(x_name: str, y_name: str) -> Options:

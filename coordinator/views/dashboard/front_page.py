@@ -85,10 +85,10 @@ async def show(site: Site) -> None:
     """Show the page."""
     with page("Fleet", "/"):
         with ui.element("div").classes("front"):
-            head = Part("front.html", "head", "top")
-            runs, problems = Part("front.html", "runs"), Part("front.html", "problems")
+            head = Part("front.html", "head", "part top")
+            runs, problems = Part("front.html", "runs"), Part("front.html", "problems", "part side")
             sites = Sites()
-            service = Part("front.html", "service")
+            service = Part("front.html", "service", "part side")
 
         async def refresh() -> None:
             seen = await read_overview(site)

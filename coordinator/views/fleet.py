@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -203,7 +204,7 @@ def estimate_left_s(openings: Sequence[str], further: int, now_s: float | None =
     begun = [datetime.fromisoformat(at).timestamp() for at in openings]
     if len(begun) < 3:
         return None
-    typical_s = median(after - before for before, after in zip(begun, begun[1:], strict=False))
+    typical_s = median(after - before for before, after in pairwise(begun))
     passed_s = (time.time() if now_s is None else now_s) - begun[-1]
     return typical_s * further + max(0.0, typical_s - passed_s)
 

@@ -1,4 +1,7 @@
-"""Problems of a fleet and its service, each with what to do: the limits are those of the alerts in deploy/prometheus."""
+"""Problems of a fleet and its service, each with what to do.
+
+The limits are those of the alerts in deploy/prometheus.
+"""
 
 import time
 from collections import defaultdict
@@ -15,6 +18,7 @@ from coordinator.views.service_facts import (
     LEAST_DISK_BYTES,
     OLDEST_BACKUP_S,
     ServiceFacts,
+    count_days,
     rough,
     show_date,
 )
@@ -97,7 +101,7 @@ def _find_in_service(fleet: FleetView, facts: ServiceFacts, folder: Path, doubt:
     if doubt:
         yield Problem("bad", f"{doubt[:1].upper()}{doubt[1:]}.", _advise("FV1303"))
     for name in CERTIFICATES:
-        if name in facts.certificates and countrough(end_s := facts.certificates[name]) < LEAST_DAYS:
+        if name in facts.certificates and count_days(end_s := facts.certificates[name]) < LEAST_DAYS:
             verb = "ended" if end_s < time.time() else "ends"
             text = f"The certificate of the {name} {verb} on {show_date(end_s)}; then no device can connect."
             yield Problem("bad", text, "Renew it before.")

@@ -186,6 +186,7 @@ def test_cells_of_devices_are_one_stop_of_the_keyboard(tab: Tab, address: str) -
 
 def test_front_page_keeps_the_focus_while_it_follows_the_record(tab: Tab, address: str, record: Record) -> None:
     tab.go(address, "document.querySelectorAll('.cell').length == 500")
+    tab.send("Emulation.setFocusEmulationEnabled", enabled=True)  # as in a window that its user looks at
     tab.evaluate("document.querySelectorAll('.cell')[5].focus(); window.before = document.activeElement")
     record.devices.add_quarantine(FLEET_RUN, "pi-2", 4, None, "two strikes")
     try:
@@ -409,7 +410,7 @@ def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
         tab.go(f"{address}/run?run={RUN}", "document.querySelector('#classes')")
         assert tab.rows("#classes") == [["bee", "0.600", "20", "2", "ant 8"], ["ant", "0.900", "10", "1", "bee 1"]]
         assert tab.rows(".confusion") == [["ant", "9", "1"], ["bee", "8", "12"]]
-        tab.until("document.querySelectorAll('.figure svg').length == 4")
+        tab.until("document.querySelectorAll('.figure svg').length == 5")
         check_every_screen(tab, "run with classes", "document.querySelector('#classes')")
 
 

@@ -8,7 +8,6 @@ import click
 from nicegui import ui
 
 from coordinator.record.record import Record, open_record
-from coordinator.record.tables import RunStatus
 from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.pausing import pause, unpause
@@ -42,7 +41,7 @@ class RunButtons:
                 lambda store: f"run {run}: {cancel(store, site.folder, run)}",
             )
 
-    def show(self, site: Site, status: RunStatus, *, is_paused: bool) -> None:
+    def show(self, site: Site, status: str, *, is_paused: bool) -> None:
         """Show the buttons that apply to a run with this status."""
         is_active = status in ("queued", "waiting", "running", "interrupted")
         self._pause.set_visibility(is_active and not is_paused and site.may("pause"))

@@ -71,14 +71,17 @@ class Sites:
             all=len(fleet.devices), has_sites=any(sites), is_large=is_large,
         )  # fmt: skip
         self._place.show(
-            sites={name: self._select(devices, is_large=is_large) for name, devices in sites.items()},
+            sites={
+                name: [one for one in devices if not (is_large and _is_well(one))] for name, devices in sites.items()
+            },
             sizes={name: len(devices) for name, devices in sites.items()},
-            working={name: sum(one.state in ("training", "idle") for one in devices) for name, devices in sites.items()},
+            well={name: sum(map(_is_well, devices)) for name, devices in sites.items()},
             classes=CLASSES, address_of=address_of, has_sites=any(sites),
         )  # fmt: skip
 
-    def _select(self, devices: list[FleetDevice], *, is_large: bool) -> list[FleetDevice]:
-        return [one for one in devices if not is_large or one.state not in ("training", "idle")]
+
+def _is_well(device: FleetDevice) -> bool:
+    return device.state in ("training", "idle")
 
 
 async def show(site: Site) -> None:

@@ -6,8 +6,8 @@ from coordinator.views.dashboard.runs_page import Choice, make_headings, select_
 
 def run(name: str, status: str = "finished", accuracy: float | None = 0.5, method: str = "fedavg") -> RunProgress:
     return RunProgress(
-        run=name, created_at=f"2026-11-2{name[-1]}", status=status, reason=None, method=method, model="vit_tiny", seed=1,
-        rounds_planned=4, settings={}, rounds=2, mean_accuracy=accuracy,
+        run=name, created_at=f"2026-11-2{name[-1]}", status=status, reason=None, method=method, model="vit_tiny",
+        seed=1, rounds_planned=4, settings={}, rounds=2, mean_accuracy=accuracy,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from coordinator.rounds.service.status import ServiceStatus
 from coordinator.rounds.status import LiveStatus, Member, read_members, read_status
 from coordinator.run_view import RunProgress, Standing, natural_order, read_progress, read_standings
 from coordinator.security.registry import JoinedDevice
+from coordinator.views.service_facts import show_date
 from fedvit.errors import ConfigError
 
 SITE = "site"
@@ -32,6 +33,7 @@ STATES = {
 """States of a device, with their meanings for a legend."""
 ENDING_SHARE = 1 / 6
 """A certificate with a smaller share of its validity left should have been renewed; devices renew below a third."""
+MINUTE = "%Y-%m-%d %H:%M"
 ROUNDS_TIMED = 6
 """Newest rounds from which the time that is left is estimated."""
 
@@ -260,11 +262,16 @@ class _Known:
                 self._states.pop(name, None)
                 continue
             if name not in self._states:
-                seen = "never seen" if device.last_seen is None else f"last seen {_minute(device.last_seen)} UTC"
+                seen = (
+                    "never seen" if device.last_seen is None else f"last seen {show_date(device.last_seen, MINUTE)} UTC"
+                )
                 self.add(name, {}, None, is_online=False, detail=seen)
             if is_ending(device, now_s) and self._states[name][0] in ("idle", "away", "training"):
                 verb = "ended" if device.expires_at < now_s else "ends"
-                self._states[name] = ("certificate ending", f"its certificate {verb} {_minute(device.expires_at)} UTC")
+                self._states[name] = (
+                    "certificate ending",
+                    f"its certificate {verb} {show_date(device.expires_at, MINUTE)} UTC",
+                )
 
     def list_devices(self) -> list[FleetDevice]:
         """Return all devices by site and name."""
@@ -292,7 +299,3 @@ def was_written(folder: Path, run: str) -> float | None:
         return (folder / run / STATUS_FILE).stat().st_mtime
     except OSError:
         return None
-
-
-def _minute(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

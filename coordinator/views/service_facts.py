@@ -21,6 +21,7 @@ CERTIFICATES = ("authority", "broker", "coordinator")
 """Certificates of a deployment itself, in the order of its pages."""
 _FILES = {"authority": "authority.pem", "broker": "server.pem", "coordinator": "coordinator.pem"}
 NEWEST_BACKUPS = 5
+LAST_DAY_S = 253_402_214_400.0
 LEAST_DISK_BYTES = 10**9
 OLDEST_BACKUP_S = 172_800.0
 LEAST_DAYS = 60
@@ -168,13 +169,13 @@ def read_ends(deployment: Deployment) -> dict[str, float]:
     return ends
 
 
-def show_date(seconds: float) -> str:
-    """Write a date, UTC.
+def show_date(seconds: float, form: str = "%Y-%m-%d") -> str:
+    """Write a date, UTC; one beyond the calendar as its last day.
 
-    >>> show_date(1767225600.0)
-    '2026-01-01'
+    >>> show_date(1767225600.0), show_date(1e12)
+    ('2026-01-01', '9999-12-31')
     """
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")
+    return datetime.fromtimestamp(min(seconds, LAST_DAY_S), UTC).strftime(form)
 
 
 def rough(seconds: float) -> str:

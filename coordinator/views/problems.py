@@ -132,11 +132,15 @@ def _find_in_run(working: WorkingRun, folder: Path) -> Iterator[Problem]:
             f"Run {name} waits for {_count(len(status.waiting_for))} in a round of {rough(_age_s(run.openings[-1]))}."
         )
         yield Problem(
-            "mild", text, "See which devices are awaited, and until when.", _show("status", name, folder), name
+            "mild",
+            text,
+            "See which devices are awaited, and until when.",
+            command("coordinator", "status", name, runs=folder),
+            name,
         )
     if run.refusals > MOST_REFUSALS:
         text = f"Run {name} had {run.refusals} refusals within an hour."
-        yield Problem("mild", text, "Read their reasons.", _show("show", name, folder), name)
+        yield Problem("mild", text, "Read their reasons.", command("coordinator", "show", name, runs=folder), name)
 
 
 def _find_failed(fleet: FleetView, folder: Path) -> Iterator[Problem]:
@@ -150,7 +154,7 @@ def _find_failed(fleet: FleetView, folder: Path) -> Iterator[Problem]:
         more = f" and {len(runs) - 1} more" if runs[1:] else ""
         text = f"Run {runs[0]}{more} failed: {reason.rstrip('.')}."
         remedy = "Remove the reason, then submit it again or resume it."
-        yield Problem("bad", text, remedy, _show("show", runs[0], folder), runs[0])
+        yield Problem("bad", text, remedy, command("coordinator", "show", runs[0], runs=folder), runs[0])
 
 
 def _find_in_devices(fleet: FleetView, folder: Path, deployment: Path | None) -> Iterator[Problem]:
@@ -183,10 +187,6 @@ def _find_in_devices(fleet: FleetView, folder: Path, deployment: Path | None) ->
     if any(one.status for one in fleet.runs) and away > MOST_OFFLINE * all_devices:
         text = f"{away} of {all_devices} devices are away."
         yield Problem("mild", text, "Check network and power of the sites where they are.")
-
-
-def _show(what: str, run: str, folder: Path) -> str:
-    return command("coordinator", what, run, runs=folder)
 
 
 def _names(devices: list[FleetDevice]) -> str:

@@ -743,6 +743,8 @@ def test_operator_submits_a_run_from_the_page(browser: Browser, tmp_path: Path) 
         sign_in(tab, address, PASSWORD)
         tab.until("document.querySelector('#numbers')")
         tab.go(f"{address}/submit", "document.querySelector('textarea')")
+        press(tab, "Check only")
+        tab.until("document.querySelector('#checked')")
         for text in ("rounds = 0\ndevics = 1\n", 'method = "fedavg"\nrounds = 4\n'):
             tab.evaluate("document.querySelector('textarea').focus(), document.querySelector('textarea').select()")
             tab.write(text)

@@ -41,12 +41,12 @@ async def show(site: Site) -> None:
             return
         text = ui.textarea("run.toml", value=EXAMPLE).props("for=config outlined autogrow spellcheck=false")
         name = ui.input("Name of the run; by default date, time and method").props("outlined dense").classes("search")
-        said = Part("submit.html", "said")
+        outcome = Part("submit.html", "outcome")
 
         async def check() -> dict[str, Any] | None:
             """Show what is wrong; return the values if nothing is."""
             values, errors = await asyncio.to_thread(read_text, str(text.value or ""))
-            said.show(errors=errors, run=None, warning=None, checked=not errors)
+            outcome.show(errors=errors, run=None, warning=None, checked=not errors)
             return None if errors else values
 
         async def submit() -> None:
@@ -55,10 +55,10 @@ async def show(site: Site) -> None:
             try:
                 run, warning = await asyncio.to_thread(site.submit, values, str(name.value or "").strip() or None)
             except FedvitError as error:
-                said.show(errors={"": str(error)}, run=None, warning=None, checked=False)
+                outcome.show(errors={"": str(error)}, run=None, warning=None, checked=False)
             else:
                 click.echo(f"by the dashboard: run {run} is in the queue")
-                said.show(errors={}, run=run, warning=warning, checked=False)
+                outcome.show(errors={}, run=run, warning=warning, checked=False)
 
         with ui.element("div").classes("buttons"):
             ui.button("Submit", on_click=submit)

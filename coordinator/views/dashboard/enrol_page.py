@@ -1,13 +1,13 @@
 """The page on which an administrator makes a token for one device; the token is shown once."""
 
-import asyncio
+from typing import NamedTuple
 
-import click
 from nicegui import ui
 
-from coordinator.record.record import open_record
+from coordinator.record.record import Record
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.security.folder import make_token
+from coordinator.views.dashboard.actions import change
 from coordinator.views.dashboard.frame import Part, Site, page
 from fedvit.errors import FedvitError
 from fedvit.quantities import parse_seconds
@@ -16,16 +16,21 @@ VALID = {"10m": "10 minutes", "1h": "1 hour", "24h": "1 day"}
 """Validities of a token to choose from."""
 
 
-def make_invitation(site: Site, device: str, labels: str, valid: str, *, replaces: bool) -> str:
+class Invitation(NamedTuple):
+    """A device that is to join."""
+
+    device: str
+    labels: list[str]
+    valid: str  # of VALID
+    replaces: bool
+
+
+def make_invitation(store: Record, site: Site, asked: Invitation) -> str:
     """Make a token for a device, and set its labels; return the text of the token. Raises ConfigError."""
     assert site.deployment is not None
-    token = make_token(site.deployment, device, parse_seconds(valid), replaces=replaces)
-    if labels.split():
-        store = open_record(site.folder, check=False)
-        try:
-            set_labels(store, device, labels.split())
-        finally:
-            store.close()
+    token = make_token(site.deployment, asked.device, parse_seconds(asked.valid), replaces=asked.replaces)
+    if asked.labels:
+        set_labels(store, asked.device, asked.labels)
     return token.text()
 
 
@@ -45,20 +50,19 @@ async def show(site: Site) -> None:
 
         async def enrol() -> None:
             device = str(name.value or "").strip()
+            asked = Invitation(device, str(labels.value or "").split(), str(valid.value), bool(replaces.value))
+            tokens: list[str] = []
+
+            def make(store: Record) -> str:
+                tokens.append(make_invitation(store, site, asked))
+                return f"a token for {device}"
+
             try:
-                token = await asyncio.to_thread(
-                    make_invitation,
-                    site,
-                    device,
-                    str(labels.value or ""),
-                    str(valid.value),
-                    replaces=bool(replaces.value),
-                )
+                await change(site, make, "admin")
             except FedvitError as error:
                 made.show(token=None, error=str(error), device=device, valid="")
             else:
-                click.echo(f"by the dashboard: a token for {device}")
-                made.show(token=token, error=None, device=device, valid=VALID[str(valid.value)])
+                made.show(token=tokens[0], error=None, device=device, valid=VALID[str(valid.value)])
                 name.value = ""
 
         with ui.element("div").classes("buttons"):

@@ -14,12 +14,13 @@ from nicegui import ui
 from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
 from coordinator.rounds.status import LiveStatus, read_status
+from coordinator.security.credentials import Credentials
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import JoinedDevice
 from coordinator.views.dashboard.charts import Options
 from coordinator.views.dashboard.experiments import Experiments
 from coordinator.views.dashboard.reader import RecordReader, RegistryReader
-from coordinator.views.dashboard.roles import Act, Role, may
+from coordinator.views.dashboard.roles import SESSION, Act, Role, may
 from coordinator.views.service_facts import rough
 from fedvit.errors import ConfigError, FedvitError
 from profiles.report.page import environment
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Submit = Callable[[dict[str, Any], str | None, bool], tuple[str, str | None]]
+"""Puts a configuration into the queue, under a name or its usual one; the flag says whether it may name places of the
+server. Returns the run's name, and a warning."""
 EVERY_S = 1.0
 """Interval at which a page looks for news."""
 PAGES = (
@@ -49,15 +53,14 @@ class Site:
     folder: Path  # of the runs
     experiments: Experiments
     deployment: Deployment | None  # the devices' certificates
-    acts: bool  # whether a password was given, so that operators may change something
-
-    submit: Callable[[dict[str, Any], str | None], tuple[str, str | None]]
-    """Puts a configuration into the queue, under a name or its usual one; returns the run's name, and a warning."""
+    credentials: Credentials  # who may change something
+    submit: Submit
 
     @property
     def role(self) -> Role:
         """The role of who looks at a page."""
-        return "admin" if self.acts else "viewer"
+        role: Role = ui.context.client.request.scope[SESSION].identity.role
+        return role
 
     def may(self, act: Act) -> bool:
         """Return whether who looks at a page may do something."""

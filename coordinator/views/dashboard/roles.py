@@ -3,7 +3,9 @@
 from typing import Literal, get_args
 
 Role = Literal["viewer", "operator", "admin"]
-Act = Literal["submit", "pause", "cancel", "label", "release", "revoke", "enrol"]
+Act = Literal["submit", "pause", "cancel", "label", "release", "revoke", "enrol", "retry"]
+SESSION = "fedvit.session"
+"""Key of a request's scope with the session of who asks."""
 _ROLES = get_args(Role)
 _LEAST: dict[Act, Role] = {"revoke": "admin", "enrol": "admin"}
 """Least role of an act; others need an operator."""

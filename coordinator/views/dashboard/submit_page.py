@@ -4,10 +4,11 @@ import asyncio
 import tomllib
 from typing import Any
 
-import click
 from nicegui import ui
 
 from coordinator.config import find_errors
+from coordinator.record.record import Record
+from coordinator.views.dashboard.actions import change
 from coordinator.views.dashboard.frame import Part, Site, page
 from fedvit.errors import FedvitError
 
@@ -53,11 +54,18 @@ async def show(site: Site) -> None:
             if (values := await check()) is None:
                 return
             try:
-                run, warning = await asyncio.to_thread(site.submit, values, str(name.value or "").strip() or None)
+                made: list[tuple[str, str | None]] = []
+                own_name, places = str(name.value or "").strip() or None, site.role == "admin"
+
+                def put(_: Record) -> str:
+                    made.append(site.submit(values, own_name, places))
+                    return f"run {made[0][0]} is in the queue"
+
+                await change(site, put)
+                run, warning = made[0]
             except FedvitError as error:
                 outcome.show(errors={"": str(error)}, run=None, warning=None, checked=False)
             else:
-                click.echo(f"by the dashboard: run {run} is in the queue")
                 outcome.show(errors={}, run=run, warning=warning, checked=False)
 
         with ui.element("div").classes("buttons"):

@@ -7,6 +7,7 @@ nothing else. Units are in the names: `_s` seconds, `_j` joules, `_c` degrees Ce
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from coordinator.config import RunConfig
 from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
 from coordinator.record.record import Record
+from coordinator.record.rounds import RunPosition
 from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
 from coordinator.record.totals import add_evaluation, add_training, with_result
 from fedvit.errors import ConfigError
@@ -228,16 +230,18 @@ def read_sizes(store: Record, folder: Path) -> dict[str, int]:
 
 def list_progress(store: Record) -> list[RunProgress]:
     """Read the progress of all runs, newest first."""
-    return [read_progress(store, record) for record in store.runs.read_all()]
+    positions, not_begun = store.rounds.read_positions(), RunPosition(0, None)
+    return [_make_progress(store, record, positions.get(record.id, not_begun)) for record in store.runs.read_all()]
 
 
 def read_progress(store: Record, record: RunRecord) -> RunProgress:
-    """Read the progress of a run."""
-    return RunProgress(
-        **_head(store, record),
-        rounds=store.rounds.find_last(record.id),
-        mean_accuracy=store.rounds.read_mean_accuracy(record.id),
-    )
+    """Read the progress of one run."""
+    rounds = store.rounds
+    return _make_progress(store, record, RunPosition(rounds.find_last(record.id), rounds.read_mean_accuracy(record.id)))
+
+
+def _make_progress(store: Record, record: RunRecord, position: RunPosition) -> RunProgress:
+    return RunProgress(**_head(store, record), rounds=position.last, mean_accuracy=position.accuracy)
 
 
 def list_page(store: Record, where: RunFilter, offset: int, limit: int) -> RunPage:
@@ -282,7 +286,13 @@ def run_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(_differing(config, json.loads(msgspec.json.encode(RunConfig()))))
+    return dict(_differing(config, _defaults()))
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    defaults: dict[str, Any] = json.loads(msgspec.json.encode(RunConfig()))
+    return defaults
 
 
 def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:

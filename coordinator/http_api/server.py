@@ -3,6 +3,7 @@
 import errno
 import socket
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import uvicorn
 
 from coordinator.http_api.app import ROOT, ApiGuard, Scope, make_app
 from coordinator.http_api.site import ApiSite
+from coordinator.operations.submitting import Submission, submit
 from coordinator.views.dashboard.connections import BoundedProtocol
 from coordinator.views.dashboard.experiments import Experiments
 from fedvit.errors import ConfigError
@@ -49,6 +51,12 @@ def listen_on(address: str, port: int) -> socket.socket:
         ) from error
 
 
+def _submit(folder: Path, values: dict[str, Any], name: str | None, places: bool) -> tuple[str, str | None]:
+    """Put a run from a page into the queue; return its name, and a warning. Raises ConfigError."""
+    submitted = submit(folder, Submission(values, "run.toml", name), places=places)
+    return submitted.run, submitted.warning
+
+
 def serve(
     site: ApiSite,
     opened: socket.socket,
@@ -64,7 +72,9 @@ def serve(
     served: Any = ApiGuard(make_app(site), site.credentials)
     if experiments is not None:
         pages = import_module("coordinator.views.dashboard.server")  # late: NiceGUI
-        guard = pages.make_pages(site.reader, site.folder, site.credentials, site.deployment, experiments)
+        guard = pages.make_pages(
+            site.reader, site.folder, site.credentials, site.deployment, experiments, partial(_submit, site.folder)
+        )
         served.find_session = guard.find_identity
         served = Server(served, guard)
     config = uvicorn.Config(

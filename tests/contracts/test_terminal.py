@@ -19,7 +19,7 @@ from PIL import Image
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import open_record
 from coordinator.record.tables import Announced, DeviceLog, RefusalRecord, SavedState
-from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
@@ -183,7 +183,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Deployment.open(tmp_path / "deployment").registry.change() as rows:
         rows.put_device(ATTACK, Certificate("1f", 0.0, 2e9), 1.7e9)
     member = MemberStatus(device=ATTACK, online=True, labels={ATTACK: ATTACK}, run=ATTACK)
-    write_service_status(tmp_path / "served", federation=ATTACK, broker=ATTACK, running=[ATTACK], members=[member])
+    status = ServiceStatus(federation=ATTACK, broker=ATTACK, running=[ATTACK], members=[member])
+    write_service_status(tmp_path / "served", status)
     for name in ("bee", ATTACK):
         folder = tmp_path / "images" / name
         folder.mkdir(parents=True)

@@ -27,7 +27,7 @@ from coordinator.rounds.parts import RunSetup
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
 from coordinator.rounds.service.regular import CleanUps, RegularWork
 from coordinator.rounds.service.router import Router, RunTransport
-from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.security.signing import GraphSigner
 from fedvit.errors import ConfigError, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.logs import thread_log
@@ -296,11 +296,20 @@ class RunService:
             if str(error) != str(self.trouble):
                 self._display.line(f"paused: {error}")
             self.trouble = error
-        members = [MemberStatus(**member._asdict()) for member in self._router.members()]
-        write_service_status(
-            self._host.out, federation=self._config.federation, broker=str(self._endpoint.address),
-            running=sorted(self._running), members=members,
-        )  # fmt: skip
+        self._write_status()
+
+    def _write_status(self) -> None:
+        config = self._config
+        status = ServiceStatus(
+            federation=config.federation,
+            broker=str(self._endpoint.address),
+            running=sorted(self._running),
+            members=[MemberStatus(**member._asdict()) for member in self._router.members()],
+            term=self._host.term,
+            connected=self._router.connected,
+            backup=str(Path(config.backup).resolve()) if config.backup else None,
+        )
+        write_service_status(self._host.out, status)
 
     def _begin(self, record: RunRecord) -> None:
         """Serve a run, unless another process does; mark it as failed if it cannot begin."""

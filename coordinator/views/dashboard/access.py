@@ -21,6 +21,7 @@ from coordinator.security.api_tokens import Identity
 from coordinator.security.broker import is_loopback
 from coordinator.security.credentials import Credentials, TooManyAttempts, Way, network_of
 from coordinator.views.dashboard.frame import templates
+from coordinator.views.dashboard.roles import SESSION
 
 COOKIE = "fedvit_dashboard"
 TOKEN = "token"
@@ -37,8 +38,6 @@ _HEADERS = [
     (b"x-frame-options", b"DENY"),
 ]
 
-SESSION = "fedvit.session"
-"""Key of a request's scope: its session."""
 
 Scope = MutableMapping[str, Any]
 

@@ -16,8 +16,9 @@ from coordinator.rounds.service.retrying import retry
 from coordinator.security.api_tokens import Identity, UserRole
 from coordinator.security.credentials import Forbidden
 from coordinator.security.revoking import revoke_device
-from coordinator.views.dashboard.access import SESSION, Session
+from coordinator.views.dashboard.access import Session
 from coordinator.views.dashboard.frame import Site
+from coordinator.views.dashboard.roles import SESSION
 from fedvit.errors import FedvitError
 
 
@@ -26,65 +27,67 @@ def current_user() -> Identity:
     return _session().identity
 
 
-def may(role: UserRole) -> bool:
-    """Return whether the user of the page has a role, or one above it."""
-    return current_user().may(role)
+class RunButtons:
+    """The buttons of a run; only those that apply are shown."""
 
-
-def run_buttons(site: Site, run: str) -> None:
-    """Show the buttons that change a run, to operators."""
-    if not may("operator"):
-        return
-    with ui.element("div").classes("buttons"):
-        button(
-            site,
-            "Pause",
-            f"Pause run {run}? It finishes its open round, and opens no new one.",
-            lambda store: f"run {run}: {pause(store, run)}",
-        )
-        button(
-            site,
-            "End the pause",
-            f"Let run {run} open rounds again?",
-            lambda store: f"run {run}: {unpause(store, run)}",
-        )
-        button(
-            site,
-            "Try again",
-            f"Let the service serve run {run} again?",
-            lambda store: f"run {run}: {retry(store, run)}",
-        )
-        button(
-            site,
-            "Cancel this run",
-            f"Cancel run {run}? It cannot be resumed.",
-            lambda store: f"run {run}: {cancel(store, site.folder, run)}",
-        )
-
-
-def device_buttons(site: Site, run: str, device: str) -> None:
-    """Show the buttons that change a device: to operators, and to admins that which revokes it."""
-
-    def end(store: Record) -> str:
-        release(store, run, device)
-        return f"{device}: released, its strikes are reset"
-
-    def revoke(_: Record) -> str:
-        assert site.deployment is not None
-        return "; ".join(revoke_device(site.deployment, device))
-
-    if not may("operator"):
-        return
-    with ui.element("div").classes("buttons"):
-        button(site, "Release from quarantine", f"End the quarantine of {device} and reset its strikes?", end)
-        if site.deployment is not None and may("admin"):
-            button(
+    def __init__(self, site: Site, run: str) -> None:
+        with ui.element("div").classes("buttons"):
+            self._pause = button(
                 site,
-                "Revoke",
-                f"Revoke {device}? Its connection ends, and its certificate becomes invalid.",
-                revoke,
-                role="admin",
+                "Pause",
+                f"Pause run {run}? It finishes its open round, and opens no new one.",
+                lambda store: f"run {run}: {pause(store, run)}",
             )
+            self._unpause = button(
+                site,
+                "End the pause",
+                f"Let run {run} open rounds again?",
+                lambda store: f"run {run}: {unpause(store, run)}",
+            )
+            self._retry = button(
+                site,
+                "Try again",
+                f"Let the service serve run {run} again?",
+                lambda store: f"run {run}: {retry(store, run)}",
+            )
+            self._cancel = button(
+                site,
+                "Cancel this run",
+                f"Cancel run {run}? It cannot be resumed.",
+                lambda store: f"run {run}: {cancel(store, site.folder, run)}",
+            )
+
+    def show(self, site: Site, status: str, *, is_paused: bool) -> None:
+        """Show the buttons that apply to a run with this status."""
+        is_active = status in ("queued", "waiting", "running", "interrupted")
+        self._pause.set_visibility(is_active and not is_paused and site.may("pause"))
+        self._unpause.set_visibility(is_active and is_paused and site.may("pause"))
+        self._retry.set_visibility(status == "failed" and site.may("retry"))
+        self._cancel.set_visibility(is_active and site.may("cancel"))
+
+
+class DeviceButtons:
+    """The buttons of a device; only those that apply are shown."""
+
+    def __init__(self, site: Site, run: str | None, device: str) -> None:
+        def end(store: Record) -> str:
+            release(store, str(run), device)
+            return f"{device}: released, its strikes are reset"
+
+        def revoke(_: Record) -> str:
+            assert site.deployment is not None
+            return "; ".join(revoke_device(site.deployment, device))
+
+        with ui.element("div").classes("buttons"):
+            question = f"End the quarantine of {device} and reset its strikes?"
+            self._release = button(site, "Release from quarantine", question, end)
+            question = f"Revoke {device}? Its connection ends, and its certificate becomes invalid."
+            self._revoke = button(site, "Revoke", question, revoke, role="admin")
+
+    def show(self, site: Site, *, has_strikes: bool, may_connect: bool) -> None:
+        """Show the buttons that apply; `may_connect`: it has a certificate that was not revoked."""
+        self._release.set_visibility(has_strikes and site.may("release"))
+        self._revoke.set_visibility(may_connect and site.deployment is not None and site.may("revoke"))
 
 
 def label_field(site: Site, device: str) -> None:
@@ -94,8 +97,6 @@ def label_field(site: Site, device: str) -> None:
         set_labels(store, device, str(field.value or "").split())
         return f"{device}: labels {field.value}"
 
-    if not may("operator"):
-        return
     with ui.element("div").classes("buttons"):
         field = ui.input("Labels, as in site=berlin board=rpi5").props("outlined dense").classes("search")
         button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)

@@ -1,6 +1,7 @@
 """The record as pages read it: each question is asked again only after the record has changed."""
 
 import asyncio
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from coordinator.record.liveness import STALE_S
 from coordinator.record.record import Record
+from coordinator.security.clock import find_doubt
+from coordinator.security.folder import Deployment
+from coordinator.security.registry import JoinedDevice
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,6 +91,35 @@ class RecordReader:
         return (int(time.monotonic() / STALE_S), 0), *(
             _stat(self.folder / name) for name in ("fedvit.db", "fedvit.db-wal")
         )
+
+
+class Registered(NamedTuple):
+    """The devices of a deployment."""
+
+    devices: dict[str, JoinedDevice]
+    doubt: str | None  # of this machine's clock
+
+
+class RegistryReader:
+    """Reads a deployment's registry again only after its files have changed. Safe from any thread."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._stamp: tuple[object, ...] = ()
+        self._known = Registered({}, None)
+        self._lock = threading.Lock()
+
+    def read(self) -> Registered:
+        """Return the devices. Raises the errors of `Registry`."""
+        with self._lock:
+            path = self._deployment.registry.path
+            stamp = (int(time.monotonic() / STALE_S), *(_stat(path.with_name(path.name + end)) for end in ("", "-wal")))
+            if stamp != self._stamp:
+                with self._deployment.registry.read() as rows:
+                    doubt = find_doubt(self._deployment, rows.clock_s())
+                    self._known = Registered({device.name: device for device in rows.read_devices()}, doubt)
+                self._stamp = stamp
+            return self._known
 
 
 def _stat(file: Path) -> tuple[int, int]:

@@ -10,10 +10,21 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from coordinator.security.credentials import Credentials
 from coordinator.security.folder import Deployment
-from coordinator.views.dashboard import compare_page, device_page, fleet_page, round_page, run_page, runs_page
+from coordinator.views.dashboard import (
+    compare_page,
+    device_page,
+    devices_page,
+    enrol_page,
+    front_page,
+    round_page,
+    run_page,
+    runs_page,
+    service_page,
+    submit_page,
+)
 from coordinator.views.dashboard.access import AccessGuard, ContentPolicy
 from coordinator.views.dashboard.experiments import Experiments
-from coordinator.views.dashboard.frame import Site
+from coordinator.views.dashboard.frame import Site, Submit
 from coordinator.views.dashboard.reader import RecordReader
 
 ANSWER_S = 60.0
@@ -27,9 +38,10 @@ def make_pages(
     credentials: Credentials,
     deployment: Deployment | None,
     experiments: Experiments,
+    submit: Submit,
 ) -> AccessGuard:
     """Make the application with all pages, behind the guard that lets people in."""
-    site = Site(reader, folder, experiments, deployment, credentials)
+    site = Site(reader, folder, experiments, deployment, credentials, submit)
     logging.getLogger("nicegui").setLevel(logging.ERROR)  # on a busy machine it warns that it is slow
     _register(site)
     style = "".join(
@@ -37,6 +49,8 @@ def make_pages(
         for package, name in (("profiles.report", "style.css"), ("coordinator.views.dashboard", "dashboard.css"))
     )
     ui.add_head_html(f"<style>{style}</style>", shared=True)
+    script = files("coordinator.views.dashboard").joinpath("dashboard.js").read_text()
+    ui.add_head_html(f"<script>{script}</script>", shared=True)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     ui.run_with(
         app, title="fedvit", favicon="data:,", dark=None, language="en-US", tailwind=False,
@@ -48,8 +62,11 @@ def make_pages(
 def _register(site: Site) -> None:
     """Each page under its address; what follows `?` are the arguments of its function."""
 
-    async def at_runs() -> None:
-        await runs_page.show(site)
+    async def at_front() -> None:
+        await front_page.show(site)
+
+    async def at_runs(text: str = "", status: str = "", order: str = "", page: int = 1) -> None:
+        await runs_page.show(site, runs_page.Choice(text, status, order, page))
 
     async def at_run(run: str) -> None:
         await run_page.show(site, run)
@@ -57,17 +74,27 @@ def _register(site: Site) -> None:
     async def at_round(run: str, number: int) -> None:
         await round_page.show(site, run, number)
 
-    async def at_fleet(run: str | None = None) -> None:
-        await fleet_page.show(site, run)
+    async def at_devices(run: str | None = None) -> None:
+        await devices_page.show(site, run)
 
-    async def at_device(run: str, device: str, until: int | None = None) -> None:
+    async def at_device(device: str, run: str | None = None, until: int | None = None) -> None:
         await device_page.show(site, run, device, until)
+
+    async def at_service() -> None:
+        await service_page.show(site)
+
+    async def at_submit() -> None:
+        await submit_page.show(site)
+
+    async def at_enrol() -> None:
+        await enrol_page.show(site)
 
     async def at_compare(run: list[str] = _RUNS, method: list[str] = _METHODS) -> None:
         await compare_page.show(site, run, method)
 
     for address, show in (
-        ("/", at_runs), ("/run", at_run), ("/round", at_round), ("/fleet", at_fleet), ("/device", at_device),
+        ("/", at_front), ("/runs", at_runs), ("/run", at_run), ("/round", at_round), ("/devices", at_devices),
+        ("/device", at_device), ("/service", at_service), ("/submit", at_submit), ("/enrol", at_enrol),
         ("/compare", at_compare),
     ):  # fmt: skip
         ui.page(address, response_timeout=ANSWER_S)(show)

@@ -16,7 +16,7 @@ from coordinator.config import RunConfig
 from coordinator.operations.submitting import _find_warning
 from coordinator.record.database import use_database
 from coordinator.record.record import open_record
-from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone
 from tests.support.forked import ForkedWorker
@@ -69,7 +69,7 @@ def statuses(out: Path) -> dict[str, str]:
 
 def members(out: Path, **labels: str) -> None:
     member = MemberStatus(device="pi-1", labels=labels, online=True, run=None)
-    write_service_status(out, federation="home", broker="localhost:1883", running=[], members=[member])
+    write_service_status(out, ServiceStatus(federation="home", broker="localhost:1883", running=[], members=[member]))
 
 
 def test_submit_prints_the_name_of_the_run(tmp_path: Path, forked_worker: None) -> None:

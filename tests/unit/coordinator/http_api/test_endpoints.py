@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from coordinator.cli import cli
 from coordinator.record.record import Record, open_record
-from coordinator.rounds.service.status import write_service_status
+from coordinator.rounds.service.status import ServiceStatus, write_service_status
 from coordinator.run_view import read_document, read_run, show_document
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
@@ -121,7 +121,7 @@ def test_activity_is_that_of_the_status_file(api: Api, tmp_path: Path) -> None:
     (tmp_path / "runs" / RUN).mkdir(exist_ok=True)
     write_status(tmp_path / "runs" / RUN, ["a"], 2)
     assert api.get(f"/runs/{RUN}/activity")["live"]["waiting_for"]
-    write_service_status(tmp_path / "runs", federation="f", broker="b", running=[RUN], members=[])
+    write_service_status(tmp_path / "runs", ServiceStatus(federation="f", broker="b", running=[RUN], members=[]))
     assert api.get("/service")["alive"] is True
 
 

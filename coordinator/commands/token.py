@@ -16,7 +16,7 @@ from profiles.report.tables import Column, Sheet, columns
 
 @click.group(cls=Group, examples=["coordinator token new ci --role operator --days 90", "coordinator token list"])
 def token() -> None:
-    """Make, list and remove tokens of the HTTP API (docs/api.md)."""
+    """Make, list and remove tokens of the HTTP API."""
 
 
 @token.command(cls=Command, examples=["coordinator token new ci --role operator --days 90 > ci.token"])

@@ -63,8 +63,8 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan",
-        "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status", "submit",
+        "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause",
+        "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status", "submit",
         "unpause", "wait",
     )),
     "fleet region", "fleet run",

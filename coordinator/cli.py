@@ -40,7 +40,7 @@ COMMANDS = {
     "start": "Start a run: a broker unless one is given, its devices, and its rounds.",
     "status": "Show what a run or the service is waiting for.",
     "submit": "Put a run into the queue of a service.",
-    "token": "Make, list and remove tokens of the HTTP API.",
+    "token": "Manage tokens of the HTTP API: make, list and remove them.",
     "unpause": "Let a paused run open rounds again.",
     "wait": "Wait until a run has ended.",
 }

@@ -75,10 +75,12 @@ def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) 
     "--weights", type=click.Path(path_type=Path, exists=True), required=True, help="Checkpoint of the pretrained model."
 )
 @click.option("--model", default="deit_tiny_patch16_224", help="Model of the weights.")
-@click.option("--image-size", type=click.IntRange(min=1), default=224, help="Side of the images in pixels.")
-@click.option("--images", type=click.IntRange(min=1), default=2000, help="Images of all devices together.")
-@click.option("--devices", type=click.IntRange(min=1), default=20, help="Devices, with two classes each.")
-@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Repetitions with other images.")
+@click.option("--image-size", type=click.IntRange(min=1), default=96, help="Side of the images in pixels.")
+@click.option("--images", type=click.IntRange(min=1), default=1000, help="Images of all devices together.")
+@click.option("--devices", type=click.IntRange(min=1), default=20, help="Devices.")
+@click.option("--classes-per-device", type=click.IntRange(min=1), default=2, help="Not of a data set with domains.")
+@click.option("--seeds", type=click.IntRange(min=1), default=5, help="Repetitions with other images.")
+@click.option("--trained", type=click.IntRange(min=0), default=5, help="Seeds with methods that train it; 0: no fleet.")
 @json_flag
 @out_flag
 def analytic_command(as_json: bool, out: Path | None, **flags: Any) -> None:

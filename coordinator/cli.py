@@ -41,6 +41,7 @@ COMMANDS = {
     "status": "Show what a run or the service is waiting for.",
     "submit": "Put a run into the queue of a service.",
     "token": "Manage tokens of the HTTP API: make, list and remove them.",
+    "trace": "Print what happened to a task, or to a round's tasks, and when.",
     "unpause": "Let a paused run open rounds again.",
     "wait": "Wait until a run has ended.",
 }

@@ -60,6 +60,11 @@ class RecordedRuns:
         order = (queued, priority.desc(), RUNS.c.submitted_at, RUNS.c.id)
         return self._database.read(RunRecord, RUNS, query.order_by(*order))
 
+    def read_queue(self) -> list[str]:
+        """Return when each queued run was submitted (ISO 8601, UTC), the oldest first."""
+        query = select(RUNS.c.submitted_at).where(RUNS.c.status == "queued").order_by(RUNS.c.submitted_at)
+        return [row.submitted_at for row in self._database.fetch(query)]
+
     def take_from_queue(self, run: str, config: dict[str, Any], broker: dict[str, Any]) -> bool:
         """Begin a queued run with this configuration; return whether it was still queued."""
         queued = (RUNS.c.id == run, RUNS.c.status == "queued")

@@ -19,6 +19,7 @@ from sqlalchemy.types import TypeDecorator
 from fedvit.blobs import BlobStore
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.roles import NONE
+from fedvit.secure import SUM as SUM
 from fedvit.wire.messages import ClassCount, DeltaStep, TaskKind
 from profiles.prediction import Expected
 
@@ -234,10 +235,6 @@ class TaskTimes(NamedTuple):
     ended_at: str | None = None
     left_at: str | None = None  # its device went offline; the newest time
     returned_at: str | None = None  # it was online again; None: not since it left
-
-
-SUM = "(sum)"
-"""Stands for a device in the result of a secure sum. No device can have this name."""
 
 
 class ResultRecord(Struct, frozen=True):

@@ -41,7 +41,7 @@ WITH_JSON = {
     *(f"coordinator {name}" for name in (
         "audit", "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods",
         "pause", "plan", "profile", "quarantine", "report", "restore", "retry", "rm", "runs", "show", "status",
-        "submit", "unpause", "wait",
+        "submit", "trace", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
         "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -64,7 +64,8 @@ WITHOUT_JSON = {
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
         "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause",
-        "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status", "submit",
+        "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status",
+        "submit", "trace",
         "unpause", "wait",
     )),
     "fleet region", "fleet run",

@@ -82,6 +82,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator submit": [["{attack}", "--runs", "runs"]],
     "coordinator token": [["new", "{attack}", "--runs", "spare"], ["list", "--runs", "{attack}"]],
     "coordinator unpause": [["{attack}", "--runs", "spare"]],
+    "coordinator trace": [["{attack}.1", "--runs", "runs"], ["{attack}.1", "--runs", "runs", "--json"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
     "edge-client bugreport": [["--broker", "127.0.0.1:1", "--state", "state", "--out", "{attack}"]],
     "edge-client doctor": [

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from statistics import median, quantiles
 
 from bench.reporting import Progress, Report
-from coordinator.record.record import open_record
+from coordinator.record.record import Record, open_record
 from coordinator.record.tables import SavedState
 from coordinator.security.api_tokens import ApiTokens
 from fedvit.errors import FedvitError
@@ -68,18 +68,24 @@ def run_api_bench(
 
 def _write_runs(out: Path, count: int) -> None:
     store = open_record(out)
+    with store.database.together():  # one commit
+        for number in range(count):
+            _write_run(store, f"run-{number:04d}", number)
     for number in range(count):
         name = f"run-{number:04d}"
-        store.runs.create(name, {"method": "fedavg", "model": "vit_small_images", "rounds": 3, "seed": number})
-        for round_number in (1, 2, 3):
-            store.rounds.open(name, round_number, ["a", "b"])
-            store.rounds.close(name, round_number, SavedState({}, None, {}), {"devices_s": 2.5, "server_s": 0.5})
-        store.runs.update(name, status="finished")
         (out / name).mkdir()
         (out / name / "status.json").write_text(
             '{"at": "2026-01-01T00:00:00+00:00", "doing": "-", "waiting_for": [], "resting": [], "online": 0}'
         )
     store.close()
+
+
+def _write_run(store: Record, name: str, seed: int) -> None:
+    store.runs.create(name, {"method": "fedavg", "model": "vit_small_images", "rounds": 3, "seed": seed})
+    for number in (1, 2, 3):
+        store.rounds.open(name, number, ["a", "b"])
+        store.rounds.close(name, number, SavedState({}, None, {}), {"devices_s": 2.5, "server_s": 0.5})
+    store.runs.update(name, status="finished")
 
 
 def _change(out: Path, over: threading.Event) -> None:

@@ -40,8 +40,8 @@ COMMANDS = {
     "start": "Start a run: a broker unless one is given, its devices, and its rounds.",
     "status": "Show what a run or the service is waiting for.",
     "submit": "Put a run into the queue of a service.",
+    "token": "Manage tokens of the HTTP API: make, list and remove them.",
     "trace": "Print what happened to a task, or to a round's tasks, and when.",
-    "token": "Make, list and remove tokens of the HTTP API.",
     "unpause": "Let a paused run open rounds again.",
     "wait": "Wait until a run has ended.",
 }

@@ -16,7 +16,7 @@ from profiles.report.tables import Column, Sheet, columns
 
 @click.group(cls=Group, examples=["coordinator token new ci --role operator --days 90", "coordinator token list"])
 def token() -> None:
-    """Make, list and remove tokens of the HTTP API (docs/api.md)."""
+    """Manage tokens of the HTTP API: make, list and remove them."""
 
 
 @token.command(cls=Command, examples=["coordinator token new ci --role operator --days 90 > ci.token"])
@@ -49,7 +49,7 @@ def list_tokens(folder: Path, as_json: bool) -> None:
             "expires_at", "valid until", lambda each: "expired" if each.is_expired() else each.expires_at or "any time"
         ),
     ]
-    console.print(Sheet(tokens, shown_columns).draw(None, console.width) if tokens else "no token")
+    console.print(Sheet(tokens, shown_columns).draw(None, console.width) if tokens else f"no token in {folder}")
 
 
 @token.command(cls=Command, examples=["coordinator token rm ci"])

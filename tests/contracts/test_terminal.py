@@ -142,6 +142,7 @@ def _record(folder: Path) -> None:
         store.tasks.add_results([(ATTACK, answer, None)])
         store.rounds.close_evaluation(name, 1)
         store.devices.set_announced(name, {ATTACK: Announced(ATTACK, (ATTACK,))})
+        store.audit.add("label", ATTACK, ATTACK)
         store.devices.add_refusal(name, RefusalRecord(1, ATTACK, "train", ATTACK))
         store.devices.add_strike(name, 1, ATTACK, ATTACK)
         store.devices.add_quarantine(name, ATTACK, 1, None, ATTACK)

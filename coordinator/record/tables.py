@@ -232,6 +232,8 @@ class TaskTimes(NamedTuple):
 
 SUM = "(sum)"
 """Stands for a device in the result of a secure sum. No device can have this name."""
+ANNOUNCED = "announced"
+"""Metric of a device's result whose numbers are in a secure sum: its images, by its hello."""
 
 
 class ResultRecord(Struct, frozen=True):

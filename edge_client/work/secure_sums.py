@@ -155,14 +155,14 @@ class SecureSums:
         sum_id = invite.sum
         with self._storage.sums.lock:  # from now on the payload stays
             part.take_inbox(inbox)
-            payload = self._read_payload(invite)
+            payload, noise = self._read_payload(invite), part.share_noise()
         note = self._storage.vault.newest_task(sum_id.run)
         seeds = find_rounding_seeds(note.seed if note else 0, sum_id.round, self._link.identity.device)
         self._at_work = sum_id
 
         def work() -> None:
             try:
-                vector = make_vector(sum_id.kind, payload, invite.terms, seeds)
+                vector = make_vector(sum_id.kind, payload, invite.terms, seeds, noise)
                 events.put(Masked(sum_id, part.mask(vector), part.cohort))
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
                 events.put(Masked(sum_id, b"", 0, error))

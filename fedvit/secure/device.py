@@ -13,9 +13,10 @@ import msgspec
 
 from fedvit.errors import BadPayload, NotAllowed
 from fedvit.secure.attempt import Attempt, replace_step
-from fedvit.secure.keys import Binding, KeyPair, seal, unseal
+from fedvit.secure.keys import Binding, KeyPair, MaskStream, seal, unseal
 from fedvit.secure.masks import add_masks
 from fedvit.secure.neighbours import count_needed_holders, digest_roster, list_neighbours
+from fedvit.secure.noise import LEAST_STEPS, NoiseShare, count_noise_steps, find_ratio
 from fedvit.secure.shamir import SHARE_BYTES, split_secret
 from fedvit.secure.signing import Credentials
 from fedvit.secure.vectors import Vector, pack_vector
@@ -108,6 +109,19 @@ class DeviceSum:
         self._unseal_shares(inbox)
         self._check_hidden(len(inbox.sealed), "have sent shares")
         self._keep(self.attempt)
+
+    def share_noise(self) -> NoiseShare | None:
+        """Return the noise that the device adds to its numbers; after `answer_peers`. None without privacy.
+
+        Raises NotAllowed if it were too small for the steps of the integers.
+        """
+        terms = self.attempt.invite.terms
+        if terms.noise is None:
+            return None
+        if (steps := count_noise_steps(terms, self.cohort)) < LEAST_STEPS:
+            raise NotAllowed("FV1451", f"the noise of a device has {steps:.2g} steps, and {LEAST_STEPS:g} are needed")
+        key = self._binding.derive(self.attempt.noise_seed, "noise", self._device)
+        return NoiseShare(find_ratio(self.cohort, terms.neighbours), MaskStream(key))
 
     def mask(self, payload: Vector) -> bytes:
         """Return the payload with the device's own mask, and those in common with neighbours; after `take_inbox`."""

@@ -43,6 +43,25 @@ def _read_circle(circle: list[str], degree: int, place: int) -> list[str]:
     return sorted({circle[(place + step) % count] for step in steps} - {circle[place]})
 
 
+def count_least_devices(devices: int, degree: int) -> int:
+    """Return the fewest devices whose sum can be revealed, of so many that have sent keys.
+
+    Around each device in the sum, at most `most` of its holders are not. So gaps in the circle are at most `most` long,
+    and around a device in a gap, seen from the next one in the sum, at least `least` are in the sum. Pairs of a device
+    in the sum and one that is not, counted from both sides, give the bound.
+
+    >>> count_least_devices(4, 20), count_least_devices(100, 20), count_least_devices(1000, 20)
+    (3, 67, 667)
+    """
+    holders = min(devices, degree + degree % 2 + 1)
+    needed = count_needed_holders(holders)
+    if holders == devices:
+        return needed
+    most = holders - needed
+    least = holders - -(-most // 2) - most
+    return max(needed, -(-devices * least // (least + most)))
+
+
 def count_needed_holders(holders: int) -> int:
     """Return how many of the holders of a device's shares must reveal them, more than two thirds.
 

@@ -115,6 +115,12 @@ class SumServer:
             self._survived.add(device)
             self.waiting.discard(device)
 
+    def count_left(self) -> dict[str, int]:
+        """Count the devices that left in each step."""
+        state = self.state
+        went_on = [state.terms.devices, len(state.keys), len(state.shares), len(state.masked), len(self._reveals)]
+        return {step: before - after for step, before, after in zip(STEPS, went_on, went_on[1:], strict=False)}
+
     def restore_masked(self, device: str, content: bytes) -> None:
         """Add the masked numbers of a device again, after a restart."""
         bits = self.state.terms.bits

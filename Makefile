@@ -7,7 +7,9 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # tests of real processes mostly wait: two at a time keep a core busy
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
-.PHONY: install demo test test-slow test-method test-brokers test-stores coverage lint check wheel dist audit docs own-graphs mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
+FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
+
+.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
 
 install: $(VENV)/.installed
 
@@ -46,6 +48,11 @@ test-stores: install azurite
 	@FEDVIT_TEST_STORES="s3 azure" $(BIN)/python -m pytest -q -n 2 tests/contracts/test_object_store.py \
 	  tests/contracts/test_mirror.py
 
+# devices and coordinators of an older version and of this one together: make test-mixed FROM=v0.1.0; by default the last tag
+test-mixed: install mosquitto
+	@tests/mixed/older.sh "$(FROM)" $(CURDIR)/build/mixed $(CURDIR)/$(BIN)/uv
+	@FEDVIT_OTHER=$(CURDIR)/build/mixed/$(FROM)/env/bin $(BIN)/python -m pytest -q -n 2 tests/mixed/checks.py
+
 # which lines the tests reach, also in programs that they start: a table, and pages in build/coverage/html
 coverage: install mosquitto postgresql prometheus chromium compiler
 	@rm -rf build/coverage && mkdir -p build/coverage
@@ -72,12 +79,14 @@ wheel: install
 	@du -sm build/wheel/env | awk '{print "the device installs as " $$1 " MB, without torch"}'
 	@rm -rf build/wheel
 
-# the committed state as sdist and wheels in dist/; it is built twice, in two folders, and both must be equal bit by bit
+# the committed state in dist/: sdist and wheels, built twice in two folders, which must be equal bit by bit; and Debian
+# packages, by default for arm64 and amd64 with Python 3.11 and 3.13 (DEBS=arm64:3.11)
 dist: install compiler
 	@rm -rf dist build/dist
 	@for build in one two; do tests/support/build_dist.sh build/dist/$$build $(CURDIR)/$(BIN)/python; done
 	@diff -r build/dist/one/files build/dist/two/files
 	@mv build/dist/one/files dist && rm -rf build/dist
+	@deploy/debian/build.sh dist/fedvit-[0-9]*.whl dist $(CURDIR)/$(BIN)/python $(DEBS)
 	@cd dist && sha256sum *
 
 # known vulnerabilities of the pinned packages; needs the network

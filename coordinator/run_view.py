@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -143,6 +143,22 @@ class RunLine(RunProgress, frozen=True, kw_only=True):
     bytes: int  # of its folder; the record is one file of all runs
 
 
+class RunFilter(NamedTuple):
+    """Selects runs; empty values select all."""
+
+    status: tuple[str, ...] = ()
+    method: str = ""
+    model: str = ""
+    name: str = ""  # a part of it
+
+
+class RunPage(Struct, frozen=True, kw_only=True):
+    """Some runs of a list."""
+
+    runs: list[RunProgress]
+    total: int  # of the whole list
+
+
 class RunView(RunHead, frozen=True, kw_only=True):
     """One run from the totals of its rounds and devices."""
 
@@ -218,16 +234,39 @@ def list_runs(store: Record, folder: Path) -> list[RunLine]:
     ]
 
 
+def read_sizes(store: Record, folder: Path) -> dict[str, int]:
+    """Measure the folders of all runs, in bytes."""
+    return {record.id: folder_bytes(folder / record.id) for record in store.runs.read_all()}
+
+
 def list_progress(store: Record) -> list[RunProgress]:
     """Read the progress of all runs, newest first."""
-    return [
-        RunProgress(
-            **_head(store, record),
-            rounds=store.rounds.find_last(record.id),
-            mean_accuracy=store.rounds.read_mean_accuracy(record.id),
-        )
-        for record in store.runs.read_all()
-    ]
+    return [read_progress(store, record) for record in store.runs.read_all()]
+
+
+def read_progress(store: Record, record: RunRecord) -> RunProgress:
+    """Read the progress of a run."""
+    return RunProgress(
+        **_head(store, record),
+        rounds=store.rounds.find_last(record.id),
+        mean_accuracy=store.rounds.read_mean_accuracy(record.id),
+    )
+
+
+def list_page(store: Record, where: RunFilter, offset: int, limit: int) -> RunPage:
+    """Read the progress of some of the runs that a filter selects, newest first."""
+    found = [record for record in store.runs.read_all() if _is_selected(store, record, where)]
+    page = [read_progress(store, record) for record in found[offset : offset + limit]]
+    return RunPage(runs=page, total=len(found))
+
+
+def _is_selected(store: Record, record: RunRecord, where: RunFilter) -> bool:
+    return (
+        where.name in record.id
+        and where.method in ("", record.config.get("method"))
+        and where.model in ("", record.config.get("model"))
+        and (not where.status or current_status(store, record) in where.status)
+    )
 
 
 def read_head(store: Record, record: RunRecord) -> RunHead:
@@ -276,6 +315,12 @@ def read_round(store: Record, run: str, number: int) -> RoundView:
     return _round(number, entry.totals, entry.figures, {})
 
 
+def read_rounds(store: Record, run: str) -> list[RoundView]:
+    """Read all closed rounds, without accuracies by device. Raises ConfigError if there is no such run."""
+    store.runs.read(run)
+    return [_round(entry.round, entry.totals, entry.figures, {}) for entry in store.rounds.read_totals(run)]
+
+
 def read_newest_round(store: Record, run: str, *, evaluated: bool = False) -> RoundView | None:
     """Read the newest closed round, or the newest evaluated one, without accuracies by device."""
     entry = store.rounds.read_newest_totals(run, evaluated=evaluated)
@@ -309,6 +354,22 @@ def show_document(run: RunView) -> dict[str, Any]:
         for name in _TYPED:
             del entry[name]
     return document
+
+
+def read_document(document: Mapping[str, Any]) -> RunView:
+    """Return the run of a document of `show_document`. Raises msgspec.ValidationError if it is not one."""
+    rounds = [{**entry, "figures": _without_null(entry["figures"])} for entry in document["rounds"]]
+    view = msgspec.convert({**document, "rounds": rounds}, RunView)
+    views = []
+    for entry in view.rounds:
+        totals = msgspec.convert(msgspec.to_builtins(entry), RoundTotals)
+        views.append(_round(entry.round, totals, entry.figures, entry.accuracy))
+    return msgspec.structs.replace(view, rounds=views)
+
+
+def _without_null(figures: Mapping[str, float | None]) -> dict[str, float]:
+    """Leave out figures that are not finite: JSON has null for them."""
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def natural_order(name: str) -> list[str | int]:

@@ -10,6 +10,7 @@ from edge_client.commands.options import OPTIONS, make_settings
 from fedvit import command_line
 
 COMMANDS = {
+    "bugreport": "Write a ZIP file for the report of a fault: versions, settings, status, checks, the last log lines.",
     "doctor": "Check whether this device can take part, with a hint for each problem.",
     "export": "Write this device's own model of RUN as ONNX files that work without the coordinator.",
     "gc": "Remove the vaults of finished runs except the newest, blobs that no run needs, and incomplete files.",

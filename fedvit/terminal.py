@@ -48,9 +48,10 @@ class GuardedStream(io.TextIOBase):
     def __init__(self, stream: TextIO) -> None:
         self.unguarded = stream
 
-    def write(self, text: str) -> int:
-        """Write a text with its control characters escaped."""
-        self.unguarded.write(escape_controls(text))
+    def write(self, text: str | bytes) -> int:
+        """Write a text with its control characters escaped; bytes, as of click's completion scripts, are UTF-8."""
+        written = text if isinstance(text, str) else text.decode(errors="backslashreplace")
+        self.unguarded.write(escape_controls(written))
         return len(text)
 
     def flush(self) -> None:

@@ -7,20 +7,29 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import deployment_flag
-from coordinator.security.folder import Deployment, make_token
+from coordinator.operations.devices import LocalDevices, check_policy
+from coordinator.security.first_boot import check_boot_files, write_boot_files
+from coordinator.security.folder import Deployment
 from coordinator.security.service import is_served, served
 from fedvit.command_line import Command, amount
 from fedvit.errors import ConfigError, LinkDown
-from fedvit.policy import find_narrowness, make_policy, parse_policy, read_policy_file
+from fedvit.policy import read_policy_file
 from fedvit.quantities import format_seconds, parse_seconds
-from fedvit.wire.enrolment import MAX_POLICY_CHARACTERS
+from fedvit.wire.enrolment import Token
 
 TICK_S = 0.1
 LINGER_S = 5.0
 """Time for which the broker keeps running for a device that has just received its certificate."""
 
 
-@click.command(cls=Command, examples=["coordinator enroll pi-1", "coordinator enroll pi-1 --valid 10m --no-wait"])
+@click.command(
+    cls=Command,
+    examples=[
+        "coordinator enroll pi-1",
+        "coordinator enroll pi-1 --valid 10m --no-wait",
+        "coordinator enroll pi-1 --boot /media/bootfs --package fedvit-edge.deb --valid 7d --no-wait",
+    ],
+)
 @click.argument("name")
 @deployment_flag
 @click.option("--valid", default="1h", callback=amount(parse_seconds), metavar="TIME", help="Validity of the token.")
@@ -35,29 +44,56 @@ LINGER_S = 5.0
     type=click.Path(path_type=Path),
     help="policy.toml of the device's owner, which the token brings to the device.",
 )
-def enroll(name: str, folder: Path, valid: float, replace: bool, wait: bool, policy: Path | None) -> None:
+@click.option(
+    "--boot",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write token and package to the boot partition in DIR, so that the board joins at its first start.",
+)
+@click.option(
+    "--package",
+    type=click.Path(path_type=Path),
+    metavar="DEB",
+    help="With --boot: fedvit-edge_*.deb for the board.",
+)
+def enroll(
+    name: str,
+    folder: Path,
+    valid: float,
+    replace: bool,
+    wait: bool,
+    policy: Path | None,
+    boot: Path | None,
+    package: Path | None,
+) -> None:
     """Print a token with which one device can join, once, under NAME."""
 
     deployment = Deployment.open(folder)
     text = "" if policy is None else check_policy_file(policy)
-    token = make_token(deployment, name, valid, replaces=replace, policy=text)
-    click.echo(f"on the device, within {format_seconds(valid)}:", err=True)
-    click.echo(f"edge-client join {token.text()}")
-    if token.publisher:
-        click.echo(f"it will run graphs of publisher {token.publisher}", err=True)
+    if (boot is None) != (package is None):
+        raise ConfigError("FV1330", "--boot and --package belong together: give both, or neither")
+    if boot and package:
+        check_boot_files(boot, package)
+    made = LocalDevices(deployment).invite(name, valid, replaces=replace, policy=text)
+    if boot and package:
+        for file in write_boot_files(boot, name, made.token, package):
+            click.echo(f"wrote {file}", err=True)
+        click.echo(
+            f"start the board within {format_seconds(valid)}; images go into /srv/fedvit/images/CLASS/", err=True
+        )
+    else:
+        click.echo(f"on the device, within {format_seconds(valid)}:", err=True)
+        click.echo(f"edge-client join {made.token}")
+    if made.publisher:
+        click.echo(f"it will run graphs of publisher {made.publisher}", err=True)
     if wait:
-        _wait_for_device(deployment, token.id, name, valid)
+        _wait_for_device(deployment, Token.parse(made.token).id, name, valid)
 
 
 def check_policy_file(file: Path) -> str:
     """Return the text of a policy. Raises ConfigError if no device could use it, or it is too long for a token."""
     text = read_policy_file(file)
-    policy = make_policy(parse_policy(text, str(file)), str(file))
-    if len(text) > MAX_POLICY_CHARACTERS:
-        raise ConfigError(
-            "FV1431", f"{file} has {len(text)} characters, a token can bring a policy of {MAX_POLICY_CHARACTERS}"
-        )
-    if warning := find_narrowness(policy):
+    if warning := check_policy(text, str(file)):
         click.echo(f"warning: {file}: {warning}", err=True)
     return text
 

@@ -6,8 +6,7 @@ import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
-from coordinator.record.opening import open_existing_record
-from coordinator.rounds.service.labelling import set_labels
+from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
 
@@ -28,15 +27,12 @@ def label(device: str, labels: tuple[str, ...], removed: tuple[str, ...], folder
     `coordinator start` from the device's next connection on.
     """
 
-    store = open_existing_record(folder, writes=bool(labels or removed))
-    try:
-        set_labels(store, device, labels, removed)
-        found = store.devices.read_labels(device).get(device, {})
-    finally:
-        store.close()
+    changes = bool(labels or removed)
+    with open_runs(folder, writes=changes) as runs:
+        found = runs.set_labels(device, labels, removed) if changes else runs.read_labels(device)
     if as_json:
-        click.echo(msgspec.json.encode({"device": device, "labels": found}).decode())
-    elif found:
-        click.echo(f"{device}: {', '.join(f'{name}={value}' for name, value in found.items())}")
+        click.echo(msgspec.json.encode(found).decode())
+    elif found.labels:
+        click.echo(f"{device}: {', '.join(f'{name}={value}' for name, value in found.labels.items())}")
     else:
         click.echo(f"{device}: no label was set here")

@@ -5,8 +5,7 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import deployment_flag
-from coordinator.security.folder import Deployment
-from coordinator.security.revoking import revoke_device
+from coordinator.operations.opening import open_devices
 from fedvit.command_line import Command
 
 
@@ -16,7 +15,7 @@ from fedvit.command_line import Command
 def revoke(name: str, folder: Path) -> None:
     """Revoke a device: its connection ends at once; its certificate and unused tokens become invalid."""
 
-    done, *notes = revoke_device(Deployment.open(folder), name)
+    done, *notes = open_devices(folder).revoke(name).lines
     click.echo(done)
     for note in notes:
         click.echo(note, err=True)

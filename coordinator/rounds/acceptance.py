@@ -108,8 +108,7 @@ class Acceptance:
             state.refuse(device, "damage", what, result.round)
             state.operator_log(f"{device}: {what}")
         staleness = state.counts_in - result.round if task.kind == "train" else 0
-        figures = {"round": result.round, "kind": result.kind, "samples": result.samples, "staleness": staleness}
-        log.info("result accepted", extra={"device": device, **figures})
+        log.info("result accepted", extra={**task.log_fields(), "samples": result.samples, "staleness": staleness})
 
     def _is_complete(self) -> bool:
         """Return whether the checked results complete the open round."""

@@ -71,6 +71,7 @@ def confirm_clock(deployment: Deployment) -> None:
         )
     with deployment.registry.change() as rows:
         rows.set_clock(now_s)
+        rows.add_audit("confirm clock", _date(now_s))
 
 
 def _date(seconds: float) -> str:

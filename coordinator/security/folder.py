@@ -303,6 +303,7 @@ def make_token(
             )
         rows.tokens.forget(now())
         rows.tokens.add(made)
+        rows.add_audit("enroll", device, "replaces" if replaces else "")
     return Token(
         made.id,
         secret,

@@ -28,6 +28,7 @@ def revoke_device(deployment: Deployment, name: str) -> list[str]:
         rows.tokens.withdraw(name)
         if known is not None:
             rows.revocations.revoke(name, time.time())
+        rows.add_audit("revoke", name)
         generation = rows.generation()
     until = time.monotonic() + APPLY_S
     while is_served(deployment) and read_applied_generation(deployment) < generation:

@@ -1,6 +1,7 @@
 """`edge-client join`: the device joins a deployment."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,10 +15,12 @@ from edge_client.trust.known_graphs import check_token_publisher
 from edge_client.trust.policy import check_token_policy
 from fedvit import hints
 from fedvit.command_line import Command, amount
+from fedvit.errors import ConfigError
 from fedvit.policy import describe_policy
 from fedvit.quantities import parse_seconds
 from fedvit.wire.enrolment import Token
 
+MAX_TOKEN_CHARACTERS = 16_384
 CLOCK_HINT = "set the clock: sudo timedatectl set-ntp true"
 
 
@@ -52,12 +55,13 @@ def command(
 ) -> None:
     """Join a deployment with the one-time TOKEN of coordinator enroll.
 
-    From then on no flag is needed to reach its broker. A policy in the token is stored, and shown.
+    TOKEN may be @FILE, which holds it. From then on no flag is needed to reach its broker. A policy in the token is
+    stored, and shown.
     """
 
     settings = read_settings(context, own)
     host, port = host_and_port(settings.broker) if settings.broker else (None, None)
-    invitation = Token.parse(token)
+    invitation = Token.parse(read_token(token))
     invitation = msgspec.structs.replace(
         invitation,
         host=host or invitation.host,
@@ -84,6 +88,16 @@ def command(
         click.echo(f"but a first connection failed: {joined.trouble}\n{hint_for(joined.trouble)}", err=True)
     state = ("--state", settings.state) if settings.state else ()
     click.echo(f"next: {hints.command('edge-client', '--data', 'FOLDER', *state)}")
+
+
+def read_token(text: str) -> str:
+    """Return a token as it was given, or the content of FILE for `@FILE`. Raises ConfigError without the file."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text("ascii")[:MAX_TOKEN_CHARACTERS]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("FV1301", f"the token in {text[1:]} cannot be read: {error}") from None
 
 
 def hint_for(trouble: str) -> str:

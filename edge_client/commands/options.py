@@ -67,7 +67,8 @@ OPTIONS = (
     SectionOption(
         ["--state"],
         type=_PATH,
-        help="Folder for personal tensors and unsent results; by default one per data folder.",
+        envvar="FEDVIT_STATE",
+        help="Folder for personal tensors and unsent results; by default one per data folder. Or set FEDVIT_STATE.",
     ),
     SectionOption(
         ["--threads"],

@@ -21,6 +21,7 @@ from fedvit import command_line
 from fedvit.command_line import Command, log_format_flag
 from fedvit.files import make_private, private_files
 from fedvit.logs import configure_logging
+from fedvit.tracing import open_tracing
 from fedvit.transport.address import Address
 from fedvit.transport.base import Transport
 from fedvit.transport.mqtt import MqttTransport
@@ -110,7 +111,8 @@ def host_command(devices: int, number: int, hosts: int, **flags: Any) -> None:
         software=version("fedvit"),
         watches=True,
     )
-    host = Host(folders, connect, settings)
+    tracing = open_tracing("fedvit-device")
+    host = Host(folders, connect, settings, tracing=tracing)
     stop = threading.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())
@@ -119,6 +121,8 @@ def host_command(devices: int, number: int, hosts: int, **flags: Any) -> None:
         host.serve(stop, once=own.once)
     finally:
         loop.close()
+        if tracing:
+            tracing.close()
     log.info("devices left", extra={"count": len(folders)})
     os.close(lock)
 

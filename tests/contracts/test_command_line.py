@@ -39,8 +39,9 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods", "pause", "plan",
-        "profile", "quarantine", "report", "restore", "rm", "runs", "show", "status", "submit", "unpause", "wait",
+        "audit", "backup", "boards", "cancel", "devices", "explain", "export", "gc", "label", "logs", "methods",
+        "pause", "plan", "profile", "quarantine", "report", "restore", "retry", "rm", "runs", "show", "status",
+        "submit", "trace", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
         "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -49,7 +50,11 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("dashboard", "enroll", "init", "revoke", "serve", "sign", "start")),
+    *(
+        f"coordinator {name}"
+        for name in ("bugreport", "dashboard", "enroll", "init", "revoke", "serve", "sign", "start", "token")
+    ),
+    "edge-client bugreport",
     "edge-client join",
     "edge-client label",
     "fleet host",
@@ -58,15 +63,17 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "backup", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan", "quarantine",
-        "report", "restore", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause", "wait",
+        "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause",
+        "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status",
+        "submit", "trace",
+        "unpause", "wait",
     )),
     "fleet region", "fleet run",
 }  # fmt: skip
 """Commands that read or make runs of a folder."""
 WITH_OUT = {
-    "coordinator export", "coordinator profile", "coordinator report", "edge-client export", "fleet demo",
-    "fleet experiment", "fleet partition",
+    "coordinator bugreport", "coordinator export", "coordinator profile", "coordinator report", "edge-client bugreport",
+    "edge-client export", "fleet demo", "fleet experiment", "fleet partition",
 }  # fmt: skip
 """Commands that write a file or a folder of their own."""
 

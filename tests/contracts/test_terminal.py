@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -35,8 +37,10 @@ IN_FILE = ATTACK.encode().decode("utf-8", "surrogateescape") + "\udcff"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 LINES: dict[str, list[list[str]]] = {
+    "coordinator audit": [["--runs", "runs"], ["--runs", "runs", "--json"], ["--runs", "{attack}"]],
     "coordinator backup": [["{attack}", "--runs", "{attack}"]],
     "coordinator boards": [["{attack}"]],
+    "coordinator bugreport": [["--runs", "runs", "--out", "{attack}"]],
     "coordinator cancel": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
     "coordinator dashboard": [["--runs", "{attack}"]],
     "coordinator devices": [
@@ -61,6 +65,7 @@ LINES: dict[str, list[list[str]]] = {
     ],
     "coordinator report": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator restore": [["{attack}", "--runs", "new"]],
+    "coordinator retry": [["{attack}", "--runs", "spare"]],
     "coordinator revoke": [["{attack}", "--deployment", "deployment"]],
     "coordinator rm": [["{attack}", "--runs", "spare"]],
     "coordinator runs": [["--runs", "runs"], ["--runs", "runs", "--json"]],
@@ -75,8 +80,11 @@ LINES: dict[str, list[list[str]]] = {
         ["--runs", "served", "--json"],
     ],
     "coordinator submit": [["{attack}", "--runs", "runs"]],
+    "coordinator token": [["new", "{attack}", "--runs", "spare"], ["list", "--runs", "{attack}"]],
     "coordinator unpause": [["{attack}", "--runs", "spare"]],
+    "coordinator trace": [["{attack}.1", "--runs", "runs"], ["{attack}.1", "--runs", "runs", "--json"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
+    "edge-client bugreport": [["--broker", "127.0.0.1:1", "--state", "state", "--out", "{attack}"]],
     "edge-client doctor": [
         ["--data", "images", "--state", "state"],
         ["--data", "images", "--state", "state", "--json"],
@@ -244,3 +252,17 @@ def _strings(value: object) -> str:
     if isinstance(value, list):
         return "".join(map(_strings, value))
     return str(value)
+
+
+@pytest.mark.parametrize("program", ["coordinator", "edge-client", "fleet"])
+def test_programs_print_their_completion(program: str) -> None:
+    """click writes it as bytes."""
+    variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
+    done = subprocess.run(
+        [Path(sys.executable).parent / program],
+        env={**os.environ, variable: "bash_source"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"complete -o nosort -F _{program.replace('-', '_')}_completion {program}" in done.stdout

@@ -182,6 +182,7 @@ def test_fleet_follows_the_record_without_reload(tab: Tab, address: str, record:
         record.devices.release(FLEET_RUN, "pi-2")
 
 
+@pytest.mark.slow
 def test_device_shows_its_history(tab: Tab, address: str) -> None:
     tab.go(f"{address}/device?run={FLEET_RUN}&device=pi-3", "document.querySelectorAll('.figure svg').length == 4")
     rows = tab.rows("#history")
@@ -193,6 +194,7 @@ def test_device_shows_its_history(tab: Tab, address: str) -> None:
     assert "a number is not finite <b>" in tab.text("#refusals")
 
 
+@pytest.mark.slow
 def test_device_of_a_run_that_nobody_serves_is_not_online(browser: Browser, tmp_path: Path) -> None:
     """Its coordinator was killed: the files say that the device is online, and are old."""
     begin_run(tmp_path / "runs").close()
@@ -207,6 +209,7 @@ def test_device_of_a_run_that_nobody_serves_is_not_online(browser: Browser, tmp_
         assert clock(member.seen) in tab.evaluate(f"{ROWS}[0].innerText + document.body.innerText")
 
 
+@pytest.mark.slow
 def test_device_of_a_name_with_markup_has_its_page(tab: Tab, address: str) -> None:
     tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
     tab.evaluate("document.querySelector('.fleet .ag-pinned-left-cols-container .ag-row[row-index=\"0\"] a').click()")
@@ -218,6 +221,7 @@ def test_device_of_a_name_with_markup_has_its_page(tab: Tab, address: str) -> No
 # --- one round ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_round_shows_its_tasks_on_one_scale(tab: Tab, address: str) -> None:
     tab.go(f"{address}/round?run={FLEET_RUN}&number=4", "document.querySelector('#timeline')")
     rows = tab.rows("#timeline")
@@ -229,6 +233,7 @@ def test_round_shows_its_tasks_on_one_scale(tab: Tab, address: str) -> None:
     assert all(width.count("%") == 2 for width in widths)
 
 
+@pytest.mark.slow
 def test_round_lists_what_was_refused_with_reasons(tab: Tab, address: str) -> None:
     tab.go(f"{address}/round?run={FLEET_RUN}&number=1", "document.querySelector('#refusals')")
     rows = tab.rows("#refusals")
@@ -239,6 +244,7 @@ def test_round_lists_what_was_refused_with_reasons(tab: Tab, address: str) -> No
 # --- runs side by side ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_are_compared(tab: Tab, address: str) -> None:
     tab.go(f"{address}/compare")
     tab.evaluate("document.querySelectorAll('input[name=run]').forEach(box => box.click())")
@@ -250,6 +256,7 @@ def test_runs_are_compared(tab: Tab, address: str) -> None:
     assert ["rounds", "4 of 8", "2 of 3"] in tab.rows("#compared")
 
 
+@pytest.mark.slow
 def test_methods_of_an_experiment_are_compared_with_a_run(tab: Tab, address: str) -> None:
     """Of each, three rounds of two devices, with 2 MB down and 1 MB up: 6 MB a round."""
     tab.go(f"{address}/compare?run={RUN}")
@@ -282,6 +289,7 @@ def test_experiment_that_is_gone_is_said_in_the_page(tab: Tab, address: str) -> 
 # --- before a run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> None:
     """First the command that makes them, then what it wrote, without a reload."""
     folder = tmp_path / "runs"
@@ -315,6 +323,7 @@ def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> N
         assert tab.complaints == []
 
 
+@pytest.mark.slow
 def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
     """The lowest first; 9 of 10 ants by one device, 12 of 20 bees by two; what was answered in the order of classes."""
     folder = tmp_path / "runs"
@@ -477,6 +486,7 @@ def test_port_in_use_is_one_line(record: Record, address: str) -> None:
     assert f"port {port} on 127.0.0.1 is in use" in start_refused(folder_of(record), "--port", port)
 
 
+@pytest.mark.slow
 def test_record_that_another_version_takes_over_is_said_in_the_page(tab: Tab, browser: Browser, tmp_path: Path) -> None:
     begin_run(tmp_path / "runs").close()
     file = tmp_path / "runs" / "fedvit.db"
@@ -567,6 +577,7 @@ def test_answers_have_the_headers_that_protect_a_browser(address: str) -> None:
     assert headers["referrer-policy"] == "same-origin"
 
 
+@pytest.mark.slow
 def test_connections_that_send_nothing_whole_are_closed(record: Record, address: str) -> None:
     """More than a client may have are refused; those that begin a request and do not end it are closed."""
     port = int(address.rpartition(":")[2])
@@ -672,6 +683,7 @@ def enter(address: str, password: str, **headers: str) -> tuple[int, str]:
     return answer.status, answer.headers.get("Set-Cookie", "")
 
 
+@pytest.mark.slow
 def test_wrong_passwords_delay_no_other_address(record: Record) -> None:
     """While one client's wrong password waits, its other attempts are refused, and another client comes in."""
     with (
@@ -690,6 +702,7 @@ def test_wrong_passwords_delay_no_other_address(record: Record) -> None:
     assert statuses.count(429) > statuses.count(403), "attempts do not queue"
 
 
+@pytest.mark.slow
 def test_proxy_is_believed_only_if_it_is_named(record: Record) -> None:
     with served(folder_of(record), password=PASSWORD) as address:
         status, cookie = enter(address, PASSWORD, **{"X-Forwarded-Proto": "https"})

@@ -35,9 +35,10 @@ def set_by(unit: str, key: str) -> str:
     return str(value)
 
 
-def read_compose() -> list[str]:
-    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
-    return [str(word) for word in compose["services"]["coordinator"]["command"]]
+def read_compose(service: str) -> list[str]:
+    """Return the words of a service's command in compose.yaml, as Compose reads them."""
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"][service]
+    return [str(word).replace("$$", "$") for word in [*compose.get("entrypoint", []), *compose["command"]]]
 
 
 def begin(stage: Stage, arguments: list[str]) -> Forked:
@@ -102,22 +103,53 @@ def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> No
 
 
 @pytest.mark.slow
-def test_container_resumes_its_run_with_its_broker(stage: Stage) -> None:
-    """The command of compose.yaml, killed and started again."""
-    stage.environment["FEDVIT_BROKER_PASSWORD"] = "a-password"
-    line = [str(stage.out) if word == "/state/runs" else word for word in read_compose()]
-    line[line.index("--broker.listen") + 1] += f":{stage.port}"
+def test_containers_join_and_resume_their_run(stage: Stage) -> None:
+    """The commands of compose.yaml: the server's is killed and started again, a device's a second time."""
+    for folder in ("tokens", "state/device-0", "state/device-1", "bin"):
+        (stage.folder / folder).mkdir(parents=True)
+    for name, module in {"coordinator": "coordinator.cli", "edge-client": "edge_client.cli"}.items():
+        script = stage.folder / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(program(module))} "$@"\n')
+        script.chmod(0o755)
+    stage.environment["PATH"] = f"{stage.folder / 'bin'}:{os.environ['PATH']}"
+    ports = [str(claim_port()) for _ in range(2)]
+
+    def read_command(service: str, **paths: str) -> list[str]:
+        words = read_compose(service)
+        for path, here in paths.items():
+            words = [re.sub(rf"/{path}\b", here, word) for word in words]
+        # every port and name is this machine's
+        where = f"--host localhost --listen 127.0.0.1 --port {ports[0]} --enrolment-port {ports[1]}"
+        return [
+            word.replace("--host coordinator", where).replace("512MB", "512MB --threads 1 --once") for word in words
+        ]
+
+    tokens = str(stage.folder / "tokens")
+    prepare = read_command("prepare", state=str(stage.folder), tokens=tokens)
+    for _ in range(2):  # the second time there is nothing to do
+        assert stage.finish(stage.start("prepare", prepare), "prepare") == 0, stage.log("prepare")
+    line = read_command("coordinator", state=str(stage.folder), tmp=str(stage.folder))
     coordinator = begin(stage, line)
-    broker = f"mqtt://fedvit:a-password@127.0.0.1:{stage.port}"
-    devices = {name: stage.device(name, "--broker", broker) for name in TRAINED}
+    metrics = stage.folder / "metrics"
+    wait_for(metrics.exists, "the server's pages")
+    devices = {}
+    for name in TRAINED:
+        state = str(stage.folder / "state" / name)
+        command = read_command(name, state=state, tokens=tokens, images=str(stage.parts / name))
+        devices[name] = stage.start(name, command, {"NAME": name})
     stage.submit("main", devices=2, rounds=2, variants=CONFIG["variants"])
     kill_in_round(stage, coordinator, 1)
     coordinator = begin(stage, line)
     check_outcome(stage, devices)
+    health = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]["coordinator"]["healthcheck"]
+    check = [word.replace("/tmp/metrics", str(metrics)) for word in health["test"][1:]]
+    assert subprocess.run(check, check=False).returncode == 0
     coordinator.send_signal(signal.SIGTERM)
     assert stage.finish(coordinator, "coordinator") == 130
+    assert subprocess.run(check, check=False).returncode != 0
 
 
+@pytest.mark.slow
 def test_unit_of_a_device_needs_neither_a_home_nor_a_named_user(stage: Stage, public: Path) -> None:
     """DynamicUser on a Debian without libnss-systemd: the device's user has no entry among the users, and no HOME."""
     unit = "fedvit-edge.service"
@@ -131,7 +163,12 @@ def test_unit_of_a_device_needs_neither_a_home_nor_a_named_user(stage: Stage, pu
         "FEDVIT_DATA": str(images),
         "STATE_DIRECTORY": str(state),
     }
-    words = [re.sub(r"\$\{(\w+)\}", lambda name: settings[name[1]], word) for word in exec_start(unit, "edge-client")]
+    words: list[str] = []
+    for word in exec_start(unit, "edge-client"):
+        if word == "$FEDVIT_OPTIONS":  # systemd makes several words of it
+            words += settings["FEDVIT_OPTIONS"].split()
+        else:
+            words.append(re.sub(r"\$\{(\w+)\}", lambda name: settings[name[1]], word))
     line = [str(state) if word == f"/var/lib/{state.name}" else word for word in words]
     assert str(state) in line
     assert set_by(unit, "DynamicUser") == "yes"
@@ -140,7 +177,7 @@ def test_unit_of_a_device_needs_neither_a_home_nor_a_named_user(stage: Stage, pu
     assert stage.finish(stage.start("device", command), "device") == 0, stage.log("device")
     assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
     assert stage.query("select device, kind from results order by kind") == [
-        (settings["FEDVIT_ID"], "evaluate"), (settings["FEDVIT_ID"], "train"),
+        ("pi-kitchen", "evaluate"), ("pi-kitchen", "train"),
     ]  # fmt: skip
 
 

@@ -25,3 +25,6 @@ def set_labels(store: Record, device: str, labels: Iterable[str], removed: Itera
             store.devices.set_label(device, name, None)
         for name, value in changed.items():
             store.devices.set_label(device, name, value)
+        if gone or changed:
+            words = [*(f"{name}={value}" for name, value in changed.items()), *(f"-{name}" for name in sorted(gone))]
+            store.audit.add("label", device, " ".join(words))

@@ -153,9 +153,8 @@ async def show(site: Site, run: str, device: str, until: int | None) -> None:
     """Show the page."""
     with page(device, "/fleet"):
         head = Part("device.html", "head")
-        if site.acts:
-            actions.device_buttons(site, run, device)
-            actions.label_field(site, device)
+        actions.device_buttons(site, run, device)
+        actions.label_field(site, device)
         figures = Figures(FIGURES)
         body = Part("device.html", "body")
 

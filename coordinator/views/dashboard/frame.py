@@ -14,6 +14,7 @@ from nicegui import ui
 from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
 from coordinator.rounds.status import LiveStatus, read_status
+from coordinator.security.credentials import Credentials
 from coordinator.security.folder import Deployment
 from coordinator.views.dashboard.charts import Options
 from coordinator.views.dashboard.experiments import Experiments
@@ -40,7 +41,7 @@ class Site:
     folder: Path  # of the runs
     experiments: Experiments
     deployment: Deployment | None  # the devices' certificates
-    acts: bool  # whether a password was given, so that operators may change something
+    credentials: Credentials  # who may change something
 
     def list_revoked(self) -> set[str]:
         """Devices whose certificates were revoked."""

@@ -39,23 +39,45 @@ class RecordReader:
     def __post_init__(self) -> None:
         self._kept: OrderedDict[tuple[Any, ...], _Answer] = OrderedDict()
         self._one = asyncio.Lock()
+        self._forgotten = 0  # times
+
+    def forget(self) -> None:
+        """Ask every question again, since this process has changed the record."""
+        self._kept.clear()
+        self._forgotten += 1
 
     async def __call__(self, question: Callable[Concatenate[Record, P], T], *arguments: P.args, **no: P.kwargs) -> T:
         """The answer to `question(store, *arguments)`. Raises what the question raises."""
         key = (question, arguments)
+        kept = self._find(key)
+        if kept is not None:
+            before: T = self._use(key, kept)
+            return before
         async with self._one:
-            stamp, began = self._stamp(), time.monotonic()
-            kept = self._kept.get(key)
-            if kept is None or (kept.stamp != stamp and began >= kept.asked_again_at):
+            kept, stamp, began = self._find(key), self._stamp(), time.monotonic()
+            if kept is None:
+                forgotten = self._forgotten
                 value = await asyncio.to_thread(question, self.store, *arguments, **no)
                 ended = time.monotonic()
-                kept = _Answer(value, stamp, ended + (ended - began) / SHARE)
-                self._kept[key] = kept
-            self._kept.move_to_end(key)
-            if len(self._kept) > MOST_ANSWERS:
-                self._kept.popitem(last=False)
-            value_: T = kept.value
-            return value_
+                # what was asked before a change is not kept beyond it
+                rests_s = (ended - began) / SHARE if forgotten == self._forgotten else 0.0
+                kept = _Answer(value, stamp, ended + rests_s)
+            answer: T = self._use(key, kept)
+            return answer
+
+    def _find(self, key: tuple[Any, ...]) -> _Answer | None:
+        """Return the answer to a question that is kept; None if it has to be asked again."""
+        kept = self._kept.get(key)
+        if kept is None or (kept.stamp != self._stamp() and time.monotonic() >= kept.asked_again_at):
+            return None
+        return kept
+
+    def _use(self, key: tuple[Any, ...], kept: _Answer) -> Any:
+        self._kept[key] = kept
+        self._kept.move_to_end(key)
+        if len(self._kept) > MOST_ANSWERS:
+            self._kept.popitem(last=False)
+        return kept.value
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
         """A value that changes with every commit: SQLite appends to its journal, or writes the database. With another

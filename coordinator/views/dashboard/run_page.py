@@ -242,8 +242,7 @@ async def show(site: Site, run: str) -> None:
     """Show the page."""
     with page(run, "/"):
         head = Part("run.html", "head")
-        if site.acts:
-            actions.run_buttons(site, run)
+        actions.run_buttons(site, run)
         figures = Figures(FIGURES)
         body = Part("run.html", "body")
 

@@ -1,53 +1,35 @@
-"""Serves the pages until Ctrl-C."""
+"""The application with all pages."""
 
-import errno
 import logging
-import socket
 from importlib.resources import files
+from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI, Query
 from nicegui import ui
 from starlette.middleware.gzip import GZipMiddleware
 
+from coordinator.security.credentials import Credentials
+from coordinator.security.folder import Deployment
 from coordinator.views.dashboard import compare_page, device_page, fleet_page, round_page, run_page, runs_page
 from coordinator.views.dashboard.access import AccessGuard, ContentPolicy
-from coordinator.views.dashboard.connections import BoundedProtocol
+from coordinator.views.dashboard.experiments import Experiments
 from coordinator.views.dashboard.frame import Site
-from fedvit.errors import ConfigError
+from coordinator.views.dashboard.reader import RecordReader
 
 ANSWER_S = 60.0
 """Longest time to make a page: on a busy machine, from a long run."""
 _RUNS, _METHODS = Query([]), Query([])  # arguments that may come several times
 
 
-def listen_on(address: str, port: int) -> socket.socket:
-    """A socket at this address; port 0 takes a free one. Raises ConfigError if it cannot be used."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        opened = socket.socket(family, kind, protocol)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(where)
-        opened.listen()
-        return opened
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                "FV1802",
-                f"port {port} on {address} is in use by another program, or by another dashboard; choose another with "
-                "--port (0: a free one)",
-            ) from error
-        raise ConfigError(
-            "FV1802", f"the dashboard cannot listen on {address}, port {port}: {error.strerror or error}"
-        ) from error
-
-
-def serve(site: Site, opened: socket.socket, secret: str, *, by_address: bool, proxies: str | None) -> None:
-    """Serve the pages on an open socket until the process is asked to end.
-
-    `secret` is a password or, `by_address`, a token. `proxies` are the addresses of proxies whose X-Forwarded headers
-    name the client.
-    """
+def make_pages(
+    reader: RecordReader,
+    folder: Path,
+    credentials: Credentials,
+    deployment: Deployment | None,
+    experiments: Experiments,
+) -> AccessGuard:
+    """Make the application with all pages, behind the guard that lets people in."""
+    site = Site(reader, folder, experiments, deployment, credentials)
     logging.getLogger("nicegui").setLevel(logging.ERROR)  # on a busy machine it warns that it is slow
     _register(site)
     style = "".join(
@@ -60,12 +42,7 @@ def serve(site: Site, opened: socket.socket, secret: str, *, by_address: bool, p
         app, title="fedvit", favicon="data:,", dark=None, language="en-US", tailwind=False,
         binding_refresh_interval=None, show_welcome_message=False, gzip_middleware_factory=None,
     )  # fmt: skip
-    config = uvicorn.Config(
-        AccessGuard(GZipMiddleware(ContentPolicy(app)), secret, by_address), http=BoundedProtocol, ws="wsproto",
-        log_level="error", access_log=False, timeout_graceful_shutdown=2, server_header=False,
-        proxy_headers=proxies is not None, forwarded_allow_ips=proxies or "",
-    )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[opened])
+    return AccessGuard(GZipMiddleware(ContentPolicy(app)), site.credentials)
 
 
 def _register(site: Site) -> None:

@@ -35,6 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return device_folders(out, DEVICES)
 
 
+@pytest.mark.slow
 def test_both_engines_have_the_sum_of_a_plain_run(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     models, shown = {}, {}
     for name, engine, secure in (("plain", "onnx", False), ("onnx", "onnx", True), ("torch", "torch", True)):
@@ -75,3 +76,22 @@ def test_noise_in_a_sum_is_that_of_epsilon_and_clip_follows_the_updates(folders:
     within = [entry["sum_within"] for entry in rounds]
     assert within[0] == pytest.approx(1.0, abs=0.3)
     assert min(within) < 0.85  # clip has reached the longest update
+
+
+def test_a_head_from_a_secure_sum_is_that_of_a_plain_run(
+    folders: list[Path], tmp_path: Path, graph_cache: Path
+) -> None:
+    """The rounding of the sum moves no score by a hundredth of the largest one."""
+    heads = {}
+    for name, engine, secure in (("plain", "onnx", False), ("onnx", "onnx", True), ("torch", "torch", True)):
+        values = {**VALUES, "method": "analytic", "options": {"batch_size": 8}, "secure": secure}
+        request = RunRequest(
+            folders, values, out=tmp_path / name, run="run", engine=engine, at_once=1, graph_cache=graph_cache
+        )
+        outcome = simulate(request)
+        heads[name] = load_file(outcome.folder / "model.safetensors")["head.weight"]
+        [entry] = outcome.summary.rounds
+        assert entry.figures["kept_devices"] == (1 if secure else DEVICES)
+    largest = np.abs(heads["plain"]).max()
+    for name in ("onnx", "torch"):
+        assert np.abs(heads[name] - heads["plain"]).max() <= 1e-2 * largest

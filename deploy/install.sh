@@ -1,0 +1,77 @@
+#!/bin/sh
+# Installs, upgrades or removes fedvit on systems without Debian packages (JetPack 6, Fedora, Arch, ...):
+#   sudo sh deploy/install.sh edge fedvit-0.1.0-py3-none-any.whl        # a device; the same line upgrades it
+#   sudo sh deploy/install.sh server fedvit-0.1.0-py3-none-any.whl      # a server, with torch
+#   sudo sh deploy/install.sh edge --remove                             # keeps settings and state; --purge removes them, too
+# Without root it installs below ~/.local, without a service. Without Python 3.11 to 3.13 it fetches one with uv.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+kind=${1:-} what=${2:-}
+case $kind in
+  edge) unit=fedvit-edge.service name=fedvit programs=edge-client extras=prometheus state="fedvit-edge" ;;
+  server) unit=fedvit-coordinator.service name=fedvit-server programs="coordinator fleet" \
+    extras=server,dashboard,postgresql,prometheus,s3 state="fedvit" ;;
+  *) echo "usage: install.sh edge|server WHEEL|--remove|--purge; the first word is '$kind'" >&2; exit 2 ;;
+esac
+if [ "$(id -u)" = 0 ]; then
+  root=${FEDVIT_ROOT:-}  # another root folder, as for an image that is being made
+  to=$root/opt/$name bin=$root/usr/local/bin units=$root/etc/systemd/system settings=$root/etc/fedvit
+else
+  root="" to=$HOME/.local/share/$name bin=$HOME/.local/bin units="" settings=""
+fi
+systemd() { [ -z "$units$root" ] || [ -n "$root" ] || [ ! -d /run/systemd/system ] || systemctl "$@"; }
+
+if [ "$what" = --remove ] || [ "$what" = --purge ]; then
+  [ -z "$units" ] || systemd disable --now "$unit" 2> /dev/null || true
+  for program in $programs; do rm -f "$bin/$program"; done
+  rm -rf "$to" "$to.new" "$to.old"
+  [ -z "$units" ] || rm -f "$units/$unit"
+  if [ "$what" = --purge ] && [ -n "$settings" ]; then
+    rm -rf "$settings" "$root/var/lib/$state" "$root/var/lib/private/$state" "$root/var/cache/$state" "$root/var/cache/private/$state"
+  fi
+  systemd daemon-reload
+  echo "removed"
+  exit 0
+fi
+[ -f "$what" ] || { echo "no such wheel: '$what'; make dist builds it, a release has it" >&2; exit 2; }
+
+python=""
+for each in python3.13 python3.12 python3.11 python3; do
+  if command -v "$each" > /dev/null && "$each" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null; then
+    python=$(command -v "$each"); break
+  fi
+done
+if [ -z "$python" ]; then
+  echo "no Python 3.11 to 3.13 here: fetching one with uv into $to.python"
+  python3 -m venv "$to.uv" && "$to.uv/bin/pip" install --quiet uv
+  UV_PYTHON_INSTALL_DIR=$to.python "$to.uv/bin/uv" python install --quiet 3.12
+  python=$(UV_PYTHON_INSTALL_DIR=$to.python "$to.uv/bin/uv" python find --managed-python 3.12)
+fi
+
+# a new environment beside the former one: until it is complete the former one is used
+rm -rf "$to.new" && mkdir -p "$(dirname "$to")" "$bin"
+"$python" -m venv "$to.new"
+constraints=$here/../constraints.txt
+echo "installing $what into $to"
+if [ -f "$constraints" ]; then set -- -c "$constraints"; else set --; fi
+"$to.new/bin/pip" install --quiet --disable-pip-version-check "$@" "$what[$extras]"
+for script in "$to.new"/bin/*; do
+  [ -L "$script" ] || sed -i "1s#$to.new/#${to#"$root"}/#" "$script"
+done
+rm -rf "$to.old"
+[ ! -e "$to" ] || mv "$to" "$to.old"
+mv "$to.new" "$to" && rm -rf "$to.old"
+for program in $programs; do ln -sf "${to#"$root"}/bin/$program" "$bin/$program"; done
+
+if [ -n "$units" ]; then
+  mkdir -p "$units" "$settings"
+  sed "s#/opt/fedvit/#/opt/$name/#" "$here/systemd/$unit" > "$units/$unit"
+  if [ "$kind" = edge ]; then source=$here/debian/edge/edge.env; else source=$here/debian/server/service.toml; fi
+  [ -e "$settings/$(basename "$source")" ] || install -m 0600 "$source" "$settings/"
+  systemd daemon-reload
+  systemd try-restart "$unit"
+fi
+case $kind in
+  edge) echo "next: ${units:+sudo }edge-client join TOKEN${units:+ --state /var/lib/fedvit-edge; images into /srv/fedvit/images/CLASS/; sudo systemctl enable --now fedvit-edge}" ;;
+  server) echo "next: ${units:+sudo }coordinator init ${units:+/var/lib/fedvit/}deployment --host SERVER${units:+; sudo systemctl enable --now fedvit-coordinator}" ;;
+esac

@@ -1,0 +1,95 @@
+"""`edge-client bugreport`: packs what is needed to find a fault on this device."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from edge_client.commands.options import DEVICE_OPTIONS, program_options, read_settings
+from edge_client.health.doctor import lines, run_checks
+from edge_client.health.doctor_context import DoctorContext
+from edge_client.health.status import read_status
+from edge_client.link.endpoint import endpoint_of, state_and_name
+from edge_client.settings import DeviceSettings
+from edge_client.storage.state import identity_folder, state_folder, status_file
+from fedvit.bug_report import BugReport
+from fedvit.command_line import Command
+from fedvit.errors import FedvitError
+from fedvit.wire.topics import Topics
+
+UNIT = "fedvit-edge.service"
+JOURNAL = ("journalctl", "--unit", UNIT, "--lines", "2000", "--no-pager", "--output", "short-iso")
+PATIENCE_S = 20.0
+MOST_DECODED = 20
+
+
+@click.command(
+    "bugreport",
+    cls=Command,
+    params=program_options(*DEVICE_OPTIONS, "test_share", "vault_key"),
+    examples=["edge-client bugreport --data ~/images", "edge-client bugreport --data ~/images --log client.log"],
+)
+@click.option("--out", type=click.Path(path_type=Path), default=Path("fedvit-edge-report.zip"), help="File to write.")
+@click.option("--log", type=click.Path(path_type=Path), help="Log of this device; by default that of its systemd unit.")
+@click.pass_context
+def command(context: click.Context, /, *, out: Path, log: Path | None, **own: Any) -> None:
+    """Write a ZIP file for the report of a fault: versions, settings, status, checks, the last log lines.
+
+    It has no images, names of files and classes, keys, passwords, tokens or addresses. Look into it before you send it.
+    """
+    settings = read_settings(context, own)
+    report = BugReport(find_private_words(settings.data))
+    report.add_machine()
+    report.add_object("settings.json", {**vars(settings), "policy": msgspec.to_builtins(settings.policy)})
+    click.echo("checking this device", err=True)
+    add_checks(report, settings)
+    report.add("log.txt", read_journal()) if log is None else report.add_file("log.txt", log)
+    names = report.write(out)
+    click.echo(f"{out}: {', '.join(names)}; look into it before you send it")
+
+
+def find_private_words(data: Path | None) -> set[str]:
+    """Find the names of an owner's folders: the path of the images, and each class."""
+    if data is None:
+        return set()
+    folders = (path for path in (*data.glob("*/"), *data.glob("*/*/")) if path.is_dir())
+    return {str(data), str(data.absolute())} | {path.name for path in folders} - {"train", "test", "unlabelled"}
+
+
+def add_checks(report: BugReport, settings: DeviceSettings) -> None:
+    """Add the findings of `doctor`, the status and a list of the state's files; what fails is said in its place."""
+    try:
+        endpoint = endpoint_of(settings)
+        state, device = state_and_name(settings, endpoint)
+        checked = DoctorContext(
+            address=endpoint.address,
+            topics=Topics(endpoint.federation),
+            device=device,
+            state=state,
+            data=settings.data,
+            test_share=settings.test_share,
+            decoded_images=MOST_DECODED,
+            policy=settings.policy,
+            vault_key=settings.vault_key,
+            identity=endpoint.identity,
+            identity_folder=identity_folder(settings.state),
+        )
+        report.add("doctor.txt", "\n".join(lines(finding) for finding in run_checks(checked)))
+        folder = state_folder(settings.data, settings.state)
+        report.add_folder("state.txt", folder)
+        report.add_object("status.json", read_status(status_file(folder)))
+    except FedvitError as error:
+        report.add("failed.txt", f"{error.code}: {error}\n")
+
+
+def read_journal() -> str:
+    """Read the last lines of the device's unit; without systemd a line that says so."""
+    try:
+        done = subprocess.run(
+            JOURNAL, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no journal of {UNIT}: {error}\n"
+    return done.stdout or f"no journal of {UNIT}: {done.stderr}"

@@ -1,0 +1,108 @@
+"""Packages for Debian: built twice alike, whole, and their program joins and trains from below /opt."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import Stage
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+ENTER = """
+mount -t tmpfs tmpfs /opt && mkdir /opt/fedvit && mount --bind "$1" /opt/fedvit && shift && exec "$@"
+"""
+"""Makes a folder /opt/fedvit for one process and its children, in a namespace of their own."""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build the packages for this machine twice; return both folders."""
+    home = tmp_path_factory.mktemp("debian")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--quiet", "--wheel", "--installer", "uv", "--outdir", home, ROOT], check=True
+    )
+    [wheel] = home.glob("fedvit-*.whl")
+    folders = home / "one", home / "two"
+    for folder in folders:
+        command = [ROOT / "deploy/debian/build.sh", wheel, folder, sys.executable, f"amd64:{VERSION}"]
+        subprocess.run(command, check=True, env={**os.environ, "SOURCE_DATE_EPOCH": "1700000000"})
+    return folders
+
+
+def find_package(folder: Path, name: str) -> Path:
+    [package] = folder.glob(f"{name}_*.deb")
+    return package
+
+
+def test_two_builds_are_equal(built: tuple[Path, Path]) -> None:
+    one, two = built
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in two.iterdir())
+    assert len(names) == 2
+    for name in names:
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", ["fedvit-edge", "fedvit-server"])
+def test_package_is_whole(built: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+    """It names no folder of the machine that built it."""
+    package = find_package(built[0], name)
+    subprocess.run(["dpkg-deb", "--raw-extract", package, tmp_path], check=True)
+    for script in ("postinst", "prerm", "postrm"):
+        subprocess.run(["sh", "-n", tmp_path / "DEBIAN" / script], check=True)
+    for listed in (tmp_path / "DEBIAN" / "conffiles").read_text().split():
+        assert (tmp_path / listed[1:]).stat().st_mode & 0o777 == 0o600, "settings may hold a password"
+    units = sorted((tmp_path / "usr/lib/systemd/system").glob("*.service"))
+    assert units
+    for unit in units:
+        [program] = re.findall(r"^ExecStart=(\S+)", unit.read_text(), re.MULTILINE)
+        assert program.startswith("/opt/fedvit-server/bin/" if name == "fedvit-server" else "/opt/fedvit/bin/")
+        assert name == "fedvit-server" or (tmp_path / program[1:]).is_file()
+    assert list((tmp_path / "usr/share/man/man1").glob("*.1.gz"))
+    assert list((tmp_path / "usr/share/bash-completion/completions").iterdir())
+    builder = str(Path.home()), str(ROOT)
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.suffix in {".py", "", ".txt", ".json", ".cfg", ".toml"}:
+            text = path.read_bytes()
+            assert not [folder for folder in builder if folder.encode() + b"/" in text], path
+
+
+def test_installed_device_trains(built: tuple[Path, Path], stage: Stage) -> None:
+    """The environment below /opt/fedvit is enough, with processes for graphs; nothing comes from this test's own."""
+    installed = stage.folder / "installed"
+    subprocess.run(["dpkg-deb", "--extract", find_package(built[0], "fedvit-edge"), installed], check=True)
+    python = installed / "opt/fedvit/bin/python"
+    assert os.readlink(python) == "/usr/bin/python3"
+    # this machine's Python of the same version, wherever it is
+    python.unlink()
+    python.symlink_to(Path(sys._base_executable).resolve())  # type: ignore[attr-defined]
+    settings = installed / "opt/fedvit/pyvenv.cfg"
+    settings.write_text(settings.read_text().replace("/usr/bin", str(Path(sys.base_prefix) / "bin")))
+
+    enter = ["unshare", "--map-root-user", "--mount", "sh", "-ec", ENTER, "sh", str(installed / "opt/fedvit")]
+    clean = ["env", "-i", f"FEDVIT_STATE={stage.folder / 'state'}", "PATH=/usr/bin:/bin"]
+    program = [*enter, *clean, "sh", str(installed / "usr/bin/edge-client")]
+    coordinator = stage.coordinator("--devices", "1", "--rounds", "1")
+    where = [
+        "--broker",
+        f"127.0.0.1:{stage.port}",
+        "--data",
+        str(stage.parts / "device-0"),
+        "--id",
+        "packaged",
+        "--once",
+    ]
+    device = stage.start("device", [*program, *where])
+    assert stage.finish(device, "device") == 0, stage.log("device")
+    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    assert stage.query("select device, kind from results order by kind") == [
+        ("packaged", "evaluate"),
+        ("packaged", "train"),
+    ]
+    assert (stage.folder / "state").is_dir()

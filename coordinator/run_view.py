@@ -49,6 +49,18 @@ class FeatureRound(Struct, frozen=True, kw_only=True):
     unequal: int  # uploads with more features of one class than of another, which tell the device's class distribution
 
 
+class SumRound(Struct, frozen=True, kw_only=True):
+    """The secure sum of a round's updates. It reveals nothing of a single device."""
+
+    devices: int
+    attempt: int  # number of the attempt that succeeded, from 1
+    left: dict[str, int]  # devices that left, by step: keys, shares, masked, reveal
+    clipped: int  # numbers outside of the range, of all devices together
+    error_bound: float  # largest error of a number of the mean
+    noise_multiplier: float | None = None  # of the noise that devices added; None: none
+    clip: float | None = None  # norm that updates were scaled down to
+
+
 class RoundView(RoundTotals, frozen=True, kw_only=True):
     """One round. The typed figures below `figures` are None if the round lacks them."""
 
@@ -66,6 +78,7 @@ class RoundView(RoundTotals, frozen=True, kw_only=True):
     device_epsilon: float | None = None  # of all features of one device, over all rounds up to this one
     generator: GeneratorRound | None = None  # None: the method has no generator, or one device took part
     features: FeatureRound | None = None  # None: devices send no features
+    sum: SumRound | None = None  # None: updates were not added up in secret
 
 
 _TYPED = tuple(RoundView.__struct_fields__[RoundView.__struct_fields__.index("figures") + 1 :])
@@ -418,6 +431,7 @@ def _round(number: int, totals: RoundTotals, figures: dict[str, float], accuracy
         device_epsilon=figures.get(DEVICE_EPSILON),
         generator=_generator(figures),
         features=_features(figures, totals.accepted),
+        sum=_view_sum(figures),
         **msgspec.structs.asdict(totals),
     )
 
@@ -436,6 +450,20 @@ def _features(figures: dict[str, float], uploads: int) -> FeatureRound | None:
     if (sent := figures.get("uploaded_features")) is None:
         return None
     return FeatureRound(uploads=uploads, features=int(sent), unequal=int(figures["unequal_uploads"]))
+
+
+def _view_sum(figures: dict[str, float]) -> SumRound | None:
+    if (devices := figures.get("sum_devices")) is None:
+        return None
+    return SumRound(
+        devices=int(devices),
+        attempt=int(figures.get("sum_attempt", 1)),
+        left={step: int(figures.get(f"sum_left_{step}", 0)) for step in ("keys", "shares", "masked", "reveal")},
+        clipped=int(figures["sum_clipped"]),
+        error_bound=figures["sum_error_bound"],
+        noise_multiplier=figures.get("sum_noise_multiplier"),
+        clip=figures.get("sum_clip"),
+    )
 
 
 def view_device(name: str, totals: DeviceTotals) -> DeviceView:

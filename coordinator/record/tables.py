@@ -237,6 +237,10 @@ class TaskTimes(NamedTuple):
     returned_at: str | None = None  # it was online again; None: not since it left
 
 
+ANNOUNCED = "announced"
+"""Metric of a device's result whose numbers are in a secure sum: its images, by its hello."""
+
+
 class ResultRecord(Struct, frozen=True):
     run: str
     round: int

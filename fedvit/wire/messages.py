@@ -127,6 +127,14 @@ class SumId(Struct, frozen=True, array_like=True):
     attempt: Count
 
 
+class SumNoise(Struct, frozen=True, array_like=True):
+    """Noise that devices add before a sum, for differential privacy: see `fedvit.secure.noise`."""
+
+    clip: Annotated[float, Meta(ge=1e-6, le=1e6)]  # norm that a device's update is scaled down to
+    multiplier: Annotated[float, Meta(ge=0.0, le=1e4)]  # standard deviation in the least sum, times clip
+    counting: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0  # of the number of updates within clip; 0: not counted
+
+
 class SumTerms(Struct, frozen=True, array_like=True):
     """Terms of a sum: see `fedvit.secure.fixed_point`."""
 
@@ -136,6 +144,7 @@ class SumTerms(Struct, frozen=True, array_like=True):
     bits: Literal[16, 24, 32] = 32  # of a number of a tensor
     range: Annotated[float, Meta(ge=1e-6, le=1e6)] = 4.0  # numbers are clipped to [-range, range]
     max_weight: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 1  # weights are counted up to it
+    noise: SumNoise | None = None  # all devices weigh the same then
 
 
 class SumPublicKeys(Struct, frozen=True, array_like=True):

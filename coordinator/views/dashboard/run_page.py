@@ -17,6 +17,7 @@ from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, descr
 from coordinator.views.fleet import ROUNDS_TIMED, estimate_left_s
 from coordinator.views.report.classes import class_sheet, make_confusion
 from coordinator.views.report.document import ClassAccuracy, read_classes
+from coordinator.views.report.words import sum_words
 from fedvit.resources import Budget
 from profiles.prediction import Expected
 from profiles.report.tables import Column, Sheet, columns
@@ -297,6 +298,7 @@ async def show(site: Site, run: str) -> None:
                 confusion=make_confusion(seen.classes),
                 refusals=Sheet(seen.refusals, _REFUSAL_COLUMNS),
                 plans=Sheet(seen.plans, _PLAN_COLUMNS),
+                sums=sum_words(view),
             )
 
         await follow(refresh)

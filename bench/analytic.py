@@ -1,6 +1,7 @@
 """`python -m bench analytic`: the head that devices' sums give in one round, beside the same regression in one place.
 
-Methods that train by gradients get as many FLOPs on each device: those with a longer step see fewer images.
+The backbone's features of each image are computed once, for everything that leaves the backbone as it is. Methods that
+train by gradients get as many FLOPs on each device: those with a longer step see fewer images.
 """
 
 import shutil
@@ -8,97 +9,124 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, pstdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Struct
 
+from bench.frozen_features import DeviceFeatures, FeatureModel, Features, FrozenRounds, read_features
 from bench.machine import describe_machine
 from bench.reporting import Progress, Report
 from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import make_config
-from edge_client.work.batches import whole_samples
 from fedvit.blobs import BlobStore
-from fedvit.data.folder import DeviceData, Split
+from fedvit.data.folder import DeviceData
 from fedvit.data.layout import TRAIN
 from fleet.datasets import read_dataset
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts
 from fleet.partition import write_device_folders
 from fleet.partitions import deal_out, make_partition
-from fleet.request import Engine, RunOutcome, RunRequest
+from fleet.request import RunRequest
 from fleet.simulate import simulate
+from profiles.program_cost import PricedProgram
 
-ANALYTIC = "analytic"
+ANALYTIC, CENTRAL, FLEET = "analytic", "central", "analytic-fleet"
 GRADIENTS = {"optimizer": "sgd", "momentum": 0.9, "batch_size": 16, "epochs": 1}
 METHODS: dict[str, dict[str, Any]] = {
     ANALYTIC: {"batch_size": 16},
+    "personal_analytic": {"batch_size": 16},
     "fed_head": {**GRADIENTS, "lr": 0.01},
     "fedper": {**GRADIENTS, "lr": 0.003},
     "fedperfix": {**GRADIENTS, "lr": 0.003},
 }
+FROZEN = {ANALYTIC: 1, "personal_analytic": 2, "fed_head": 1}
+"""Rounds of the methods that leave the backbone as it is."""
 
 
 class AnalyticSettings(Struct, frozen=True, kw_only=True):
     data: Path  # a data set of images
     weights: Path  # of the pretrained model
     model: str = "deit_tiny_patch16_224"
-    image_size: int = 224
-    images: int = 2000  # of the data set, drawn anew for each seed; a fifth of each device's are for tests
+    image_size: int = 96
+    images: int = 1000  # of the data set, drawn anew for each seed; a fifth of each device's are for tests
     devices: int = 20
-    classes_per_device: int = 2
-    seeds: int = 1
-
-
-class Measured(NamedTuple):
-    """One method with one seed."""
-
-    accuracy: float  # over all test images
-    bytes_per_device: int  # sent, the largest
-    gflop_per_device: float  # of training, the mean
+    classes_per_device: int = 2  # of a data set without domains; else each device has images of one domain
+    seeds: int = 5
+    trained: int = 5  # of the seeds, with which methods that train the backbone are measured; 0: no run of a fleet
 
 
 def run_analytic_bench(settings: AnalyticSettings, progress: Progress = lambda line: None) -> Report:
     """Measure every method with every seed. Raises DataError and ConfigError for settings that cannot be used."""
     samples = read_dataset(str(settings.data), settings.image_size)
     assert not isinstance(samples, Texts)
-    by_method: dict[str, list[Measured]] = {name: [] for name in METHODS}
-    gaps, central = [], []
+    accuracies: dict[str, list[float]] = {name: [] for name in (CENTRAL, FLEET, *METHODS)}
+    gaps, gflop = list[float](), dict[str, float]()
+    bytes_per_device: int | None = None
+    names = list(METHODS) if settings.trained else list(FROZEN)
+
+    def note(seed: int, name: str, accuracy: float) -> None:
+        accuracies[name].append(accuracy)
+        progress(f"seed {seed}: {name} {accuracy:.3f}")
+
+    with tempfile.TemporaryDirectory(prefix="fleet-bench-") as blobs:
+        plans = {name: _plan(name, settings, samples.classes, Path(blobs)) for name in names}
+    priced = {name: plan.priced(plan.method) for name, plan in plans.items()} if settings.trained else {}
     for seed in range(settings.seeds):
         with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
             home = Path(folder)
             folders = _deal(samples, settings, seed, home / "parts")
-            for name in METHODS:
-                plan = _plan(name, settings, samples.classes, home)
-                share = min(1.0, _count_flops(_plan(ANALYTIC, settings, samples.classes, home)) / _count_flops(plan))
-                own = _keep_share(folders, share, home / f"parts-{name}", seed) if share < 1 else folders
-                # whole models of many devices at a time would flood a coordinator in this process
-                engine: Engine = "onnx" if name == ANALYTIC else "torch"
-                values = _settings(name, settings, seed)
-                outcome = simulate(RunRequest(own, values, out=home / "runs", run=name, at_once=2, engine=engine))
-                by_method[name].append(_measure(outcome))
-                progress(f"seed {seed}: {name} {by_method[name][-1].accuracy:.3f}")
+            data = [read_features(plans[ANALYTIC], DeviceData.open(folder)) for folder in folders]
+            flops = {name: _count_flops(one, data) for name, one in priced.items()}
+            shares = dict.fromkeys(FROZEN, 1.0) | {name: min(1.0, flops[ANALYTIC] / flops[name]) for name in flops}
+            gflop = {name: shares[name] * flops[name] * FROZEN.get(name, 1) / 1e9 for name in flops}
+            for name, rounds in FROZEN.items():
+                run = FrozenRounds(plans[name].method, FeatureModel(plans[name].vit), seed)
+                for number in range(1, rounds + 1):
+                    run.run_round(number, [_cut(one.train, shares[name]) for one in data])
+                note(seed, name, run.measure_accuracy([one.test for one in data]))
                 if name == ANALYTIC:
-                    ridge = outcome.summary.rounds[-1].figures["ridge"]
-                    central.append(solve_in_one_place(plan, folders, ridge))
-                    gaps.append(100 * abs(central[-1] - by_method[name][-1].accuracy))
-                    progress(f"seed {seed}: the same regression in one place {central[-1]:.3f}")
-    results = [{"name": name, **_summarize(values)} for name, values in by_method.items()]
+                    note(seed, CENTRAL, solve_in_one_place(data, len(samples.classes), run.figures["ridge"]))
+                    gaps.append(100 * abs(accuracies[CENTRAL][-1] - accuracies[ANALYTIC][-1]))
+            if seed == 0 and settings.trained:
+                values = {**_settings(ANALYTIC, settings, seed), "secure": True}
+                outcome = simulate(RunRequest(folders, values, out=home / "runs", run=FLEET, at_once=2))
+                [entry] = outcome.summary.rounds
+                note(seed, FLEET, entry.accuracy_weighted or 0.0)
+                gaps.append(100 * abs(accuracies[CENTRAL][-1] - accuracies[FLEET][-1]))
+                bytes_per_device = max(device.bytes_up for device in outcome.summary.devices)
+            for name in names:
+                if name in FROZEN or seed >= settings.trained:
+                    continue
+                own = _keep_share(folders, shares[name], home / f"parts-{name}", seed)
+                values = _settings(name, settings, seed)
+                outcome = simulate(RunRequest(own, values, out=home / "runs", run=name, engine="torch"))
+                note(seed, name, outcome.summary.rounds[-1].accuracy_weighted or 0.0)
+    results = [{"name": name, **_summarize(values), "device_gflop": gflop.get(name)}
+               for name, values in accuracies.items() if values]  # fmt: skip
     return {
         "machine": describe_machine(), "settings": msgspec.to_builtins(settings, enc_hook=str),
-        "gap_points": max(gaps), "bytes_per_device": max(one.bytes_per_device for one in by_method[ANALYTIC]),
-        "rounds": 1, "central_accuracy": mean(central), "results": results,
+        "gap_points": max(gaps), "bytes_per_device": bytes_per_device, "rounds": FROZEN[ANALYTIC], "results": results,
     }  # fmt: skip
 
 
 def _deal(samples: Samples, settings: AnalyticSettings, seed: int, out: Path) -> list[Path]:
     chosen = np.sort(np.random.default_rng(seed).permutation(len(samples))[: settings.images])
-    rule = make_partition("pathological", classes_per_device=settings.classes_per_device)
+    if samples.domains is None:
+        rule = make_partition("pathological", classes_per_device=settings.classes_per_device)
+    else:
+        rule = make_partition("domain", per_domain=settings.devices // len(samples.domain_names))
     parts = deal_out(rule, samples.annotations.rows(chosen), settings.devices, seed)
     write_device_folders(samples, [chosen[part] for part in parts], out, test_share=0.2, seed=seed)
     return [out / f"device-{number}" for number in range(settings.devices)]
+
+
+def _cut(features: Features, share: float) -> Features:
+    """Leave out as many images as `_keep_share` does; batches are drawn at random."""
+    count = max(1, round(share * len(features.labels)))
+    rows = np.random.default_rng(count).permutation(len(features.labels))[:count]
+    return Features(features.values[rows], features.labels[rows])
 
 
 def _keep_share(folders: Sequence[Path], share: float, out: Path, seed: int) -> list[Path]:
@@ -124,52 +152,23 @@ def _plan(name: str, settings: AnalyticSettings, classes: tuple[str, ...], home:
     return make_plan(config, classes, BlobStore(home / "blobs"))
 
 
-def _count_flops(plan: Plan) -> int:
-    """Count the FLOPs of a device's training on a thousand images."""
-    return plan.priced(plan.method).cost(images=1000, test_images=0).flops_round
+def _count_flops(priced: PricedProgram, data: Sequence[DeviceFeatures]) -> float:
+    """Count the FLOPs of a round's training on the mean device."""
+    return mean(priced.cost(images=len(one.train.labels), test_images=0).flops_round for one in data)
 
 
-def _measure(outcome: RunOutcome) -> Measured:
-    devices = outcome.summary.devices
-    right = sum((device.accuracy or 0.0) * device.test_samples for device in devices)
-    return Measured(
-        right / sum(device.test_samples for device in devices),
-        max(device.bytes_up for device in devices),
-        mean((device.flops_per_round or 0) / 1e9 for device in devices),
-    )
+def _summarize(accuracies: Sequence[float]) -> Mapping[str, Any]:
+    return {"accuracy": mean(accuracies), "accuracy_std": pstdev(accuracies), "seeds": len(accuracies)}
 
 
-def _summarize(values: Sequence[Measured]) -> Mapping[str, Any]:
-    accuracies = [value.accuracy for value in values]
-    return {
-        "accuracy": mean(accuracies),
-        "accuracy_std": pstdev(accuracies),
-        "bytes_per_device": max(value.bytes_per_device for value in values),
-        "device_gflop": mean(value.gflop_per_device for value in values),
-    }
-
-
-def solve_in_one_place(plan: Plan, folders: Sequence[Path], ridge: float) -> float:
+def solve_in_one_place(data: Sequence[DeviceFeatures], classes: int, ridge: float) -> float:
     """Return the accuracy, on all test images, of the regression over all training images in float64."""
-    data = [DeviceData.open(folder).relabel(plan.classes) for folder in folders]
-    width, classes = plan.vit.width, len(plan.classes)
-    gram, moments = np.zeros((width, width)), np.zeros((width, classes))
-    for one in data:
-        features, labels = _read_features(plan, one.train)
-        gram += features.T @ features
-        moments += features.T @ np.eye(classes)[labels]
-    weights = np.linalg.solve(gram + ridge * np.trace(gram) / len(gram) * np.eye(len(gram)), moments)
-    answers = [(features @ weights).argmax(axis=1) == labels for features, labels in
-               (_read_features(plan, one.test) for one in data)]  # fmt: skip
-    return float(np.concatenate(answers).mean())
-
-
-@torch.no_grad()
-def _read_features(plan: Plan, images: Split) -> tuple[np.ndarray, np.ndarray]:
-    """(images, D) features in float64 by torch, and labels."""
-    vit, values, labels = plan.vit, [], []
-    for rows, readable, fed in whole_samples(images, np.arange(len(images)), plan.batch_of(plan.method)):
-        tokens = vit.run_to_class(vit.embed(torch.from_numpy(fed["batch/patches"])), 0)
-        values.append(vit.features(tokens).numpy()[: len(rows)][readable])
-        labels.append(images.labels[rows][readable])
-    return np.concatenate(values).astype(np.float64), np.concatenate(labels)
+    train, test = (
+        [(split.values.numpy().astype(np.float64), split.labels.numpy()) for split in splits]
+        for splits in ([one.train for one in data], [one.test for one in data])
+    )
+    features, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
+    gram = features.T @ features
+    penalty = ridge * np.trace(gram) / len(gram)
+    weights = np.linalg.solve(gram + penalty * np.eye(len(gram)), features.T @ np.eye(classes)[labels])
+    return float(np.concatenate([(values @ weights).argmax(axis=1) == names for values, names in test]).mean())

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from bench.analytic import AnalyticSettings, run_analytic_bench
+from bench.api import run_api_bench
 from bench.cap import CapSettings, run_cap
 from bench.cases import CASES, choose
 from bench.failover import KINDS, FailoverSettings, is_intact, run_failover
@@ -74,10 +75,12 @@ def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) 
     "--weights", type=click.Path(path_type=Path, exists=True), required=True, help="Checkpoint of the pretrained model."
 )
 @click.option("--model", default="deit_tiny_patch16_224", help="Model of the weights.")
-@click.option("--image-size", type=click.IntRange(min=1), default=224, help="Side of the images in pixels.")
-@click.option("--images", type=click.IntRange(min=1), default=2000, help="Images of all devices together.")
-@click.option("--devices", type=click.IntRange(min=1), default=20, help="Devices, with two classes each.")
-@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Repetitions with other images.")
+@click.option("--image-size", type=click.IntRange(min=1), default=96, help="Side of the images in pixels.")
+@click.option("--images", type=click.IntRange(min=1), default=1000, help="Images of all devices together.")
+@click.option("--devices", type=click.IntRange(min=1), default=20, help="Devices.")
+@click.option("--classes-per-device", type=click.IntRange(min=1), default=2, help="Not of a data set with domains.")
+@click.option("--seeds", type=click.IntRange(min=1), default=5, help="Repetitions with other images.")
+@click.option("--trained", type=click.IntRange(min=0), default=5, help="Seeds with methods that train it; 0: no fleet.")
 @json_flag
 @out_flag
 def analytic_command(as_json: bool, out: Path | None, **flags: Any) -> None:
@@ -229,6 +232,16 @@ def bytes_command(names: tuple[str, ...], as_json: bool) -> None:
     """Count the bytes of a round with each codec of updates: states, references and uploads are really written."""
     cases = choose(names or ("fedperfix-vits", "eftvit-vitb"))
     measure(lambda log: run_bytes_bench(cases, log), as_json)
+
+
+@bench_command.command("api")
+@click.option("--runs", type=click.IntRange(min=1), default=500, help="Runs in the record.")
+@click.option("--rate", type=click.IntRange(min=1), default=200, help="Requests per second.")
+@click.option("--seconds", type=click.IntRange(min=1), default=20, help="Time of each measurement.")
+@json_flag
+def api_command(runs: int, rate: int, seconds: int, as_json: bool) -> None:
+    """Measure the latency of the HTTP API's list of runs, and the processor time of commands."""
+    measure(lambda log: run_api_bench(runs=runs, rate=rate, seconds=seconds, progress=log), as_json)
 
 
 @bench_command.command("store")

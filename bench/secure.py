@@ -15,7 +15,7 @@ import numpy as np
 from bench.edge import make_noise_folder
 from bench.machine import describe_machine
 from bench.reporting import Progress, Report
-from bench.rounds import FOLDERS, IMAGES, Fleets, Sampled, choose_storage, measure_duration, sample_run
+from bench.rounds import IMAGES, Fleets, Sampled, choose_storage, measure_duration, sample_run
 from coordinator.record.tables import SUM
 from fedvit.secure.device import DeviceSum
 from fedvit.secure.vectors import Vector
@@ -37,7 +37,8 @@ def run_secure_bench(*, devices: int, rounds: int, schedules: int, progress: Pro
     """Measure a plain run and a secure one, the masks of a large update, and drawn sums. Raises FedvitError."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-secure-")))
-        make_noise_folder(folder / "parts", images=FOLDERS * IMAGES, size=32, test_share=1 / 3, devices=FOLDERS)
+        # each device has its own images: devices with the same ones make equal updates, which are sent once
+        make_noise_folder(folder / "parts", images=devices * IMAGES, size=32, test_share=1 / 3, devices=devices)
         states, hosts = stack.enter_context(choose_storage()), min(devices, usable_cores())
 
         def sample(name: str, *, secure: bool) -> Sampled:

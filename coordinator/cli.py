@@ -1,10 +1,16 @@
 """`coordinator`: starts runs and reports on them."""
 
+import os
+from importlib import import_module
+from pathlib import Path
+
 import click
 
 from fedvit import command_line
+from fedvit.errors import ConfigError
 
 COMMANDS = {
+    "audit": "Show who changed runs or devices, when, and from where.",
     "backup": "Keep copies of runs and a deployment, also while they are served.",
     "boards": "List the boards that costs can be predicted for, or all data of one.",
     "bugreport": "Write a ZIP file for the report of a fault: versions, configuration, rounds and logs.",
@@ -25,6 +31,7 @@ COMMANDS = {
     "renew": "Renew the certificates of the broker and the coordinator.",
     "report": "Report a run: accuracy, bytes, time, memory, energy; predicted beside measured.",
     "restore": "Write the runs and the deployment of a backup to new folders.",
+    "retry": "Let a service serve a failed run again.",
     "revoke": "Revoke devices: their connections end at once.",
     "rm": "Remove runs: their rows of the record, their folders and their mirrors.",
     "rotate-authority": "Replace the authority of a deployment while it is served.",
@@ -35,10 +42,17 @@ COMMANDS = {
     "start": "Start a run: a broker unless one is given, its devices, and its rounds.",
     "status": "Show what a run or the service is waiting for.",
     "submit": "Put a run into the queue of a service.",
+    "token": "Manage tokens of the HTTP API: make, list and remove them.",
+    "trace": "Print what happened to a task, or to a round's tasks, and when.",
     "unpause": "Let a paused run open rounds again.",
     "wait": "Wait until a run has ended.",
 }
 """Name -> description."""
+REMOTE = {
+    "cancel", "devices", "label", "logs", "pause", "retry", "revoke", "runs", "show", "status", "submit", "unpause",
+    "wait",
+}  # fmt: skip
+"""Commands that also work on the service of another machine."""
 
 
 @click.group(
@@ -49,8 +63,35 @@ COMMANDS = {
     examples=["coordinator start --config run.toml", "coordinator show RUN", "coordinator runs --json"],
 )
 @click.version_option(package_name="fedvit")
-def cli() -> None:
+@click.option(
+    "--server",
+    metavar="URL",
+    help="Work on the service of another machine by its HTTP API, http(s)://HOST:PORT; or set FEDVIT_SERVER.",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with the token for --server; or set FEDVIT_TOKEN.",
+)
+@click.option(
+    "--server-ca",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="authority.pem of the deployment that signed the certificate of --server; or set FEDVIT_SERVER_CA.",
+)
+@click.pass_context
+def cli(context: click.Context, server: str | None, token_file: Path | None, server_ca: Path | None) -> None:
     """Train models on a fleet of devices, round by round."""
+    url = server or os.environ.get("FEDVIT_SERVER")
+    if not url:
+        return
+    if context.invoked_subcommand in REMOTE:
+        context.meta["fedvit.service"] = import_module("coordinator.commands.server").connect(
+            url, token_file, server_ca
+        )
+    elif server:
+        raise ConfigError(
+            "FV1817", f"coordinator {context.invoked_subcommand} works on this machine only: leave out --server"
+        )
 
 
 def main() -> None:

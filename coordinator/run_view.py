@@ -7,8 +7,9 @@ nothing else. Units are in the names: `_s` seconds, `_j` joules, `_c` degrees Ce
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -17,6 +18,7 @@ from coordinator.config import RunConfig
 from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
 from coordinator.record.record import Record
+from coordinator.record.rounds import RunPosition
 from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
 from coordinator.record.totals import add_evaluation, add_training, with_result
 from fedvit.errors import ConfigError
@@ -47,6 +49,18 @@ class FeatureRound(Struct, frozen=True, kw_only=True):
     unequal: int  # uploads with more features of one class than of another, which tell the device's class distribution
 
 
+class SumRound(Struct, frozen=True, kw_only=True):
+    """The secure sum of a round's updates. It reveals nothing of a single device."""
+
+    devices: int
+    attempt: int  # number of the attempt that succeeded, from 1
+    left: dict[str, int]  # devices that left, by step: keys, shares, masked, reveal
+    clipped: int  # numbers outside of the range, of all devices together
+    error_bound: float  # largest error of a number of the mean
+    noise_multiplier: float | None = None  # of the noise that devices added; None: none
+    clip: float | None = None  # norm that updates were scaled down to
+
+
 class RoundView(RoundTotals, frozen=True, kw_only=True):
     """One round. The typed figures below `figures` are None if the round lacks them."""
 
@@ -64,6 +78,7 @@ class RoundView(RoundTotals, frozen=True, kw_only=True):
     device_epsilon: float | None = None  # of all features of one device, over all rounds up to this one
     generator: GeneratorRound | None = None  # None: the method has no generator, or one device took part
     features: FeatureRound | None = None  # None: devices send no features
+    sum: SumRound | None = None  # None: updates were not added up in secret
 
 
 _TYPED = tuple(RoundView.__struct_fields__[RoundView.__struct_fields__.index("figures") + 1 :])
@@ -128,6 +143,22 @@ class RunLine(RunProgress, frozen=True, kw_only=True):
     """One run in the list of runs."""
 
     bytes: int  # of its folder; the record is one file of all runs
+
+
+class RunFilter(NamedTuple):
+    """Selects runs; empty values select all."""
+
+    status: tuple[str, ...] = ()
+    method: str = ""
+    model: str = ""
+    name: str = ""  # a part of it
+
+
+class RunPage(Struct, frozen=True, kw_only=True):
+    """Some runs of a list."""
+
+    runs: list[RunProgress]
+    total: int  # of the whole list
 
 
 class RunView(RunHead, frozen=True, kw_only=True):
@@ -205,16 +236,41 @@ def list_runs(store: Record, folder: Path) -> list[RunLine]:
     ]
 
 
+def read_sizes(store: Record, folder: Path) -> dict[str, int]:
+    """Measure the folders of all runs, in bytes."""
+    return {record.id: folder_bytes(folder / record.id) for record in store.runs.read_all()}
+
+
 def list_progress(store: Record) -> list[RunProgress]:
     """Read the progress of all runs, newest first."""
-    return [
-        RunProgress(
-            **_head(store, record),
-            rounds=store.rounds.find_last(record.id),
-            mean_accuracy=store.rounds.read_mean_accuracy(record.id),
-        )
-        for record in store.runs.read_all()
-    ]
+    positions, not_begun = store.rounds.read_positions(), RunPosition(0, None)
+    return [_make_progress(store, record, positions.get(record.id, not_begun)) for record in store.runs.read_all()]
+
+
+def read_progress(store: Record, record: RunRecord) -> RunProgress:
+    """Read the progress of one run."""
+    rounds = store.rounds
+    return _make_progress(store, record, RunPosition(rounds.find_last(record.id), rounds.read_mean_accuracy(record.id)))
+
+
+def _make_progress(store: Record, record: RunRecord, position: RunPosition) -> RunProgress:
+    return RunProgress(**_head(store, record), rounds=position.last, mean_accuracy=position.accuracy)
+
+
+def list_page(store: Record, where: RunFilter, offset: int, limit: int) -> RunPage:
+    """Read the progress of some of the runs that a filter selects, newest first."""
+    found = [record for record in store.runs.read_all() if _is_selected(store, record, where)]
+    page = [read_progress(store, record) for record in found[offset : offset + limit]]
+    return RunPage(runs=page, total=len(found))
+
+
+def _is_selected(store: Record, record: RunRecord, where: RunFilter) -> bool:
+    return (
+        where.name in record.id
+        and where.method in ("", record.config.get("method"))
+        and where.model in ("", record.config.get("model"))
+        and (not where.status or current_status(store, record) in where.status)
+    )
 
 
 def read_head(store: Record, record: RunRecord) -> RunHead:
@@ -243,7 +299,13 @@ def run_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(_differing(config, json.loads(msgspec.json.encode(RunConfig()))))
+    return dict(_differing(config, _defaults()))
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    defaults: dict[str, Any] = json.loads(msgspec.json.encode(RunConfig()))
+    return defaults
 
 
 def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
@@ -261,6 +323,12 @@ def read_round(store: Record, run: str, number: int) -> RoundView:
     if entry is None or entry.totals is None:
         raise ConfigError("FV1623", f"run {run!r} has no round {number} that is closed")
     return _round(number, entry.totals, entry.figures, {})
+
+
+def read_rounds(store: Record, run: str) -> list[RoundView]:
+    """Read all closed rounds, without accuracies by device. Raises ConfigError if there is no such run."""
+    store.runs.read(run)
+    return [_round(entry.round, entry.totals, entry.figures, {}) for entry in store.rounds.read_totals(run)]
 
 
 def read_newest_round(store: Record, run: str, *, evaluated: bool = False) -> RoundView | None:
@@ -296,6 +364,22 @@ def show_document(run: RunView) -> dict[str, Any]:
         for name in _TYPED:
             del entry[name]
     return document
+
+
+def read_document(document: Mapping[str, Any]) -> RunView:
+    """Return the run of a document of `show_document`. Raises msgspec.ValidationError if it is not one."""
+    rounds = [{**entry, "figures": _without_null(entry["figures"])} for entry in document["rounds"]]
+    view = msgspec.convert({**document, "rounds": rounds}, RunView)
+    views = []
+    for entry in view.rounds:
+        totals = msgspec.convert(msgspec.to_builtins(entry), RoundTotals)
+        views.append(_round(entry.round, totals, entry.figures, entry.accuracy))
+    return msgspec.structs.replace(view, rounds=views)
+
+
+def _without_null(figures: Mapping[str, float | None]) -> dict[str, float]:
+    """Leave out figures that are not finite: JSON has null for them."""
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def natural_order(name: str) -> list[str | int]:
@@ -347,6 +431,7 @@ def _round(number: int, totals: RoundTotals, figures: dict[str, float], accuracy
         device_epsilon=figures.get(DEVICE_EPSILON),
         generator=_generator(figures),
         features=_features(figures, totals.accepted),
+        sum=_view_sum(figures),
         **msgspec.structs.asdict(totals),
     )
 
@@ -365,6 +450,20 @@ def _features(figures: dict[str, float], uploads: int) -> FeatureRound | None:
     if (sent := figures.get("uploaded_features")) is None:
         return None
     return FeatureRound(uploads=uploads, features=int(sent), unequal=int(figures["unequal_uploads"]))
+
+
+def _view_sum(figures: dict[str, float]) -> SumRound | None:
+    if (devices := figures.get("sum_devices")) is None:
+        return None
+    return SumRound(
+        devices=int(devices),
+        attempt=int(figures.get("sum_attempt", 1)),
+        left={step: int(figures.get(f"sum_left_{step}", 0)) for step in ("keys", "shares", "masked", "reveal")},
+        clipped=int(figures["sum_clipped"]),
+        error_bound=figures["sum_error_bound"],
+        noise_multiplier=figures.get("sum_noise_multiplier"),
+        clip=figures.get("sum_clip"),
+    )
 
 
 def view_device(name: str, totals: DeviceTotals) -> DeviceView:

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from edge_client.health.history import AgentState, History
 from edge_client.health.readiness import Readiness
@@ -21,7 +21,10 @@ from edge_client.work.current_task import CurrentTask
 from edge_client.work.secure_sums import Masked, SecureSums
 from edge_client.work.task_executor import TaskExecutor, Worked
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
+from fedvit.logs import log_fields
 from fedvit.policy import Policy
+from fedvit.task_names import TaskName
+from fedvit.tracing import Tracing
 from fedvit.transport.base import Connected, Disconnected, Received
 from fedvit.wire.messages import (
     AnyMessage,
@@ -68,13 +71,16 @@ class Agent:
         *,
         readiness: Readiness | None = None,
         status: StatusFile | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.link = link
         self.storage = storage
         self.worker = worker
         self.session = Session(link, storage)
         self.history = History()
-        self.current = CurrentTask(self.session, storage, worker, readiness or Readiness(policy=policy), self.history)
+        self.current = CurrentTask(
+            self.session, storage, worker, readiness or Readiness(policy=policy), self.history, tracing
+        )
         self.sums = SecureSums(
             link, storage, policy.send, link.renewal.identity if link.renewal else None, worker.begin_work
         )
@@ -168,10 +174,19 @@ class Agent:
         if self._status:
             self._status.close(self.state())
 
+    def _log_fields(self) -> dict[str, Any]:
+        """Fields of all lines of this device, in a process that may be several."""
+        device, task = self.link.identity.device, self.task
+        return TaskName.of(task, device).fields() if task else {"device": device}
+
     # --- events ---------------------------------------------------------------------------------------
 
     def on_event(self, event: object) -> None:
         """Handle one event of the inbox. Raises PeerRefused when the coordinator refuses for good."""
+        with log_fields(self._log_fields):
+            self._handle(event)
+
+    def _handle(self, event: object) -> None:
         match event:
             case Connected(certificate=certificate):
                 self.session.on_connected()
@@ -191,6 +206,10 @@ class Agent:
 
     def on_time(self) -> None:
         """Do what is due; call it a few times a second."""
+        with log_fields(self._log_fields):
+            self._do_due()
+
+    def _do_due(self) -> None:
         self.current.tick()
         is_hello_due = self.session.tick()
         if self._status:

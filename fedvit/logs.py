@@ -5,12 +5,15 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any
 
+from fedvit.task_names import KINDS, TaskName
 from fedvit.terminal import escape_controls
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -24,7 +27,8 @@ OLD_FILES = 5
 FORMAT_VARIABLE = "FEDVIT_LOG_FORMAT"
 """In the environment: `json` or `text`. The option --log-format sets it, so that child processes write the same."""
 
-_of_thread = threading.local()
+Fields = Callable[[], Mapping[str, Any]]
+_context: ContextVar[tuple[Fields, ...]] = ContextVar("log fields", default=())
 
 
 class KeyValueFormatter(logging.Formatter):
@@ -45,7 +49,8 @@ class KeyValueFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """`{"date": "2026-11-22T12:00:01.000+00:00", "level": "info", "message": "round closed", "round": 7}`
 
-    `fields` are part of every line, also those that are added later, as are those of `thread_log` in its thread.
+    `fields` are part of every line, also those that are added later, as are those of `thread_log` and `log_fields`. A
+    line about a task has the task's name.
     """
 
     def __init__(self, fields: Mapping[str, object] | None = None) -> None:
@@ -53,7 +58,10 @@ class JsonFormatter(logging.Formatter):
         self._always = {} if fields is None else fields
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = {**self._always, **getattr(_of_thread, "fields", {}), **_fields(record)}
+        around: dict[str, Any] = dict(self._always)
+        for read in _context.get():
+            around |= read()
+        fields = _name_task(around, _fields(record))
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return json_line(record.levelname.lower(), record.getMessage(), fields, at=record.created)
@@ -74,6 +82,20 @@ def as_json() -> bool:
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     # libraries (Ray) add fields of their own to all records
     return {name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")}
+
+
+def _name_task(around: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line with the name of the task that it is about; `around`: those of all lines there."""
+    fields = around | own
+    if "round" not in own or own.get("kind") not in KINDS or not {"run", "device"} <= fields.keys():
+        if own.get("round", around.get("round")) != around.get("round"):
+            fields.pop("task", None)  # of the task around it, which it is not about
+        return fields
+    name = TaskName(fields["run"], own["round"], fields["device"], own["kind"], own.get("attempt", 0))
+    known = TaskName.parse(around.get("task", ""))
+    if known and not name.attempt and known[:4] == name[:4]:
+        name = known
+    return fields | name.fields()
 
 
 def _plain(value: object) -> object:
@@ -113,19 +135,29 @@ def configure_logging(
 
 
 @contextmanager
+def log_fields(fields: Fields) -> Iterator[None]:
+    """Add fields to the lines in JSON that this thread writes within the block; `fields` is called for each line."""
+    token = _context.set((*_context.get(), fields))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+@contextmanager
 def thread_log(file: Path, fields: Mapping[str, object] | None = None) -> Iterator[None]:
     """Write log lines of the calling thread also to `file` within the block; in JSON they have the fields."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES)
     handler.setFormatter(JsonFormatter() if as_json() else KeyValueFormatter())
-    _of_thread.fields = dict(fields or {})
+    of_thread = dict(fields or {})
     mine = threading.get_ident()
     handler.addFilter(lambda record: record.thread == mine)
     root = logging.getLogger()
     root.addHandler(handler)
     try:
-        yield
+        with log_fields(lambda: of_thread):
+            yield
     finally:
         root.removeHandler(handler)
         handler.close()
-        del _of_thread.fields

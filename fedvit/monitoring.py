@@ -1,5 +1,7 @@
 """Watch a program over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for a supervisor.
 
+`/readyz` answers in JSON, with 503 while the program cannot do its work.
+
 Served in threads of their own; the program's state is only read.
 """
 
@@ -17,9 +19,10 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
+import msgspec
 
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
@@ -44,8 +47,30 @@ AT_ONCE = 16
 SILENT_S = 10.0
 """A connection that sends nothing for this time is closed."""
 
-Check = Callable[[], str | None]
-"""Returns the reason why something is not well; None if it is."""
+Role = Literal["leader", "standby", "run", "device"]
+"""Part of a program: a service that leads or stands by, the coordinator of one run, or a device."""
+CauseKind = Literal[
+    "starting", "broker", "record", "leadership", "disk", "files", "object_store", "operator", "folder"
+]  # fmt: skip
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """One reason why a program, or one of its runs, cannot work now."""
+
+    cause: CauseKind
+    reason: str  # for people
+    run: str | None = None  # None: the whole program
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """The answer of `/readyz`."""
+
+    ready: bool
+    role: Role | None = None  # None: the program is starting
+    causes: tuple[Cause, ...] = ()  # a program may be ready although one of its runs is stopped
+
+
+STARTING = Condition(ready=False, causes=(Cause("starting", "the program is starting"),))
 
 
 class ListenAddress(NamedTuple):
@@ -134,11 +159,14 @@ class Watched(NamedTuple):
 
     collector: "Collector"
     loops: Callable[[], list[LoopWatch]]  # the program hangs if one of them does
-    ready: Check
+    condition: Callable[[], Condition]
 
 
 class Monitor:
-    """Serves the metrics of a program that has `show`n itself; `url` is empty if it serves none."""
+    """Serves the metrics of a program that has `show`n itself; `url` is empty if it serves none.
+
+    A program whose part changes shows itself again: a standby that leads now.
+    """
 
     def __init__(self, server: "_Server | None") -> None:
         self._server = server
@@ -147,9 +175,7 @@ class Monitor:
     def show(self, watched: Callable[[], Watched]) -> None:
         """From now on serve what `watched()` returns, which is not called without a server."""
         if self._server:
-            made = watched()
-            self._server.registry.register(made.collector)
-            self._server.watched = made
+            self._server.show(watched())
 
 
 @contextmanager
@@ -194,6 +220,13 @@ class _Server(ThreadingMixIn, TCPServer):
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.url = where if address.socket_path else f"http://{host}:{self.server_address[1]}/metrics"
 
+    def show(self, watched: Watched) -> None:
+        """Serve another state from now on."""
+        if self.watched:
+            self.registry.unregister(self.watched.collector)
+        self.registry.register(watched.collector)
+        self.watched = watched
+
     def server_bind(self) -> None:
         """Bind; a Unix socket is for its owner only from its first moment on, and replaces one that nobody serves."""
         if self._socket_path is None:
@@ -237,14 +270,12 @@ class _Server(ThreadingMixIn, TCPServer):
     def healthz(self) -> tuple[int, str, bytes]:
         loops = self.watched.loops() if self.watched else []
         silent_s = max((loop.silent_s() for loop in loops), default=0.0)
-        return _answer(f"the program's loop has not turned for {silent_s:.0f} s" if silent_s > HUNG_S else None)
+        trouble = f"the program's loop has not turned for {silent_s:.0f} s" if silent_s > HUNG_S else ""
+        return 503 if trouble else 200, "text/plain; charset=utf-8", f"{trouble or 'ok'}\n".encode()
 
     def readyz(self) -> tuple[int, str, bytes]:
-        return _answer(self.watched.ready() if self.watched else "the program is starting")
-
-
-def _answer(trouble: str | None) -> tuple[int, str, bytes]:
-    return 503 if trouble else 200, "text/plain; charset=utf-8", f"{trouble or 'ok'}\n".encode()
+        condition = self.watched.condition() if self.watched else STARTING
+        return 200 if condition.ready else 503, "application/json", msgspec.json.encode(condition) + b"\n"
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -70,6 +70,7 @@ class ResourceUse(Struct, frozen=True, kw_only=True):
     broke: Annotated[tuple[BudgetKind, ...], Meta(max_length=5)] = ()  # budgets that the task exceeded
     battery_percent: Annotated[int, Meta(ge=0, le=100)] | None = None  # of a battery, at the end of the task
     charging: bool | None = None  # whether its battery is charged, or a charger is connected
+    fetch_s: Measure | None = None  # wall time from the task's receipt until its blobs were there
 
 
 ProductKind = Literal["weights", "gradient", "attention", "integers", "halves"]

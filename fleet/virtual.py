@@ -28,6 +28,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData, Files
 from fedvit.policy import Policy, SendPolicy
 from fedvit.resources import IMAGE_CACHE_BYTES
+from fedvit.tracing import Tracing
 from fedvit.transport.base import Transport
 from fedvit.wire.topics import Topics
 from fleet.shared import Fetches, OwnFolder, SharedBlobs, SharedFolder, SharedRuntime, WorkQueue
@@ -90,6 +91,7 @@ class Host:
         transport: NewTransport,
         settings: HostSettings,
         kinds: Mapping[str, type[Agent]] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._inbox: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._work = WorkQueue(settings.at_once + WRITING)
@@ -120,7 +122,7 @@ class Host:
             link = DeviceLink(identity, connection, storage, renewal=renewal, exchange=fetches.exchange)
             kind = (kinds or {}).get(name, Agent)
             worker = kind.worker_class(link, storage, runtime, Guard(), policy, begin=self._work.begin)
-            self.agents[name] = kind(link, storage, worker, policy)
+            self.agents[name] = kind(link, storage, worker, policy, tracing=tracing)
 
     def serve(self, stop: threading.Event, *, once: bool = False) -> None:
         """Take part until `stop` is set; with `once`, until the run has ended for all devices.

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from coordinator.operations.backing_up import make_backup
 from coordinator.serving.backup import BackupFolder, describe_json
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
@@ -41,11 +42,7 @@ def backup(
     else:
         if not (runs or deployment):
             raise click.UsageError("name what to back up: --runs, --deployment, or both")
-        backups.check_place(runs, deployment)
-        made = [backups.make(runs, deployment, lambda line: click.echo(line, err=True))]
-        removed = backups.keep_newest(keep) if keep else []
-        for name in removed:
-            click.echo(f"removed backup {name}", err=True)
+        made = [make_backup(backups, runs, deployment, keep, lambda line: click.echo(line, err=True))]
     if as_json:
         shown = [msgspec.json.decode(describe_json(one)) for one in made]
         click.echo(msgspec.json.format(msgspec.json.encode(shown if only_list else shown[0])).decode())

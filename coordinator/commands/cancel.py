@@ -6,8 +6,7 @@ import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
-from coordinator.record.opening import open_existing_record
-from coordinator.rounds.service.cancelling import cancel as cancel_run
+from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
 
@@ -20,13 +19,9 @@ from fedvit.files import private_files
 def cancel(run: str, folder: Path, as_json: bool) -> None:
     """Cancel RUN: at once if it is queued, within seconds if it is being served. It cannot be resumed."""
 
-    store = open_existing_record(folder, writes=True)
-    try:
-        done = cancel_run(store, folder, run)
-        status = store.runs.read(run).status
-    finally:
-        store.close()
+    with open_runs(folder, writes=True) as runs:
+        changed = runs.cancel(run)
     if as_json:
-        click.echo(msgspec.json.encode({"run": run, "status": status}).decode())
+        click.echo(msgspec.json.encode({"run": run, "status": changed.status}).decode())
     else:
-        click.echo(f"run {run}: {done}")
+        click.echo(f"run {run}: {changed.done}")

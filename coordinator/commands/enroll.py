@@ -1,23 +1,24 @@
 """`coordinator enroll`: makes tokens, each for one device."""
 
-import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import click
+import msgspec
 
 from coordinator.commands.flags import deployment_flag
-from coordinator.security.clock import format_iso
+from coordinator.operations.devices import LocalDevices, check_policy
+from coordinator.operations.documents import Invitation
 from coordinator.security.first_boot import check_boot_files, write_boot_files
-from coordinator.security.folder import Deployment, make_tokens
+from coordinator.security.folder import Deployment
 from coordinator.security.service import is_served, served
 from fedvit.command_line import Command, amount, json_flag
 from fedvit.errors import ConfigError, LinkDown
-from fedvit.policy import find_narrowness, make_policy, parse_policy, read_policy_file
+from fedvit.policy import read_policy_file
 from fedvit.quantities import format_seconds, parse_seconds
-from fedvit.wire.enrolment import MAX_POLICY_CHARACTERS, Token
+from fedvit.wire.enrolment import Token
 
 TICK_S = 0.1
 LINGER_S = 5.0
@@ -95,46 +96,36 @@ def enroll(
         if len(names) > 1:
             raise click.UsageError("--boot writes one card: name one device")
         check_boot_files(boot, package)
-    tokens = make_tokens(deployment, names, valid, replaces=replace, policy=text)
+    made = LocalDevices(deployment).invite_all(names, valid, replaces=replace, policy=text)
     if boot and package:
-        for file in write_boot_files(boot, names[0], tokens[0].text(), package):
+        for file in write_boot_files(boot, names[0], made[0].token, package):
             click.echo(f"wrote {file}", err=True)
     if as_json:
-        click.echo(json.dumps(_as_json(tokens, time.time() + valid), indent=2))
+        click.echo(msgspec.json.format(msgspec.json.encode(made if len(made) > 1 else made[0])).decode())
     else:
-        for line in _describe(tokens, valid, on_card=boot is not None):
+        for line in _describe(made, valid, on_card=boot is not None):
             click.echo(line, err=not line.startswith(JOIN))
-    if tokens[0].publisher:
-        click.echo(f"it will run graphs of publisher {tokens[0].publisher}", err=True)
+    if made[0].publisher:
+        click.echo(f"it will run graphs of publisher {made[0].publisher}", err=True)
     if wait:
-        _wait_for_devices(deployment, {token.id: token.device for token in tokens}, valid)
+        _wait_for_devices(deployment, {Token.parse(one.token).id: one.device for one in made}, valid)
 
 
-def _describe(tokens: Sequence[Token], valid_s: float, *, on_card: bool) -> Iterator[str]:
+def _describe(made: Sequence[Invitation], valid_s: float, *, on_card: bool) -> Iterator[str]:
     """Yield what to do with tokens; `on_card`: the one token is on the card of a board."""
     within = f"within {format_seconds(valid_s)}"
     if on_card:
         yield f"start the board {within}; images go into /srv/fedvit/images/CLASS/"
         return
-    yield f"on the device, {within}:" if len(tokens) == 1 else f"on each device, one of these lines, {within}:"
-    for token in tokens:
-        yield f"{JOIN} {token.text()}"
-
-
-def _as_json(tokens: Iterable[Token], expires_s: float) -> list[dict[str, str | None]]:
-    expires = format_iso(expires_s)
-    return [{"device": token.device, "token": token.text(), "expires": expires} for token in tokens]
+    yield f"on the device, {within}:" if len(made) == 1 else f"on each device, one of these lines, {within}:"
+    for one in made:
+        yield f"{JOIN} {one.token}"
 
 
 def check_policy_file(file: Path) -> str:
     """Return the text of a policy. Raises ConfigError if no device could use it, or it is too long for a token."""
     text = read_policy_file(file)
-    policy = make_policy(parse_policy(text, str(file)), str(file))
-    if len(text) > MAX_POLICY_CHARACTERS:
-        raise ConfigError(
-            "FV1431", f"{file} has {len(text)} characters, a token can bring a policy of {MAX_POLICY_CHARACTERS}"
-        )
-    if warning := find_narrowness(policy):
+    if warning := check_policy(text, str(file)):
         click.echo(f"warning: {file}: {warning}", err=True)
     return text
 

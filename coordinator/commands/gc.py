@@ -7,8 +7,9 @@ import click
 
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.removals import keep_mirrors_flag, print_removals
+from coordinator.operations.cleaning import clean_up
 from coordinator.record.opening import open_existing_record
-from coordinator.record.retention import RetentionPolicy, collect
+from coordinator.record.retention import RetentionPolicy
 from fedvit.command_line import Command, json_flag
 
 
@@ -30,9 +31,7 @@ def gc(folder: Path, as_json: bool, **settings: Any) -> None:
     policy = RetentionPolicy(**settings)
     store = open_existing_record(folder, writes=True)
     try:
-        removed = list(collect(store, folder, policy, report=lambda line: click.echo(line, err=True)))
-        if any(entry.what in ("run", "details") for entry in removed) and not policy.dry_run:
-            store.database.compact()
+        removed = clean_up(store, folder, policy, report=lambda line: click.echo(line, err=True))
     finally:
         store.close()
     print_removals(removed, as_json, "would remove" if policy.dry_run else "removed")

@@ -6,8 +6,7 @@ import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
-from coordinator.record.opening import open_existing_record
-from coordinator.rounds.service.labelling import set_labels
+from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
 
@@ -30,19 +29,15 @@ def label(words: tuple[str, ...], removed: tuple[str, ...], folder: Path, as_jso
     """
 
     devices = list(dict.fromkeys(word for word in words if "=" not in word))
-    labels = [word for word in words if "=" in word]
+    labels = tuple(word for word in words if "=" in word)
     if not devices:
         raise click.UsageError(f"{words[0]!r} is a label: name a device before it")
-    store = open_existing_record(folder, writes=bool(labels or removed))
-    try:
-        set_labels(store, devices, labels, removed)
-        found = {device: store.devices.read_labels(device).get(device, {}) for device in devices}
-    finally:
-        store.close()
+    changes = bool(labels or removed)
+    with open_runs(folder, writes=changes) as runs:
+        found = runs.label_all(devices, labels, removed) if changes else list(map(runs.read_labels, devices))
     if as_json:
-        documents = [{"device": device, "labels": known} for device, known in found.items()]
-        click.echo(msgspec.json.encode(documents if len(documents) > 1 else documents[0]).decode())
+        click.echo(msgspec.json.encode(found if len(found) > 1 else found[0]).decode())
         return
-    for device, known in found.items():
-        shown = ", ".join(f"{name}={value}" for name, value in known.items())
-        click.echo(f"{device}: {shown or 'no label was set here'}")
+    for entry in found:
+        shown = ", ".join(f"{name}={value}" for name, value in entry.labels.items())
+        click.echo(f"{entry.device}: {shown or 'no label was set here'}")

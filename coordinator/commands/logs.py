@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
-from coordinator.record.opening import open_existing_record
+from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.terminal import escape_line
@@ -19,13 +19,8 @@ from fedvit.terminal import escape_line
 @json_flag
 def logs(device: str, folder: Path, run: str | None, as_json: bool) -> None:
     """Print the last log lines of DEVICE, as it sent them with each task that it could not do; the newest last."""
-    store = open_existing_record(folder)
-    try:
-        if run is not None:
-            store.runs.read(run)
-        found = store.devices.read_logs(device, run)
-    finally:
-        store.close()
+    with open_runs(folder) as runs:
+        found = runs.read_logs(device, run)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
         return

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import record_flag
+from coordinator.operations.backing_up import restore_backup
 from coordinator.serving.backup import BackupFolder, describe_json
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
@@ -45,8 +46,7 @@ def restore(
     if not (runs or deployment):
         raise click.UsageError("name where to restore to: --runs, --deployment, or both")
     backups = BackupFolder(folder)
-    backup = backups.find(name)
-    backups.restore(backup, runs, deployment, url=url, keep_mirrors=keep_mirrors)
+    backup = restore_backup(backups, name, runs, deployment, url=url, keep_mirrors=keep_mirrors)
     if as_json:
         click.echo(describe_json(backup))
         return

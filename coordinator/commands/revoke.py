@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import deployment_flag
-from coordinator.security.folder import Deployment
-from coordinator.security.revoking import revoke_devices
+from coordinator.operations.opening import open_devices
 from fedvit.command_line import Command, json_flag
 
 
@@ -18,14 +17,16 @@ from fedvit.command_line import Command, json_flag
 def revoke(names: tuple[str, ...], folder: Path, as_json: bool) -> None:
     """Revoke devices: their connections end at once; their certificates and unused tokens become invalid.
 
-    If one of the names is unknown, no device is revoked.
+    If one of the names is unknown, no device is revoked; with --server, those before it are.
     """
 
-    notes = revoke_devices(Deployment.open(folder), names)
+    devices = list(dict.fromkeys(names))
+    lines = open_devices(folder).revoke_all(devices).lines
+    notes = lines[len(devices) :]
     if as_json:
-        click.echo(json.dumps({"revoked": list(names), "notes": notes}))
+        click.echo(json.dumps({"revoked": devices, "notes": notes}))
         return
-    for name in names:
-        click.echo(f"{name} is revoked")
+    for done in lines[: len(devices)]:
+        click.echo(done)
     for note in notes:
         click.echo(note, err=True)

@@ -7,8 +7,7 @@ import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
-from coordinator.record.opening import open_existing_record
-from coordinator.run_view import list_runs
+from coordinator.operations.opening import open_runs
 from coordinator.views.terminal import draw_runs
 from fedvit.command_line import Command, json_flag
 from profiles.report.console import Console
@@ -20,11 +19,8 @@ from profiles.report.console import Console
 def runs(folder: Path, as_json: bool) -> None:
     """List all runs, newest first."""
 
-    store = open_existing_record(folder)
-    try:
-        listed = list_runs(store, folder)
-    finally:
-        store.close()
+    with open_runs(folder) as source:
+        listed = source.list_all()
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(listed), indent=2))
         return

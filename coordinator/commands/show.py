@@ -10,10 +10,11 @@ import msgspec
 from coordinator.commands.config_flags import flags_of
 from coordinator.commands.flags import runs_flag
 from coordinator.config import TrackersConfig, make_config, merge_flags
+from coordinator.operations.opening import find_service, open_runs
 from coordinator.record.opening import newest_run, open_existing_record
 from coordinator.record.record import Record
 from coordinator.record.retention import lock_run
-from coordinator.run_view import RunView, read_run, show_document
+from coordinator.run_view import RunView, show_document
 from coordinator.views.terminal import MOST_ROUNDS, draw_run
 from coordinator.views.trackers.following import check_writers, make_writers, write_all
 from fedvit.command_line import Command, json_flag
@@ -41,15 +42,17 @@ from profiles.report.console import Console
 def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any) -> None:
     """Print RUN, by default the newest: accuracy by round, devices, refusals."""
     track = track or any(value is not None for value in flags.values())
-    store = open_existing_record(folder, writes=track)
-    try:
-        run = run or newest_run(store, folder)
-        if track:
-            write_missing(store, run, folder, flags)
-            return
-        view = read_run(store, run, accuracy_of=None if as_json else MOST_ROUNDS)
-    finally:
-        store.close()
+    if track:
+        if find_service() is not None:
+            raise ConfigError("FV1817", "--track works on this machine only: leave out --server")
+        store = open_existing_record(folder, writes=True)
+        try:
+            write_missing(store, run or newest_run(store, folder), folder, flags)
+        finally:
+            store.close()
+        return
+    with open_runs(folder) as runs:
+        view = runs.read(run, accuracy_of=None if as_json else MOST_ROUNDS)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(show_document(view))).decode())
         return

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import runs_flag
-from coordinator.commands.pause import change_pause
-from coordinator.rounds.service.pausing import unpause as unpause_run
+from coordinator.commands.pause import print_pause
+from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
 
@@ -18,4 +18,5 @@ from fedvit.files import private_files
 @private_files()
 def unpause(run: str, folder: Path, as_json: bool) -> None:
     """Let the paused RUN open rounds again. A run whose process has ended needs `coordinator start --resume`, too."""
-    change_pause(run, folder, as_json, unpause_run)
+    with open_runs(folder, writes=True) as runs:
+        print_pause(runs.unpause(run), as_json)

@@ -5,12 +5,11 @@ import time
 from pathlib import Path
 
 import click
-import msgspec
 
 from coordinator.commands.flags import runs_flag
-from coordinator.record.opening import newest_run, open_existing_record
+from coordinator.operations.opening import open_runs
 from coordinator.record.tables import ENDED
-from coordinator.run_view import RunHead, read_head
+from coordinator.run_view import RunHead, RunProgress
 from fedvit.command_line import Command, amount, json_flag
 from fedvit.errors import FedvitError, LinkDown
 from fedvit.quantities import format_seconds, parse_seconds
@@ -36,13 +35,12 @@ def wait(run: str | None, folder: Path, timeout_s: float | None, as_json: bool) 
     Succeeds if the run finishes. Ends with code 1 if it fails or is cancelled, with code 4 after --timeout. A run that
     is interrupted may be resumed, and is waited for.
     """
-    store = open_existing_record(folder)
-    began, name, reported = time.monotonic(), run or newest_run(store, folder), ""
-    try:
+    began, reported = time.monotonic(), ""
+    with open_runs(folder) as runs:
+        name = runs.resolve(run)
         while True:
-            head = read_head(store, store.runs.read(name))
-            number = store.rounds.find_last(name)
-            if (line := _describe(head, number)) != reported:
+            head = runs.read_progress(name)
+            if (line := _describe(head)) != reported:
                 reported = line
                 click.echo(escape_line(line), err=True)
             if head.status in (*ENDED, "failed"):
@@ -50,14 +48,12 @@ def wait(run: str | None, folder: Path, timeout_s: float | None, as_json: bool) 
             if timeout_s is not None and time.monotonic() - began >= timeout_s:
                 raise LinkDown("FV1526", f"{line}; it has not ended within {format_seconds(timeout_s)}")
             time.sleep(LOOK_EVERY_S)
-    finally:
-        store.close()
     if as_json:
-        click.echo(json.dumps(msgspec.structs.asdict(head), indent=2))
+        click.echo(json.dumps({name: getattr(head, name) for name in RunHead.__struct_fields__}, indent=2))
     if head.status != "finished":
         raise FedvitError("FV1525", line)
 
 
-def _describe(head: RunHead, number: int) -> str:
+def _describe(head: RunProgress) -> str:
     reason = f": {head.reason}" if head.reason else ""
-    return f"run {head.run}: {head.status}{reason}, round {number} of {head.rounds_planned}"
+    return f"run {head.run}: {head.status}{reason}, round {head.rounds} of {head.rounds_planned}"

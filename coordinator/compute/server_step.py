@@ -1,7 +1,7 @@
 """The server step: screens a round's results, combines them by the method's server rule, and accounts for privacy."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -17,7 +17,7 @@ from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
 from coordinator.record.privacy import compute_cohort_size, round_figures
 from coordinator.record.record import Record
-from coordinator.record.tables import ResultRecord, SavedState
+from coordinator.record.tables import SUM, ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
 from fedvit.methods.aggregators import Aggregator, Mean, make_aggregator
 from fedvit.methods.base import Upload
@@ -62,10 +62,24 @@ class ServerStep:
         rows = [len(upload.load()[LABELS]) for upload in uploads]
         # a draw by an earlier process is unknown: no amplification is claimed for it
         population, cohort = drawn or (len(results), len(results))
-        private = round_figures(self.store, self.run, config, population=population, cohort=cohort, feature_rows=rows)
+        added = next((result.metrics for result in results if result.device == SUM), {})
+        private = round_figures(
+            self.store,
+            self.run,
+            config,
+            population=population,
+            cohort=cohort,
+            feature_rows=rows,
+            noise_multiplier=added.get("noise_multiplier"),
+        )
         needed = find_needed_blobs(self.plan, updated)
         self.blobs.forget_all_but(needed)
-        return NextState(saved=updated, figures=figures | screened.figures | private, damaged=damaged, needed=needed)
+        return NextState(
+            saved=updated,
+            figures=figures | screened.figures | private | name_figures(added),
+            damaged=damaged,
+            needed=needed,
+        )
 
     def fold(self, number: int, saved: SavedState) -> Folded:
         """One update with the mean of a round's updates: tensors that no device trained have not changed.
@@ -161,10 +175,15 @@ class ServerStep:
         return closing.run(plan.rule, plan.vit, self.blobs, Placement(self.accelerator), self.progress)
 
 
+def name_figures(added: Mapping[str, float]) -> dict[str, float]:
+    """Name the figures of a secure sum for the record of its round."""
+    return {f"sum_{name}": value for name, value in added.items() if name != "loss"}
+
+
 def aggregator_of(config: RunConfig, round_number: int) -> Aggregator:
-    """The aggregator of a round; with noise if the run asks for privacy."""
+    """The aggregator of a round; with noise if the run asks for privacy, and devices have not added it."""
     privacy = config.privacy
-    if not privacy.noise_multiplier:
+    if not privacy.noise_multiplier or config.secure:
         return make_aggregator(config.robust.aggregator, config.robust.malicious_share)
     assert privacy.clip is not None  # PrivacyConfig requires both
     draw = np.random.default_rng([config.seed, round_number] if privacy.deterministic_noise else secrets.randbits(256))

@@ -10,7 +10,15 @@ from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import why_not_asked
 from coordinator.config.privacy import PrivacyConfig
-from coordinator.config.reading import StartConfig, check_settings, make_config, merge_flags, merge_tables, read_toml
+from coordinator.config.reading import (
+    StartConfig,
+    check_settings,
+    find_errors,
+    make_config,
+    merge_flags,
+    merge_tables,
+    read_toml,
+)
 from coordinator.config.regions import CENTRE, REGION, check_kind, is_region, why_no_regions
 from coordinator.config.resuming import FREE_TABLES, resume_config
 from coordinator.config.robust import RobustConfig
@@ -41,6 +49,7 @@ __all__ = [
     "check_blobs",
     "check_kind",
     "check_settings",
+    "find_errors",
     "is_region",
     "make_config",
     "make_service_config",

@@ -17,6 +17,16 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         float, Meta(ge=0, description="Noise in the mean of shared tensors' updates, times clip; 0: no privacy.")
     ] = 0.0
     clip: Annotated[float | None, Meta(description="Norm that a device's update is scaled down to.")] = None
+    clip_quantile: (
+        Annotated[
+            float,
+            Meta(
+                gt=0, lt=1, description="With `secure`, clip moves until this share of updates is within; else fixed."
+            ),
+        ]
+        | None
+    ) = None
+    clip_rate: Annotated[float, Meta(gt=0, le=1, description="How fast the clip moves.")] = 0.2
     delta: Annotated[float, Meta(gt=0, lt=1, description="Of (epsilon, delta); below 1 / devices.")] = 1e-5
     accounting: Annotated[
         Literal["every_round", "sampled"],

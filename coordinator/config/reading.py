@@ -70,28 +70,62 @@ Config = TypeVar("Config", bound=Struct)
 
 def convert_table(values: dict[str, Any], kind: type[Config], where: str) -> Config:
     """Convert values to a table's class. Raises ConfigError, naming the key, its value and the allowed values."""
-    known = kind.__struct_fields__
+    errors: dict[str, ConfigError] = {}
+    converted = _convert(values, kind, where, errors)
+    if converted is None:
+        raise next(iter(errors.values()))
+    return converted
+
+
+def find_errors(values: dict[str, Any], where: str) -> dict[str, ConfigError]:
+    """Return all errors of a run's configuration by key, such as "privacy.clip"; "" for keys that do not fit together.
+
+    `where` begins their texts. Does not import torch.
+    """
+    errors: dict[str, ConfigError] = {}
+    config = _convert({key: value for key, value in values.items() if key != "broker"}, RunConfig, where, errors)
+    if config is not None:
+        try:
+            check_settings(config, where)
+        except ConfigError as error:
+            errors[""] = error
+    return errors
+
+
+def _convert(
+    values: dict[str, Any], kind: type[Config], where: str, errors: dict[str, ConfigError], table: str = ""
+) -> Config | None:
+    """Convert values to a table's class; or add what is wrong to `errors` and return None."""
+    before, known = len(errors), kind.__struct_fields__
     for key in values:
         if key not in known:
             hint = did_you_mean(key, known, most=1) or f"; known keys are {', '.join(known)}"
-            raise ConfigError("FV1002", f"{where}: unknown key {key!r}{hint}")
-    for table, inner in TABLES.items() if kind is RunConfig else ():
-        given = values.get(table)
+            errors[table + key] = ConfigError("FV1002", f"{where}: unknown key {key!r}{hint}")
+    for name, inner in TABLES.items() if kind is RunConfig else ():
+        given = values.get(name)
         if isinstance(given, dict):
-            values = {**values, table: convert_table(given, inner, f"{where} [{table}]")}
+            converted = _convert(given, inner, f"{where} [{name}]", errors, f"{name}.")
+            values = {key: value for key, value in values.items() if key != name}
+            values |= {name: converted} if converted is not None else {}
     for key, value in values.items():  # one key at a time, so that the message can name key and value
+        if key not in known or isinstance(value, Struct):
+            continue
         try:
-            msgspec.convert({key: value} if not isinstance(value, Struct) else {}, _alone(kind, key))
+            msgspec.convert({key: value}, _alone(kind, key))
         except msgspec.ValidationError as error:
             reason = why_invalid(error, value, _hint(kind, key)).replace("`object`", "a table")
-            raise ConfigError("FV1004", f"{where}: {key} = {value!r}: {reason[:1].lower()}{reason[1:]}") from None
+            text = f"{where}: {key} = {value!r}: {reason[:1].lower()}{reason[1:]}"
+            errors[table + key] = ConfigError("FV1004", text)
+    if len(errors) > before:
+        return None
     try:
         return msgspec.convert(values, kind)
     except (
         ConfigError,
         msgspec.ValidationError,
     ) as error:  # the latter: from a ValueError or TypeError in __post_init__
-        raise ConfigError("FV1004", f"{where}: {error}") from None
+        errors[table.rstrip(".")] = ConfigError("FV1004", f"{where}: {error}")
+        return None
 
 
 def _alone(kind: type[Struct], key: str) -> type[Struct]:

@@ -228,6 +228,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if not self.privacy.noise_multiplier:
             return
+        if self.privacy.clip_quantile is not None and not self.secure:
+            raise ConfigError(
+                "FV1014",
+                f"clip_quantile = {self.privacy.clip_quantile}: updates are counted in secure sums; set secure = true",
+            )
         if self.uses_late_results():
             raise ConfigError(
                 "FV1014", f"{late}: noise_multiplier is accounted for in whole rounds without late results"

@@ -141,6 +141,11 @@ class Database:
         if whole:
             self.check()
 
+    @property
+    def address(self) -> str:
+        """Its URL, without the password."""
+        return str(self._engine.url)
+
     def check(self) -> None:
         """Verify the whole database, in time proportional to its size. Raises Damaged. May run in its own thread."""
         if self.file:

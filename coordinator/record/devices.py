@@ -16,6 +16,7 @@ from coordinator.record.tables import (
     LOGS,
     QUARANTINES,
     REFUSALS,
+    RUNS,
     STRIKES,
     Announced,
     Asked,
@@ -146,6 +147,19 @@ class RecordedDevices:
         query = select(*alike, times, func.count(REFUSALS.c.device.distinct()), func.max(REFUSALS.c.at))
         query = query.where(REFUSALS.c.run == run).group_by(*alike).order_by(times.desc(), REFUSALS.c.reason)
         return [RefusalCount(*row) for row in self._database.fetch(query.limit(most))]
+
+    def count_refusals_since(self, run: str, at: str) -> int:
+        """Return the number of refusals since a time (ISO 8601, UTC)."""
+        query = select(func.count()).select_from(REFUSALS).where(REFUSALS.c.run == run, REFUSALS.c.at >= at)
+        count: int = self._database.fetch_value(query)
+        return count
+
+    def find_newest_run(self, device: str) -> str | None:
+        """Return the newest run in which a device took part; None if there is none."""
+        query = select(RUNS.c.id).join(DEVICES, DEVICES.c.run == RUNS.c.id).where(DEVICES.c.device == device)
+        newest = query.order_by(RUNS.c.created_at.desc(), RUNS.c.id.desc()).limit(1)
+        run: str | None = self._database.fetch_value(newest)
+        return run
 
     def add_strike(self, run: str, round_number: int, device: str, reason: str) -> int:
         """Store a strike, at most one per round. Returns the device's strikes since its last quarantine."""

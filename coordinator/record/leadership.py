@@ -165,6 +165,15 @@ class Leadership:
                 trouble = str(error)
         return False
 
+    def list_services(self) -> list[ServiceHost]:
+        """Return the services that are connected to the database, the leader first. From any thread. Raises
+        StorageFailed."""
+        try:
+            with self._engine.connect() as connection:  # another one than that of `wait`, which holds the locks
+                return services_of(connection)
+        except SQLAlchemyError as error:
+            raise self._failure(error) from error
+
     def is_current(self) -> bool:
         """Return True if no other process can have taken over yet. From any thread."""
         return self._error is None and _now_s() - self._confirmed_at < CURRENT_S
@@ -207,12 +216,14 @@ class Leadership:
             yield self._connection
         except DBAPIError as error:
             self._disconnect()
-            raise (
-                failure_of(error, self._address) or StorageFailed("FV1606", f"database {self._address}: {error.orig}")
-            ) from error
+            raise self._failure(error) from error
         except BaseException:
             self._disconnect()
             raise
+
+    def _failure(self, error: SQLAlchemyError) -> StorageFailed:
+        what = getattr(error, "orig", None) or error
+        return failure_of(error, self._address) or StorageFailed("FV1606", f"database {self._address}: {what}")
 
     def _prepare(self, connection: Connection) -> None:
         release = connection.dialect.server_version_info or (0,)

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from coordinator.record.audit import RecordedAudit
 from coordinator.record.copies import has_lost
 from coordinator.record.database import DATABASE_FILE, Database, address_in
 from coordinator.record.devices import RecordedDevices
@@ -21,7 +22,7 @@ from fedvit.files import storage_failed
 
 
 class Record:
-    """Four repositories over one database. Raises Damaged if the database is a file that has lost all its runs."""
+    """Five repositories over one database. Raises Damaged if the database is a file that has lost all its runs."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -29,6 +30,7 @@ class Record:
         self.rounds = RecordedRounds(database)
         self.tasks = RecordedTasks(database)
         self.devices = RecordedDevices(database)
+        self.audit = RecordedAudit(database)
         # SQLite does not notice a lost journal
         if database.file and not self.runs.count() and has_lost(database.file):
             raise database.make_damaged_error("it holds no run")

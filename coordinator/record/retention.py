@@ -146,7 +146,10 @@ def remove_runs(
                 "until its first round is closed, to begin; --force removes it anyway",
             )
     found = [_find_run(store, folder, name, "asked for", keep_mirrors) for name in names]
-    return [removal for run in found for removal in _remove_run(store, folder, run)]
+    removed = [removal for run in found for removal in _remove_run(store, folder, run)]
+    for name in names:
+        store.audit.add("rm", name)
+    return removed
 
 
 class _DoomedRun(NamedTuple):

@@ -20,6 +20,13 @@ class ClosedRound(NamedTuple):
     figures: dict[str, float]
 
 
+class RunPosition(NamedTuple):
+    """The position of a run, for lists of many runs."""
+
+    last: int  # number of the newest round
+    accuracy: float | None  # mean over devices in the newest evaluation
+
+
 class RoundWork(NamedTuple):
     """The tasks and results of a round that closes, where the caller has them; None: those in the record."""
 
@@ -133,6 +140,26 @@ class RecordedRounds:
             newest = connection.execute(query.order_by(ROUNDS.c.round.desc())).scalars()
             means = (totals["accuracy_mean"] for totals in newest if totals)
             return next((mean for mean in means if mean is not None), None)
+
+    def read_positions(self) -> dict[str, RunPosition]:
+        """Return the position of every run that has a round, in a few queries for all of them."""
+        newest = select(ROUNDS.c.run, func.max(ROUNDS.c.round).label("last")).group_by(ROUNDS.c.run).subquery()
+        is_near = (ROUNDS.c.run == newest.c.run) & (ROUNDS.c.round >= newest.c.last - 1)
+        query = select(ROUNDS.c.run, newest.c.last, ROUNDS.c.totals).join(newest, is_near).order_by(ROUNDS.c.round)
+        positions: dict[str, RunPosition] = {}
+        for run, last, totals in self._database.fetch(query):
+            before = positions.get(run)
+            mean = (totals or {}).get("accuracy_mean")
+            positions[run] = RunPosition(last, before.accuracy if mean is None and before else mean)
+        return {  # a run that is rarely evaluated has its accuracy further back
+            run: position._replace(accuracy=self.read_mean_accuracy(run)) if position.accuracy is None else position
+            for run, position in positions.items()
+        }
+
+    def list_openings(self, run: str, newest: int) -> list[str]:
+        """Return when the newest rounds were opened (ISO 8601, UTC), the oldest of them first."""
+        query = select(ROUNDS.c.opened_at).where(ROUNDS.c.run == run).order_by(ROUNDS.c.round.desc()).limit(newest)
+        return [row.opened_at for row in self._database.fetch(query)][::-1]
 
     def count_figures(self, run: str, names: Sequence[str]) -> dict[tuple[float | None, ...], int]:
         """Return the number of closed rounds by the values of these figures; None: the round lacks the figure."""

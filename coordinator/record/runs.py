@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from sqlalchemy import and_, delete, func, select, update
+from sqlalchemy import and_, case, delete, func, select, update
 from sqlalchemy.engine import Connection
 
 from coordinator.record.copies import has_lost
 from coordinator.record.database import Database
 from coordinator.record.rows import insert, seal
 from coordinator.record.tables import (
+    AUDIT,
     ENDED,
     EXPECTATIONS,
     LABELS,
@@ -37,18 +38,32 @@ class RecordedRuns:
         with self._database.transaction() as connection:
             insert(connection, RUNS, [RunRecord(run, now(), "waiting", config, broker=broker or {})])
 
-    def submit(self, run: str, config: dict[str, Any]) -> None:
+    def submit(
+        self, run: str, config: dict[str, Any], *, priority: int | None = None, starts_at: str | None = None
+    ) -> None:
         """Add a run to the queue of a service."""
         at = now()
+        record = RunRecord(
+            run, at, "queued", config, submitted_at=at, priority=priority or None, starts_at=starts_at
+        )  # fmt: skip
         with self._database.transaction() as connection:
-            insert(connection, RUNS, [RunRecord(run, at, "queued", config, submitted_at=at)])
+            insert(connection, RUNS, [record])
 
     def read_submitted(self) -> list[RunRecord]:
-        """Return a service's runs that have not ended: first those that have begun, then the queue, by submission."""
+        """Return a service's runs that have not ended: first those that have begun, then the queue.
+
+        Both are by submission; in the queue a higher priority comes first."""
         waiting = RUNS.c.status.in_(("queued", "waiting", "running", "interrupted"))
         query = select(RUNS).where(RUNS.c.submitted_at.is_not(None), waiting)
-        order = (RUNS.c.status == "queued", RUNS.c.submitted_at, RUNS.c.id)
+        queued = RUNS.c.status == "queued"
+        priority = case((queued, func.coalesce(RUNS.c.priority, 0)), else_=0)
+        order = (queued, priority.desc(), RUNS.c.submitted_at, RUNS.c.id)
         return self._database.read(RunRecord, RUNS, query.order_by(*order))
+
+    def read_queue(self) -> list[str]:
+        """Return when each queued run was submitted (ISO 8601, UTC), the oldest first."""
+        query = select(RUNS.c.submitted_at).where(RUNS.c.status == "queued").order_by(RUNS.c.submitted_at)
+        return [row.submitted_at for row in self._database.fetch(query)]
 
     def take_from_queue(self, run: str, config: dict[str, Any], broker: dict[str, Any]) -> bool:
         """Begin a queued run with this configuration; return whether it was still queued."""
@@ -58,6 +73,15 @@ class RecordedRuns:
             taken = connection.execute(update(RUNS).where(*queued).values(**values)).rowcount == 1
             seal(connection, RUNS, RUNS.c.id == run)
             return taken
+
+    def retry(self, run: str, *, has_begun: bool) -> bool:
+        """Let a service serve a failed run again, from the queue unless it has begun; return whether it had failed."""
+        failed = (RUNS.c.id == run, RUNS.c.status == "failed")
+        values = {"status": "interrupted" if has_begun else "queued", "reason": None}
+        with self._database.transaction() as connection:
+            changed = connection.execute(update(RUNS).where(*failed).values(**values)).rowcount == 1
+            seal(connection, RUNS, RUNS.c.id == run)
+            return changed
 
     def cancel(self, run: str) -> None:
         """Request the end of a run; a queued run is cancelled at once."""
@@ -110,7 +134,7 @@ class RecordedRuns:
     def remove(self, run: str) -> None:
         """Delete everything that the record has of a run."""
         with self._database.transaction() as connection:
-            for table in reversed([table for table in TABLES.sorted_tables if table is not LABELS]):
+            for table in reversed([table for table in TABLES.sorted_tables if table not in (LABELS, AUDIT)]):
                 connection.execute(delete(table).where((table.c.id if table is RUNS else table.c.run) == run))
 
     def thin(self, run: str, before: int) -> None:

@@ -19,10 +19,11 @@ from sqlalchemy.types import TypeDecorator
 from fedvit.blobs import BlobStore
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.roles import NONE
+from fedvit.secure import SUM as SUM
 from fedvit.wire.messages import ClassCount, DeltaStep, TaskKind
 from profiles.prediction import Expected
 
-SCHEMA = "0001"
+SCHEMA = "0002"
 """Version of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -190,6 +191,12 @@ class RunRecord(Struct, frozen=True):
     submitted_at: str | None = None  # ISO 8601, UTC; None: begun by `start`, not for a service
     cancelled_at: str | None = None  # ISO 8601, UTC: the operator requested its end
     paused_at: str | None = None  # ISO 8601, UTC: the operator paused it; None: it is not paused
+    priority: int | None = None  # in the queue: higher ones begin first; None: 0
+    starts_at: str | None = None  # ISO 8601, UTC: it waits in the queue until then; None: it need not
+
+    def is_due(self) -> bool:
+        """Return whether a queued run may begin now; another one has begun."""
+        return self.status != "queued" or self.starts_at is None or self.starts_at <= now()
 
 
 class RoundRecord(Struct, frozen=True):
@@ -230,8 +237,8 @@ class TaskTimes(NamedTuple):
     returned_at: str | None = None  # it was online again; None: not since it left
 
 
-SUM = "(sum)"
-"""Stands for a device in the result of a secure sum. No device can have this name."""
+ANNOUNCED = "announced"
+"""Metric of a device's result whose numbers are in a secure sum: its images, by its hello."""
 
 
 class ResultRecord(Struct, frozen=True):
@@ -306,6 +313,20 @@ class DeviceRecord(Struct, frozen=True):
     totals: DeviceTotals = DeviceTotals()
     software: str | None = None  # its version; None: it said none
     denies: tuple[str, ...] = ()  # keys of what its policy does not allow
+
+
+class AuditEntry(Struct, frozen=True, kw_only=True):
+    """One act of an operator; see `coordinator.record.audit`."""
+
+    id: int  # 1, 2, ... without gaps
+    at: str  # ISO 8601, UTC
+    who: str
+    origin: str
+    act: str
+    subject: str  # a run, a device, a token or a folder
+    details: str
+    former: str  # digest of the entry before
+    digest: str  # of all other fields
 
 
 _TYPES: dict[Any, Any] = {str: String, int: Integer, bool: Boolean}
@@ -401,6 +422,8 @@ LABELS = Table(
     Column("value", String, nullable=False),
 )
 """Labels that the coordinator's operator set, in all runs; they replace those of the device's owner."""
+
+AUDIT = Table("audit", TABLES, *_columns(AuditEntry, "id"))
 
 VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
 """The version table of Alembic."""

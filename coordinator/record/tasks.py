@@ -189,6 +189,13 @@ class RecordedTasks:
         query = select(RESULTS.c.device).where(_this_result(run, number, kind, device))
         return self._database.fetch_value(query) is not None
 
+    def read_received(self, run: str, number: int, kind: TaskKind) -> dict[str, str]:
+        """Return when each device's result of a round was stored (ISO 8601, UTC)."""
+        query = select(RESULTS.c.device, RESULTS.c.received_at).where(
+            RESULTS.c.run == run, RESULTS.c.round == number, RESULTS.c.kind == kind
+        )
+        return {row.device: row.received_at for row in self._database.fetch(query)}
+
     def read_evaluations(self, run: str, rounds: Sequence[int], device: str) -> list[ResultRecord]:
         """Return a device's evaluations of these rounds, by key: the time does not depend on the run's length."""
         query = select(RESULTS).where(

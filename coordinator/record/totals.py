@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from coordinator.record.tables import SUM, DeviceTotals, ResultRecord, RoundTotals
+from coordinator.record.tables import ANNOUNCED, SUM, DeviceTotals, ResultRecord, RoundTotals
 from fedvit.resources import BudgetKind
 
 
@@ -65,6 +65,7 @@ def _with_costs(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTo
 def with_result(totals: DeviceTotals, result: ResultRecord) -> DeviceTotals:
     """Totals of a device with one more result."""
     use, training = result.use, result.kind == "train"
+    images = int(result.metrics.get(ANNOUNCED, result.samples))
     changed: dict[str, Any] = {
         "results": totals.results + 1,
         "bytes_down": totals.bytes_down + (use.received_bytes or 0),
@@ -78,13 +79,13 @@ def with_result(totals: DeviceTotals, result: ResultRecord) -> DeviceTotals:
         changed["energy_j"] = (totals.energy_j or 0.0) + use.energy_j
     if training:
         changed |= {"temperature_c": use.temperature_c, "throttled": use.throttled}
-        changed |= {"rounds": totals.rounds + 1, "train_samples": max(totals.train_samples, result.samples)}
+        changed |= {"rounds": totals.rounds + 1, "train_samples": max(totals.train_samples, images)}
         if use.step_s is not None:
             changed |= {"step_s": totals.step_s + use.step_s, "step_rounds": totals.step_rounds + 1}
         if use.flops is not None:
             changed |= {"flops": totals.flops + use.flops, "flops_rounds": totals.flops_rounds + 1}
     else:
-        changed["test_samples"] = max(totals.test_samples, result.samples)
+        changed["test_samples"] = max(totals.test_samples, images)
         if result.samples:
             changed["accuracy"] = result.metrics["correct"] / result.samples
     totals = msgspec.structs.replace(totals, **changed)

@@ -3,7 +3,10 @@
 import logging
 import time
 
+import msgspec
+
 from coordinator.record.backups import Accepted, Backups
+from coordinator.record.tables import ANNOUNCED
 from coordinator.rounds.device_profiles import DeviceProfiles
 from coordinator.rounds.isolation import ends_run
 from coordinator.rounds.open_round import OpenRound
@@ -32,6 +35,10 @@ class Acceptance:
 
     def add(self, task: DeviceTask) -> None:
         """Take a task whose result is valid. It is stored with the next `commit`."""
+        if task.result and task.work.program.secure and task.device in self._state.presence:
+            hello = self._state.presence[task.device].hello
+            images = hello.train_samples if task.kind == "train" else hello.test_samples
+            task.result = msgspec.structs.replace(task.result, metrics={ANNOUNCED: float(images)})
         task.to(TaskState.CHECKED)
         task.deadline.interrupted()
         if not self._checked:
@@ -101,8 +108,7 @@ class Acceptance:
             state.refuse(device, "damage", what, result.round)
             state.operator_log(f"{device}: {what}")
         staleness = state.counts_in - result.round if task.kind == "train" else 0
-        figures = {"round": result.round, "kind": result.kind, "samples": result.samples, "staleness": staleness}
-        log.info("result accepted", extra={"device": device, **figures})
+        log.info("result accepted", extra={**task.log_fields(), "samples": result.samples, "staleness": staleness})
 
     def _is_complete(self) -> bool:
         """Return whether the checked results complete the open round."""

@@ -1,5 +1,6 @@
 """Incoming results: which of them may count, and how tasks end otherwise."""
 
+import logging
 from collections.abc import Iterable
 
 from coordinator.record.tables import DeviceLog, RefusalRecord, now
@@ -13,6 +14,8 @@ from coordinator.rounds.uploads import Uploads
 from coordinator.rounds.validation import check_result
 from fedvit.errors import BadPayload
 from fedvit.wire.messages import Cancel, Declined, Failed, Result, ResultAck
+
+log = logging.getLogger(__name__)
 
 _GIVEN_UP = {
     Missing.DEADLINE: TaskState.DEADLINE,
@@ -73,6 +76,8 @@ class ResultCollector:
             self._ends.strike(task, result, str(error))
             return
         task.result = result
+        upload_bytes = result.upload.size if result.upload else 0
+        log.info("result received", extra={**task.log_fields(), "upload_bytes": upload_bytes})
         if result.upload is None:
             self._acceptance.add(task)
         elif result.inline:
@@ -95,7 +100,7 @@ class ResultCollector:
     def on_failed(self, device: str, failed: Failed) -> None:
         """A device reports that it cannot do its task; it repeats the report until it is answered."""
         state = self._state
-        state.refuse(device, failed.kind, failed.reason, failed.round, failed.broke)
+        state.refuse(device, failed.kind, failed.reason, failed.round, failed.broke, attempt=failed.attempt)
         state.send(device, ResultAck(failed.run, failed.round, failed.kind, accepted=False))
         task = state.tasks.matching(device, failed)
         if task and task.is_same(failed) and task.state is not TaskState.CHECKED:
@@ -155,7 +160,7 @@ class ResultCollector:
         state = self._state
         if state.opened and state.opened.kind == task.kind:
             state.opened.fail(task.device, why)
-        state.refuse(task.device, task.kind, reason, task.round, lost=True)
+        state.refuse(task.device, task.kind, reason, task.round, lost=True, attempt=task.attempt)
         self.dismiss([task], f"late: round {task.round} no longer waits for it", _GIVEN_UP[why])
 
     def dismiss(self, tasks: Iterable[DeviceTask], reason: str, end: TaskState = TaskState.CANCELLED) -> None:

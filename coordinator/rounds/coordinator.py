@@ -140,6 +140,7 @@ class Coordinator(RunParts):
         self.alerts.close()
         if self.objects:
             self.objects.close()
+        state.spans.close()
 
     def _send_all(self, message: FromCoordinator) -> None:
         for device in self.state.presence.online():

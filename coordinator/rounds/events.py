@@ -5,6 +5,8 @@ Parts do not call each other back: `follow_up` asks for the consequences after e
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from coordinator.rounds.isolation import ends_run
 from coordinator.rounds.leading import Owner
@@ -14,6 +16,7 @@ from coordinator.rounds.reporter import view
 from coordinator.rounds.scheduler import Overdue
 from coordinator.rounds.sender_limits import Flood
 from coordinator.rounds.tasks import TaskState
+from fedvit.logs import log_fields
 from fedvit.wire.messages import (
     AnyMessage,
     BlobAck,
@@ -47,21 +50,28 @@ class Events:
 
     def on_message(self, device: str, message: AnyMessage) -> None:
         """Handle a message. An error ends only this device's task, unless the record or the disk cannot be used."""
-        try:
-            self._handle(device, message)
-            self._follow_up()
-        except Exception as error:
-            if ends_run(error):
-                raise
-            self._isolate(device, type(message).__name__, error)
+        with log_fields(partial(self._log_fields, device)):
+            try:
+                self._handle(device, message)
+                self._follow_up()
+            except Exception as error:
+                if ends_run(error):
+                    raise
+                self._isolate(device, type(message).__name__, error)
 
     def on_chunk(self, device: str, topic: str, payload: bytes) -> None:
-        try:
-            self._parts.exchange.heard(topic, payload)
-        except Exception as error:
-            if ends_run(error):
-                raise
-            self._isolate(device, "chunk", error)
+        with log_fields(partial(self._log_fields, device)):
+            try:
+                self._parts.exchange.heard(topic, payload)
+            except Exception as error:
+                if ends_run(error):
+                    raise
+                self._isolate(device, "chunk", error)
+
+    def _log_fields(self, device: str) -> dict[str, Any]:
+        """Fields of lines that a message of a device causes."""
+        task = self._state.tasks.of(device)
+        return task.name.fields() if task else {"device": device}
 
     def on_unreadable(self, device: str, kind: str, reason: str) -> None:
         self._state.refuse(device, kind, reason)
@@ -89,6 +99,8 @@ class Events:
             self._on_flood(flood)
         parts.recovery.report_damage()
         parts.exchange.tick()
+        if parts.objects:
+            parts.objects.tick()
         parts.membership.admit_signed()
         parts.collector.commit()
         parts.scheduler.send_queued()

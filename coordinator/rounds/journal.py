@@ -127,4 +127,5 @@ class RecordJournal(Journal):
         self._store.rounds.close_evaluation(self._run, number, self._state.results(number, "evaluate"))
 
     def finish(self, number: int) -> None:
+        self._state.spans.close_round()
         self._parts.operator_log(round_line(self._store, self._run, number, self._state.config.rounds))

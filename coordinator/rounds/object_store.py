@@ -49,6 +49,15 @@ class ObjectStore:
         self._jobs: dict[str, _Job] = {}  # by digest
         self._excused: set[tuple[str, str]] = set()  # peer and digest: the store is why URLs failed
 
+    @property
+    def trouble(self) -> str:
+        """Why the store cannot be used; empty if it could be when it was used last."""
+        return self._access.trouble
+
+    def tick(self) -> None:
+        """Try a store that nobody has used for a while. To be called often."""
+        self._access.tick()
+
     def take_lines(self) -> list[str]:
         """Lines for the operator since the last call."""
         return self._access.take_lines()

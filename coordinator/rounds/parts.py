@@ -23,12 +23,14 @@ from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.reporter import Reporter
 from coordinator.rounds.scheduler import TaskScheduler
+from coordinator.rounds.spans import RunSpans
 from coordinator.rounds.state import RunState
 from coordinator.rounds.sums import SumRounds
 from coordinator.rounds.task_ends import TaskEnds
 from coordinator.rounds.uploads import Uploads
 from coordinator.security.signing import GraphSigner
 from fedvit.terminal import escape_line
+from fedvit.tracing import open_tracing
 from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import BlobPut, TransferMessage
@@ -83,6 +85,7 @@ class RunParts:
             signer=setup.signer,
             needs=find_stored_needs(config.method, secure=config.secure),
             offers_refused=transport.offers_refused,
+            spans=RunSpans(run, open_tracing("fedvit-coordinator")),
         )
         self.alerts = Alerts(run, config.alerts)
         state.alert = self.alerts.send

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from coordinator.compute.integrity import DamagedBlob
 from coordinator.rounds.parts import RunParts
+from coordinator.rounds.state import Pause, PauseCause
 from coordinator.rounds.validation import MIN_FREE_BYTES
 from fedvit.descriptors import USED_UP
-from fedvit.errors import NoRoom, StorageFailed
+from fedvit.errors import DatabaseGone, NoRoom, StorageFailed, TooManyOpenFiles
 from fedvit.files import atomic_write, storage_failed
 from fedvit.hints import command
 
@@ -38,8 +39,15 @@ def wait_while_paused(parts: RunParts, number: int) -> None:
         look_at = time.monotonic() + PAUSE_CHECK_S
         return not store.runs.is_paused(run)
 
+    state.pause = Pause("operator", state.doing)
     parts.inbox.pump(is_over)
+    state.pause = None
     parts.operator_log("the operator ended the pause")
+
+
+def name_cause(error: StorageFailed) -> PauseCause:
+    """Return the resource that an error reports as used up, or gone."""
+    return "record" if isinstance(error, DatabaseGone) else "files" if isinstance(error, TooManyOpenFiles) else "disk"
 
 
 def repeat_with_resources(parts: RunParts, work: Callable[[], object]) -> None:
@@ -65,6 +73,7 @@ def _wait_for_resources(parts: RunParts, error: StorageFailed) -> None:
     parts.collector.pause()
     parts.recovery.restoring = True  # all blobs are verified again before the run continues
     parts.state.doing = f"paused: {error}"
+    parts.state.pause = Pause(name_cause(error), str(error))
     parts.operator_log(f"paused: {error}; it resumes automatically when that is over")
     log.error("paused", extra={"reason": str(error)})
     parts.alerts.send("run_paused", f"the run is paused: {error}")
@@ -81,5 +90,6 @@ def _wait_for_resources(parts: RunParts, error: StorageFailed) -> None:
         except OSError as again:
             if again.errno not in USED_UP:
                 raise
+    parts.state.pause = None
     parts.operator_log("disk, open files and record are available again: run resumed")
     log.info("run resumed")

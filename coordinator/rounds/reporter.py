@@ -115,6 +115,7 @@ class Reporter:
             online=online,
             round=self._round,
             devices_s=self._devices_s,
+            set_aside=dict(state.not_allowing),
         )
         _write(self._path, msgspec.json.format(msgspec.json.encode(status)))
         if presence.changes != self._changes or (online and now >= self._members_due):

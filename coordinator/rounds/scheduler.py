@@ -113,7 +113,7 @@ class TaskScheduler:
         task.deadline.restart(max(now, task.offered_at))
         if task.kind == "train":
             self._state.store.tasks.set_attempt(self._state.run, task.round, task.device, task.attempt)
-        log.warning("task given again", extra={"device": task.device, "round": task.round, "attempt": task.attempt})
+        log.warning("task given again", extra=task.log_fields())
 
     def send_task(self, task: DeviceTask) -> None:
         """Send a task to its device when it is its turn, if the device is online and no backoff holds."""
@@ -169,9 +169,11 @@ class TaskScheduler:
             progress_s=min(LONGEST_PROGRESS_S, max(PROGRESS_S, asked / PROGRESS_PER_S)),
             publisher=state.signer.publisher if state.signer and signatures else "",
             signatures=signatures,
+            trace=state.spans.ask(task),
         )
         try:
             state.send(device, self._complete(task, message, is_repeated=is_repeated))
+            log.info("task asked", extra={**task.log_fields(), "deadline_s": message.deadline_s})
         except BadPayload as error:  # the task does not fit into one message
             self._too_large.append(Overdue(task, Missing.FAILED, f"no result: its task cannot be sent: {error}"))
 
@@ -274,7 +276,7 @@ class TaskScheduler:
             opened.fail(device, why)
         if now >= (deadline.latest if late else deadline.at) or now >= deadline.upload_until:
             if now >= deadline.upload_until:
-                log.warning("upload too slow", extra={"device": device, "round": task.round})
+                log.warning("upload too slow", extra=task.log_fields())
             return Overdue(task, why, f"no result: {why.value}")
         if not late and state.presence.is_online(device) and (more_s := deadline.extension(now)):
             deadline.announced = deadline.at

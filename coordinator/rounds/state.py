@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -14,6 +15,7 @@ from coordinator.record.tables import RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.deadlines import Links
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.presence import Presence, hello_spread_s
+from coordinator.rounds.spans import RunSpans
 from coordinator.rounds.tasks import Tasks
 from coordinator.security.signing import GraphSigner, are_own
 from fedvit.errors import LinkDown
@@ -28,6 +30,16 @@ log = logging.getLogger(__name__)
 
 REFUSALS_KEPT = 2000
 """Refusals of one device that one process records: more would let the device fill the disk."""
+
+
+PauseCause = Literal["operator", "disk", "files", "record", "object_store"]
+
+
+class Pause(NamedTuple):
+    """Why a run is paused."""
+
+    cause: PauseCause
+    reason: str  # for people
 
 
 @dataclass
@@ -52,6 +64,8 @@ class RunState:
     not_allowing: dict[str, str] = field(default_factory=dict)  # devices whose policy does not allow the run -> its key
     number: int = 1  # the current or last round
     doing: str = ""
+    pause: Pause | None = None  # None: the run is not paused
+    spans: RunSpans = field(default_factory=lambda: RunSpans("", None))
     epoch: int = 0  # of the link to the broker
     saved: SavedState | None = None  # the newest
     presence: Presence = field(default_factory=Presence)
@@ -164,8 +178,10 @@ class RunState:
         broke: BudgetKind | None = None,
         *,
         lost: bool = False,
+        attempt: int = 0,
     ) -> None:
-        """Record a refusal, or with `lost` something that never arrived; `broke`: the budget that was exceeded."""
+        """Record a refusal, or with `lost` something that never arrived; `broke`: the budget that was exceeded;
+        `attempt`: at the task, 0 if it is not known."""
         self.refusals["no_result" if lost else f"{broke}_budget" if broke else kind] += 1
         self._refused[device] += 1
         if self._refused[device] > REFUSALS_KEPT:
@@ -174,4 +190,5 @@ class RunState:
             reason = f"{reason[:400]} (later refusals of this device are not recorded)"
         number = round_number if round_number is not None else (self.opened.number if self.opened else None)
         self.store.devices.add_refusal(self.run, RefusalRecord(number, device, kind, reason, broke=broke, lost=lost))
-        log.warning("refused", extra={"device": device, "round": number, "kind": kind, "reason": reason})
+        of_attempt = {"attempt": attempt} if attempt else {}
+        log.warning("refused", extra={"device": device, "round": number, "kind": kind, "reason": reason, **of_attempt})

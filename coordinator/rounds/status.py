@@ -51,6 +51,7 @@ class LiveStatus(Struct, frozen=True, kw_only=True):
     online: int
     round: int = 0  # whose training was open last
     devices_s: float = 0.0  # time in which coordinators waited for the results of that training
+    set_aside: dict[str, str] = {}  # devices that are not asked -> what their policy does not allow, in words
 
     def is_stale(self) -> bool:
         """Return whether the run is no longer served, or its coordinator hangs."""

@@ -7,6 +7,7 @@ never reach the record, a log or a device.
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ Outcome = TypeVar("Outcome")
 THREADS = 4
 RETRY_S = 5.0
 """Interval in which a store in trouble is tried again."""
+IDLE_S = 30.0
+"""Time after which a store that nobody used is tried, so that its loss is noticed before a round needs it."""
 PART_BYTES = 16 << 20
 """Part of a large blob; the store takes one part after the other."""
 CLOSE_S = 10.0
@@ -67,7 +70,7 @@ class StoreAccess:
         self._name = run
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._tried_at = 0.0
+        self._tried_at = time.monotonic()  # the end of the newest use; infinite: being tried
         self._lines: list[str] = []
 
     def take_lines(self) -> list[str]:
@@ -183,10 +186,19 @@ class StoreAccess:
 
     def is_usable(self) -> bool:
         """Return whether the store worked last; otherwise it is tried from time to time. The lock is held."""
-        if self.trouble and time.monotonic() - self._tried_at > RETRY_S:
-            self._tried_at = time.monotonic()
-            self.begin(self.probe)
+        if self.trouble:
+            self._try_after(RETRY_S)
         return not self.trouble
+
+    def tick(self) -> None:
+        """Try a store that nobody has used for a while, or that is in trouble."""
+        with self.lock:
+            self._try_after(RETRY_S if self.trouble else IDLE_S)
+
+    def _try_after(self, silent_s: float) -> None:
+        if time.monotonic() - self._tried_at > silent_s:
+            self._tried_at = math.inf  # until the answer: a store that hangs is not tried in all threads
+            self.begin(self.probe)
 
     def probe(self) -> bool:
         """Return whether something can be put into the store."""
@@ -201,9 +213,10 @@ class StoreAccess:
 
     def note(self, trouble: str) -> None:
         """Note whether the store works, and tell the operator what is new. The lock is held."""
+        self._tried_at = time.monotonic()
         if trouble == self.trouble:
             return
-        self.trouble, self._tried_at = trouble, time.monotonic()
+        self.trouble = trouble
         if trouble:
             what = f"object store {self.config.url} cannot be used: {trouble}"
             most = self.config.fallback_bytes / 1e6

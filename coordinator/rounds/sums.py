@@ -17,12 +17,12 @@ from coordinator.record.tables import SUM
 from coordinator.rounds.inbox import Inbox
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.state import RunState
+from coordinator.rounds.sum_terms import describe_training, find_denominator, find_noise, make_terms
 from fedvit.errors import BadPayload, EmptyCohort
 from fedvit.files import atomic_write
 from fedvit.program import Program
 from fedvit.quantities import format_count
 from fedvit.resources import ResourceUse
-from fedvit.secure.fixed_point import find_error_bound
 from fedvit.secure.layout import Layout, read_evaluation, read_training
 from fedvit.secure.server import STEPS, SumServer, SumState
 from fedvit.secure.vectors import Vector, count_bytes
@@ -37,7 +37,6 @@ from fedvit.wire.messages import (
     SumId,
     SumMasked,
     SumRefused,
-    SumTerms,
     TaskKind,
 )
 
@@ -114,7 +113,6 @@ class SumRounds:
             return
         program = self._find_program(opened, number, kind)
         self._layout = Layout.of_program(program, kind)
-        state.doing = f"round {number}/{state.config.rounds}: secure sum"
         try:
             self._server = self._resume(number, kind) or self._begin(sorted(results), number, kind)
             while True:
@@ -152,9 +150,8 @@ class SumRounds:
         self._kept = KeptSum(sum=sum_id)
         self._file.write(self._kept)
         images = [state.presence[device].hello.train_samples for device in invited]
-        terms = SumTerms(
-            self._layout.digest, max(1, len(invited)), config.neighbours, config.bits, config.range, max([1, *images])
-        )
+        noise = find_noise(state.store, state.run, state.config, number) if kind == "train" else None
+        terms = make_terms(self._layout, state.config, len(invited), max([1, *images]), noise)
         return self._make_server(SumState(sum=sum_id, terms=terms), invited)
 
     def _resume(self, number: int, kind: TaskKind) -> SumServer | None:
@@ -176,7 +173,11 @@ class SumRounds:
 
     def _run_step(self, server: SumServer) -> None:
         """Ask the devices of a step until all have answered, or its time is over."""
-        self._until = time.monotonic() + self._state.config.sums.step_s
+        state, sum_id = self._state, server.state.sum
+        state.doing = (
+            f"round {sum_id.round}/{state.config.rounds}: secure sum, {server.state.step}, attempt {sum_id.attempt}"
+        )
+        self._until = time.monotonic() + state.config.sums.step_s
         self._sent_at, self._abandoned_since = -math.inf, None
         self._inbox.pump(lambda: self._is_over(server))
 
@@ -296,12 +297,14 @@ class SumRounds:
         """Store the sum as one result of the round."""
         state, sum_id, terms, devices = self._state, server.state.sum, server.state.terms, len(server.state.masked)
         metrics, upload, by_class = {"devices": float(devices)}, None, tuple[ClassCount, ...]()
+        metrics |= {"attempt": float(sum_id.attempt)}
+        metrics |= {f"left_{step}": float(count) for step, count in server.count_left().items()}
         if sum_id.kind == "train":
-            trained = read_training(self._layout, total, terms)
+            denominator = find_denominator(state.config)
+            trained = read_training(self._layout, total, terms, denominator)
             samples = trained.samples
             upload = state.blobs.put(pack(trained.mean))
-            metrics |= {"clipped": float(trained.clipped), "error_bound": find_error_bound(max(1, samples), terms)}
-            metrics |= {} if trained.loss is None else {"loss": trained.loss}
+            metrics |= describe_training(trained, terms, denominator, began=len(server.state.keys), summed=devices)
         else:
             evaluated = read_evaluation(total, devices)
             samples = evaluated.samples

@@ -1,5 +1,6 @@
 """The ends of tasks, and their consequences: free devices, strikes, tasks to send again, errors."""
 
+import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -7,6 +8,8 @@ from coordinator.rounds.open_round import Missing
 from coordinator.rounds.state import RunState
 from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.wire.messages import Result, ResultAck
+
+log = logging.getLogger(__name__)
 
 _MISSING: Mapping[TaskState, Missing] = {
     TaskState.DECLINED: Missing.DECLINED,
@@ -64,7 +67,7 @@ class TaskEnds:
 
     def refuse(self, device: str, result: Result, reason: str) -> None:
         """Answer with a refusal; the device's current task, if any, continues."""
-        self._state.refuse(device, result.kind, reason, result.round)
+        self._state.refuse(device, result.kind, reason, result.round, attempt=result.attempt)
         answer = ResultAck(result.run, result.round, result.kind, accepted=False, reason=reason[:500])
         self._state.send(device, answer)
 
@@ -98,5 +101,8 @@ class TaskEnds:
         """Note the end of tasks that the record has already."""
         for task in tasks:
             self._state.tasks.end(task, end)
+            self._state.spans.end(task, end)
+            if end is not TaskState.ACCEPTED:  # accepted results have a line with their figures
+                log.info("task ended", extra={**task.log_fields(), "outcome": end.value})
             task.content = None  # an ended task may stay in memory until its deadline
             self._freed.append(task.device)

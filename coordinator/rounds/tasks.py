@@ -23,6 +23,7 @@ from coordinator.record.tables import TaskTimes, now
 from coordinator.rounds.deadlines import Deadline, Links
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.program import Program
+from fedvit.task_names import TaskName
 from fedvit.wire.messages import BlobNack, Declined, Failed, Hello, Progress, Result, TaskKind
 
 ID_LETTERS = 32
@@ -160,6 +161,15 @@ class DeviceTask:
         """Note that the device is online again."""
         if self.times.left_at and not self.times.returned_at:
             self.times = self.times._replace(returned_at=now())
+
+    @property
+    def name(self) -> TaskName:
+        """The name of the current attempt in logs and traces."""
+        return TaskName(self.run, self.round, self.device, self.kind, self.attempt)
+
+    def log_fields(self) -> dict[str, object]:
+        """Fields of log lines about the current attempt; the run is a field of all lines."""
+        return {"device": self.device, "round": self.round, "kind": self.kind, "attempt": self.attempt}
 
     @property
     def has_ended(self) -> bool:

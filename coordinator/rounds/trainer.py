@@ -1,5 +1,6 @@
 """The trainer of a run on devices: plans their work, sends it, and serves them until their results are here."""
 
+import logging
 from collections.abc import Callable, Iterable
 
 from coordinator.compute.messages import PlanTasks, RecallTasks
@@ -10,6 +11,8 @@ from coordinator.rounds.pausing import wait_while_paused
 from coordinator.rounds.ports import Trainer
 from coordinator.rounds.tasks import TaskState, Work
 from coordinator.rounds.validation import few
+
+log = logging.getLogger(__name__)
 
 
 class DeviceTrainer(Trainer):
@@ -102,6 +105,9 @@ class DeviceTrainer(Trainer):
     def open(self, opened: OpenRound) -> None:
         self._state.open(opened)
         self._state.doing = f"round {opened.number}/{self._state.config.rounds}: {opened.kind}"
+        figures = {"cohort": len(opened.cohort), "needed": opened.needed}
+        self._state.spans.open_round(opened.number, opened.kind, len(opened.cohort))
+        log.info("round opened", extra={"round": opened.number, "kind": opened.kind, **figures})
 
     def offer(self, opened: OpenRound, devices: Iterable[str]) -> None:
         for device in devices:

@@ -73,6 +73,7 @@ def confirm_clock(deployment: Deployment) -> None:
         )
     with deployment.registry.change() as rows:
         rows.set_clock(now_s)
+        rows.add_audit("confirm clock", format_date(now_s))
 
 
 def format_date(seconds: float) -> str:

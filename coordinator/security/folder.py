@@ -198,7 +198,10 @@ class Deployment:
         With `renew` both are renewed. Returns the names of the changed files, which a broker has to read again.
         """
         with self.registry.change() as rows:
-            return self._settle(rows, renew=renew)
+            changed = self._settle(rows, renew=renew)
+            if renew:
+                rows.add_audit("renew", ", ".join(changed))
+            return changed
 
     def _settle(self, rows: Rows, *, renew: bool = False) -> list[str]:
         rotation, changed = RotationRows(rows).find_newest(), list[str]()
@@ -371,4 +374,5 @@ def make_tokens(
         for token in tokens:
             secret = base64.b64encode(token.secret).decode()
             rows.tokens.add(OpenToken(token.id, token.device, secret, expires_at, replaces=replaces))
+            rows.add_audit("enroll", token.device, "replaces" if replaces else "")
     return tokens

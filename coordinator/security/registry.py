@@ -28,6 +28,7 @@ from sqlalchemy import (
     create_engine,
     delete,
     event,
+    inspect,
     select,
     text,
     update,
@@ -36,7 +37,9 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from coordinator.record.audit import add_entry, make_audit_table, read_entries
 from coordinator.record.sqlite_errors import convert_error
+from coordinator.record.tables import AuditEntry
 from fedvit.errors import ConfigError, Damaged
 from fedvit.files import storage_failed
 
@@ -91,6 +94,8 @@ _COUNTERS = Table(
     "counters", _TABLES, Column("generation", Integer, nullable=False), Column("clock_s", Float, nullable=False)
 )
 """One row. `generation` counts the changes of files that a broker reads; `clock_s` is the newest date that is right."""
+
+_AUDIT = make_audit_table(_TABLES)
 
 
 class Certificate(Struct, frozen=True):
@@ -256,6 +261,16 @@ class Rows:
 
     def set_clock(self, when_s: float) -> None:
         self.connection.execute(update(_COUNTERS).values(clock_s=when_s))
+
+    def add_audit(self, act: str, subject: str, details: str = "") -> None:
+        """Append an act of the current actor to the audit of the deployment."""
+        _AUDIT.create(self.connection, checkfirst=True)  # a registry of earlier software has none
+        add_entry(self.connection, act, subject, details, table=_AUDIT)
+
+    def read_audit(self, newest: int | None = None) -> list[AuditEntry]:
+        """Return the entries of the audit, or the newest of them, the oldest first."""
+        has_audit = inspect(self.connection).has_table(_AUDIT.name)
+        return read_entries(self.connection, newest, table=_AUDIT) if has_audit else []
 
     # --- devices --------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ def revoke_devices(deployment: Deployment, names: Sequence[str]) -> list[str]:
             rows.tokens.withdraw(name)
             if known is not None:
                 rows.revocations.revoke(name, time.time())
+            rows.add_audit("revoke", name)
         generation = rows.generation()
     until = time.monotonic() + APPLY_S
     while is_served(deployment) and read_applied_generation(deployment) < generation:

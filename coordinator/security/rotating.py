@@ -79,6 +79,7 @@ def begin_rotation(deployment: Deployment, within_s: float) -> None:
         new = Authority.create(f"fedvit {deployment.settings.federation} {secrets.token_hex(4)}", now_s)
         rotations.begin(deployment.authority, new, now_s, now_s + within_s)
         rows.raise_generation()
+        rows.add_audit("rotate-authority", new.digest.hex(), f"at the latest until {format_date(now_s + within_s)}")
     deployment.settle()
 
 
@@ -104,6 +105,9 @@ def finish_rotation(deployment: Deployment) -> list[str]:
         rotations.end(rotation.number, now())
         rows.tokens.withdraw_all()
         rows.raise_generation()
+        rows.add_audit(
+            "finish rotation", rotation.authority.digest.hex(), f"left behind: {', '.join(view.former) or 'none'}"
+        )
     deployment.settle()
     return view.former
 

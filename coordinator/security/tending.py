@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from coordinator.record.audit import Actor, acting_as
 from coordinator.security.clock import find_doubt
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import now
@@ -62,7 +63,8 @@ class Tending:
             if find_doubt(self._deployment, rows.clock_s()):
                 return  # the operator is told by the enrolment
         if self._restarts:
-            left = finish_rotation(self._deployment)
+            with acting_as(Actor("fedvit", "rule")):
+                left = finish_rotation(self._deployment)
             count = format_count(len(view.updated), "device")
             self._operator_log(f"the authority was rotated: {count} moved; the former one is not trusted any more")
             for line in describe_left(self._deployment, left):

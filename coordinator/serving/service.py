@@ -21,7 +21,7 @@ from coordinator.config import (
     read_toml,
 )
 from coordinator.record.database import address_in, use_database
-from coordinator.record.leadership import Leadership
+from coordinator.record.leadership import LOOK_S, Leadership
 from coordinator.record.opening import open_private_record
 from coordinator.record.record import Record
 from coordinator.record.retention import lock_service
@@ -31,16 +31,18 @@ from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_o
 from coordinator.rounds.service.regular import RegularWork
 from coordinator.rounds.service.service import RunHost, RunService
 from coordinator.serving.backup import BackupFolder
-from coordinator.serving.metrics_page import show_prometheus
+from coordinator.serving.metrics_page import show_prometheus, show_standby
 from coordinator.serving.run import make_link
-from coordinator.views.observed import Observed, Served
+from coordinator.views.observed import Observed, ObservedService, Served
 from coordinator.views.trackers.following import following
 from fedvit import monitoring
 from fedvit.errors import ConfigError
 from fedvit.hints import command
 from fedvit.logs import configure_logging
+from fedvit.monitoring import Monitor
 from fedvit.quantities import format_bytes
 from fedvit.systemd import Notifier
+from fedvit.timings import LoopWatch
 from fedvit.transport.base import Transport
 
 
@@ -66,7 +68,7 @@ class ServiceProcess:
         with ExitStack() as stack:
             monitor = stack.enter_context(monitoring.serve_metrics(self._metrics_address))
             stack.callback(self._workers.close)
-            leadership = self._lead(stack)
+            leadership = self._lead(stack, monitor)
             store = open_private_record(folder, stack)
             if leadership:
                 store.database.lead_in(leadership.term)
@@ -94,7 +96,7 @@ class ServiceProcess:
             )
             submit = command("coordinator", "submit", "CONFIG", runs=folder)
             display.line(f"serving the runs of {folder}, {self._config.side_by_side} at a time; `{submit}` adds one")
-            observed = _observe(service, link, store, folder, self._backups)
+            observed = self._observe(service, link, store, leadership)
             show_prometheus(monitor, display, observed._replace(certificates=endpoint.read_certificate_ends))
             self._notifier.ready()
             try:
@@ -119,7 +121,20 @@ class ServiceProcess:
 
         return (RegularWork("backup", config.backup_every_h, make, self._display.line),)
 
-    def _lead(self, stack: ExitStack) -> Leadership | None:
+    def _observe(self, service: RunService, link: Transport, store: Record, leadership: Leadership | None) -> Observed:
+        """Collect what the page of metrics shows."""
+
+        def list_served() -> list[Served]:
+            return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]
+
+        config = self._config
+        clean_ups = service.clean_ups if config.gc_every_h else None
+        observed = ObservedService(config.federation, leadership, clean_ups, lambda: service.trouble)
+        age_s = self._backups.age_s if self._backups else None
+        loops = {"service": service.loop}
+        return Observed(link, service.is_connected, store, self._folder, list_served, loops, age_s, observed)
+
+    def _lead(self, stack: ExitStack, monitor: Monitor) -> Leadership | None:
         """Become the leader, after a wait with --standby; a record in a file has no leader, and is locked instead.
 
         Raises ConfigError if another service leads, click.Abort if this one is stopped before it leads.
@@ -134,9 +149,11 @@ class ServiceProcess:
                 "--standby waits, and takes over when it ends",
             )
         self._display.line(f"standing by for the runs of {self._folder}: another service leads")
+        loop = LoopWatch(LOOK_S, self._notifier.alive)
+        show_standby(monitor, self._config.federation, leadership, loop)
         self._notifier.ready()
         self._workers.prepare()
-        if not leadership.wait(self._stop, self._display.line, self._notifier.alive):
+        if not leadership.wait(self._stop, self._display.line, loop.turn):
             raise click.Abort
         self._display.line("the other service no longer leads: this one takes over")
         return leadership
@@ -161,18 +178,6 @@ def _stop_on_signals() -> threading.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     return stop
-
-
-def _observe(
-    service: RunService, link: Transport, store: Record, folder: Path, backups: BackupFolder | None
-) -> Observed:
-    """Collect what the page of metrics shows."""
-
-    def list_served() -> list[Served]:
-        return [Served(run.coordinator, run.loop) for run in service.served() if run.coordinator]
-
-    age_s = backups.age_s if backups else None
-    return Observed(link, service.is_connected, store, folder, list_served, {"service": service.loop}, age_s)
 
 
 def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> Leadership | None:

@@ -1,8 +1,7 @@
 """Reads the metrics of a coordinator from its runs and its record at each scrape, in the thread of the scrape."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
@@ -11,10 +10,13 @@ from prometheus_client.registry import Collector
 from coordinator.record.record import Record
 from coordinator.record.tables import RunStatus
 from coordinator.rounds.coordinator import Coordinator
+from coordinator.rounds.state import PauseCause
 from coordinator.rounds.tasks import TaskState
 from coordinator.run_view import DeviceView, RoundView, read_devices, read_newest_round
 from coordinator.views.certificate_metrics import read_certificate_metrics
+from coordinator.views.condition import find_pauses
 from coordinator.views.observed import Observed, Served
+from coordinator.views.prometheus_service import make_info, read_queue, read_service
 from fedvit.errors import FedvitError
 from fedvit.prometheus import loop_metrics, transport_metrics
 from fedvit.timings import LoopWatch
@@ -27,6 +29,7 @@ T = TypeVar("T")
 MOST_DEVICES = 1000
 """Devices of a run, the first by name, that have a metric of their own: Prometheus keeps a series for each."""
 DEVICE_STATES = ("offline", "backing_off", "idle", "offered", "fetching", "working", "uploading", "checked")
+PAUSE_CAUSES: tuple[PauseCause, ...] = get_args(PauseCause)
 OUTCOMES = ("accepted", "declined", "failed", "late", "deadline", "offline", "crashed", "revoked", "cancelled")
 RUN_STATUSES: tuple[RunStatus, ...] = ("queued", "waiting", "running", "interrupted", "finished", "failed", "cancelled")
 KINDS: tuple[TaskKind, ...] = ("train", "evaluate")
@@ -41,25 +44,17 @@ class CoordinatorCollector(Collector):
     def loops(self) -> list[LoopWatch]:
         return [*self._observed.loops.values(), *(run.loop for run in self._observed.served())]
 
-    def why_not_ready(self) -> str | None:
-        """Return the reason why devices cannot be served now; None if they can."""
-        try:
-            self._observed.store.runs.count()
-        except FedvitError as error:  # first: without the record, a coordinator gives up its broker, too
-            return f"the record cannot be read: {error}"
-        return None if self._observed.is_connected() else "no connection to the broker"
-
     def collect(self) -> Iterator[Metric]:
         observed, served = self._observed, self._observed.served()
-        info = GaugeMetricFamily("fedvit_coordinator_info", "Always 1.", labels=["version"])
-        info.add_metric([version("fedvit")], 1)
-        yield info
+        yield make_info()
         yield GaugeMetricFamily("fedvit_broker_connected", "Whether the broker is connected.", observed.is_connected())
         if (free_bytes := free_disk_bytes(observed.folder)) is not None:
             yield GaugeMetricFamily("fedvit_disk_free_bytes", "Free space for the runs.", free_bytes)
         if observed.backup_age_s is not None:
             age_s = observed.backup_age_s()
             yield GaugeMetricFamily("fedvit_backup_age_seconds", "Time since the newest backup; +Inf: none.", age_s)
+        if observed.service is not None:
+            yield from read_service(observed.service, observed.store)
         inboxes: list[tuple[str, int, BlobExchange | None]] = [
             (name, observed.link.inbox.qsize(), None) for name in observed.loops
         ]
@@ -171,6 +166,14 @@ RUN_FAMILIES: tuple[Family[Coordinator], ...] = (
         CounterMetricFamily,
     ),
     Family("fedvit_uploads_waiting", "Uploads that wait for their turn.", lambda run: len(run.uploads.waiting())),
+    Family(
+        "fedvit_object_store_up", "Whether the run's object store can be used; of runs that have one.",
+        lambda run: not run.objects.trouble if run.objects else None,
+    ),
+    Family(
+        "fedvit_run_paused", "Whether the run is paused, by cause.",
+        lambda run: dict.fromkeys(PAUSE_CAUSES, 0) | {pause.cause: 1 for pause in find_pauses(run)}, ("reason",),
+    ),
 )  # fmt: skip
 """Metrics that the processes of runs have."""
 RECORD_FAMILIES: tuple[Family[RunFigures], ...] = (
@@ -220,6 +223,7 @@ def _read_record(store: Record, served: Sequence[Served]) -> Iterator[Metric]:
     for status in RUN_STATUSES:
         runs.add_metric([status], counts.get(status, 0))
     yield runs
+    yield from read_queue(store)
     figures = {
         run: RunFigures(
             read_newest_round(store, run, evaluated=True), read_newest_round(store, run), read_devices(store, run)

@@ -20,6 +20,7 @@ from coordinator.views.report.words import (
     privacy_words,
     run_verdict,
     settings_words,
+    sum_words,
 )
 from fedvit.quantities import format_count
 from profiles.report.page import percent, quantity
@@ -84,6 +85,7 @@ def draw_run(run: RunView, width: int) -> Group:
         parts.append(Text(f"{format_count(len(run.classes), 'class')}: {names}{more}", style="dim"))
     if any(entry.accuracy_mean is not None for entry in run.rounds):
         parts += [Text(), draw_accuracy(run, width), Text(f"accuracy: {run.protocol}", style="dim")]
+    parts += [Text(line) for line in sum_words(run)]
     if run.epsilon is not None:
         parts.append(Text(f"privacy of devices' updates: epsilon {run.epsilon:.3g} over all rounds so far"))
     if run.feature_epsilon is not None:
@@ -175,7 +177,7 @@ def draw_report(report: RunReport, width: int) -> Group:
         Text(f"run {run.run}: {run.method} on {run.model}, seed {run.seed}"),
         Text(sentence, style=STYLES[tone]),
         *(Text(f"  {line}") for line in lines),
-        *(Text(line) for line in (*generator_words(run), *feature_words(run), *privacy_words(report))),
+        *(Text(line) for line in (*generator_words(run), *feature_words(run), *sum_words(run), *privacy_words(report))),
         Text(settings_words(run.settings), style="dim"),
     ]
     if any(device.comparisons() for device in report.devices):

@@ -40,6 +40,7 @@ from fedvit.monitoring import Watched, serve_metrics
 from fedvit.resources import Budget, Speed, image_cache_bytes
 from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
+from fedvit.tracing import Tracing, open_tracing
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.topics import Topics
 from profiles.probes.host import device_profile, free_disk_bytes
@@ -72,7 +73,8 @@ def serve(settings: DeviceSettings) -> None:
         )
         device = log_fields["device"] = device_id(state, endpoint.device, data)
     sensors = Sensors.find()
-    agent = build_agent(settings, endpoint._replace(device=device), state, images, sensors, launcher)
+    tracing = open_tracing("fedvit-device")
+    agent = build_agent(settings, endpoint._replace(device=device), state, images, sensors, launcher, tracing)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -83,7 +85,7 @@ def serve(settings: DeviceSettings) -> None:
         from edge_client.health.monitoring import AgentCollector  # imports prometheus_client, which is optional
 
         collector = AgentCollector(agent.link, agent.state, state, loop, sensors)
-        return Watched(collector, lambda: [loop], collector.why_not_ready)
+        return Watched(collector, lambda: [loop], collector.condition)
 
     with serve_metrics(settings.metrics_address) as monitor:
         monitor.show(watch)
@@ -94,6 +96,8 @@ def serve(settings: DeviceSettings) -> None:
             reason = agent.serve(stop, once=settings.once, on_turn=loop.turn)
         finally:
             notifier.stopping()
+            if tracing:
+                tracing.close()
     log.info("device leaves", extra={"reason": reason})
     os.close(lock)
 
@@ -105,6 +109,7 @@ def build_agent(
     images: GrowingFolder,
     sensors: Sensors,
     launcher: Launcher,
+    tracing: Tracing | None = None,
 ) -> Agent:
     """Connect the parts of the device; `endpoint` has its name."""
     policy, device = settings.policy, str(endpoint.device)
@@ -161,7 +166,7 @@ def build_agent(
     worker = TaskExecutor(link, storage, sandbox, guard, policy)
     status = StatusFile(status_file(state), identity, broker=str(endpoint.address))
     train = replace(policy.train, keep_runs=policy.train.keep_runs or KEEP_RUNS)
-    return Agent(link, storage, worker, replace(policy, train=train), status=status)
+    return Agent(link, storage, worker, replace(policy, train=train), status=status, tracing=tracing)
 
 
 def attach_recent_log(private: PrivatePaths, data: DeviceData) -> RecentLog:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from edge_client.health.history import AgentState
 from edge_client.link.device_link import DeviceLink
+from fedvit.monitoring import Cause, Condition
 from fedvit.prometheus import loop_metrics, transport_metrics
 from fedvit.timings import LoopWatch
 from profiles.probes.host import free_disk_bytes
@@ -30,13 +31,14 @@ class AgentCollector(Collector):
         self._loop = loop
         self._sensors = sensors
 
-    def why_not_ready(self) -> str | None:
-        """The reason why the device cannot take part now; None if it can."""
+    def condition(self) -> Condition:
+        """Return whether the device can take part now, and if not, why."""
+        causes = []
         if not self._state().connected:
-            return "no connection to the broker"
+            causes.append(Cause("broker", "no connection to the broker"))
         if not os.access(self._folder, os.W_OK):
-            return f"{self._folder} is not writable"
-        return None
+            causes.append(Cause("folder", f"{self._folder} is not writable"))
+        return Condition(ready=not causes, role="device", causes=tuple(causes))
 
     def collect(self) -> Iterator[Metric]:
         state, identity = self._state(), self._link.identity

@@ -16,6 +16,7 @@ from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.integrity import DamagedBlobs
 from fedvit.errors import StorageFailed
 from fedvit.resources import BudgetKind, ResourceUse
+from fedvit.task_names import describe_attempt
 from fedvit.wire.messages import Declined, Failed, Result, ResultAck, Task, TaskKind, inline_room
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,8 @@ class Answers:
                 self._ledger.note_log(task, lines)
         except StorageFailed:  # nothing leaves the device without a line
             lines = ""
-        self.add(Failed(task.run, task.round, task.kind, self._hide(reason)[:500], broke, use, task.task, lines))
+        why = self._hide(reason)[:500]
+        self.add(Failed(task.run, task.round, task.kind, why, broke, use, task.task, lines, task.attempt))
 
     def send_due(self) -> None:
         """Send again what has waited for too long."""
@@ -125,7 +127,7 @@ class Answers:
             if isinstance(answer, Result):
                 self._note_sent(answer)
         except StorageFailed as error:
-            log.warning("result not sent yet", extra={"round": answer.round, "reason": str(error)})
+            log.warning("result not sent yet", extra={**describe_attempt(answer), "reason": str(error)})
             return
         if isinstance(answer, Result) and answer.upload:
             self._send_with_upload(answer, answer.upload.digest, again=again)
@@ -145,13 +147,13 @@ class Answers:
         except DamagedBlobs:
             self._forget(result, f"its upload {digest} was damaged in {self._blobs.folder}")
         except StorageFailed as error:
-            log.warning("result not sent yet", extra={"round": result.round, "reason": str(error)})
+            log.warning("result not sent yet", extra={**describe_attempt(result), "reason": str(error)})
         else:
             self._send(result)
 
     def _forget(self, result: Result, reason: str) -> None:
         """Give up a result that cannot be sent: a newer task removed its upload, or the file was deleted."""
-        log.error("result lost", extra={"run": result.run, "round": result.round, "reason": reason})
+        log.error("result lost", extra={**describe_attempt(result), "reason": reason})
         if result.kind == "train":
             self._settle(result.run, result.round, accepted=False)
         self.fail(result, reason)
@@ -160,8 +162,9 @@ class Answers:
         """Take an acknowledgement by the coordinator of this epoch into account. False if it refused a result."""
         key = (ack.run, ack.round, ack.kind)
         if ack.keep:
-            log.info("result kept for later", extra={"run": ack.run, "round": ack.round, "reason": ack.reason})
-            self._waiting[key].not_known_in = epoch
+            waiting = self._waiting[key]
+            log.info("result kept for later", extra={**describe_attempt(waiting.answer), "reason": ack.reason})
+            waiting.not_known_in = epoch
             return True
         answer = self._waiting.pop(key).answer
         if not isinstance(answer, Result):
@@ -169,10 +172,9 @@ class Answers:
         if ack.kind == "train":
             self._settle(ack.run, ack.round, accepted=ack.accepted)
         if ack.accepted:
+            log.info("result accepted", extra=describe_attempt(answer))
             return True
-        log.warning(
-            "result refused", extra={"run": ack.run, "round": ack.round, "kind": ack.kind, "reason": ack.reason}
-        )
+        log.warning("result refused", extra={**describe_attempt(answer), "reason": ack.reason})
         if answer.upload:
             with contextlib.suppress(StorageFailed):  # damage may be the reason; the next result reports it
                 self._integrity.check([answer.upload.digest], afresh=True)

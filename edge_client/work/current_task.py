@@ -15,8 +15,11 @@ from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.integrity import DamagedBlobs
 from edge_client.work.fetcher import BlobFetcher
 from edge_client.work.runtime import Stopped
+from edge_client.work.spans import StepSpans
 from edge_client.work.task_executor import TaskExecution, TaskExecutor, Worked
 from fedvit.errors import BadPayload, DeviceTrouble, FedvitError, NotAllowed, OverBudget, StorageFailed
+from fedvit.task_names import describe_attempt
+from fedvit.tracing import Tracing
 from fedvit.wire.messages import Cancel, Declined, Extended, ResultAck, Task
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class CurrentTask:
         worker: TaskExecutor,
         readiness: Readiness,
         history: History,
+        tracing: Tracing | None = None,
     ) -> None:
         self.execution: TaskExecution | None = None
         self._session = session
@@ -44,6 +48,7 @@ class CurrentTask:
         self._worker = worker
         self._readiness = readiness
         self._history = history
+        self._spans = StepSpans(session.link.identity.device, tracing)
         self._fetcher = BlobFetcher(session.link, storage, worker, readiness.policy, self.fail)
         self._run_classes: Collection[str] | None = None  # other images are not used; None: no run has a task here
         self._run: str | None = None  # of the newest task
@@ -83,13 +88,15 @@ class CurrentTask:
             self._decline(task, NotNow(reason, IMAGES_AGAIN_S), logging.WARNING)
             return
         self.execution = TaskExecution(task, time.monotonic() + task.deadline_s, task.deadline_s)
-        log.info("task received", extra={"run": task.run, "round": task.round, "kind": task.kind})
+        log.info("task received", extra=describe_attempt(task))
         self._fetcher.fetch_missing(self.execution)
 
     def _decline(self, task: Task, not_now: NotNow, level: int) -> None:
-        log.log(level, "task declined", extra={"round": task.round, "kind": task.kind, "reason": not_now.reason})
+        log.log(level, "task declined", extra={**describe_attempt(task), "reason": not_now.reason})
         self._history.note_end(task, f"declined ({not_now.reason})")
-        self._answers.add(Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s, task.task))
+        self._answers.add(
+            Declined(task.run, task.round, task.kind, not_now.reason, not_now.again_s, task.task, task.attempt)
+        )
 
     def extend(self, extended: Extended) -> None:
         execution = self.execution
@@ -102,11 +109,13 @@ class CurrentTask:
         """Discard a running task, or the report of its failure; a finished result still waits for its answer."""
         self._answers.drop((cancel.run, cancel.round, cancel.kind))
         if self.execution and self.execution.matches(cancel):
-            log.info("task cancelled", extra={"round": cancel.round, "kind": cancel.kind, "reason": cancel.reason})
+            log.info("task cancelled", extra={**describe_attempt(self.execution.task), "reason": cancel.reason})
             self.drop()
 
     def acknowledge(self, ack: ResultAck) -> None:
         """Take an acknowledgement of an answer into account."""
+        if not ack.keep:
+            self._spans.end_upload((ack.run, ack.round, ack.kind), "" if ack.accepted else ack.reason or "refused")
         if (ack.run, ack.round, ack.kind) not in self._answers:
             if self.execution and self.execution.matches(ack) and not ack.keep:
                 self.drop()  # the task was sent again before this arrived
@@ -167,11 +176,13 @@ class CurrentTask:
             if self._storage.vault.is_over(result.run):  # it was done just when the run ended
                 self._storage.end_run(result.run)
                 return
+            self._spans.note_work(execution)
+            self._spans.begin_upload(execution)
             result = msgspec.structs.replace(result, damaged=self._storage.integrity.reports())
             self._answers.add(result)
             log.info(
                 "task done",
-                extra={"round": result.round, "kind": result.kind, "samples": result.samples, **result.metrics},
+                extra={**describe_attempt(execution.task), "samples": result.samples, **result.metrics},
             )
             self._history.note_end(execution.task, "done", result)
             if execution is self.execution:
@@ -186,14 +197,16 @@ class CurrentTask:
         """Report to the coordinator why this task failed; the device stays for the next one."""
         if execution is not self.execution:
             return
+        self._spans.note_work(execution, str(error))
         if isinstance(error, NotAllowed | OverBudget | BadPayload | DeviceTrouble):  # a hostile task could cause it
             self._note_refusal(execution.task, str(error))
         if isinstance(error, NotAllowed):
             self.drop()
             self._decline(execution.task, NotNow(str(error)[:500], error.again_s), logging.WARNING)
             return
-        log.error("task failed", extra={"reason": str(error)}, exc_info=not isinstance(error, FedvitError) and error)
         task = execution.task
+        fields = {**describe_attempt(task), "reason": str(error)}
+        log.error("task failed", extra=fields, exc_info=not isinstance(error, FedvitError) and error)
         reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
         self._history.note_error(f"round {task.round} of {task.run}: {reason}")
         self._history.note_end(task, "failed")

@@ -9,8 +9,10 @@ from edge_client.storage.integrity import DamagedBlobs
 from edge_client.trust.policy import check_policy
 from edge_client.work.task_executor import TaskExecution, TaskExecutor
 from fedvit.errors import BadPayload, FedvitError, StorageFailed
+from fedvit.logs import log_fields
 from fedvit.policy import Policy
 from fedvit.program import MAX_PROGRAM_BYTES
+from fedvit.task_names import TaskName
 from fedvit.wire.messages import Manifest
 
 REPEATED_FETCHES = 2
@@ -82,18 +84,20 @@ class BlobFetcher:
         rebuilt = [chain.target.digest for chain in execution.delta_chains]
         new_bytes = sum(manifests[digest].size - blobs.bytes_here(digest) for digest in {*digests, *rebuilt})
         self._storage.disk.make_room(execution.task.run, new_bytes)
+        of_task = TaskName.of(execution.task, self._link.identity.device)
         execution.missing = set(digests)
         execution.fetched_bytes += sum(manifests[digest].size for digest in execution.missing if not blobs.has(digest))
 
         def finish(manifest: Manifest, error: Exception | None) -> None:
             if execution.stop.is_set():
                 return
-            if error:
-                self._fail(execution, error)
-                return
-            execution.missing.discard(manifest.digest)
-            if not execution.missing:
-                self._continue(execution, manifests)
+            with log_fields(of_task.fields):  # devices of one process share transfers: it may be another one's turn
+                if error:
+                    self._fail(execution, error)
+                    return
+                execution.missing.discard(manifest.digest)
+                if not execution.missing:
+                    self._continue(execution, manifests)
 
         for digest in sorted(execution.missing):
             if not execution.stop.is_set():

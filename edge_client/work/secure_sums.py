@@ -65,12 +65,14 @@ class SecureSums:
         self._identity = identity
         self._begin = begin
         self._at_work: SumId | None = None
+        self._part: DeviceSum | None = None  # of the newest attempt; made from the vault after an error
 
     def answer(self, question: SumQuestion) -> None:
         """Answer a message of the coordinator, or refuse it with the reason."""
         try:
             self._answer(question)
         except (FedvitError, OSError) as error:
+            self._part = None  # it may have taken a message that is not stored
             self._refuse(question.sum, error)
 
     def send_masked(self, masked: Masked) -> None:
@@ -90,14 +92,16 @@ class SecureSums:
             self._refuse(masked.sum, error)
 
     def _answer(self, question: SumQuestion) -> None:
-        sums, sum_id = self._storage.sums, question.sum
-        kept = sums.read_attempt(sum_id.run, sum_id.round, sum_id.kind)
+        sum_id, part = question.sum, self._part
         if isinstance(question, SumInvite):
             self._read_payload(question)
-            kept = begin_attempt(question, kept)
-        elif kept is None or kept.invite.sum != sum_id:
-            raise NotAllowed("FV1451", f"attempt {sum_id.attempt} of a sum is not known here")
-        part = self._make_part(kept)
+            part = self._make_part(begin_attempt(question, self._read_attempt(sum_id)))
+        elif part is None or part.attempt.invite.sum != sum_id:
+            kept = self._read_attempt(sum_id)
+            if kept is None or kept.invite.sum != sum_id:
+                raise NotAllowed("FV1451", f"attempt {sum_id.attempt} of a sum is not known here")
+            part = self._make_part(kept)
+        self._part = part
         match question:
             case SumInvite():
                 self._link.send(part.answer_invite())
@@ -107,6 +111,9 @@ class SecureSums:
                 self._mask(part, question)
             case SumAsk():
                 self._link.send(part.answer_ask(question))
+
+    def _read_attempt(self, sum_id: SumId) -> Attempt | None:
+        return self._storage.sums.read_attempt(sum_id.run, sum_id.round, sum_id.kind)
 
     def _read_payload(self, invite: SumInvite) -> Tensors:
         """Return the result that is to be added up. Raises NotAllowed if it is not here, or of another Program."""
@@ -150,14 +157,14 @@ class SecureSums:
         sum_id = invite.sum
         with self._storage.sums.lock:  # from now on the payload stays
             part.take_inbox(inbox)
-            payload = self._read_payload(invite)
+            payload, noise = self._read_payload(invite), part.share_noise()
         note = self._storage.vault.newest_task(sum_id.run)
         seeds = find_rounding_seeds(note.seed if note else 0, sum_id.round, self._link.identity.device)
         self._at_work = sum_id
 
         def work() -> None:
             try:
-                vector = make_vector(sum_id.kind, payload, invite.terms, seeds)
+                vector = make_vector(sum_id.kind, payload, invite.terms, seeds, noise)
                 events.put(Masked(sum_id, part.mask(vector), part.cohort))
             except Exception as error:  # noqa: BLE001 - reported to the coordinator
                 events.put(Masked(sum_id, b"", 0, error))

@@ -23,10 +23,12 @@ from edge_client.work.runtime import GraphRunner, OutOfMemory, Seeds, Stopped, T
 from edge_client.work.uplink import encode_upload
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload
+from fedvit.logs import log_fields
 from fedvit.policy import Policy
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.secure.layout import make_evaluation_payload, make_training_payload
+from fedvit.task_names import TaskName, describe_attempt
 from fedvit.tensors import Tensors, check_finite, delta, pack_in_pieces
 from fedvit.wire.messages import MAX_CLASS_COUNTS, Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 
@@ -57,6 +59,8 @@ class TaskExecution:
     task: Task
     expires_at: float  # on this process's monotonic clock; clocks of two machines are never compared
     allowed_s: float  # from the receipt of the task
+    received_at: float = field(default_factory=time.monotonic)
+    fetch_s: float | None = None  # from the receipt until all blobs were here; None: they are not
     stop: threading.Event = field(default_factory=threading.Event)
     missing: set[str] = field(default_factory=set)
     delta_chains: list[DeltaChain] = field(default_factory=list)  # for blobs that this device rebuilds
@@ -109,18 +113,23 @@ class TaskExecutor:
     def start(self, execution: TaskExecution, program: Program) -> None:
         """Begin the work of a task in a thread, which puts `Worked` into the device's inbox at its end."""
         execution.working = True
+        execution.fetch_s = time.monotonic() - execution.received_at
+        task, device = execution.task, self.link.identity.device
+        of_task = TaskName.of(task, device).fields()
+        log.info("blobs fetched", extra={**describe_attempt(task), "bytes": execution.fetched_bytes})
         before, inbox = self._work, self.link.transport.inbox
 
         def work() -> None:
-            if before:
-                before.join()  # a cancelled task ends at its next step
-            try:
-                if execution.stop.is_set():
-                    raise Stopped("FV1422", "the task was stopped before it began")
-                result = self.storage.ledger.note_result(self.run(execution, program), program)
-                inbox.put(Worked(execution, result, None))
-            except Exception as error:  # noqa: BLE001 - reported to the coordinator
-                inbox.put(Worked(execution, None, error))
+            with log_fields(lambda: of_task):
+                if before:
+                    before.join()  # a cancelled task ends at its next step
+                try:
+                    if execution.stop.is_set():
+                        raise Stopped("FV1422", "the task was stopped before it began")
+                    result = self.storage.ledger.note_result(self.run(execution, program), program)
+                    inbox.put(Worked(execution, result, None))
+                except Exception as error:  # noqa: BLE001 - reported to the coordinator
+                    inbox.put(Worked(execution, None, error))
 
         self._work = self.begin_work(work, f"task-{execution.task.kind}-{execution.task.round}")
 
@@ -257,6 +266,7 @@ class TaskExecutor:
             upload=upload,
             task=task.task,
             program=task.program,
+            attempt=task.attempt,
         )
 
     def check_files(self, execution: TaskExecution, program: Program) -> None:
@@ -318,7 +328,7 @@ class TaskExecutor:
             if now - logged >= LOG_EVERY_S:
                 logged = now
                 fields = {} if loss is None else {"loss": f"{loss:.3f}"}
-                log.info("task in progress", extra={"round": task.round, "steps": f"{done}/{total}", **fields})
+                log.info("task in progress", extra={**describe_attempt(task), "steps": f"{done}/{total}", **fields})
             if now - last >= task.progress_s or done == total:
                 last = now
                 self.progress = Progress(task.run, task.round, task.kind, done, total, loss, task.task)
@@ -337,6 +347,7 @@ class TaskExecutor:
             sent_bytes=sent_bytes,
             fetched_bytes=execution.fetched_bytes,
             upload_bytes=guarded.upload_bytes,
+            fetch_s=execution.fetch_s,
         )
 
 

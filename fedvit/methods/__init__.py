@@ -36,6 +36,7 @@ from fedvit.methods.fedvpt_d import FedVptDeep
 from fedvit.methods.knn_per import KnnPer
 from fedvit.methods.local import Local
 from fedvit.methods.per_fedavg import PerFedAvg
+from fedvit.methods.personal_analytic import PersonalAnalytic
 from fedvit.methods.personal_part import PersonalPart
 from fedvit.methods.pfedhn import PFedHN
 from fedvit.methods.pfedme import PFedMe
@@ -70,6 +71,7 @@ METHODS: dict[str, type[Method]] = {
     "knn_per": KnnPer,
     "local": Local,
     "per_fedavg": PerFedAvg,
+    "personal_analytic": PersonalAnalytic,
     "personal_part": PersonalPart,
     "pfedhn": PFedHN,
     "pfedme": PFedMe,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from fedvit.methods.calculus import Calculus, Named
 from fedvit.methods.parts import HEAD
 from fedvit.models.vit import PatchViT
 from fedvit.program import Draw, Role, Train
+from fedvit.secure import SUM
 from fedvit.tensors import Array
 
 FITTED, HELD_OUT = "fitted", "held_out"
@@ -36,8 +37,8 @@ GRAM, MOMENTS = "gram", "moments"
 """The sums of a part: products of features with features, and of features with classes."""
 SUMS = "sums/"
 """Beginning of the names of a device's sums in the server's memory."""
-LOST = "lost"
-"""The slot with the digits that a sum has lost to rounding."""
+TOTAL, LOST, IMAGES = "total", "lost", "images"
+"""The slots of a device: a sum, the digits that it has lost to rounding, and the number of images behind it."""
 SIDE = 16
 """Rows of F'F that are computed and sent together, from their own diagonal on: little more than its upper half."""
 
@@ -50,7 +51,9 @@ class Analytic(Method):
     """Devices send G = F'F and M = F'Y of their features F and classes Y; the server solves (G + lambda I) W = M.
 
     Sums of devices are the sums of all their images, so any partition has the same solution, in one round. A device
-    that comes again replaces its own sums; new ones are added, and `forget` removes some. One batch in `hold_out` is
+    sends them divided by its number of images. The mean of devices by images, times all images, is then the sum, so
+    that secure sums and regions need nothing else. A device that comes again replaces its own sums; new ones are
+    added, and `forget` removes some. A secure sum replaces everything before it. One batch in `hold_out` is
     summed apart: the lambda is that with the smallest squared error on these images, and the head is then solved from
     all. Every image is read once; options of gradients (`epochs`, `lr`, `optimizer`, ...) have no effect.
     Source: Fed3R (Fani et al., ICML 2024, arXiv:2406.01116): W = (sum G_k + lambda I)^-1 sum M_k over devices k; AFL
@@ -101,10 +104,13 @@ class Analytic(Method):
         held_out = self._hold_out(calculus.inputs["hyper/step"], inputs)
         new: dict[str, Tensor] = {}
         for part, share in ((FITTED, 1 - held_out), (HELD_OUT, held_out)):
-            for name, value in batch.items():
-                name = f"{part}.{name}"
-                total, lost = add_compensated(updated[name], calculus.inputs[f"slot/{LOST}/{name}"], share * value)
-                new[name], calculus.slots[f"{LOST}/{name}"] = total, lost
+            for kind, value in batch.items():
+                name = f"{part}.{kind}"
+                total, lost, images = (calculus.inputs[f"slot/{slot}/{name}"] for slot in (TOTAL, LOST, IMAGES))
+                total, lost = add_compensated(total, lost, share * value)
+                images = images + inputs.weight.sum()
+                calculus.slots |= {f"{TOTAL}/{name}": total, f"{LOST}/{name}": lost, f"{IMAGES}/{name}": images}
+                new[name] = total / (images.clamp(min=1) * find_unit(kind, features.shape[1]))
         return StepResult(inputs.mean(cross_entropy(logits, inputs.labels)), new, {})
 
     def _hold_out(self, step: Tensor, inputs: StepInputs) -> Tensor:
@@ -116,7 +122,7 @@ class Analytic(Method):
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         # of the draws none chooses the first batch
         draw = Draw(name=HELD_OUT, low=0, high=self.hold_out - 1, count=1)
-        return (self.phase(("sums",), epochs=1, slots=(LOST,), draws=(draw,)),)
+        return (self.phase(("sums",), epochs=1, slots=(TOTAL, LOST, IMAGES), draws=(draw,)),)
 
     # --- the server's half ----------------------------------------------------------------------------
 
@@ -132,6 +138,15 @@ def sum_products(features_BD: Tensor, labels: Tensor, weight: Tensor, classes: i
     rows = [features_BD[:, first : first + SIDE].T @ features_BD[:, first:] for first in range(0, width, SIDE)]
     augmented_BD = torch.cat([features_BD, weight.unsqueeze(1)], dim=1) if bias else features_BD
     return {GRAM: torch.cat([row.flatten() for row in rows]), MOMENTS: augmented_BD.T @ chosen_BC}
+
+
+def find_unit(kind: str, width: int) -> float:
+    """Return the unit in which a mean of products is sent, so that it is at most 1 and fits a secure sum's range.
+
+    That holds if the numbers of a feature have a mean square of 1, as behind a LayerNorm: no mean of products of two
+    numbers is then above the width, and none of a number with a class above its root.
+    """
+    return float(width if kind == GRAM else width**0.5)
 
 
 def add_compensated(total: Tensor, lost: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +183,8 @@ class Sums:
 
     @classmethod
     def of(cls, gram: Floats, moments: Floats, width: int) -> "Sums":
-        """Unfold what devices send. The bias' row of G is the sum of M's columns, as each image has one class."""
+        """Unfold sums as devices send them. The bias' row of G is the sum of M's columns: each image has one class."""
+        gram, moments = gram * find_unit(GRAM, width), moments * find_unit(MOMENTS, width)
         square, place = np.zeros((len(moments),) * 2), 0
         for first in range(0, width, SIDE):
             rows = slice(first, min(first + SIDE, width))
@@ -192,12 +208,19 @@ class Sums:
         return float((weights * (self.gram @ weights - 2 * self.moments)).sum())
 
 
+class Kept(NamedTuple):
+    """The newest sums of a device, divided by its number of images."""
+
+    images: int
+    means: Mapping[str, Array]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RidgeRegression(ServerRule):
     """Adds the sums of all devices up, and solves for the head; each device's newest sums stay in the memory.
 
     They are added anew in every round, in the order of the devices' names: without a device the head is, to the last
-    bit, the one that it would be if the device had never been asked.
+    bit, the one that it would be if the device had never been asked. A region, or a secure sum, is as one device.
     """
 
     lambdas: tuple[float, ...]
@@ -214,8 +237,8 @@ class RidgeRegression(ServerRule):
         return False
 
     @property
-    def why_no_regions(self) -> str:
-        return "its server adds sums of devices up, and a region sends a mean"
+    def why_no_regions(self) -> str | None:
+        return "its option forget removes single devices, which a sum or mean of several hides" if self.forget else None
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
@@ -225,34 +248,45 @@ class RidgeRegression(ServerRule):
         by_device = dict(self._list_kept(state, uploads))
         if not by_device:
             raise EmptyCohort("FV1502", f"round {context.round}: no device's sums are left")
-        classes, width = state.tensors["head.weight"].shape
+        width = state.tensors["head.weight"].shape[1]
         names = [f"{part}.{name}" for part in (FITTED, HELD_OUT) for name in (GRAM, MOMENTS)]
         totals: dict[str, Floats] = {name: np.zeros(state.tensors[name].shape) for name in names}
         for device in sorted(by_device):
+            images, means = by_device[device]
+            memory[f"{SUMS}{device}/{IMAGES}"] = np.array([images], np.int64)
             for name, total in totals.items():
-                value = np.asarray(by_device[device][name], np.float32)
-                total += value
+                value = np.asarray(means[name], np.float32)
+                total += images * value.astype(np.float64)
                 memory[f"{SUMS}{device}/{name}"] = value
         fitted, held_out = (
             Sums.of(totals[f"{part}.{GRAM}"], totals[f"{part}.{MOMENTS}"], width) for part in (FITTED, HELD_OUT)
         )
         strength = self._choose(fitted, held_out)
-        weights = (fitted + held_out).solve(strength)
-        head = {"head.weight": weights[:width].T, "head.bias": weights[width] if self.bias else np.zeros(classes)}
-        tensors = {name: head.get(name, value).astype(value.dtype) for name, value in state.tensors.items()}
+        solved = self.make_tensors(fitted + held_out, strength, sum(kept.images for kept in by_device.values()))
+        tensors = {name: solved.get(name, value).astype(value.dtype) for name, value in state.tensors.items()}
         kept_bytes = sum(value.nbytes for name, value in memory.items() if name.startswith(SUMS))
         figures = {"ridge": strength, "kept_devices": float(len(by_device)), "kept_bytes": float(kept_bytes)}
         return replace(state, tensors=tensors, memory=memory), figures
 
-    def _list_kept(self, state: ServerState, uploads: Sequence[Upload]) -> Iterator[tuple[str, Mapping[str, Array]]]:
+    def make_tensors(self, sums: Sums, strength: float, images: int) -> dict[str, Floats]:
+        """Return the values that follow from the sums of so many images: the head."""
+        weights = sums.solve(strength)
+        width = len(weights) - self.bias
+        bias = weights[width] if self.bias else np.zeros(weights.shape[1])
+        return {"head.weight": weights[:width].T, "head.bias": bias}
+
+    def _list_kept(self, state: ServerState, uploads: Sequence[Upload]) -> Iterator[tuple[str, Kept]]:
         """Yield every device with its sums; newer ones of a device come later."""
+        # a secure sum may have any device in it: beside sums of single devices it would count their images twice
+        is_secure = any(upload.device == SUM for upload in uploads)
         for prefix, names in state.memory_names.items():
             device = prefix.removeprefix(SUMS)
-            if prefix.startswith(SUMS) and not self._is_forgotten(device):
-                yield device, {name.rpartition("/")[2]: state.memory[name] for name in names}
+            if prefix.startswith(SUMS) and not self._is_forgotten(device) and is_secure == (device == SUM):
+                kept = {name.rpartition("/")[2]: state.memory[name] for name in names}
+                yield device, Kept(int(kept.pop(IMAGES)[0]), kept)
         for upload in uploads:
             if not self._is_forgotten(upload.device):
-                yield upload.device, upload.load()
+                yield upload.device, Kept(upload.samples, upload.load())
 
     def _is_forgotten(self, device: str) -> bool:
         return any(device == pattern or fnmatchcase(device, pattern) for pattern in self.forget)

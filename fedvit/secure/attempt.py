@@ -18,6 +18,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     self_seed: bytes  # of its own mask
     polynomial: bytes  # seed of the shares
     nonce: bytes
+    noise_seed: bytes  # never revealed
     peers: SumPeers | None = None
     inbox: SumInbox | None = None
     ask: SumAsk | None = None
@@ -33,7 +34,7 @@ def begin_attempt(invite: SumInvite, before: Attempt | None) -> Attempt:
             raise NotAllowed("FV1451", "its numbers are in a sum already, and are not added a second time")
         if before.invite.sum.attempt >= invite.sum.attempt:
             raise NotAllowed("FV1451", f"attempt {invite.sum.attempt} of a sum is over")
-    drawn = [secrets.token_bytes(32) for _ in range(4)]
+    drawn = [secrets.token_bytes(32) for _ in range(5)]
     return Attempt(
         invite=invite,
         mask_secret=drawn[0],
@@ -41,6 +42,7 @@ def begin_attempt(invite: SumInvite, before: Attempt | None) -> Attempt:
         self_seed=drawn[2],
         polynomial=drawn[3],
         nonce=secrets.token_bytes(16),
+        noise_seed=drawn[4],
     )
 
 

@@ -13,9 +13,10 @@ import msgspec
 
 from fedvit.errors import BadPayload, NotAllowed
 from fedvit.secure.attempt import Attempt, replace_step
-from fedvit.secure.keys import Binding, agree, find_public_key, seal, unseal
-from fedvit.secure.masks import add_mask
-from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
+from fedvit.secure.keys import Binding, KeyPair, MaskStream, seal, unseal
+from fedvit.secure.masks import add_masks
+from fedvit.secure.neighbours import count_needed_holders, digest_roster, list_neighbours
+from fedvit.secure.noise import LEAST_STEPS, NoiseShare, count_noise_steps, find_ratio
 from fedvit.secure.shamir import SHARE_BYTES, split_secret
 from fedvit.secure.signing import Credentials
 from fedvit.secure.vectors import Vector, pack_vector
@@ -77,7 +78,7 @@ class DeviceSum:
                 f"policy: min_cohort = {self._least}, and a device of this sum has {attempt.invite.terms.neighbours} "
                 "neighbours",
             )
-        keys = SumPublicKeys(find_public_key(attempt.mask_secret), find_public_key(attempt.share_secret), attempt.nonce)
+        keys = SumPublicKeys(self._mask_pair.public, self._share_pair.public, attempt.nonce)
         self._keep(attempt)
         if credentials is None:
             return SumKeys(attempt.invite.sum, keys)
@@ -109,15 +110,29 @@ class DeviceSum:
         self._check_hidden(len(inbox.sealed), "have sent shares")
         self._keep(self.attempt)
 
+    def share_noise(self) -> NoiseShare | None:
+        """Return the noise that the device adds to its numbers; after `answer_peers`. None without privacy.
+
+        Raises NotAllowed if it were too small for the steps of the integers.
+        """
+        terms = self.attempt.invite.terms
+        if terms.noise is None:
+            return None
+        if (steps := count_noise_steps(terms, self.cohort)) < LEAST_STEPS:
+            raise NotAllowed("FV1451", f"the noise of a device has {steps:.2g} steps, and {LEAST_STEPS:g} are needed")
+        key = self._binding.derive(self.attempt.noise_seed, "noise", self._device)
+        return NoiseShare(find_ratio(self.cohort, terms.neighbours), MaskStream(key))
+
     def mask(self, payload: Vector) -> bytes:
         """Return the payload with the device's own mask, and those in common with neighbours; after `take_inbox`."""
         inbox, bits = self.attempt.inbox, self.attempt.invite.terms.bits
         assert inbox is not None  # it was taken
         masked = Vector(payload.words.copy(), payload.exact.copy())
-        add_mask(masked, self._binding.derive(self.attempt.self_seed, "self", self._device), bits)
+        masks = [(self._binding.derive(self.attempt.self_seed, "self", self._device), False)]
         for peer in sorted(inbox.sealed):
-            key = derive_mask(self._binding, self.attempt.mask_secret, self._peer(peer).mask_key, self._device, peer)
-            add_mask(masked, key, bits, subtract=self._device > peer)
+            key = derive_mask(self._binding, self._mask_pair, self._peer(peer).mask_key, self._device, peer)
+            masks.append((key, self._device > peer))
+        add_masks(masked, masks, bits)
         return pack_vector(masked, bits)
 
     def answer_ask(self, ask: SumAsk) -> SumReveal:
@@ -153,12 +168,12 @@ class DeviceSum:
         invite = self.attempt.invite
         if peers.roster.get(self._device) != self.attempt.nonce or len(peers.roster) > invite.terms.devices:
             raise BadPayload("FV2312", "the devices of a sum are not those that it is for")
-        neighbours = find_neighbours(peers.roster, invite.terms.neighbours)[self._device]
+        neighbours = list_neighbours(peers.roster, invite.terms.neighbours, self._device)
         if neighbours != sorted(peers.peers) or any(
             keys.nonce != peers.roster[peer] for peer, keys in peers.peers.items()
         ):
             raise BadPayload("FV2312", "the neighbours in a sum do not follow from its devices")
-        distinct = {keys.mask_key for keys in peers.peers.values()} | {find_public_key(self.attempt.mask_secret)}
+        distinct = {keys.mask_key for keys in peers.peers.values()} | {self._mask_pair.public}
         if self._credentials is not None:
             certified = {
                 self._credentials.check_peer(peer, keys.certificate, describe_keys(invite, peer, keys), keys.signature)
@@ -188,6 +203,14 @@ class DeviceSum:
         authority = self._credentials.authority_digest if self._credentials else b""
         return Binding.of(authority, invite.sum, invite.terms, digest_roster(peers.roster))
 
+    @cached_property
+    def _mask_pair(self) -> KeyPair:
+        return KeyPair(self.attempt.mask_secret)
+
+    @cached_property
+    def _share_pair(self) -> KeyPair:
+        return KeyPair(self.attempt.share_secret)
+
     @property
     def _holders(self) -> list[str]:
         """Holders of this device's shares, in the order of the shares."""
@@ -200,8 +223,7 @@ class DeviceSum:
 
     def _share_key(self, sender: str, receiver: str) -> bytes:
         peer = receiver if sender == self._device else sender
-        secret = agree(self.attempt.share_secret, self._peer(peer).share_key)
-        return self._binding.derive(secret, "shares", sender, receiver)
+        return self._binding.derive(self._share_pair.agree(self._peer(peer).share_key), "shares", sender, receiver)
 
     def _unseal_shares(self, inbox: SumInbox) -> dict[str, bytes]:
         """Return both shares of each neighbour. Raises BadPayload."""
@@ -213,6 +235,6 @@ class DeviceSum:
         }
 
 
-def derive_mask(binding: Binding, secret: bytes, public: bytes, one: str, other: str) -> bytes:
+def derive_mask(binding: Binding, pair: KeyPair, public: bytes, one: str, other: str) -> bytes:
     """Return the key of the mask that two devices have in common. The first by name adds it, the other subtracts."""
-    return binding.derive(agree(secret, public), "mask", *sorted((one, other)))
+    return binding.derive(pair.agree(public), "mask", *sorted((one, other)))

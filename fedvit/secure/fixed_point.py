@@ -29,13 +29,18 @@ def count_levels(bits: int, devices: int) -> int:
     return levels
 
 
+def find_step(terms: SumTerms) -> float:
+    """Return the step of a device's numbers: of the mean, if all devices have the largest weight, times devices."""
+    return terms.range / count_levels(terms.bits, terms.devices)
+
+
 def encode_values(values: Array, weight: int, terms: SumTerms, draw: np.random.Generator) -> tuple[Words, int]:
     """Encode (n,) finite numbers of a device; return (n,) words, and how many numbers were clipped.
 
     `weight`: of the device, counted up to `terms.max_weight`. `draw` rounds up or down.
     """
     words, clipped = np.empty(len(values), np.uint32), 0
-    factor = min(weight, terms.max_weight) / terms.max_weight * count_levels(terms.bits, terms.devices) / terms.range
+    factor = min(weight, terms.max_weight) / terms.max_weight / find_step(terms)
     for first in range(0, len(values), BLOCK_VALUES):
         block = values[first : first + BLOCK_VALUES].astype(np.float64)
         clipped += int(np.count_nonzero(np.abs(block) > terms.range))
@@ -51,12 +56,10 @@ def decode_mean(total: Words, weight: int, terms: SumTerms) -> npt.NDArray[np.fl
     """Decode the sum of all devices' words, (n,), as the mean by weight. `weight`: of all devices together, > 0."""
     steps = total.astype(np.int64)
     steps[steps >= 1 << (terms.bits - 1)] -= 1 << terms.bits
-    step = terms.range / count_levels(terms.bits, terms.devices)
-    mean: npt.NDArray[np.float64] = np.multiply(steps, step * terms.max_weight / weight, dtype=np.float64)
+    mean: npt.NDArray[np.float64] = np.multiply(steps, find_step(terms) * terms.max_weight / weight, dtype=np.float64)
     return mean
 
 
 def find_error_bound(weight: int, terms: SumTerms) -> float:
     """Return the largest possible error of `decode_mean`, of numbers that were not clipped: a step of every device."""
-    step = terms.range / count_levels(terms.bits, terms.devices)
-    return terms.devices * step * terms.max_weight / weight
+    return terms.devices * find_step(terms) * terms.max_weight / weight

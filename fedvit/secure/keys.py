@@ -1,7 +1,7 @@
 """Keys of a sum: X25519 pairs, keys that two devices agree on, sealed messages, and streams of masks."""
 
 import hashlib
-from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from fedvit.wire.messages import SumId, SumTerms
 KEY_BYTES = 32
 _NONCE = bytes(12)
 """Each key seals one message, so that the nonce need not differ."""
-_BLOCK_BYTES = 1 << 20
+_ZEROS = memoryview(bytes(1 << 17))
 
 
 class Binding(NamedTuple):
@@ -45,17 +45,36 @@ class Binding(NamedTuple):
         return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(secret)
 
 
+class KeyPair:
+    """An X25519 key. It keeps what it has agreed on, as each agreement takes as long as 100 kB of masks."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = X25519PrivateKey.from_private_bytes(secret)
+        self._agreed: dict[bytes, bytes] = {}
+
+    @cached_property
+    def public(self) -> bytes:
+        """The public key, 32 bytes."""
+        return self._key.public_key().public_bytes_raw()
+
+    def agree(self, public: bytes) -> bytes:
+        """Return what this key and the public key of another device have in common. Raises BadPayload."""
+        if public not in self._agreed:
+            try:
+                self._agreed[public] = self._key.exchange(X25519PublicKey.from_public_bytes(public))
+            except ValueError as error:
+                raise BadPayload("FV2312", f"a key of a sum cannot be used: {error}") from error
+        return self._agreed[public]
+
+
 def find_public_key(secret: bytes) -> bytes:
     """Return the X25519 public key of a private one."""
-    return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
+    return KeyPair(secret).public
 
 
 def agree(secret: bytes, public: bytes) -> bytes:
     """Return what two devices have in common, each with its private and the other's public key. Raises BadPayload."""
-    try:
-        return X25519PrivateKey.from_private_bytes(secret).exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError as error:
-        raise BadPayload("FV2312", f"a key of a sum cannot be used: {error}") from error
+    return KeyPair(secret).agree(public)
 
 
 def seal(key: bytes, content: bytes) -> bytes:
@@ -71,9 +90,20 @@ def unseal(key: bytes, sealed: bytes, sender: str) -> bytes:
         raise BadPayload("FV2312", f"the shares of {sender} are not for this sum, or were changed") from None
 
 
-def stream_mask(key: bytes, size_bytes: int) -> Iterator[bytes]:
-    """Yield the first bytes of a key's ChaCha20 stream, in blocks of 1 MiB; the last one may be shorter."""
-    encryptor = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
-    zeros = bytes(min(_BLOCK_BYTES, size_bytes))
-    for first in range(0, size_bytes, _BLOCK_BYTES):
-        yield encryptor.update(zeros[: min(_BLOCK_BYTES, size_bytes - first)])
+class MaskStream:
+    """The ChaCha20 stream of a key (RFC 8439), read in pieces of any size."""
+
+    def __init__(self, key: bytes) -> None:
+        self._encryptor = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
+
+    def read_into(self, target: memoryview) -> None:
+        """Read the next bytes into memory of the caller, since new memory for each piece would take longer."""
+        for first in range(0, len(target), len(_ZEROS)):
+            piece = target[first : first + len(_ZEROS)]
+            self._encryptor.update_into(_ZEROS[: len(piece)], piece)
+
+    def read(self, size_bytes: int) -> bytes:
+        """Return the next bytes."""
+        content = bytearray(size_bytes)
+        self.read_into(memoryview(content))
+        return bytes(content)

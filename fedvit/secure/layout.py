@@ -1,7 +1,7 @@
 """Numbers of a sum: of a training the deltas of shared tensors by weight, of an evaluation the counts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -10,13 +10,14 @@ import numpy as np
 from fedvit.blobs import digest_of
 from fedvit.program import Program
 from fedvit.secure.fixed_point import decode_mean, encode_values
+from fedvit.secure.noise import COUNT_STEPS, NoiseShare, count_noisily, encode_noisily
 from fedvit.secure.vectors import Exact, Vector
 from fedvit.tensors import Array, Tensors
-from fedvit.wire.messages import SumTerms, TaskKind
+from fedvit.wire.messages import SumNoise, SumTerms, TaskKind
 
 NUMBERS = "#numbers"
 """The part of a payload that is added up exactly."""
-_TRAIN_NUMBERS = 3  # weight, loss, numbers that were clipped
+_TRAIN_NUMBERS = 4  # weight, loss, numbers that were clipped, noisy count of updates within the norm
 _EVALUATION_NUMBERS = 3  # images, right answers, devices that count by class; then images and right answers by class
 _LOSS_STEPS = 1 << 12
 """Steps of a loss of 1, times the weight."""
@@ -30,6 +31,7 @@ class TrainedSum(NamedTuple):
     samples: int
     loss: float | None  # mean; None if no device has trained
     clipped: int  # numbers outside of the range, of all devices together
+    within: float | None = None  # noisy share of devices with an update within the norm; None: not counted
 
 
 class EvaluatedSum(NamedTuple):
@@ -84,26 +86,53 @@ def make_evaluation_payload(
     return {NUMBERS: numbers}
 
 
-def make_vector(kind: TaskKind, payload: Mapping[str, Array], terms: SumTerms, draw: Sequence[int]) -> Vector:
-    """Return a payload as the integers of a sum. `draw`: seeds of the rounding, which decide on all integers."""
+def make_vector(
+    kind: TaskKind, payload: Mapping[str, Array], terms: SumTerms, draw: Sequence[int], noise: NoiseShare | None = None
+) -> Vector:
+    """Return a payload as the integers of a sum, which follow from the arguments.
+
+    `draw`: seeds of the rounding without noise; `noise`: needed if the terms ask for it.
+    """
     numbers = payload[NUMBERS]
     if kind == "evaluate":
         return Vector(np.zeros(0, np.uint32), numbers.astype(np.int64).view(np.uint64))
+    if terms.noise:
+        assert noise is not None  # the terms ask for it
+        return _make_noisy_vector(payload, terms, terms.noise, noise)
     weight, loss = min(int(numbers[0]), terms.max_weight), float(np.clip(numbers[1], -_MAX_LOSS, _MAX_LOSS))
     generator, parts, clipped = np.random.default_rng(list(draw)), [np.zeros(0, np.uint32)], 0
     for name in Layout.of_payload(kind, payload).shapes:
         words, outside = encode_values(payload[name].ravel(), weight, terms, generator)
         parts.append(words)
         clipped += outside
-    exact = np.array([weight, round(loss * weight * _LOSS_STEPS), clipped], np.int64).view(np.uint64)
+    exact = np.array([weight, round(loss * weight * _LOSS_STEPS), clipped, 0], np.int64).view(np.uint64)
     return Vector(np.concatenate(parts), exact)
 
 
-def add_plainly(payloads: Mapping[str, Mapping[str, Array]], terms: SumTerms, seed: int, number: int) -> Vector:
-    """Return the sum of a training without masks, by device: exactly that of a secure sum."""
+def _make_noisy_vector(payload: Mapping[str, Array], terms: SumTerms, noise: SumNoise, share: NoiseShare) -> Vector:
+    """Scale an update down to the norm, and add the device's share of the noise; all devices weigh the same."""
+    names = list(Layout.of_payload("train", payload).shapes)
+    norm = math.sqrt(sum(float(np.sum(np.square(payload[name], dtype=np.float64))) for name in names))
+    factor, spread = min(1.0, noise.clip / norm) if norm else 1.0, noise.multiplier * noise.clip * share.ratio
+    stream, parts = share.stream, [np.zeros(0, np.uint32)]
+    within = count_noisily(norm <= noise.clip, noise.counting * share.ratio, stream) if noise.counting else 0
+    parts += [encode_noisily(payload[name].ravel(), spread, factor, terms, stream) for name in names]
+    loss = float(np.clip(payload[NUMBERS][1], -_MAX_LOSS, _MAX_LOSS))
+    exact = np.array([1, round(loss * _LOSS_STEPS), 0, within], np.int64).view(np.uint64)
+    return Vector(np.concatenate(parts), exact)
+
+
+def add_plainly(
+    payloads: Mapping[str, Mapping[str, Array]],
+    terms: SumTerms,
+    seed: int,
+    number: int,
+    make_noise: Callable[[], NoiseShare | None] = lambda: None,
+) -> Vector:
+    """Return the sum of a training without masks, by device: that of a secure sum. `make_noise`: of a device."""
     total = None
     for device, payload in payloads.items():
-        vector = make_vector("train", payload, terms, find_rounding_seeds(seed, number, device))
+        vector = make_vector("train", payload, terms, find_rounding_seeds(seed, number, device), make_noise())
         if total is None:
             total = vector
         else:
@@ -117,15 +146,20 @@ def find_rounding_seeds(seed: int, number: int, device: str) -> list[int]:
     return [seed, number, int(digest_of(device.encode()).partition(":")[2][:16], 16)]
 
 
-def read_training(layout: Layout, total: Vector, terms: SumTerms) -> TrainedSum:
-    """Decode the sum of a training. Without a training image the mean is zero."""
-    samples, loss, clipped = (int(number) for number in _read_signed(total.exact))
-    decoded, first, mean = decode_mean(total.words, max(1, samples), terms), 0, Tensors()
+def read_training(layout: Layout, total: Vector, terms: SumTerms, denominator: int | None = None) -> TrainedSum:
+    """Decode the sum of a training. Without a training image the mean is zero.
+
+    `denominator`: what the sum is divided by instead of its weight, so that the mean of noisy updates does not depend
+    on who answers.
+    """
+    samples, loss, clipped, within = (int(number) for number in _read_signed(total.exact))
+    decoded, first, mean = decode_mean(total.words, denominator or max(1, samples), terms), 0, Tensors()
     for name, shape in layout.shapes.items():
         size = math.prod(shape)
         mean[name] = decoded[first : first + size].astype(np.float32).reshape(shape)
         first += size
-    return TrainedSum(mean, samples, loss / _LOSS_STEPS / samples if samples else None, clipped)
+    share = 0.5 + within / COUNT_STEPS / samples if terms.noise and terms.noise.counting else None
+    return TrainedSum(mean, samples, loss / _LOSS_STEPS / samples if samples else None, clipped, share)
 
 
 def read_evaluation(total: Vector, devices: int) -> EvaluatedSum:

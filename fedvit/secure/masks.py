@@ -1,25 +1,29 @@
 """Masks of secure sums: a key's stream, added to a vector or subtracted from it."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from fedvit.secure.keys import stream_mask
-from fedvit.secure.vectors import Vector, count_bytes, unpack_words
+from fedvit.secure.keys import MaskStream
+from fedvit.secure.vectors import EXACT_BYTES, Vector, view_words
+
+BLOCK_WORDS = 1 << 15
+"""Words that get all masks before the next ones do: with the stream's bytes they stay in the processor's cache."""
 
 
-def add_mask(vector: Vector, key: bytes, bits: int, *, subtract: bool = False) -> None:
-    """Add the mask of a key to a vector in place, or subtract it."""
-    operate = np.subtract if subtract else np.add
-    each = bits // 8
-    word_bytes = len(vector.words) * each
-    first, rest = 0, b""
-    for block in stream_mask(key, count_bytes(len(vector.words), len(vector.exact), bits)):
-        rest = rest + block if rest else block
-        count = min(len(rest) // each, len(vector.words) - first)
-        if count > 0:
-            part = vector.words[first : first + count]
-            operate(part, unpack_words(rest[: count * each], bits), out=part)
-            if bits < 32:
-                part &= np.uint32((1 << bits) - 1)
-            first, rest = first + count, rest[count * each :]
-    assert first * each == word_bytes
-    operate(vector.exact, np.frombuffer(rest, "<u8"), out=vector.exact)
+def add_masks(vector: Vector, masks: Iterable[tuple[bytes, bool]], bits: int) -> None:
+    """Add the masks of keys to a vector in place. A key with True: its mask is subtracted."""
+    streams = [(MaskStream(key), np.subtract if subtract else np.add) for key, subtract in masks]
+    block = bytearray(BLOCK_WORDS * 4)
+    for first in range(0, len(vector.words), BLOCK_WORDS):
+        part = vector.words[first : first + BLOCK_WORDS]
+        mask, target = view_words(block, len(part), bits), memoryview(block)[: len(part) * bits // 8]
+        for stream, operate in streams:
+            stream.read_into(target)
+            operate(part, mask, out=part)
+        if bits < 32:
+            part &= np.uint32((1 << bits) - 1)
+    rest = bytearray(len(vector.exact) * EXACT_BYTES)
+    for stream, operate in streams:
+        stream.read_into(memoryview(rest))
+        operate(vector.exact, np.frombuffer(rest, "<u8"), out=vector.exact)

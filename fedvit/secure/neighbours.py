@@ -19,16 +19,47 @@ def digest_roster(roster: Mapping[str, bytes]) -> bytes:
 
 def find_neighbours(roster: Mapping[str, bytes], degree: int) -> dict[str, list[str]]:
     """Return the neighbours of each device, sorted: `degree` (one more if it is odd), or all others if fewer."""
+    circle = _draw_circle(roster)
+    return {device: _read_circle(circle, degree, place) for place, device in enumerate(circle)}
+
+
+def list_neighbours(roster: Mapping[str, bytes], degree: int, device: str) -> list[str]:
+    """Return the neighbours of one device, as `find_neighbours` does."""
+    circle = _draw_circle(roster)
+    return _read_circle(circle, degree, circle.index(device))
+
+
+def _draw_circle(roster: Mapping[str, bytes]) -> list[str]:
     seed = digest_roster(roster)
-    circle = sorted(roster, key=lambda name: hashlib.sha256(seed + name.encode()).digest())
-    if degree >= len(circle) - 1:
-        return {device: sorted(name for name in circle if name != device) for device in circle}
-    each = -(-degree // 2)
-    steps = [step for step in range(-each, each + 1) if step]
-    return {
-        device: sorted({circle[(place + step) % len(circle)] for step in steps} - {device})
-        for place, device in enumerate(circle)
-    }
+    return sorted(roster, key=lambda name: hashlib.sha256(seed + name.encode()).digest())
+
+
+def _read_circle(circle: list[str], degree: int, place: int) -> list[str]:
+    """Return the neighbours of the device at a place of the circle."""
+    each, count = -(-degree // 2), len(circle)
+    if degree >= count - 1:
+        each = count
+    steps = range(-min(each, count - 1), min(each, count - 1) + 1)
+    return sorted({circle[(place + step) % count] for step in steps} - {circle[place]})
+
+
+def count_least_devices(devices: int, degree: int) -> int:
+    """Return the fewest devices whose sum can be revealed, of so many that have sent keys.
+
+    Around each device in the sum, at most `most` of its holders are not. So gaps in the circle are at most `most` long,
+    and around a device in a gap, seen from the next one in the sum, at least `least` are in the sum. Pairs of a device
+    in the sum and one that is not, counted from both sides, give the bound.
+
+    >>> count_least_devices(4, 20), count_least_devices(100, 20), count_least_devices(1000, 20)
+    (3, 67, 667)
+    """
+    holders = min(devices, degree + degree % 2 + 1)
+    needed = count_needed_holders(holders)
+    if holders == devices:
+        return needed
+    most = holders - needed
+    least = holders - -(-most // 2) - most
+    return max(needed, -(-devices * least // (least + most)))
 
 
 def count_needed_holders(holders: int) -> int:

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from fedvit.errors import BadPayload, EmptyCohort
 from fedvit.secure.device import LEAST_DEVICES, commit_to, derive_mask
-from fedvit.secure.keys import Binding, find_public_key
-from fedvit.secure.masks import add_mask
+from fedvit.secure.keys import Binding, KeyPair
+from fedvit.secure.masks import add_masks
 from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
 from fedvit.secure.shamir import join_shares
 from fedvit.secure.vectors import Vector, unpack_vector
@@ -56,10 +56,14 @@ class SumServer:
         self.refused: dict[str, str] = {}  # devices that left, and why
         self._total = Vector.zeros(words, exact)
         self._reveals: dict[str, SumReveal] = {}
+        self._roster: dict[str, bytes] = {}
         self._neighbours: dict[str, list[str]] = {}
         self._survived = set(state.masked)
+        self._unrevealed: dict[str, int] = {}  # how many shares of a device are still needed
         if state.step != STEPS[0]:
             self._find_neighbours()
+        if state.step == STEPS[-1]:
+            self._begin_reveal()
 
     def question(self, device: str) -> SumQuestion:
         """Return the message of the current step for a device."""
@@ -68,7 +72,7 @@ class SumServer:
             return SumInvite(state.sum, state.terms)
         neighbours = self._neighbours[device]
         if state.step == "shares":
-            return SumPeers(state.sum, self._roster(), {peer: state.keys[peer].keys for peer in neighbours})
+            return SumPeers(state.sum, self._roster, {peer: state.keys[peer].keys for peer in neighbours})
         if state.step == "masked":
             sealed = {peer: state.shares[peer].sealed[device] for peer in neighbours if peer in state.shares}
             return SumInbox(state.sum, sealed)
@@ -92,6 +96,10 @@ class SumServer:
                 if answer.shares.keys() != {device, *self._neighbours[device]} & state.shares.keys():
                     raise BadPayload("FV2312", "shares of other devices than those that were asked for")
                 self._reveals[device] = answer
+                for named in self._unrevealed.keys() & answer.shares.keys():
+                    self._unrevealed[named] -= 1
+                    if self._unrevealed[named] == 0:
+                        del self._unrevealed[named]
             case _:
                 return False
         self.waiting.discard(device)
@@ -107,6 +115,12 @@ class SumServer:
             self._survived.add(device)
             self.waiting.discard(device)
 
+    def count_left(self) -> dict[str, int]:
+        """Count the devices that left in each step."""
+        state = self.state
+        went_on = [state.terms.devices, len(state.keys), len(state.shares), len(state.masked), len(self._reveals)]
+        return {step: before - after for step, before, after in zip(STEPS, went_on, went_on[1:], strict=False)}
+
     def restore_masked(self, device: str, content: bytes) -> None:
         """Add the masked numbers of a device again, after a restart."""
         bits = self.state.terms.bits
@@ -121,7 +135,7 @@ class SumServer:
     @property
     def is_step_complete(self) -> bool:
         """Return whether no answer of the step is missing, or the reveals are enough."""
-        return not self.waiting or (self.state.step == "reveal" and not self._find_unrevealed())
+        return not self.waiting or (self.state.step == "reveal" and not self._unrevealed)
 
     def close_step(self) -> None:
         """Go on without the devices that have not answered. Raises EmptyCohort if too few have."""
@@ -141,45 +155,45 @@ class SumServer:
                 self._check_count(state.masked, "sent their numbers")
                 self._check_holders(state.masked, "have sent their numbers")
                 self.waiting = set(state.masked)
+                self._begin_reveal()
             case "reveal":
-                if missing := self._find_unrevealed():
-                    raise EmptyCohort("FV1521", f"too few shares of {missing[0]} were revealed{self._describe_left()}")
+                if self._unrevealed:
+                    missing = min(self._unrevealed)
+                    raise EmptyCohort("FV1521", f"too few shares of {missing} were revealed{self._describe_left()}")
         state.step = STEPS[min(STEPS.index(state.step) + 1, len(STEPS) - 1)]
 
     def unmask(self) -> Vector:
         """Return the sum of all devices in `state.masked`. Raises EmptyCohort if revealed shares are wrong."""
         state, bits = self.state, self.state.terms.bits
-        binding = self._binding()
+        binding, masks = self._binding(), list[tuple[bytes, bool]]()
         for device in state.masked:
             seed = self._join(device)
             if commit_to(seed, binding) != state.shares[device].commitment:
                 raise EmptyCohort("FV1521", f"wrong shares of {device} were revealed")
-            add_mask(self._total, binding.derive(seed, "self", device), bits, subtract=True)
+            masks.append((binding.derive(seed, "self", device), True))
         for device in self._list_dropped():
             peers = [peer for peer in self._neighbours[device] if peer in self._survived]
             if not peers:
                 continue
-            secret = self._join(device)
-            if find_public_key(secret) != state.keys[device].keys.mask_key:
+            pair = KeyPair(self._join(device))
+            if pair.public != state.keys[device].keys.mask_key:
                 raise EmptyCohort("FV1521", f"wrong shares of {device} were revealed")
             for peer in peers:
-                key = derive_mask(binding, secret, state.keys[peer].keys.mask_key, device, peer)
-                # as the peer did, in reverse
-                add_mask(self._total, key, bits, subtract=peer < device)
+                key = derive_mask(binding, pair, state.keys[peer].keys.mask_key, device, peer)
+                masks.append((key, peer < device))  # as the peer did, in reverse
+        add_masks(self._total, masks, bits)
         return self._total
 
     # --- inside ---------------------------------------------------------------------------------------
 
-    def _roster(self) -> dict[str, bytes]:
-        return {device: answer.keys.nonce for device, answer in sorted(self.state.keys.items())}
-
     def _binding(self) -> Binding:
         state = self.state
         authority = next(iter(state.keys.values())).authority
-        return Binding.of(authority, state.sum, state.terms, digest_roster(self._roster()))
+        return Binding.of(authority, state.sum, state.terms, digest_roster(self._roster))
 
     def _find_neighbours(self) -> None:
-        self._neighbours = find_neighbours(self._roster(), self.state.terms.neighbours)
+        self._roster = {device: answer.keys.nonce for device, answer in sorted(self.state.keys.items())}
+        self._neighbours = find_neighbours(self._roster, self.state.terms.neighbours)
 
     def _list_dropped(self) -> list[str]:
         """Devices that have masks in common with others, and did not send their numbers."""
@@ -208,16 +222,12 @@ class SumServer:
         left += [f"{device}: no answer" for device in sorted(self.waiting)]
         return f" ({'; '.join(left[:5])}{'; ...' if len(left) > 5 else ''})" if left else ""
 
-    def _find_unrevealed(self) -> list[str]:
-        """Devices of which too few shares were revealed."""
-        wanted = [*self.state.masked]
-        wanted += [device for device in self._list_dropped() if self._survived.intersection(self._neighbours[device])]
-        return [
-            device
-            for device in wanted
-            if sum(holder in self._reveals for holder in self._holders(device))
-            < count_needed_holders(len(self._holders(device)))
-        ]
+    def _begin_reveal(self) -> None:
+        """Count the shares that are needed: of each device in the sum, and of those that others have masks with."""
+        dropped = [device for device in self._list_dropped() if self._survived.intersection(self._neighbours[device])]
+        self._unrevealed = {
+            device: count_needed_holders(len(self._holders(device))) for device in (*self.state.masked, *dropped)
+        }
 
     def _join(self, device: str) -> bytes:
         holders = self._holders(device)

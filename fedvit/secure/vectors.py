@@ -25,7 +25,8 @@ class Vector(NamedTuple):
     def add(self, other: "Vector", bits: int) -> None:
         """Add another vector in place."""
         np.add(self.words, other.words, out=self.words)
-        self.words[:] &= np.uint32((1 << bits) - 1)
+        if bits < 32:
+            self.words[:] &= np.uint32((1 << bits) - 1)
         np.add(self.exact, other.exact, out=self.exact)
 
 
@@ -45,7 +46,7 @@ def unpack_vector(content: bytes, words: int, exact: int, bits: int) -> Vector:
         expected = count_bytes(words, exact, bits)
         raise BadPayload("FV2312", f"a masked vector has {len(content)} bytes, expected {expected}")
     end = words * bits // 8
-    return Vector(np.array(unpack_words(content[:end], bits)), np.frombuffer(content[end:], "<u8").astype(np.uint64))
+    return Vector(unpack_words(content[:end], bits), np.frombuffer(content[end:], "<u8").astype(np.uint64))
 
 
 def pack_words(words: Words, bits: int) -> bytes:
@@ -58,7 +59,12 @@ def pack_words(words: Words, bits: int) -> bytes:
 def unpack_words(content: bytes, bits: int) -> Words:
     """Return words that are packed with `bits` each."""
     if bits == 24:
-        padded = np.zeros((len(content) // 3, 4), np.uint8)
-        padded[:, :3] = np.frombuffer(content, np.uint8).reshape(-1, 3)
-        return padded.view("<u4")[:, 0].astype(np.uint32)
-    return np.frombuffer(content, f"<u{bits // 8}").astype(np.uint32, copy=False)
+        return view_words(content + b"\0", len(content) // 3, bits) & np.uint32((1 << bits) - 1)
+    return view_words(content, len(content) * 8 // bits, bits).astype(np.uint32)
+
+
+def view_words(content: bytes | bytearray, count: int, bits: int) -> npt.NDArray[np.unsignedinteger]:
+    """View packed words without a copy. With 24 bits, one byte more is read, and bits above them are arbitrary."""
+    if bits == 24:
+        return np.ndarray((count,), "<u4", content, strides=(3,))
+    return np.frombuffer(content, f"<u{bits // 8}", count)

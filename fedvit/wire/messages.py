@@ -127,6 +127,14 @@ class SumId(Struct, frozen=True, array_like=True):
     attempt: Count
 
 
+class SumNoise(Struct, frozen=True, array_like=True):
+    """Noise that devices add before a sum, for differential privacy: see `fedvit.secure.noise`."""
+
+    clip: Annotated[float, Meta(ge=1e-6, le=1e6)]  # norm that a device's update is scaled down to
+    multiplier: Annotated[float, Meta(ge=0.0, le=1e4)]  # standard deviation in the least sum, times clip
+    counting: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0  # of the number of updates within clip; 0: not counted
+
+
 class SumTerms(Struct, frozen=True, array_like=True):
     """Terms of a sum: see `fedvit.secure.fixed_point`."""
 
@@ -136,6 +144,7 @@ class SumTerms(Struct, frozen=True, array_like=True):
     bits: Literal[16, 24, 32] = 32  # of a number of a tensor
     range: Annotated[float, Meta(ge=1e-6, le=1e6)] = 4.0  # numbers are clipped to [-range, range]
     max_weight: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 1  # weights are counted up to it
+    noise: SumNoise | None = None  # all devices weigh the same then
 
 
 class SumPublicKeys(Struct, frozen=True, array_like=True):
@@ -249,6 +258,7 @@ class Result(Message, frozen=True, tag="result"):
     program: Annotated[str, Meta(max_length=80)] = ""  # digest of the Program that was run
     # of an evaluation, for classes with test images, ascending; empty: the device does not count them
     by_class: Annotated[tuple[ClassCount, ...], Meta(max_length=MAX_CLASS_COUNTS)] = ()
+    attempt: Count = 0  # the attempt that the Task had; 0: older software
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -262,6 +272,7 @@ class Failed(Message, frozen=True, tag="failed"):
     use: ResourceUse | None = None  # with `broke`: measured until the task was stopped
     task: Name = ""  # the identity that the Task had
     log: LogText = ""  # last lines of the device's log, without paths and class names; empty if it sends none
+    attempt: Count = 0  # the attempt that the Task had; 0: older software, or not known
 
 
 class Declined(Message, frozen=True, tag="declined"):
@@ -273,6 +284,7 @@ class Declined(Message, frozen=True, tag="declined"):
     reason: Reason  # "hot", "busy", "low battery", "quiet hours" or "images cannot be used", with details
     again_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     task: Name = ""  # the identity that the Task had
+    attempt: Count = 0  # the attempt that the Task had; 0: older software
 
 
 class SumKeys(Message, frozen=True, tag="sumkeys"):
@@ -359,6 +371,7 @@ class Task(Message, frozen=True, tag="task"):
     # who signed the Program's graphs, and a signature for each, in the order of their names; "" and (): nobody
     publisher: PublicKey = ""
     signatures: Annotated[tuple[Signature, ...], Meta(max_length=MAX_GRAPHS)] = ()
+    trace: Annotated[str, Meta(max_length=64)] = ""  # W3C traceparent of the task's span; "": nobody traces
 
 
 class Extended(Message, frozen=True, tag="extended"):

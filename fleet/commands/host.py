@@ -25,6 +25,7 @@ from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
 from fedvit.labels import parse_label
 from fedvit.logs import configure_logging
+from fedvit.tracing import open_tracing
 from fedvit.transport.address import Address
 from fedvit.transport.base import Transport
 from fedvit.transport.mqtt import MqttTransport
@@ -145,7 +146,8 @@ def host_command(devices: int, number: int, hosts: int, **flags: Any) -> None:
         identities=identities,
         labels=labels,
     )
-    host = Host(folders, connect, settings)
+    tracing = open_tracing("fedvit-device")
+    host = Host(folders, connect, settings, tracing=tracing)
     stop = threading.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())
@@ -154,6 +156,8 @@ def host_command(devices: int, number: int, hosts: int, **flags: Any) -> None:
         host.serve(stop, once=own.once)
     finally:
         loop.close()
+        if tracing:
+            tracing.close()
     log.info("devices left", extra={"count": len(folders)})
     os.close(lock)
 

@@ -1,5 +1,6 @@
 """The server of a simulation on torch: its state and the devices' uploads are in memory."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,19 +12,21 @@ from coordinator.compute.messages import NextState
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.compute.screening import Screen
-from coordinator.compute.server_step import aggregator_of
+from coordinator.compute.server_step import aggregator_of, name_figures
 from coordinator.record.privacy import round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import SUM, Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
+from coordinator.rounds.sum_terms import describe_training, find_denominator, find_noise, make_terms
 from fedvit.blobs import BlobStore
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, Upload
 from fedvit.program import LABELS
+from fedvit.secure.keys import KEY_BYTES, MaskStream
 from fedvit.secure.layout import Layout, add_plainly, make_training_payload, read_training
+from fedvit.secure.noise import NoiseShare, find_ratio
 from fedvit.tensors import Array, Tensors, pack, unpack
 from fedvit.updates import Decoded
-from fedvit.wire.messages import SumTerms
 from fleet.engines.devices import DeviceResult
 from fleet.engines.trainer import TorchTrainer
 
@@ -57,8 +60,10 @@ class TorchServer:
                 self._uploads[name] = one.upload
                 self._unsaved.add(name)
                 uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
+        added = dict[str, float]()
         if config.secure:
-            uploads = [self._add_up(opened, [one for one in trained if one.upload])]
+            upload, added = self._add_up(opened, [one for one in trained if one.upload])
+            uploads = [upload]
         screened = self._screen.apply(uploads)
         for device, reason in screened.outliers:
             self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
@@ -87,22 +92,39 @@ class TorchServer:
         self._trainer.devices.start_from(self.state, self._sent)
         rows = [len(one.upload[LABELS]) for one in trained if LABELS in one.upload]
         population, cohort = opened.drawn or (len(trained), len(trained))
-        private = round_figures(self._store, self._run, config, population=population, cohort=cohort, feature_rows=rows)
-        figures = figures | screened.figures | private
+        private = round_figures(
+            self._store,
+            self._run,
+            config,
+            population=population,
+            cohort=cohort,
+            feature_rows=rows,
+            noise_multiplier=added.get("noise_multiplier"),
+        )
+        figures = figures | screened.figures | private | name_figures(added)
         return NextState(saved=UNSAVED, figures=figures, damaged={}, needed=set())
 
-    def _add_up(self, opened: OpenRound, trained: list[DeviceResult]) -> Upload:
-        """Add up the updates as integers, as the devices of a secure sum do, and return the mean as one upload."""
+    def _add_up(self, opened: OpenRound, trained: list[DeviceResult]) -> tuple[Upload, dict[str, float]]:
+        """Add up the updates as integers, as the devices of a secure sum do.
+
+        Returns the mean as one upload, and the figures of the sum.
+        """
         config, number, program = self._trainer.config, opened.number, next(iter(opened.work.values())).program
         payloads = {one.device: make_training_payload(one.upload, one.samples, one.loss or 0.0) for one in trained}
         layout = Layout.of_program(program, "train")
-        images = max(one.images for one in trained)
-        sums = config.sums
-        terms = SumTerms(layout.digest, len(trained), sums.neighbours, sums.bits, sums.range, images)
-        total = read_training(layout, add_plainly(payloads, terms, config.seed, number), terms)
+        images, devices, denominator = max(one.images for one in trained), len(trained), find_denominator(config)
+        terms = make_terms(layout, config, devices, images, find_noise(self._store, self._run, config, number))
+
+        def make_noise() -> NoiseShare | None:
+            stream = MaskStream(secrets.token_bytes(KEY_BYTES))
+            return NoiseShare(find_ratio(devices, terms.neighbours), stream) if terms.noise else None
+
+        vector = add_plainly(payloads, terms, config.seed, number, make_noise)
+        total = read_training(layout, vector, terms, denominator)
+        figures = describe_training(total, terms, denominator, began=devices, summed=devices)
         name = f"{SUM}/{number}"
         self._uploads[name] = total.mean
-        return Upload(SUM, total.samples, name, partial(self._load, name))
+        return Upload(SUM, total.samples, name, partial(self._load, name)), {"devices": float(devices), **figures}
 
     def save(self) -> SavedState:
         """Save the state and the uploads that the rule keeps; the record names them afterwards."""

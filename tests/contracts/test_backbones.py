@@ -39,7 +39,7 @@ TRAINED = {
         "personal_part", "pfedhn", "pfedme",
     },
 }  # fmt: skip
-TRAINED["resnet"] = TRAINED["lstm"] | {"analytic", "fedbn", "fedrod", "knn_per"}
+TRAINED["resnet"] = TRAINED["lstm"] | {"analytic", "fedbn", "fedrod", "knn_per", "personal_analytic"}
 CASES = [(backbone, name) for backbone, names in TRAINED.items() for name in sorted(names)]
 CASES += [("bottlenecks", "fedavg"), ("bottlenecks", "fedrod")]
 

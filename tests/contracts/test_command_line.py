@@ -39,9 +39,9 @@ COMMANDS = _commands()
 
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
-        "backup", "boards", "cancel", "devices", "enroll", "explain", "export", "gc", "label", "logs", "methods",
-        "pause", "plan", "profile", "quarantine", "renew", "report", "restore", "revoke", "rm", "rotate-authority",
-        "runs", "show", "status", "submit", "unpause", "wait",
+        "audit", "backup", "boards", "cancel", "devices", "enroll", "explain", "export", "gc", "label", "logs",
+        "methods", "pause", "plan", "profile", "quarantine", "renew", "report", "restore", "retry", "revoke", "rm",
+        "rotate-authority", "runs", "show", "status", "submit", "trace", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
         "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -50,7 +50,7 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("bugreport", "dashboard", "init", "serve", "sign", "start")),
+    *(f"coordinator {name}" for name in ("bugreport", "dashboard", "init", "serve", "sign", "start", "token")),
     "edge-client bugreport",
     "edge-client join",
     "edge-client label",
@@ -60,9 +60,10 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause", "plan",
-        "quarantine", "report", "restore", "rm", "runs", "serve", "show", "start", "status", "submit", "unpause",
-        "wait",
+        "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause",
+        "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status",
+        "submit", "trace",
+        "unpause", "wait",
     )),
     "fleet region", "fleet run",
 }  # fmt: skip

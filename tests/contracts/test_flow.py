@@ -62,25 +62,26 @@ def assert_accepted(program: Program, graphs: Graphs) -> None:
 # --- methods as they are ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_options_that_change_graphs_pass(name: str, tmp_path: Path) -> None:
     method, options = MORE[name]
     assert_accepted(*make_program(method, tmp_path, options))
 
 
-@pytest.mark.parametrize("method", ["fedper", "eftvit"])
+@pytest.mark.parametrize("method", ["fedper", pytest.param("eftvit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_of_every_method_pass(options: str, method: str, tmp_path: Path) -> None:
     assert_accepted(*make_program(method, tmp_path, OPTIONS[options]))
 
 
-@pytest.mark.parametrize("method", ["eftvit", "fed_lora"])
+@pytest.mark.parametrize("method", [pytest.param("eftvit", marks=pytest.mark.slow), "fed_lora"])
 @pytest.mark.parametrize("compute", ["int8", "fp16"])
 def test_products_of_few_bits_pass(compute: str, method: str, tmp_path: Path) -> None:
     assert_accepted(*make_program(method, tmp_path, {"compute": compute}, model_options=WIDE))
 
 
-@pytest.mark.parametrize("method", ["fedper", "apfl"])
+@pytest.mark.parametrize("method", ["fedper", pytest.param("apfl", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 def test_other_models_pass(model: str, method: str, tmp_path: Path) -> None:
     name, options = MODELS[model]

@@ -34,6 +34,7 @@ from edge_client.storage.vault import Vault
 from export.verify import reference_step
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods import METHODS, build_model, make_method, method_class, method_names
+from fedvit.methods.analytic import Analytic
 from fedvit.methods.base import PREDICT, Method, list_trained
 from fedvit.methods.calculus import TorchCalculus
 from fedvit.methods.optimizers import AdamW
@@ -496,6 +497,8 @@ def test_torch_engine_makes_the_same_run(
         slack = 0.05  # a code's rounding may go the other way
     elif isinstance(case.method().optimizer_rule(), AdamW):
         slack = 1e-2  # gradients that are zero but for rounding become whole steps
+    elif isinstance(case.method(), Analytic):
+        slack = 1e-2  # a regression over few images amplifies what features differ by
     theirs = simulate(
         RunRequest(
             device_folders,

@@ -7,6 +7,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fedvit", "export", "profiles", "edge_client", "coordinator", "fleet", "bench")
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
@@ -67,6 +69,7 @@ def test_nothing_in_the_tree_runs_what_came_from_outside() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
     """The wheel as it is built: its Python is that of the tree, and whatever else is in it is data."""
     command = [

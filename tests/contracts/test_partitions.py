@@ -148,7 +148,7 @@ def test_the_table_is_complete() -> None:
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_disjoint_complete_and_seeded(name: str, data: st.DataObject) -> None:
     case = data.draw(CASES[name]())
@@ -204,7 +204,7 @@ def test_one_device_gets_everything(name: str) -> None:
 
 
 @pytest.mark.parametrize("cap", [False, True])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(1, 8), st.integers(0, 2**32))
 def test_large_alpha_approaches_uniform(cap: bool, devices: int, seed: int) -> None:
     """The variance of a share is (1/N)(1 - 1/N) / (alpha N + 1): with alpha 1e10 below 1e-11, so shares are 1/N
@@ -215,7 +215,7 @@ def test_large_alpha_approaches_uniform(cap: bool, devices: int, seed: int) -> N
         assert np.abs(counts - 100 / devices).max() <= 2
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(2, 8), st.integers(0, 2**32))
 def test_small_alpha_gives_each_class_to_one_device(devices: int, seed: int) -> None:
     """With alpha 1e-9 the chance that a class is visibly divided is about alpha N times a logarithm: below 1e-6."""
@@ -243,7 +243,7 @@ def test_alpha_orders_how_uneven_devices_are() -> None:
     assert many < 0.15
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(pathological(), st.integers(0, 2**32))
 def test_pathological_gives_at_most_c_classes_and_uses_every_class(case: Case, seed: int) -> None:
     """Fewer than q samples of each class are left out, so at least n - (q - 1) of n are dealt out."""
@@ -255,14 +255,14 @@ def test_pathological_gives_at_most_c_classes_and_uses_every_class(case: Case, s
     assert (np.bincount(labels) - dealt <= case.left_out // classes).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(pachinko(), st.integers(0, 2**32))
 def test_pachinko_gives_everybody_equally_much(case: Case, seed: int) -> None:
     sizes = {len(part) for part in deal("pachinko", case, seed)}
     assert sizes == {len(case.samples) // case.devices}
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(coarse_iid(), st.integers(0, 2**32))
 def test_coarse_iid_gives_equal_shares_of_one_coarse_label(case: Case, seed: int) -> None:
     """Devices t j .. t j + t - 1 have coarse label j; counts of a fine label differ by at most one among them."""
@@ -277,7 +277,7 @@ def test_coarse_iid_gives_equal_shares_of_one_coarse_label(case: Case, seed: int
         assert max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(disjoint(), st.integers(0, 2**32))
 def test_disjoint_has_no_class_on_two_devices(case: Case, seed: int) -> None:
     labels = case.samples.labels
@@ -286,7 +286,7 @@ def test_disjoint_has_no_class_on_two_devices(case: Case, seed: int) -> None:
     assert sum(map(len, held)) == len(set.union(*held))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(domain(), st.integers(0, 2**32))
 def test_domain_gives_every_device_one_domain(case: Case, seed: int) -> None:
     domains = case.samples.domains

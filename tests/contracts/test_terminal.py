@@ -19,7 +19,7 @@ from PIL import Image
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import open_record
 from coordinator.record.tables import Announced, DeviceLog, RefusalRecord, SavedState
-from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
@@ -37,6 +37,7 @@ IN_FILE = ATTACK.encode().decode("utf-8", "surrogateescape") + "\udcff"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 LINES: dict[str, list[list[str]]] = {
+    "coordinator audit": [["--runs", "runs"], ["--runs", "runs", "--json"], ["--runs", "{attack}"]],
     "coordinator backup": [["{attack}", "--runs", "{attack}"]],
     "coordinator boards": [["{attack}"]],
     "coordinator bugreport": [["--runs", "runs", "--out", "{attack}"]],
@@ -65,6 +66,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator renew": [["--deployment", "no {attack}"]],
     "coordinator report": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator restore": [["{attack}", "--runs", "new"]],
+    "coordinator retry": [["{attack}", "--runs", "spare"]],
     "coordinator revoke": [["{attack}", "--deployment", "deployment"]],
     "coordinator rm": [["{attack}", "--runs", "spare"]],
     "coordinator rotate-authority": [["--deployment", "no {attack}"], ["--within", "{attack}"]],
@@ -80,7 +82,9 @@ LINES: dict[str, list[list[str]]] = {
         ["--runs", "served", "--json"],
     ],
     "coordinator submit": [["{attack}", "--runs", "runs"]],
+    "coordinator token": [["new", "{attack}", "--runs", "spare"], ["list", "--runs", "{attack}"]],
     "coordinator unpause": [["{attack}", "--runs", "spare"]],
+    "coordinator trace": [["{attack}.1", "--runs", "runs"], ["{attack}.1", "--runs", "runs", "--json"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
     "edge-client bugreport": [["--broker", "127.0.0.1:1", "--state", "state", "--out", "{attack}"]],
     "edge-client doctor": [
@@ -140,6 +144,7 @@ def _record(folder: Path) -> None:
         store.tasks.add_results([(ATTACK, answer, None)])
         store.rounds.close_evaluation(name, 1)
         store.devices.set_announced(name, {ATTACK: Announced(ATTACK, (ATTACK,))})
+        store.audit.add("label", ATTACK, ATTACK)
         store.devices.add_refusal(name, RefusalRecord(1, ATTACK, "train", ATTACK))
         store.devices.add_strike(name, 1, ATTACK, ATTACK)
         store.devices.add_quarantine(name, ATTACK, 1, None, ATTACK)
@@ -181,7 +186,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Deployment.open(tmp_path / "deployment").registry.change() as rows:
         rows.put_device(ATTACK, Certificate("1f", 0.0, 2e9), 1.7e9)
     member = MemberStatus(device=ATTACK, online=True, labels={ATTACK: ATTACK}, run=ATTACK)
-    write_service_status(tmp_path / "served", federation=ATTACK, broker=ATTACK, running=[ATTACK], members=[member])
+    status = ServiceStatus(federation=ATTACK, broker=ATTACK, running=[ATTACK], members=[member])
+    write_service_status(tmp_path / "served", status)
     for name in ("bee", ATTACK):
         folder = tmp_path / "images" / name
         folder.mkdir(parents=True)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,6 +12,10 @@ from fleet.simulate import simulate
 from tests.support.federation import deal_digits
 from tests.support.once import make_once
 from tests.support.programs import CONFIG, DEVICES, Stage
+
+if TYPE_CHECKING:
+    from tests.support.hosts import Hosts
+    from tests.support.postgresql import Postgresql
 
 collect_ignore = [] if os.environ.get("FEDVIT_TEST_BROKERS") else ["test_other_brokers.py"]
 
@@ -37,3 +42,11 @@ def stage(tmp_path: Path, parts: Path, cache: Path) -> Iterator[Stage]:
     stage = Stage(tmp_path, parts, cache)
     yield stage
     stage.close()
+
+
+@pytest.fixture
+def hosts(stage: Stage, postgresql: "Postgresql") -> "Iterator[Hosts]":
+    from tests.support.hosts import make_hosts
+
+    with make_hosts(stage, postgresql) as hosts:
+        yield hosts

@@ -10,7 +10,7 @@ from fedvit.errors import ConfigError
 from tests.e2e.test_deployment import join_device, make_deployment
 from tests.support.programs import DEVICES, ROUNDS, Stage, said, wait_for
 
-CASES = [pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in range(20)]
+CASES = [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(20)]
 
 
 @pytest.mark.parametrize("seed", CASES)
@@ -62,6 +62,7 @@ def test_service_makes_backups_by_itself(stage: Stage) -> None:
     assert stage.finish(inside, "inside") == ConfigError.exit_code
 
 
+@pytest.mark.slow
 def test_deployment_moves_to_another_folder_with_its_run(stage: Stage) -> None:
     """Devices connect again with their certificates, and another device can join."""
     folder = make_deployment(stage)

@@ -42,12 +42,14 @@ def run(parent: Path, cache: Path, *command: str | Path) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_a_script_beside_a_clone(parent: Path, cache: Path) -> None:
     (parent / "nb.py").write_text(SCRIPT)
     done = run(parent, cache, sys.executable, "nb.py")
     assert done.stdout == "script\n", done.stderr
 
 
+@pytest.mark.slow
 def test_programs_beside_a_clone(parent: Path, cache: Path) -> None:
     for name in ("export.py", "profiles.py", "coordinator.py", "edge_client.py"):
         (parent / name).write_text("raise SystemExit('a file of the user was imported')")

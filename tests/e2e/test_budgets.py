@@ -86,6 +86,7 @@ def test_device_that_is_slower_than_its_profile(stage: Stage) -> None:
     assert not vault_of(stage, "device-1").exists()
 
 
+@pytest.mark.slow
 def test_a_device_gets_what_fits_its_memory(stage: Stage) -> None:
     """Two devices of one run: without a budget the method as it was asked for, and with one a smaller form, which then
     needs no more than that. All take part."""

@@ -138,7 +138,12 @@ def answers(bundle: Path, file: str, images: Any) -> tuple[Any, Any]:
 # --- what comes out -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+FAST = ("fedavg", "fedper", "fedtp")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(method, marks=() if method in FAST else pytest.mark.slow) for method in METHODS]
+)
 def test_a_device_exports_what_it_tested(trained: Callable[[str], Trained], tmp_path: Path, method: str) -> None:
     """Whatever an evaluation does before it answers is in the bundle: it is right on as many images."""
     run, out = trained(method), tmp_path / "bundle"
@@ -171,7 +176,7 @@ def test_a_device_exports_what_it_tested(trained: Callable[[str], Trained], tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedbfpt"])
+@pytest.mark.parametrize("method", ["fedavg", pytest.param("fedbfpt", marks=pytest.mark.slow)])
 def test_the_server_exports_the_runs_model(trained: Callable[[str], Trained], tmp_path: Path, method: str) -> None:
     """The run's graph with the tensors of model.safetensors gives the same logits; nothing was measured on images."""
     run, out = trained(method), tmp_path / "bundle"
@@ -226,9 +231,9 @@ def assert_same_logits(out: Path, held: Program, blobs: BlobStore, tensors: dict
     ("method", "reason"),
     [
         ("fedper", "never leave a device"),
-        ("fedbabu", "tunes it on its own images"),
+        pytest.param("fedbabu", "tunes it on its own images", marks=pytest.mark.slow),
         ("knn_per", "features of its own images"),
-        ("pfedpg", "last trained itself"),
+        pytest.param("pfedpg", "last trained itself", marks=pytest.mark.slow),
     ],
 )
 def test_the_server_sends_to_the_device(

@@ -1,10 +1,13 @@
 """A memory card flips bits of a device in the middle of a run: real processes, real files."""
 
+import pytest
+
 from fedvit.wire.messages import Progress
 from tests.support.damage import flip
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 
 
+@pytest.mark.slow
 def test_damaged_blobs_are_fetched_again_and_results_are_the_same(stage: Stage, undisturbed: bytes) -> None:
     """kill -9 in round 2, then a bit of each blob that lies there is another one; the operator is told which."""
     coordinator = stage.coordinator()

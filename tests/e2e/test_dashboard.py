@@ -32,6 +32,7 @@ from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from tests.support.chromium import Browser, Tab, browsing
 from tests.support.dashboards import read_address, served
+from tests.support.fleets import other_runs
 from tests.support.records import (
     FLEET_RUN,
     MARKUP,
@@ -104,14 +105,35 @@ def tab(browser: Browser) -> Iterator[Tab]:
 
 
 def test_runs_are_listed_with_their_progress(tab: Tab, address: str) -> None:
-    tab.go(address, "document.querySelectorAll('#runs tbody tr').length == 2")
+    tab.go(f"{address}/runs", "document.querySelectorAll('#runs tbody tr').length == 2")
     rows = tab.rows("#runs")
-    assert [row[0] for row in rows] == [FLEET_RUN, RUN]
-    assert rows[0][1:5] == ["running", "fedavg", "vit_tiny", "4 of 8"]
+    assert [row[0] for row in rows] == [f"{FLEET_RUN}\nfedavg on vit_tiny", f"{RUN}\neftvit on vit_small_images"]
+    assert rows[0][1:3] == ["running", "4 of 8"]
+
+
+def test_runs_are_searched_filtered_sorted_and_in_pages(browser: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    with closing(open_record(folder)) as store:
+        other_runs(store, 120, rounds=1, devices=1)
+    with served(folder) as address, browser.tab() as tab:
+        let_in(browser, folder, address)
+        tab.go(f"{address}/runs", "document.querySelectorAll('#runs tbody tr').length == 50")
+        assert "1 to 50 of 120" in tab.text(".pages")
+        tab.evaluate("[...document.querySelectorAll('.pages a')].at(-1).click()")
+        tab.until("document.querySelector('.pages')?.innerText.includes('51 to 100 of 120')")
+        tab.evaluate("[...document.querySelectorAll('#statuses a')].find(a => a.innerText.includes('failed')).click()")
+        tab.until("document.querySelector('.pages')?.innerText.includes('1 to 15 of 15')")
+        tab.evaluate("document.querySelector('#text').focus()")
+        tab.write("fedavg")
+        tab.press("Enter")
+        tab.until("location.search.includes('text=fedavg') && document.querySelector('#nothing, #runs')")
+        assert {row[1] for row in tab.rows("#runs")} <= {"failed"}
+        tab.evaluate("document.querySelector('th.accuracy a')?.click()")
+        assert tab.complaints == []
 
 
 def test_run_shows_accuracy_with_spread_and_costs(tab: Tab, address: str) -> None:
-    tab.go(f"{address}/run?run={FLEET_RUN}", "document.querySelectorAll('.figure svg').length == 5")
+    tab.go(f"{address}/run?run={FLEET_RUN}", "document.querySelectorAll('.figure svg').length == 6")
     tiles = tab.text("#tiles")
     assert "4 of 8" in tiles
     assert "500" in tiles
@@ -132,17 +154,73 @@ def test_run_follows_the_record_without_reload(tab: Tab, address: str, record: R
     assert tab.evaluate("window.same") is True
 
 
-# --- the fleet ------------------------------------------------------------------------------------------
+# --- the front page -------------------------------------------------------------------------------------
 
-ROWS = "[...document.querySelectorAll('.fleet .ag-center-cols-container .ag-row')]"
-NAMES = "[...document.querySelectorAll('.fleet .ag-pinned-left-cols-container .ag-row a')].map(a => a.textContent)"
+
+def test_front_page_shows_the_fleet_and_what_runs(tab: Tab, address: str) -> None:
+    tab.go(address, "document.querySelectorAll('.cell').length == 500")
+    assert tab.text("#running").startswith(f"{FLEET_RUN}\n")
+    assert "4 of 8" in tab.text("#running")
+    assert "250 training" in tab.text("#legend")
+    assert "1 quarantined" in tab.text("#legend")
+    headings = tab.evaluate("[...document.querySelectorAll('h3')].map(one => one.innerText.split(' ')[0])")
+    assert headings == ["north", "south"]
+    problems = tab.text("#problems")
+    assert f"coordinator start --resume {RUN}" in problems
+    assert f"coordinator quarantine {FLEET_RUN} --release pi-3" in problems
+    assert tab.evaluate("document.title") == "Fleet · fedvit"
+
+
+def test_cells_of_devices_are_one_stop_of_the_keyboard(tab: Tab, address: str) -> None:
+    tab.go(address, "document.querySelectorAll('.cell').length == 500")
+    tab.evaluate("document.querySelector('.cell').focus()")
+    tab.press("ArrowRight")
+    assert tab.evaluate("document.activeElement.title").startswith("pi-2: ")
+    assert tab.text(".readout").startswith("pi-2: ")
+    tab.press("ArrowDown")
+    assert tab.evaluate("document.activeElement.offsetTop > document.querySelector('.cell').offsetTop")
+    assert tab.evaluate("document.querySelectorAll('.cell[tabindex=\"0\"]').length") == 1
+    tab.press("Enter")
+    tab.until("document.querySelector('#history')")
+
+
+def test_front_page_keeps_the_focus_while_it_follows_the_record(tab: Tab, address: str, record: Record) -> None:
+    tab.go(address, "document.querySelectorAll('.cell').length == 500")
+    tab.send("Emulation.setFocusEmulationEnabled", enabled=True)  # as in a window that its user looks at
+    tab.evaluate("document.querySelectorAll('.cell')[5].focus(); window.before = document.activeElement")
+    record.devices.add_quarantine(FLEET_RUN, "pi-2", 4, None, "two strikes")
+    try:
+        tab.until("document.querySelector('#legend').innerText.includes('2 quarantined')")
+        tab.until("!window.before.isConnected && document.activeElement.title == window.before.title")
+    finally:
+        record.devices.release(FLEET_RUN, "pi-2")
+
+
+def test_front_page_of_an_empty_folder_says_what_to_type(browser: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    open_record(folder).close()
+    with served(folder) as address, browser.tab() as tab:
+        let_in(browser, folder, address)
+        tab.go(address, "document.querySelector('#empty')")
+        assert "coordinator init" in tab.text("#empty")
+        assert "coordinator serve" in tab.text("#empty")
+        assert "Nothing needs you." in tab.text("#no-problems")
+        check_every_screen(tab, "empty fleet", "document.querySelector('#empty')")
+        for page, shown in (("/runs", "no run yet"), ("/devices", "no run yet"), ("/service", "no service runs")):
+            tab.go(f"{address}{page}", f"document.body.innerText.includes('{shown}')")
+
+
+# --- the devices of a run ------------------------------------------------------------------------------------------
+
+ROWS = "[...document.querySelectorAll('.grid .ag-center-cols-container .ag-row')]"
+NAMES = "[...document.querySelectorAll('.grid .ag-pinned-left-cols-container .ag-row a')].map(a => a.textContent)"
 
 
 def test_fleet_has_every_device_and_shows_names_as_text(tab: Tab, address: str) -> None:
-    tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
-    assert tab.evaluate("document.querySelector('.fleet [role=grid], .fleet [role=treegrid]').ariaRowCount") == "502"
+    tab.go(f"{address}/devices?run={FLEET_RUN}", f"{NAMES}.length > 5")
+    assert tab.evaluate("document.querySelector('.grid [role=grid], .grid [role=treegrid]').ariaRowCount") == "502"
     assert tab.evaluate(NAMES)[0] == MARKUP
-    assert tab.evaluate("document.title") == "Fleet · fedvit"
+    assert tab.evaluate("document.title") == "Devices · fedvit"
     assert "500 devices" in tab.text("#count")
     assert "1 in quarantine" in tab.text("#count")
     first = tab.evaluate(f"{ROWS}[0].innerText")
@@ -151,7 +229,7 @@ def test_fleet_has_every_device_and_shows_names_as_text(tab: Tab, address: str) 
 
 
 def test_fleet_is_filtered_and_sorted_by_keyboard(tab: Tab, address: str) -> None:
-    tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
+    tab.go(f"{address}/devices?run={FLEET_RUN}", f"{NAMES}.length > 5")
     tab.evaluate("document.querySelector('.search input').focus()")
     tab.write("in quarantine")
     tab.until(f"{NAMES}.join() == 'pi-3'")
@@ -171,7 +249,7 @@ def test_fleet_is_filtered_and_sorted_by_keyboard(tab: Tab, address: str) -> Non
 
 
 def test_fleet_follows_the_record_without_reload(tab: Tab, address: str, record: Record) -> None:
-    tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
+    tab.go(f"{address}/devices?run={FLEET_RUN}", f"{NAMES}.length > 5")
     tab.evaluate("document.querySelector('.search input').focus()")
     tab.write("pi-2")
     tab.until(f"{NAMES}[0] == 'pi-2'")
@@ -182,6 +260,7 @@ def test_fleet_follows_the_record_without_reload(tab: Tab, address: str, record:
         record.devices.release(FLEET_RUN, "pi-2")
 
 
+@pytest.mark.slow
 def test_device_shows_its_history(tab: Tab, address: str) -> None:
     tab.go(f"{address}/device?run={FLEET_RUN}&device=pi-3", "document.querySelectorAll('.figure svg').length == 4")
     rows = tab.rows("#history")
@@ -193,6 +272,7 @@ def test_device_shows_its_history(tab: Tab, address: str) -> None:
     assert "a number is not finite <b>" in tab.text("#refusals")
 
 
+@pytest.mark.slow
 def test_device_of_a_run_that_nobody_serves_is_not_online(browser: Browser, tmp_path: Path) -> None:
     """Its coordinator was killed: the files say that the device is online, and are old."""
     begin_run(tmp_path / "runs").close()
@@ -203,13 +283,14 @@ def test_device_of_a_run_that_nobody_serves_is_not_online(browser: Browser, tmp_
         assert "Online since" not in tab.text("#member")
         [member] = read_members(tmp_path / "runs" / RUN)
         assert f"Last seen {clock(member.seen)} UTC" in tab.text("#member")
-        tab.go(f"{address}/fleet?run={RUN}", f"{NAMES}.length > 0")
+        tab.go(f"{address}/devices?run={RUN}", f"{NAMES}.length > 0")
         assert clock(member.seen) in tab.evaluate(f"{ROWS}[0].innerText + document.body.innerText")
 
 
+@pytest.mark.slow
 def test_device_of_a_name_with_markup_has_its_page(tab: Tab, address: str) -> None:
-    tab.go(f"{address}/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5")
-    tab.evaluate("document.querySelector('.fleet .ag-pinned-left-cols-container .ag-row[row-index=\"0\"] a').click()")
+    tab.go(f"{address}/devices?run={FLEET_RUN}", f"{NAMES}.length > 5")
+    tab.evaluate("document.querySelector('.grid .ag-pinned-left-cols-container .ag-row[row-index=\"0\"] a').click()")
     tab.until("document.querySelector('#history')")
     assert tab.text("h1") == MARKUP
     assert tab.evaluate("document.images.length") == 0
@@ -218,6 +299,7 @@ def test_device_of_a_name_with_markup_has_its_page(tab: Tab, address: str) -> No
 # --- one round ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_round_shows_its_tasks_on_one_scale(tab: Tab, address: str) -> None:
     tab.go(f"{address}/round?run={FLEET_RUN}&number=4", "document.querySelector('#timeline')")
     rows = tab.rows("#timeline")
@@ -229,6 +311,7 @@ def test_round_shows_its_tasks_on_one_scale(tab: Tab, address: str) -> None:
     assert all(width.count("%") == 2 for width in widths)
 
 
+@pytest.mark.slow
 def test_round_lists_what_was_refused_with_reasons(tab: Tab, address: str) -> None:
     tab.go(f"{address}/round?run={FLEET_RUN}&number=1", "document.querySelector('#refusals')")
     rows = tab.rows("#refusals")
@@ -239,6 +322,7 @@ def test_round_lists_what_was_refused_with_reasons(tab: Tab, address: str) -> No
 # --- runs side by side ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_are_compared(tab: Tab, address: str) -> None:
     tab.go(f"{address}/compare")
     tab.evaluate("document.querySelectorAll('input[name=run]').forEach(box => box.click())")
@@ -250,6 +334,7 @@ def test_runs_are_compared(tab: Tab, address: str) -> None:
     assert ["rounds", "4 of 8", "2 of 3"] in tab.rows("#compared")
 
 
+@pytest.mark.slow
 def test_methods_of_an_experiment_are_compared_with_a_run(tab: Tab, address: str) -> None:
     """Of each, three rounds of two devices, with 2 MB down and 1 MB up: 6 MB a round."""
     tab.go(f"{address}/compare?run={RUN}")
@@ -282,6 +367,7 @@ def test_experiment_that_is_gone_is_said_in_the_page(tab: Tab, address: str) -> 
 # --- before a run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> None:
     """First the command that makes them, then what it wrote, without a reload."""
     folder = tmp_path / "runs"
@@ -310,11 +396,12 @@ def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> N
             "100 %",
         ]  # fmt: skip
         assert refused[:2] == ["rpi-zero2w", "Refused. <b>nothing</b> fits"]
-        tab.until("document.querySelectorAll('.figure svg').length == 5")
-        check_every_screen(tab, "queued run", "document.querySelectorAll('.figure svg').length == 5")
+        check_every_screen(tab, "queued run", "document.querySelector('#forecast')")
+        assert tab.evaluate("document.querySelectorAll('.figure').length") == 0, "no chart is empty"
         assert tab.complaints == []
 
 
+@pytest.mark.slow
 def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
     """The lowest first; 9 of 10 ants by one device, 12 of 20 bees by two; what was answered in the order of classes."""
     folder = tmp_path / "runs"
@@ -370,7 +457,7 @@ LOOK = """(() => {
   }
   const width = document.documentElement.clientWidth;
   const wide = [...document.querySelectorAll('main *, header *')].filter(
-    part => !part.closest('.wide, .fleet, svg, .skip')
+    part => !part.closest('.wide, .grid, svg, .skip')
     && !part.parentElement.closest('.wide') && part.getBoundingClientRect().right > width + 1);
   return {
     faint: [...faint], wide: wide.map(part => part.outerHTML.slice(0, 120)),
@@ -394,9 +481,11 @@ NAMED_ROLES = {
     "columnheader",
 }
 PAGES = {
-    "runs": ("/", "document.querySelector('#runs')"),
-    "run": (f"/run?run={FLEET_RUN}", "document.querySelectorAll('.figure svg').length == 5"),
-    "fleet": (f"/fleet?run={FLEET_RUN}", f"{NAMES}.length > 5"),
+    "front": ("/", "document.querySelectorAll('.cell').length == 500"),
+    "runs": ("/runs", "document.querySelector('#runs')"),
+    "service": ("/service", "document.querySelector('#service')"),
+    "run": (f"/run?run={FLEET_RUN}", "document.querySelectorAll('.figure svg').length == 6"),
+    "devices": (f"/devices?run={FLEET_RUN}", f"{NAMES}.length > 5"),
     "device": (f"/device?run={FLEET_RUN}&device=pi-3", "document.querySelectorAll('.figure svg').length == 4"),
     "round": (f"/round?run={FLEET_RUN}&number=3", "document.querySelector('#timeline')"),
     "compare": (
@@ -446,12 +535,14 @@ def test_page_fits_every_screen_with_contrast_and_names(tab: Tab, address: str, 
 
 
 def test_keyboard_reaches_the_content_and_the_links(tab: Tab, address: str) -> None:
-    tab.go(address, "document.querySelector('#runs')")
+    tab.go(f"{address}/runs", "document.querySelector('#runs')")
     tab.press("Tab")
     assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
     tab.press("Enter")
-    tab.press("Tab")
-    tab.press("Tab")
+    for _ in range(12):
+        tab.press("Tab")
+        if tab.evaluate("document.activeElement.textContent") == FLEET_RUN:
+            break
     assert tab.evaluate("document.activeElement.textContent") == FLEET_RUN
     tab.press("Enter")
     tab.until("document.querySelector('#tiles')")
@@ -477,12 +568,13 @@ def test_port_in_use_is_one_line(record: Record, address: str) -> None:
     assert f"port {port} on 127.0.0.1 is in use" in start_refused(folder_of(record), "--port", port)
 
 
+@pytest.mark.slow
 def test_record_that_another_version_takes_over_is_said_in_the_page(tab: Tab, browser: Browser, tmp_path: Path) -> None:
     begin_run(tmp_path / "runs").close()
     file = tmp_path / "runs" / "fedvit.db"
     with served(file.parent) as address:
         let_in(browser, file.parent, address)
-        tab.go(address, "document.querySelector('#runs')")
+        tab.go(f"{address}/runs", "document.querySelector('#runs')")
         with closing(sqlite3.connect(file)) as database, database:
             database.execute("ALTER TABLE runs RENAME TO later")
         tab.until("document.querySelector('[role=alert]')?.innerText.includes('no such table')")
@@ -501,11 +593,11 @@ def test_browser_that_leaves_in_the_middle_changes_nothing(browser: Browser, add
     """A request that is cut off, and a page that is closed while it is made; the next one is as always."""
     port = int(address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as cut:
-        cut.sendall(f"GET /fleet?run={FLEET_RUN} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+        cut.sendall(f"GET /devices?run={FLEET_RUN} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
     with browser.tab() as left:
         left.send("Page.navigate", url=f"{address}/run?run={FLEET_RUN}")
     with browser.tab() as tab:
-        tab.go(address, "document.querySelector('#runs')")
+        tab.go(address, "document.querySelector('#running')")
 
 
 def test_dashboard_beyond_this_machine_needs_a_password(record: Record, tmp_path: Path) -> None:
@@ -534,7 +626,7 @@ def status_of(address: str, **headers: str) -> tuple[int, str]:
 
 
 def test_user_of_the_same_machine_sees_nothing_without_the_token(record: Record, address: str) -> None:
-    for page in ("/", "/fleet", f"/run?run={FLEET_RUN}"):
+    for page in ("/", "/devices", f"/run?run={FLEET_RUN}"):
         status, text = status_of(address + page)
         assert status == 200
         assert "Token of this dashboard" in text
@@ -548,7 +640,7 @@ def test_user_of_the_same_machine_sees_nothing_without_the_token(record: Record,
 
 def test_markup_of_a_peer_that_reached_a_page_would_run_no_script(tab: Tab, address: str) -> None:
     """The policy refuses handlers and scripts that the server did not write into the page."""
-    tab.go(address, "document.querySelector('#runs')")
+    tab.go(address, "document.querySelector('#running')")
     tab.evaluate(
         "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">');"
         "const one = document.createElement('script'); one.textContent = 'window.ran = 2'; document.body.append(one)"
@@ -567,6 +659,7 @@ def test_answers_have_the_headers_that_protect_a_browser(address: str) -> None:
     assert headers["referrer-policy"] == "same-origin"
 
 
+@pytest.mark.slow
 def test_connections_that_send_nothing_whole_are_closed(record: Record, address: str) -> None:
     """More than a client may have are refused; those that begin a request and do not end it are closed."""
     port = int(address.rpartition(":")[2])
@@ -618,7 +711,7 @@ def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tm
         sign_in(tab, address, "another password")
         tab.until("document.querySelector('[role=alert]').innerText == 'The password is wrong.'")
         sign_in(tab, address, PASSWORD)
-        tab.until("document.querySelector('#runs')")
+        tab.until("document.querySelector('#numbers')")
         tab.go(f"{address}/device?run={RUN}&device=a", "document.querySelector('#tiles')")
         choose(tab, "Release from quarantine")
         tab.until("document.body.innerText.includes('a: released, its strikes are reset')")
@@ -640,16 +733,75 @@ def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tm
         tab.until("!document.querySelector('#paused')")
         assert not store.runs.is_paused(RUN)
         choose(tab, "Cancel this run")
-        tab.until("document.querySelector('#tiles').innerText.startsWith('cancelled')")
+        tab.until("document.querySelector('.state').innerText == 'cancelled'")
         assert store.runs.read(RUN).status == "cancelled"
-        choose(tab, "Cancel this run")
-        tab.until("document.body.innerText.includes('is cancelled already')")
+        shown = "[...document.querySelectorAll('main button')].filter(one => one.checkVisibility()).length"
+        tab.until(f"{shown} == 0")
+    store.close()
+
+
+def press(tab: Tab, button: str) -> None:
+    tab.until(
+        f"(([...document.querySelectorAll('main button')].find(one => one.innerText.toLowerCase() == "
+        f"'{button.lower()}').click(), true))"
+    )
+
+
+def test_operator_submits_a_run_from_the_page(browser: Browser, tmp_path: Path) -> None:
+    """First with mistakes, which are shown by key."""
+    store = begin_run(tmp_path / "runs")
+    with served(tmp_path / "runs", password=PASSWORD) as address, browser.tab() as tab:
+        sign_in(tab, address, PASSWORD)
+        tab.until("document.querySelector('#numbers')")
+        tab.go(f"{address}/submit", "document.querySelector('textarea')")
+        press(tab, "Check only")
+        tab.until("document.querySelector('#checked')")
+        for text in ("rounds = 0\ndevics = 1\n", 'method = "fedavg"\nrounds = 4\n'):
+            tab.evaluate("document.querySelector('textarea').focus(), document.querySelector('textarea').select()")
+            tab.write(text)
+            tab.until(f"document.querySelector('textarea').value == {text!r}")
+            press(tab, "Submit")
+            tab.until("document.querySelector('#errors, #submitted')")
+            if "devics" in text:
+                assert [row[0] for row in tab.rows("#errors")] == ["devics", "rounds"]
+                check_every_screen(tab, "submit", "document.querySelector('#errors')")
+        tab.until("document.querySelector('#submitted')")
+        [queued] = [record for record in store.runs.read_all() if record.status == "queued"]
+        assert queued.config["rounds"] == 4
+        assert queued.id in tab.text("#submitted")
+        assert tab.complaints == []
+    store.close()
+
+
+def test_administrator_enrols_a_device_from_the_page(browser: Browser, tmp_path: Path) -> None:
+    """The token is shown once, and its device is in the fleet with its site only after it has joined."""
+    store = begin_run(tmp_path / "runs")
+    deployment = Deployment.create(tmp_path / "deployment", Settings(
+        federation="f", listen="127.0.0.1", port=1, enrolment_port=2, hosts=("localhost",)))  # fmt: skip
+    flags = ("--deployment", str(deployment.folder))
+    with served(tmp_path / "runs", *flags, password=PASSWORD) as address, browser.tab() as tab:
+        sign_in(tab, address, PASSWORD)
+        tab.until("document.querySelector('#numbers')")
+        tab.go(f"{address}/enrol", "document.querySelector('input[aria-label=\"Name of the device\"]')")
+        for label, text in (("Name of the device", "pi-7"), ("Labels, as in site=berlin board=rpi5", "site=berlin")):
+            tab.evaluate(f"document.querySelector('input[aria-label=\"{label}\"]').focus()")
+            tab.write(text)
+        press(tab, "Make a token")
+        tab.until("document.querySelector('#token')")
+        assert "edge-client join fedvit" in tab.text("#token")
+        check_every_screen(tab, "enrol", "document.querySelector('#token')")
+        with deployment.registry.read() as rows:
+            assert [token.device for token in rows.tokens.read_all()] == ["pi-7"]
+        assert store.devices.read_labels() == {"pi-7": {"site": "berlin"}}
+        tab.go(f"{address}/service", "document.querySelector('#certificates')")
+        assert "Authority" in tab.text("#certificates")
+        assert tab.complaints == []
     store.close()
 
 
 def test_nothing_is_shown_without_the_password(browser: Browser, record: Record) -> None:
     with served(folder_of(record), password=PASSWORD) as address:
-        with urllib.request.urlopen(f"{address}/fleet", timeout=WAIT_S) as answer:
+        with urllib.request.urlopen(f"{address}/devices", timeout=WAIT_S) as answer:
             text = answer.read().decode()
         assert "Password of this dashboard" in text
         with browser.tab() as tab:
@@ -672,6 +824,7 @@ def enter(address: str, password: str, **headers: str) -> tuple[int, str]:
     return answer.status, answer.headers.get("Set-Cookie", "")
 
 
+@pytest.mark.slow
 def test_wrong_passwords_delay_no_other_address(record: Record) -> None:
     """While one client's wrong password waits, its other attempts are refused, and another client comes in."""
     with (
@@ -690,6 +843,7 @@ def test_wrong_passwords_delay_no_other_address(record: Record) -> None:
     assert statuses.count(429) > statuses.count(403), "attempts do not queue"
 
 
+@pytest.mark.slow
 def test_proxy_is_believed_only_if_it_is_named(record: Record) -> None:
     with served(folder_of(record), password=PASSWORD) as address:
         status, cookie = enter(address, PASSWORD, **{"X-Forwarded-Proto": "https"})

@@ -149,6 +149,7 @@ def test_containers_join_and_resume_their_run(stage: Stage) -> None:
     assert subprocess.run(check, check=False).returncode != 0
 
 
+@pytest.mark.slow
 def test_unit_of_a_device_needs_neither_a_home_nor_a_named_user(stage: Stage, public: Path) -> None:
     """DynamicUser on a Debian without libnss-systemd: the device's user has no entry among the users, and no HOME."""
     unit = "fedvit-edge.service"

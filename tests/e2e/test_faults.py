@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fedvit.blobs import digest_of
 from fedvit.program import Program, decode_program
@@ -128,6 +129,7 @@ class Impostor:
         return wait_for(find_answer, f"an answer to the result for round {result.round}")
 
 
+@pytest.mark.slow
 def test_bad_results_are_refused_and_rounds_continue(stage: Stage) -> None:
     """An impostor takes the place of device-2 and lies in three ways; each time the others' results count."""
     coordinator = stage.coordinator()

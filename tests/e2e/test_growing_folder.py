@@ -20,6 +20,7 @@ RUN = {
 }
 
 
+@pytest.mark.slow
 def test_picture_counts_from_the_next_round_on_and_a_removed_one_does_not(stage: Stage) -> None:
     pictures = stage.folder / "parts" / "device-0"
     shutil.copytree(stage.parts / "device-0", pictures)

@@ -56,6 +56,7 @@ def write_run(user: User, method: str) -> str:
     return f"--config {method}.toml --run {method}"
 
 
+@pytest.mark.slow
 def test_printed_commands_lead_from_a_deployment_to_a_model(user: User) -> None:
     """`init`, `enroll`, `join`, `start`, an interrupt, the end of a run: each says what comes next. A method whose
     tensors stay on devices is exported there, another one on the server."""

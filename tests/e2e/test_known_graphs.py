@@ -4,6 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from fedvit.errors import ConfigError
 from fedvit.known_graphs import read_signatures
 from tests.e2e.test_deployment import make_deployment
@@ -20,6 +22,7 @@ def start_device(stage: Stage, name: str) -> None:
     stage.start(name, [*program("edge_client.cli"), *train])
 
 
+@pytest.mark.slow
 def test_run_waits_for_the_signatures_of_a_key_elsewhere(stage: Stage) -> None:
     """The deployment's own key signs by itself. Without it the run says what is missing, and goes on when it comes."""
     folder = make_deployment(stage)
@@ -52,6 +55,7 @@ def test_run_waits_for_the_signatures_of_a_key_elsewhere(stage: Stage) -> None:
     assert read_signatures(signatures) == signed
 
 
+@pytest.mark.slow
 def test_another_publisher_needs_the_owners_word(stage: Stage) -> None:
     """A device that joins again trusts the publisher of before, until its owner says otherwise."""
     key = stage.folder / "other.key"

@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from fedvit.errors import ConfigError
 from fedvit.wire.limits import BrokerLimits
 from tests.support.brokers import mosquitto
@@ -12,6 +14,7 @@ LIMITS = BrokerLimits(65_536, publishes_per_s=50, topics_per_subscribe=2, max_in
 FLAGS = [f"--broker.{name.replace('_', '-')}={getattr(LIMITS, name)}" for name in LIMITS.__struct_fields__]
 
 
+@pytest.mark.slow
 def test_run_at_a_broker_with_limits(stage: Stage, undisturbed: bytes) -> None:
     """Without them in its configuration it does not get anywhere. Resumed with them it does, and running devices learn
     them. The broker takes no retained message either."""

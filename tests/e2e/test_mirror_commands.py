@@ -49,7 +49,7 @@ class World:
         obstore.put(open_store(self.server.config(mirror=True), run), name, content)
 
 
-@pytest.fixture(params=["s3", "folder"])
+@pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.slow), "folder"])
 def world(
     request: pytest.FixtureRequest, tmp_path: Path, parts: Path, graph_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:

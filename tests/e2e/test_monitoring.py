@@ -1,6 +1,5 @@
 """A real Prometheus scrapes a real run; the programs report to a real socket what systemd waits for."""
 
-import base64
 import json
 import signal
 import socket
@@ -8,15 +7,14 @@ import subprocess
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+
+import pytest
 
 from coordinator.security.broker.process import claim_port
 from tests.support.programs import CONFIG, Stage, wait_for
+from tests.support.prometheus import Prometheus, condition, page, password_file
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
-SCRAPE_S = 0.5
 
 
 def test_promtool_accepts_the_alerts_and_the_example() -> None:
@@ -25,49 +23,6 @@ def test_promtool_accepts_the_alerts_and_the_example() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "rules found" in done.stdout
-
-
-PASSWORD = "sixteen letters!"
-
-
-def password_file(stage: Stage) -> Path:
-    file = stage.folder / "prometheus.password"
-    file.write_text(f"{PASSWORD}\n")
-    return file
-
-
-class Prometheus:
-    """A Prometheus that scrapes these ports, by job."""
-
-    def __init__(self, stage: Stage, jobs: dict[str, list[int]]) -> None:
-        self._address = f"127.0.0.1:{claim_port('127.0.0.1', 0)}"
-        config = {
-            "global": {"scrape_interval": f"{SCRAPE_S * 1000:.0f}ms", "evaluation_interval": "1s"},
-            "rule_files": [str(DEPLOY / "fedvit.rules.yml")],
-            "scrape_configs": [
-                {
-                    "job_name": job,
-                    "basic_auth": {"username": "fedvit", "password_file": str(password_file(stage))},
-                    "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}],
-                }
-                for job, ports in jobs.items()
-            ],
-        }
-        file = stage.folder / "prometheus.yml"
-        file.write_text(json.dumps(config))  # which is YAML
-        storage = f"--storage.tsdb.path={stage.folder / 'prometheus'}"
-        stage.start(
-            "prometheus", ["prometheus", f"--config.file={file}", storage, f"--web.listen-address={self._address}"]
-        )
-
-    def values(self, query: str) -> list[float]:
-        """What a query finds now; nothing while Prometheus starts."""
-        try:
-            with urlopen(f"http://{self._address}/api/v1/query?{urlencode({'query': query})}", timeout=60) as answer:
-                found: Any = json.load(answer)
-        except URLError:
-            return []
-        return [float(entry["value"][1]) for entry in found["data"]["result"]]
 
 
 class Systemd:
@@ -86,13 +41,6 @@ class Systemd:
 
     def has_reported(self, message: str) -> bool:
         return message in self.received
-
-
-def page(port: int, name: str) -> str:
-    key = base64.b64encode(f"fedvit:{PASSWORD}".encode()).decode()
-    asked = Request(f"http://127.0.0.1:{port}/{name}", headers={"Authorization": f"Basic {key}"})
-    with urlopen(asked, timeout=60) as answer:
-        return str(answer.read().decode())
 
 
 def lines_of(text: str) -> list[dict[str, Any]]:
@@ -126,7 +74,9 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     held.send_signal(signal.SIGCONT)
     assert prometheus.values("fedvit_round") == [1.0]
     assert prometheus.values('count(count by (__name__) ({__name__=~"fedvit_.+"}))')[0] > 30
-    assert page(ports[0], "healthz") == page(ports[0], "readyz") == "ok\n"
+    assert page(ports[0], "healthz") == (200, "ok\n")
+    assert condition(ports[0]) == (200, "run", set())
+    assert condition(ports[1]) == (200, "device", set())
     wait_for(lambda: all(found.has_reported("WATCHDOG=1") for found in systemd), "signs of life")
     for name, device in devices.items():
         assert stage.finish(device, name) == 0, stage.log(name)
@@ -143,6 +93,7 @@ def test_prometheus_scrapes_a_run(stage: Stage) -> None:
     assert any(line["message"].startswith("finished;") for line in lines_of(stage.log("coordinator")))
 
 
+@pytest.mark.slow
 def test_device_without_logs_sends_none_with_its_failure(stage: Stage) -> None:
     """Two devices whose training diverges: one sends its last lines, the other was started with --no-logs."""
     diverging = {"epochs": 4, "batch_size": 8, "lr": 1e6, "momentum": 0.9}

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from fedvit.wire.messages import BlobUrl
 from tests.support.programs import DEVICES, Stage, wait_for
 from tests.support.s3_server import BUCKET, KEYS
 from tests.support.stores import s3_server
 
 
+@pytest.mark.slow
 def test_run_through_a_store_that_is_down_at_first_has_the_same_tensors(
     stage: Stage, undisturbed: bytes, tmp_path: Path
 ) -> None:

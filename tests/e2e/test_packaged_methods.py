@@ -16,6 +16,7 @@ from tests.support.tiny import TINY_MODEL
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_method_of_a_package_trains(tmp_path: Path, cache: Path) -> None:
     install(tmp_path / "site", "acme-norms", {"norms_alone": "acme_norms:Norms"}, acme_norms=NORMS)
     deal("digits", "iid", 2, tmp_path / "parts", DealSettings(test_share=0.8))

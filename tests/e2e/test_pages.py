@@ -105,6 +105,7 @@ def pages() -> dict[str, str]:
     return {name: make() for name, make in PAGES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_nothing_overflows_and_nothing_is_complained_about(
     browser: str, pages: dict[str, str], tmp_path: Path, dark: bool
@@ -143,6 +144,7 @@ def test_nothing_overflows_and_nothing_is_complained_about(
         assert (brightness[0] < brightness[1]) is dark, frame
 
 
+@pytest.mark.slow
 def test_page_is_accessible_by_the_rules_of_axe(pages: dict[str, str], tmp_path: Path) -> None:
     with browsing(tmp_path / "profile") as chromium, chromium.tab() as tab:
         tab.resize(WIDTHS[0])

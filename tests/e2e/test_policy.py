@@ -29,9 +29,9 @@ def start_run(stage: Stage, method: str, options: dict[str, Any]) -> Forked:
     ("method", "options", "strict", "stricter", "denied"),
     [
         ("eftvit", {"local_blocks": 1, "mask": 0.75}, NO_UPDATES, NO_FEATURES, "features"),
-        ("fedperfix", {}, NO_FEATURES, NO_UPDATES, "updates"),
-        ("fedtp", {}, NO_FEATURES, NO_UPDATES, "updates"),
-        ("pfedpg", {}, NO_FEATURES, NO_UPDATES, "updates"),
+        pytest.param("fedperfix", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
+        pytest.param("fedtp", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
+        pytest.param("pfedpg", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
     ],
 )
 def test_strictest_policy_that_allows_a_method_trains_it(
@@ -65,6 +65,7 @@ def test_strictest_policy_that_allows_a_method_trains_it(
     assert shown["declined"] == 0
 
 
+@pytest.mark.slow
 def test_run_with_a_smaller_mask_says_so_and_waits_for_other_devices(stage: Stage) -> None:
     """The Program, which is made once a device is here, names the mask; the device gets no task."""
     start_run(stage, "eftvit", {"local_blocks": 1, "mask": 0.25})

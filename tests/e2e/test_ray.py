@@ -260,6 +260,7 @@ def words(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 class TestRefused:
     """Each in one line that says what to do."""
 

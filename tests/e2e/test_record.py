@@ -16,6 +16,7 @@ def server() -> Iterator[Postgresql]:
     made.close()
 
 
+@pytest.mark.slow
 def test_run_survives_its_database(stage: Stage, undisturbed: bytes, server: Postgresql) -> None:
     """The server stops in round 2 and starts again; then the coordinator is killed and resumed: the same tensors."""
     stage.environment["FEDVIT_RECORD"] = server.schema()

@@ -113,6 +113,7 @@ def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage
         assert one["accuracy_weighted"] == other["accuracy_weighted"]
 
 
+@pytest.mark.slow
 def test_device_that_is_killed_in_the_sum_does_not_stop_it(four: Stage) -> None:
     """With certificates, and owners that allow updates inside sums only. It returns, and answers from its vault."""
     stage = four

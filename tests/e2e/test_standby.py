@@ -1,68 +1,22 @@
 """Two services with one record in PostgreSQL: one leads, the other takes over. Real processes, mosquitto and server."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 
-from coordinator.security.broker import start_broker
-from tests.support.forked import Forked
-from tests.support.postgresql import Postgresql
+from tests.support.hosts import Hosts
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, wait_for
-from tests.support.proxy import Links
 from tests.support.s3_server import KEYS
 from tests.support.stores import s3_server
-
-
-class Hosts:
-    """Services that share a broker and, unless they get one of their own, a folder of runs; each has a link of its own
-    to the database."""
-
-    def __init__(self, stage: Stage, server: Postgresql, links: Links) -> None:
-        self._stage = stage
-        self.links = links
-        stage.environment["PGPORT"] = str(server.port)
-        self.url = server.schema()
-        # without a port, which is each service's own
-        stage.environment["FEDVIT_RECORD"] = self.url.replace(f":{server.port}/", "/")
-
-    def serve(self, name: str, *arguments: str, runs: Path | None = None) -> Forked:
-        given = ["serve", "--runs", str(runs or self._stage.out), "--broker", f"mqtt://127.0.0.1:{self._stage.port}"]
-        environment = self._stage.environment | {"PGPORT": str(self.links.port(name))}
-        return self._stage.keep(
-            Forked("coordinator.cli", [*given, *arguments], self._stage.log_path(name), environment)
-        )
-
-    def query(self, sql: str) -> list[tuple[object, ...]]:
-        with psycopg.connect(self.url) as connection:
-            return connection.execute(sql.encode()).fetchall()
-
-    def is_at_work(self, round_number: int) -> bool:
-        return bool(self.query(f"select 1 from tasks where round = {round_number} and outcome is null"))
-
-    def check_run(self, undisturbed: bytes) -> None:
-        """The run is that of a single service: no result was lost or counted twice, and the tensors are the same."""
-        counted = self.query("select round, count(*) from results where kind = 'train' group by round order by round")
-        assert counted == [(number, len(DEVICES)) for number in range(1, ROUNDS + 1)]
-        assert self._stage.model() == undisturbed
-
-
-@pytest.fixture
-def hosts(stage: Stage, postgresql: Postgresql) -> Iterator[Hosts]:
-    broker = start_broker("mosquitto", stage.folder / "broker", port=stage.port)
-    with Links(postgresql.port) as links:
-        yield Hosts(stage, postgresql, links)
-        stage.close()
-    broker.stop()
 
 
 def submit(stage: Stage, **more: Any) -> None:
     stage.submit("run", rounds=ROUNDS, devices=len(DEVICES), variants=CONFIG["variants"], **more)
 
 
+@pytest.mark.slow
 def test_others_take_over_from_leaders_that_are_killed_hang_or_are_cut_off(
     stage: Stage, hosts: Hosts, undisturbed: bytes
 ) -> None:

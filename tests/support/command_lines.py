@@ -1,8 +1,10 @@
 """Command lines of our programs, as pages show them, and whether the programs understand them."""
 
+import os
 import re
 import shlex
 from pathlib import Path
+from unittest import mock
 
 import click
 
@@ -32,6 +34,11 @@ def shown_in(page: Path) -> list[list[str]]:
 
 def parse(words: list[str]) -> None:
     """As the program would, without running anything. Raises click's errors."""
+    with mock.patch.dict(os.environ):  # --log-format sets a variable for child processes
+        _parse(words)
+
+
+def _parse(words: list[str]) -> None:
     command: click.Command = PROGRAMS[Path(words[0]).name]
     context, words = None, words[1:]
     while True:

@@ -1,7 +1,10 @@
 """Tests that `make test` leaves out and `make test-slow` runs.
 
-Two rules: a contract is slow if its parameters name methods and none of them is a main one; a file or a test is slow if
-it says so with `pytest.mark.slow`: chaos, attacks, clusters, and longer forms of a story that a faster test tells.
+A test is slow if it takes seconds of a processor to show in full, or under a rarer condition, what quicker tests of the
+same module, contract or program show in short: chaos, attacks, clusters, browsers, experiments, longer stories.
+
+It says so with `pytest.mark.slow`. A contract of methods is slow by itself if its parameters name none of the main
+methods in its usual form.
 """
 
 from typing import Any
@@ -9,21 +12,23 @@ from typing import Any
 import pytest
 
 MAIN_METHODS = frozenset({"eftvit", "fedperfix", "fedtp", "pfedpg"})
+MAIN_CASES = MAIN_METHODS | {"eftvit-coded", "fedtp-coded"}
+"""Their usual forms, and those of which a device sends and fetches coded tensors."""
 
 
 def find_methods(parameters: dict[str, Any], methods: frozenset[str]) -> set[str]:
-    """Find the methods that parameters name: as text, or as a case with a `name`.
+    """Find the methods that parameters name: as text, or as a case with a `name`, by whose own text it is told apart.
 
     >>> sorted(find_methods({"name": "fedavg", "seed": 1, "model": "resnet"}, frozenset({"fedavg", "fedtp"})))
     ['fedavg']
     """
-    values = (getattr(value, "name", value) for value in parameters.values())
-    return {value for value in values if isinstance(value, str) and value in methods}
+    values = (value for value in parameters.values() if isinstance(getattr(value, "name", value), str))
+    return {str(value) for value in values if getattr(value, "name", value) in methods}
 
 
 def mark_other_methods(items: list[pytest.Item], methods: frozenset[str]) -> None:
-    """Mark the contracts of methods that are not main ones."""
+    """Mark the contracts of methods that are not main ones, and those of other forms of the main ones."""
     for item in items:
         named = find_methods(item.callspec.params, methods) if hasattr(item, "callspec") else set()
-        if named and not named & MAIN_METHODS:
+        if named and not named & MAIN_CASES:
             item.add_marker(pytest.mark.slow)

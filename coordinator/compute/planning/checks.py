@@ -77,12 +77,11 @@ def _check(config: RunConfig) -> None:
         rule = server_rule_of(method, vit)
         _check_late_results(config, rule)
         roles = {role for role, names in groups.values() if names}
-        if not rule.averages:
-            roles.discard(Role.SHARED)
-        config.robust.check(config.method, roles)
+        averaged = roles if rule.averages else roles - {Role.SHARED}
+        config.robust.check(config.method, averaged)
         collects = any(phase.collect for phase in phases_of(method, vit))
-        config.privacy.check(config.method, roles, collects, config.robust)
-        check_secure(config, roles, collects=collects, why_no_mean=server_rule_of(method, vit).why_no_regions)
+        config.privacy.check(config.method, averaged, collects, config.robust)
+        check_secure(config, roles, collects=collects, why_no_mean=rule.why_no_regions)
         config.check_privacy_of_modes()
         for pattern, options in config.variants.items():
             try:

@@ -260,7 +260,7 @@ class Plan:
             train=tuple(_private(self._with_codec(phase), privacy) for phase in phases_of(method, self.vit)),
             evaluate=self._evaluate(method),
             batch=batch,
-            clip_delta=privacy.clip if privacy.noise_multiplier else None,
+            clip_delta=privacy.clip if privacy.noise_multiplier and not self.config.secure else None,
             secure=self.config.secure,
         )
 

@@ -4,6 +4,8 @@ from coordinator.config.run import RunConfig
 from coordinator.config.sums import LEAST_DEVICES
 from fedvit.errors import ConfigError
 from fedvit.roles import NONE, Role
+from fedvit.secure.noise import LEAST_STEPS, count_noise_steps, find_range
+from fedvit.wire.messages import SumNoise, SumTerms
 
 
 def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_mean: str | None) -> None:
@@ -26,9 +28,10 @@ def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_
         ),
         f"{method} averages no tensors, so that there is nothing to add up": Role.SHARED not in roles,
         f"{method}: {why_no_mean}": why_no_mean is not None,
-        "privacy: noise is not added inside of sums yet; remove [privacy] or `secure`": bool(
-            config.privacy.noise_multiplier or config.privacy.feature_noise
+        "privacy.deterministic_noise: devices draw the noise of a sum themselves; leave it out": (
+            config.privacy.deterministic_noise
         ),
+        **_check_noise(config),
         "updates: a sum has numbers of its own instead of codecs for updates; set sums.bits = 16 or 24": (
             {config.updates.up, *config.updates.up_groups.values()} != {NONE}
         ),
@@ -41,3 +44,22 @@ def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError("FV1024", f"secure = true: {reason}")
+
+
+def _check_noise(config: RunConfig) -> dict[str, bool]:
+    """Return whether the integers of a sum are fine enough for the noise of one device, by the reason."""
+    privacy, sums = config.privacy, config.sums
+    if not privacy.noise_multiplier or privacy.clip is None:
+        return {}
+    noise = SumNoise(privacy.clip, privacy.noise_multiplier)
+    scale = find_range(noise, config.devices, sums.neighbours)
+    terms = SumTerms("", config.devices, sums.neighbours, sums.bits, scale, noise=noise)
+    return {
+        f"privacy: noise of one device is below {LEAST_STEPS:g} steps of its integers; raise sums.bits = {sums.bits}": (
+            count_noise_steps(terms, config.devices) < LEAST_STEPS
+        ),
+        f"privacy.clip = {privacy.clip} is out of the range of a sum, 1e-6 to 1e6": not 1e-6
+        <= privacy.clip
+        <= scale
+        <= 1e6,
+    }

@@ -32,7 +32,9 @@ def cancel(store: Record, folder: Path, run: str) -> str:
     record = store.runs.read(run)
     if record.status in ("finished", "failed", "cancelled"):
         raise ConfigError("FV1612", f"run {run!r} is {record.status} already")
-    store.runs.cancel(run)
+    with store.database.together():
+        store.runs.cancel(run)
+        store.audit.add("cancel", run)
     if not is_served(folder / run) and store.runs.read(run).status != "cancelled":  # its process was killed
         store.runs.update(run, status="cancelled")
     return "cancelled" if store.runs.read(run).status == "cancelled" else "its coordinator ends it now"

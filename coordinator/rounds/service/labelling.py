@@ -1,6 +1,6 @@
 """Labels of devices that the coordinator's operator sets, in the record."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from coordinator.record.record import Record
 from fedvit.errors import ConfigError
@@ -9,7 +9,7 @@ from fedvit.wire.messages import MAX_LABELS
 from fedvit.wire.topics import check_name
 
 
-def set_labels(store: Record, devices: Sequence[str], labels: Iterable[str], removed: Iterable[str] = ()) -> None:
+def set_labels(store: Record, devices: list[str], labels: Iterable[str], removed: Iterable[str] = ()) -> None:
     """Set labels of devices, written NAME=VALUE, and remove others by name.
 
     Raises ConfigError before anything is changed.
@@ -17,12 +17,15 @@ def set_labels(store: Record, devices: Sequence[str], labels: Iterable[str], rem
     changed, gone = dict(map(parse_label, labels)), set(removed)
     for device in devices:
         _check(store, device, changed.keys(), gone)
+    words = [*(f"{name}={value}" for name, value in changed.items()), *(f"-{name}" for name in sorted(gone))]
     with store.database.together():
         for device in devices:
             for name in gone:
                 store.devices.set_label(device, name, None)
             for name, value in changed.items():
                 store.devices.set_label(device, name, value)
+            if words:
+                store.audit.add("label", device, " ".join(words))
 
 
 def _check(store: Record, device: str, changed: Iterable[str], gone: set[str]) -> None:

@@ -13,7 +13,9 @@ def pause(store: Record, run: str) -> str:
         raise ConfigError("FV1612", f"run {run!r} is {record.status}: it cannot be paused")
     if record.paused_at is not None:
         raise ConfigError("FV1611", f"run {run!r} is paused already, since {record.paused_at}")
-    store.runs.pause(run, paused=True)
+    with store.database.together():
+        store.runs.pause(run, paused=True)
+        store.audit.add("pause", run)
     return "opens no new round; its open round is finished first"
 
 
@@ -21,5 +23,7 @@ def unpause(store: Record, run: str) -> str:
     """Let a paused run open rounds again. Returns what happens. Raises ConfigError if it is not paused."""
     if store.runs.read(run).paused_at is None:
         raise ConfigError("FV1611", f"run {run!r} is not paused")
-    store.runs.pause(run, paused=False)
+    with store.database.together():
+        store.runs.pause(run, paused=False)
+        store.audit.add("unpause", run)
     return "opens rounds again"

@@ -1,6 +1,7 @@
 """Regular work of a service beside its runs: clean-ups of its folder by the policy of its runs, and backups."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -54,16 +55,33 @@ class RegularWork:
             self._operator_log(f"{self._name}: {line}")
 
 
-def clean(store: Record, out: Path, operator_log: Callable[[str], None], stop: threading.Event) -> str:
-    """Do what `coordinator gc` does for a folder of runs.
+class CleanUps:
+    """Clean-ups of a folder of runs; `age_s` and `freed_bytes` may be read from any thread."""
 
-    It does not compact the record, which would keep runs from writing: the database uses the freed pages again.
-    """
-    store.database.check_leads()
-    freed, count = 0, 0
-    for entry in collect(store, out, RetentionPolicy(), report=operator_log):
-        log.info("removed", extra={"what": entry.what, "path": entry.path, "bytes": entry.bytes})
-        freed, count = freed + entry.bytes, count + 1
-        if stop.is_set():
-            break
-    return f"removed {count} things that are no longer needed ({freed / 1e6:.1f} MB)" if count else ""
+    def __init__(self, store: Record, out: Path, operator_log: Callable[[str], None]) -> None:
+        self.freed_bytes = 0  # by all of this process
+        self._store = store
+        self._out = out
+        self._operator_log = operator_log
+        self._done_at = -math.inf
+
+    def age_s(self) -> float:
+        """Return the time since the newest complete clean-up, infinite if there is none."""
+        return time.monotonic() - self._done_at
+
+    def clean(self, stop: threading.Event) -> str:
+        """Do what `coordinator gc` does for a folder of runs.
+
+        It does not compact the record, which would keep runs from writing: the database uses the freed pages again.
+        """
+        self._store.database.check_leads()
+        freed, count = 0, 0
+        for entry in collect(self._store, self._out, RetentionPolicy(), report=self._operator_log):
+            log.info("removed", extra={"what": entry.what, "path": entry.path, "bytes": entry.bytes})
+            freed, count = freed + entry.bytes, count + 1
+            self.freed_bytes += entry.bytes
+            if stop.is_set():
+                break
+        else:
+            self._done_at = time.monotonic()
+        return f"removed {count} things that are no longer needed ({freed / 1e6:.1f} MB)" if count else ""

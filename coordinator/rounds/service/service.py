@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -26,9 +25,9 @@ from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.leading import Owner
 from coordinator.rounds.parts import RunSetup
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
-from coordinator.rounds.service.regular import RegularWork, clean
+from coordinator.rounds.service.regular import CleanUps, RegularWork
 from coordinator.rounds.service.router import Router, RunTransport
-from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.security.signing import GraphSigner
 from fedvit.errors import ConfigError, FedvitError, LeadershipLost, NoRoom, StorageFailed
 from fedvit.logs import thread_log
@@ -217,12 +216,12 @@ class RunService:
             operator_log=display.line,
             leadership=host.leadership,
         )
-        cleaning = partial(clean, store, host.out, display.line)
-        self._regular = (RegularWork("gc", config.gc_every_h, cleaning, display.line), *host.regular)
+        self.clean_ups = CleanUps(store, host.out, display.line)
+        self._regular = (RegularWork("gc", config.gc_every_h, self.clean_ups.clean, display.line), *host.regular)
         self._running: dict[str, ServedRun] = {}
         self._stop = stop
         self._looked_at = -LOOK_EVERY_S
-        self._trouble = ""
+        self.trouble: NoRoom | None = None  # why no run begins now; may be read from any thread
 
     def is_connected(self) -> bool:
         """Return whether the broker is connected."""
@@ -288,20 +287,29 @@ class RunService:
             for record in self._store.runs.read_submitted():
                 if len(self._running) >= self._config.side_by_side:
                     break
-                if record.id not in self._running:
+                if record.id not in self._running and record.is_due():
                     self._begin(record)
             for work in self._regular:  # after it has locked its runs
                 work.watch()
-            self._trouble = ""
+            self.trouble = None
         except NoRoom as error:
-            if str(error) != self._trouble:
-                self._trouble = str(error)
+            if str(error) != str(self.trouble):
                 self._display.line(f"paused: {error}")
-        members = [MemberStatus(**member._asdict()) for member in self._router.members()]
-        write_service_status(
-            self._host.out, federation=self._config.federation, broker=str(self._endpoint.address),
-            running=sorted(self._running), members=members,
-        )  # fmt: skip
+            self.trouble = error
+        self._write_status()
+
+    def _write_status(self) -> None:
+        config = self._config
+        status = ServiceStatus(
+            federation=config.federation,
+            broker=str(self._endpoint.address),
+            running=sorted(self._running),
+            members=[MemberStatus(**member._asdict()) for member in self._router.members()],
+            term=self._host.term,
+            connected=self._router.connected,
+            backup=str(Path(config.backup).resolve()) if config.backup else None,
+        )
+        write_service_status(self._host.out, status)
 
     def _begin(self, record: RunRecord) -> None:
         """Serve a run, unless another process does; mark it as failed if it cannot begin."""

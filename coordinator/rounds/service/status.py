@@ -1,6 +1,7 @@
 """The status of a service, in a small file beside its runs: for `coordinator status` and `submit`."""
 
 import contextlib
+import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -24,24 +25,25 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
 class ServiceStatus(Struct, frozen=True, kw_only=True):
     """The status of a service at a time."""
 
-    at: str  # ISO 8601, UTC
     federation: str
     broker: str
     running: list[str]
     members: list[MemberStatus]
+    at: str = msgspec.field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))  # ISO 8601, UTC
+    host: str = msgspec.field(default_factory=socket.gethostname)
+    term: int = 0  # in which it leads; 0: it need not lead
+    connected: bool = True  # to the broker
+    backup: str | None = None  # folder of its backups; None: it makes none
 
     def is_stale(self) -> bool:
         """Return whether the service has ended, or hangs."""
         return datetime.now(UTC) - datetime.fromisoformat(self.at) > timedelta(seconds=STALE_S)
 
 
-def write_service_status(
-    out: Path, *, federation: str, broker: str, running: list[str], members: list[MemberStatus]
-) -> None:
-    at = datetime.now(UTC).isoformat(timespec="seconds")
-    status = ServiceStatus(at=at, federation=federation, broker=broker, running=running, members=members)
+def write_service_status(out: Path, status: ServiceStatus) -> None:
+    """Write the status beside the runs of a folder; an error is ignored, since runs do not depend on the file."""
     fresh = out / f"{FILE}.new"
-    with contextlib.suppress(OSError):  # runs do not depend on this file
+    with contextlib.suppress(OSError):
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(status)))
         fresh.replace(out / FILE)
 

@@ -1,4 +1,4 @@
-"""Access to the pages: by the password or, without one, by the token that the dashboard made at its start.
+"""Access to the pages: by the password, a token of the API, or the token that the dashboard made at its start.
 
 An address of this machine is no protection: every user of the machine can open it.
 """
@@ -6,28 +6,27 @@ An address of this machine is no protection: every user of the machine can open 
 import asyncio
 import base64
 import hashlib
-import hmac
-import ipaddress
 import re
 import secrets
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
+from coordinator.security.api_tokens import Identity
 from coordinator.security.broker import is_loopback
+from coordinator.security.credentials import Credentials, TooManyAttempts, Way, network_of
 from coordinator.views.dashboard.frame import templates
+from coordinator.views.dashboard.roles import SESSION
 
 COOKIE = "fedvit_dashboard"
 TOKEN = "token"
 """Name of the token in an address."""
 SESSION_S = 12 * 3600.0
-WRONG_S = 1.0
-"""Time after a wrong password in which its address may make no further attempt."""
 BODY_S = 10.0
 """Longest time that a form may take to arrive."""
 LONGEST_FORM = 4096
@@ -39,7 +38,19 @@ _HEADERS = [
     (b"x-frame-options", b"DENY"),
 ]
 
+
 Scope = MutableMapping[str, Any]
+
+
+class Session(NamedTuple):
+    """Somebody who has opened the pages."""
+
+    identity: Identity
+    ends_at: float  # monotonic
+
+    def is_valid(self, credentials: Credentials) -> bool:
+        """Return whether the session has not ended, and its token was not removed."""
+        return self.ends_at > time.monotonic() and credentials.are_valid(self.identity)
 
 
 @dataclass
@@ -47,15 +58,13 @@ class AccessGuard:
     """An ASGI application that passes on what is allowed, pages and live connections alike."""
 
     app: Any
-    secret: str  # the password, or the token
-    by_address: bool  # the secret is a token, which an address may contain; served under names of this machine only
-    _sessions: dict[str, float] = field(default_factory=dict)  # token -> monotonic end
-    _busy: set[str] = field(default_factory=set)  # addresses that must wait after a wrong password
+    credentials: Credentials
+    _sessions: dict[str, Session] = field(default_factory=dict)  # by token
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on if it has a session."""
         if scope["type"] != "http":
-            if scope["type"] == "lifespan" or self._is_allowed(HTTPConnection(scope)):
+            if scope["type"] == "lifespan" or self.find_session(HTTPConnection(scope)):
                 await self.app(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008})
@@ -63,10 +72,10 @@ class AccessGuard:
         request, send = Request(scope, receive), _add_headers(send)
         if not self._is_expected(request):
             answer: Response = PlainTextResponse("This address is not served.", 403)
-        elif self.by_address and TOKEN in request.query_params:
+        elif self._is_by_address and TOKEN in request.query_params:
             answer = await self._open_by_address(request)
-        elif self._is_allowed(request):
-            await self.app(scope, receive, send)
+        elif session := self.find_session(request):
+            await self.app({**scope, SESSION: session}, receive, send)
             return
         elif scope["path"] == "/login" and scope["method"] == "POST":
             answer = await self._log_in(request)
@@ -76,59 +85,69 @@ class AccessGuard:
         answer.headers.update({"cache-control": "no-store", name.decode(): policy.decode()})
         await answer(scope, receive, send)
 
+    @property
+    def _is_by_address(self) -> bool:
+        """An address of this machine opens the pages, which are served under its names only."""
+        return self.credentials.address_token is not None
+
+    def find_session(self, request: HTTPConnection) -> Session | None:
+        """Return the session of a request; None if it has none that is valid."""
+        session = self._sessions.get(request.cookies.get(_cookie_name(request), ""))
+        return session if session and self._is_expected(request) and session.is_valid(self.credentials) else None
+
+    def find_identity(self, request: HTTPConnection) -> Identity | None:
+        """Return who has the session of a request."""
+        session = self.find_session(request)
+        return session.identity if session else None
+
     def _is_expected(self, request: HTTPConnection) -> bool:
         """Refuse requests that a page of another origin made and, without a password, names of other machines."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if origin and urlsplit(origin).netloc != host:
             return False
-        return not self.by_address or is_loopback(urlsplit(f"//{host}").hostname or "")
-
-    def _is_allowed(self, request: HTTPConnection) -> bool:
-        token = request.cookies.get(_cookie_name(request), "")
-        return self._is_expected(request) and self._sessions.get(token, 0.0) > time.monotonic()
+        return not self._is_by_address or is_loopback(urlsplit(f"//{host}").hostname or "")
 
     async def _open_by_address(self, request: Request) -> Response:
         """Turn the token of an address into a session, and lead to the same address without it."""
         rest = [(name, value) for name, value in request.query_params.multi_items() if name != TOKEN]
         target = f"/{quote(request.scope['path'].lstrip('/'))}{f'?{urlencode(rest)}' if rest else ''}"
-        return await self._enter(request, request.query_params[TOKEN], target)
+        return await self._enter(request, request.query_params[TOKEN], target, "address")
 
     async def _log_in(self, request: Request) -> Response:
         try:
             form = await asyncio.wait_for(_read_form(request), BODY_S)
         except (TimeoutError, ClientDisconnect):
             return PlainTextResponse("The form did not arrive.", 408)
-        return await self._enter(request, parse_qs(form).get("password", [""])[0], "/")
+        return await self._enter(request, parse_qs(form).get("password", [""])[0], "/", "form")
 
-    async def _enter(self, request: Request, secret: str, target: str) -> Response:
+    async def _enter(self, request: Request, secret: str, target: str, way: Way) -> Response:
         """Begin a session if the secret is right. Only attempts from the same address wait for each other."""
-        address = _network(request)
-        if address in self._busy:
-            return PlainTextResponse("Another attempt is under way: try again in a second.", 429)
-        if hmac.compare_digest(secret.encode(), self.secret.encode()):
-            answer = RedirectResponse(target, 303)
-            secure = request.scope["scheme"] == "https"
-            answer.set_cookie(
-                _cookie_name(request), self._begin_session(), max_age=int(SESSION_S), httponly=True, samesite="strict",
-                secure=secure,
-            )  # fmt: skip
-            return answer
-        self._busy.add(address)
         try:
-            await asyncio.sleep(WRONG_S)
-        finally:
-            self._busy.discard(address)
-        return self._login_page(wrong=True)
+            client = network_of(request.client.host if request.client else None)
+            identity = await self.credentials.check(secret, client, way)
+        except TooManyAttempts as error:
+            return PlainTextResponse(f"{str(error).capitalize()}.", 429)
+        if identity is None:
+            return self._login_page(wrong=True)
+        answer = RedirectResponse(target, 303)
+        secure = request.scope["scheme"] == "https"
+        answer.set_cookie(
+            _cookie_name(request), self._begin_session(identity), max_age=int(SESSION_S), httponly=True,
+            samesite="strict", secure=secure,
+        )  # fmt: skip
+        return answer
 
     def _login_page(self, *, wrong: bool = False) -> Response:
-        page = templates().get_template("login.html").render(wrong=wrong, name=TOKEN if self.by_address else "password")
+        name = TOKEN if self._is_by_address else "password"
+        page = templates().get_template("login.html").render(wrong=wrong, name=name)
         return HTMLResponse(page, 403 if wrong else 200)
 
-    def _begin_session(self) -> str:
+    def _begin_session(self, identity: Identity) -> str:
         """Begin a session; return its token."""
-        now, token = time.monotonic(), secrets.token_urlsafe(32)
-        valid = [(name, end) for name, end in self._sessions.items() if end > now]
-        self._sessions = dict([*valid[1 - MOST_SESSIONS :], (token, now + SESSION_S)])
+        token = secrets.token_urlsafe(32)
+        valid = [(name, session) for name, session in self._sessions.items() if session.is_valid(self.credentials)]
+        begun = Session(identity, time.monotonic() + SESSION_S)
+        self._sessions = dict([*valid[1 - MOST_SESSIONS :], (token, begun)])
         return token
 
 
@@ -172,15 +191,6 @@ def policy_header(page: bytes) -> tuple[bytes, bytes]:
         "img-src 'self' data: blob:; font-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'self'; "
         "frame-ancestors 'none'"
     ).encode()
-
-
-def _network(request: HTTPConnection) -> str:
-    """Return the client's address; of IPv6 its network, of which one client has all addresses."""
-    try:
-        client = ipaddress.ip_address(request.client.host if request.client else "")
-    except ValueError:
-        return ""
-    return str(client if client.version == 4 else ipaddress.ip_network((client, 64), strict=False))
 
 
 def _cookie_name(request: HTTPConnection) -> str:

@@ -6,58 +6,92 @@ from collections.abc import Callable
 import click
 from nicegui import ui
 
+from coordinator.record.audit import Actor, acting_as
 from coordinator.record.record import Record, open_record
 from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.pausing import pause, unpause
 from coordinator.rounds.service.releasing import release
+from coordinator.rounds.service.retrying import retry
+from coordinator.security.api_tokens import Identity, UserRole
+from coordinator.security.credentials import Forbidden
 from coordinator.security.revoking import revoke_device
+from coordinator.views.dashboard.access import Session
 from coordinator.views.dashboard.frame import Site
+from coordinator.views.dashboard.roles import SESSION
 from fedvit.errors import FedvitError
 
 
-def run_buttons(site: Site, run: str) -> None:
-    """Show the buttons that pause and cancel a run."""
-    with ui.element("div").classes("buttons"):
-        _button(
-            site,
-            "Pause",
-            f"Pause run {run}? It finishes its open round, and opens no new one.",
-            lambda store: f"run {run}: {pause(store, run)}",
-        )
-        _button(
-            site,
-            "End the pause",
-            f"Let run {run} open rounds again?",
-            lambda store: f"run {run}: {unpause(store, run)}",
-        )
-        _button(
-            site,
-            "Cancel this run",
-            f"Cancel run {run}? It cannot be resumed.",
-            lambda store: f"run {run}: {cancel(store, site.folder, run)}",
-        )
+def current_user() -> Identity:
+    """Return who looks at the page that is being made, or that an event came from."""
+    return _session().identity
 
 
-def device_buttons(site: Site, run: str, device: str) -> None:
-    def end(store: Record) -> str:
-        release(store, run, device)
-        return f"{device}: released, its strikes are reset"
+class RunButtons:
+    """The buttons of a run; only those that apply are shown."""
 
-    def revoke(_: Record) -> str:
-        assert site.deployment is not None
-        return "; ".join(revoke_device(site.deployment, device))
-
-    with ui.element("div").classes("buttons"):
-        _button(site, "Release from quarantine", f"End the quarantine of {device} and reset its strikes?", end)
-        if site.deployment is not None:
-            _button(
-                site, "Revoke", f"Revoke {device}? Its connection ends, and its certificate becomes invalid.", revoke
+    def __init__(self, site: Site, run: str) -> None:
+        with ui.element("div").classes("buttons"):
+            self._pause = button(
+                site,
+                "Pause",
+                f"Pause run {run}? It finishes its open round, and opens no new one.",
+                lambda store: f"run {run}: {pause(store, run)}",
             )
+            self._unpause = button(
+                site,
+                "End the pause",
+                f"Let run {run} open rounds again?",
+                lambda store: f"run {run}: {unpause(store, run)}",
+            )
+            self._retry = button(
+                site,
+                "Try again",
+                f"Let the service serve run {run} again?",
+                lambda store: f"run {run}: {retry(store, run)}",
+            )
+            self._cancel = button(
+                site,
+                "Cancel this run",
+                f"Cancel run {run}? It cannot be resumed.",
+                lambda store: f"run {run}: {cancel(store, site.folder, run)}",
+            )
+
+    def show(self, site: Site, status: str, *, is_paused: bool) -> None:
+        """Show the buttons that apply to a run with this status."""
+        is_active = status in ("queued", "waiting", "running", "interrupted")
+        self._pause.set_visibility(is_active and not is_paused and site.may("pause"))
+        self._unpause.set_visibility(is_active and is_paused and site.may("pause"))
+        self._retry.set_visibility(status == "failed" and site.may("retry"))
+        self._cancel.set_visibility(is_active and site.may("cancel"))
+
+
+class DeviceButtons:
+    """The buttons of a device; only those that apply are shown."""
+
+    def __init__(self, site: Site, run: str | None, device: str) -> None:
+        def end(store: Record) -> str:
+            release(store, str(run), device)
+            return f"{device}: released, its strikes are reset"
+
+        def revoke(_: Record) -> str:
+            assert site.deployment is not None
+            return "; ".join(revoke_device(site.deployment, device))
+
+        with ui.element("div").classes("buttons"):
+            question = f"End the quarantine of {device} and reset its strikes?"
+            self._release = button(site, "Release from quarantine", question, end)
+            question = f"Revoke {device}? Its connection ends, and its certificate becomes invalid."
+            self._revoke = button(site, "Revoke", question, revoke, role="admin")
+
+    def show(self, site: Site, *, has_strikes: bool, may_connect: bool) -> None:
+        """Show the buttons that apply; `may_connect`: it has a certificate that was not revoked."""
+        self._release.set_visibility(has_strikes and site.may("release"))
+        self._revoke.set_visibility(may_connect and site.deployment is not None and site.may("revoke"))
 
 
 def label_field(site: Site, device: str) -> None:
-    """A field for labels, and a button that sets them."""
+    """Show operators a field for labels, and a button that sets them."""
 
     def set_them(store: Record) -> str:
         set_labels(store, [device], str(field.value or "").split())
@@ -65,27 +99,51 @@ def label_field(site: Site, device: str) -> None:
 
     with ui.element("div").classes("buttons"):
         field = ui.input("Labels, as in site=berlin board=rpi5").props("outlined dense").classes("search")
-        _button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)
+        button(site, "Set labels", f"Set these labels of {device} in all runs?", set_them)
 
 
-def _button(site: Site, name: str, question: str, act: Callable[[Record], str]) -> None:
-    """A button that asks first; the outcome is shown in the page and printed."""
+def button(
+    site: Site, name: str, question: str, act: Callable[[Record], str], *, role: UserRole = "operator"
+) -> ui.button:
+    """Show a button that asks first; the outcome is shown in the page, printed, and stands in the audit."""
     with ui.dialog() as dialog, ui.card():
         ui.label(question)
 
         async def do() -> None:
             dialog.close()
             try:
-                done = await asyncio.to_thread(_with_store, site, act)
+                done = await change(site, act, role)
             except FedvitError as error:
                 ui.notify(str(error), type="negative", multi_line=True, timeout=0, close_button="Close")
             else:
-                click.echo(f"by the dashboard: {done}")
                 ui.notify(done, type="positive", close_button="Close")
 
         ui.button("Yes", on_click=do)
         ui.button("No", on_click=dialog.close).props("flat")
-    ui.button(name, on_click=dialog.open).props("outline")
+    return ui.button(name, on_click=dialog.open).props("outline")
+
+
+async def change(site: Site, act: Callable[[Record], str], role: UserRole = "operator") -> str:
+    """Change the record in the name of the page's user; return what happens.
+
+    Raises Forbidden if the user has a lower role, or the session has ended since the page was opened.
+    """
+    session, request = _session(), ui.context.client.request
+    if not session.is_valid(site.credentials):
+        raise Forbidden("FV1812", "your session has ended: sign in again")
+    if not session.identity.may(role):
+        raise Forbidden("FV1812", f"{session.identity.name} is {session.identity.role}: this needs the role {role}")
+    address = request.client.host if request.client else ""
+    with acting_as(Actor(session.identity.name, f"dashboard {address}")):
+        done = await asyncio.to_thread(_with_store, site, act)
+    site.reader.forget()
+    click.echo(f"by the dashboard: {done}")
+    return done
+
+
+def _session() -> Session:
+    session: Session = ui.context.client.request.scope[SESSION]
+    return session
 
 
 def _with_store(site: Site, act: Callable[[Record], str]) -> str:

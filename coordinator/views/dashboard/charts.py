@@ -1,6 +1,6 @@
 """The options of the charts, as ECharts takes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MOST_POINTS = 400
@@ -11,6 +11,25 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b
 Values = Sequence[float | None]
 Options = dict[str, Any]
 """Options of one chart."""
+
+
+def has_values(named: Mapping[str, Values]) -> bool:
+    """Return whether any line has a value.
+
+    >>> has_values({"energy": [None, None]}), has_values({"energy": [None, 2.0]})
+    (False, True)
+    """
+    return any(value is not None for values in named.values() for value in values)
+
+
+def choose_time_unit(seconds: Iterable[float | None]) -> tuple[float, str]:
+    """Choose a unit in which the largest time is a readable number: its seconds, and its name.
+
+    >>> choose_time_unit([1.5, None]), choose_time_unit([900.0])
+    ((1.0, 's'), (60.0, 'min'))
+    """
+    largest = max((value for value in seconds if value is not None), default=0.0)
+    return (1.0, "s") if largest < 300 else (60.0, "min") if largest < 3 * 3600 else (3600.0, "h")
 
 
 def select_points(count: int) -> list[int]:
@@ -57,7 +76,10 @@ def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name:
         },
         _line("mean", [[x[place], mean[place]] for place in kept], COLOURS[0]),
     ]  # fmt: skip
-    return _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}
+    options = _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}
+    if all(value <= 1.0 for value in high if value is not None):  # shares
+        options["yAxis"] |= {"min": 0, "max": 1, "interval": 0.25}
+    return options
 
 
 def stack_bars(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> Options:
@@ -105,16 +127,22 @@ def _line(name: str, data: list[list[float | None]] | list[list[float]], colour:
 
 
 def _legend(names: list[str]) -> dict[str, Any]:
-    return {"data": names, "top": 0, "type": "scroll"}
+    """Name the lines; a single one has the name of its chart."""
+    return {"data": names, "top": 0, "left": 0, "type": "scroll", "show": len(names) > 1}
 
 
 def _frame(x_name: str, y_name: str) -> Options:
     grid_line = {"lineStyle": {"color": "rgba(128, 128, 128, 0.3)"}}
+    text = {"fontSize": 12}
+    quiet = {"axisLine": {"show": False}, "axisTick": {"show": False}, "axisLabel": {**text, "hideOverlap": True}}
     return {
         "animation": False,
-        "grid": {"left": 12, "right": 20, "top": 40, "bottom": 28, "containLabel": True},
+        "textStyle": {"fontFamily": "system-ui, sans-serif"},
+        "grid": {"left": 8, "right": 16, "top": 52, "bottom": 24, "containLabel": True},
         "tooltip": {"trigger": "axis", "renderMode": "richText"},
-        "xAxis": {"type": "value", "name": x_name, "nameLocation": "middle", "nameGap": 26, "min": "dataMin",
-                  "max": "dataMax", "minInterval": 1, "splitLine": {"show": False}},
-        "yAxis": {"type": "value", "name": y_name, "nameTextStyle": {"align": "left"}, "splitLine": grid_line},
+        "xAxis": {"type": "value", "name": x_name, "nameLocation": "middle", "nameGap": 24, "nameTextStyle": text,
+                  "min": "dataMin", "max": "dataMax", "minInterval": 1, "splitNumber": 4,
+                  "splitLine": {"show": False}, **quiet},
+        "yAxis": {"type": "value", "name": y_name, "nameTextStyle": {**text, "align": "left", "padding": [0, 0, 0, -8]},
+                  "nameGap": 12, "splitNumber": 3, "splitLine": grid_line, **quiet},
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The page of one device: its history in a run."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -11,9 +11,11 @@ from coordinator.record.tables import RefusalRecord
 from coordinator.record.tasks import TaskHistory
 from coordinator.rounds.status import read_members
 from coordinator.run_view import DeviceView, Standing, read_standings, view_device
+from coordinator.security.registry import JoinedDevice
 from coordinator.views.dashboard import actions, charts
-from coordinator.views.dashboard.fleet_page import is_served
+from coordinator.views.dashboard.devices_page import is_served
 from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, find_status, follow, page, refusal_sheet
+from coordinator.views.service_facts import count_days, show_date
 from fedvit.resources import ResourceUse
 from profiles.report.tables import Column, Sheet
 
@@ -77,21 +79,25 @@ def read_details(store: Record, run: str, device: str, until: int | None) -> Dev
 
 def _by_round(
     name: str, unit: str, of: Callable[[HistoryEntry], float | None]
-) -> Callable[[DeviceDetails], charts.Options]:
+) -> Callable[[DeviceDetails], charts.Options | None]:
     """A line of the rounds in which the device measured something."""
 
-    def draw(seen: DeviceDetails) -> charts.Options:
+    def draw(seen: DeviceDetails) -> charts.Options | None:
         measured = _list_measured(seen)
         values = [of(entry) for entry in measured]
+        if not charts.has_values({name: values}):
+            return None
         return charts.lines(_numbers(measured), {name: values}, x_name="round", y_name=unit)
 
     return draw
 
 
-def _memory(seen: DeviceDetails) -> charts.Options:
+def _memory(seen: DeviceDetails) -> charts.Options | None:
     measured = _list_measured(seen)
     budgets = [entry.task.expected.budget.memory_bytes if entry.task.expected else None for entry in measured]
     lines = {"peak": [charts.scale(entry.use.peak_rss_bytes, 1e6) for entry in measured]}
+    if not charts.has_values(lines):
+        return None
     if any(budgets):
         lines["budget"] = [charts.scale(budget, 1e6) for budget in budgets]
     return charts.lines(_numbers(measured), lines, x_name="round", y_name="MB")
@@ -107,15 +113,12 @@ def _numbers(entries: list[HistoryEntry]) -> list[float]:
 
 
 FIGURES = {
-    "Megabytes of peak memory by round, beside the budget": _memory,
-    "Milliseconds of a training step by round": _by_round(
-        "step", "ms", lambda entry: charts.scale(entry.use.step_s, 1e-3)
-    ),
-    "Degrees Celsius by round": _by_round("temperature", "°C", lambda entry: entry.use.temperature_c),
-    "Accuracy on the device's own test images by round": _by_round(
-        "accuracy", "accuracy", lambda entry: entry.accuracy
-    ),
+    "Peak memory and budget": _memory,
+    "Training step": _by_round("step", "ms", lambda entry: charts.scale(entry.use.step_s, 1e-3)),
+    "Temperature": _by_round("temperature", "°C", lambda entry: entry.use.temperature_c),
+    "Accuracy on the device's own test images": _by_round("accuracy", "accuracy", lambda entry: entry.accuracy),
 }
+"""Charts by their titles; one without data is left out."""
 
 
 def _history_sheet(history: list[HistoryEntry], run: str) -> Sheet:
@@ -149,24 +152,59 @@ def _history_sheet(history: list[HistoryEntry], run: str) -> Sheet:
     )
 
 
-async def show(site: Site, run: str, device: str, until: int | None) -> None:
-    """Show the page."""
-    with page(device, "/fleet"):
-        head = Part("device.html", "head")
-        if site.acts:
-            actions.device_buttons(site, run, device)
+def describe_certificate(device: JoinedDevice) -> str:
+    """Describe the newest certificate of a device in a sentence."""
+    if device.revoked_at is not None:
+        return f"Its certificate was revoked on {show_date(device.revoked_at)}."
+    days = count_days(device.expires_at)
+    return f"Its certificate {'ends' if days >= 0 else 'ended'} on {show_date(device.expires_at)}."
+
+
+def find_newest_run(store: Record, device: str) -> str | None:
+    """Find the newest run in which a device took part; None if there is none."""
+    return store.devices.find_newest_run(device)
+
+
+async def show(site: Site, run: str | None, device: str, until: int | None) -> None:
+    """Show the page; without a `run` it is the newest in which the device took part."""
+    with page(device, "/devices"):
+        run = run if run is not None else await site.reader(find_newest_run, device)
+        head = Part("device.html", "head" if run else "idle_head")
+        may_act = site.may("release") or site.may("revoke")
+        buttons = actions.DeviceButtons(site, run, device) if may_act else None
+        if site.may("label"):
             actions.label_field(site, device)
-        figures = Figures(FIGURES)
-        body = Part("device.html", "body")
+        show_run = _make_run_parts(site, run, device, until, head) if run else None
 
         async def refresh() -> None:
-            seen = await site.reader(read_details, run, device, until)
-            member = next((member for member in read_members(site.folder / run) if member.device == device), None)
-            revoked = device in await asyncio.to_thread(site.list_revoked)
-            served = is_served(seen.status, find_status(site, run))
-            head.show(run=run, device=device, seen=seen, member=member, served=served, revoked=revoked)
-            figures.show(seen)
-            history = _history_sheet(seen.history, run)
-            body.show(run=run, device=device, seen=seen, history=history, refusals=refusal_sheet(seen.refusals))
+            joined = (await asyncio.to_thread(site.read_joined)).get(device)
+            certificate = describe_certificate(joined) if joined else None
+            has_strikes = False
+            if show_run:
+                has_strikes = await show_run(certificate)
+            else:
+                head.show(device=device, certificate=certificate)
+            if buttons:
+                may_connect = joined is not None and joined.revoked_at is None
+                buttons.show(site, has_strikes=has_strikes, may_connect=may_connect)
 
         await follow(refresh)
+
+
+def _make_run_parts(
+    site: Site, run: str, device: str, until: int | None, head: Part
+) -> Callable[[str | None], Awaitable[bool]]:
+    """Make the parts about a run; return a function that fills them, and returns whether the device has strikes."""
+    figures, body = Figures(FIGURES), Part("device.html", "body")
+
+    async def show_run(certificate: str | None) -> bool:
+        seen = await site.reader(read_details, run, device, until)
+        member = next((member for member in read_members(site.folder / run) if member.device == device), None)
+        served = is_served(seen.status, find_status(site, run))
+        head.show(run=run, device=device, seen=seen, member=member, served=served, certificate=certificate)
+        figures.show(seen)
+        history = _history_sheet(seen.history, run)
+        body.show(run=run, device=device, seen=seen, history=history, refusals=refusal_sheet(seen.refusals))
+        return bool(seen.standing and (seen.standing.strikes or seen.standing.quarantine))
+
+    return show_run

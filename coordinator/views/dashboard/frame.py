@@ -3,21 +3,25 @@
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlencode
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from nicegui import ui
 
 from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
 from coordinator.rounds.status import LiveStatus, read_status
+from coordinator.security.credentials import Credentials
 from coordinator.security.folder import Deployment
+from coordinator.security.registry import JoinedDevice
 from coordinator.views.dashboard.charts import Options
 from coordinator.views.dashboard.experiments import Experiments
-from coordinator.views.dashboard.reader import RecordReader
+from coordinator.views.dashboard.reader import RecordReader, RegistryReader
+from coordinator.views.dashboard.roles import SESSION, Act, Role, may
+from coordinator.views.service_facts import rough
 from fedvit.errors import ConfigError, FedvitError
 from profiles.report.page import environment
 from profiles.report.tables import Column, Sheet, clock, format_value
@@ -27,9 +31,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Submit = Callable[[dict[str, Any], str | None, bool], tuple[str, str | None]]
+"""Puts a configuration into the queue, under a name or its usual one; the flag says whether it may name places of the
+server. Returns the run's name, and a warning."""
 EVERY_S = 1.0
 """Interval at which a page looks for news."""
-PAGES = (("/", "Runs"), ("/fleet", "Fleet"), ("/compare", "Compare"))
+PAGES = (
+    ("/", "Fleet"),
+    ("/runs", "Runs"),
+    ("/devices", "Devices"),
+    ("/service", "Service"),
+    ("/compare", "Compare"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,22 +53,39 @@ class Site:
     folder: Path  # of the runs
     experiments: Experiments
     deployment: Deployment | None  # the devices' certificates
-    acts: bool  # whether a password was given, so that operators may change something
+    credentials: Credentials  # who may change something
+    submit: Submit
+
+    @property
+    def role(self) -> Role:
+        """The role of who looks at a page."""
+        role: Role = ui.context.client.request.scope[SESSION].identity.role
+        return role
+
+    def may(self, act: Act) -> bool:
+        """Return whether who looks at a page may do something."""
+        return may(self.role, act)
+
+    @cached_property
+    def registry(self) -> RegistryReader | None:
+        """The deployment's devices; None without a deployment."""
+        return RegistryReader(self.deployment) if self.deployment else None
+
+    def read_joined(self) -> dict[str, JoinedDevice]:
+        """Return the devices that have joined the deployment, by name; none without a deployment."""
+        return self.registry.read().devices if self.registry else {}
 
     def list_revoked(self) -> set[str]:
         """Devices whose certificates were revoked."""
-        if self.deployment is None:
-            return set()
-        with self.deployment.registry.read() as rows:
-            return set(rows.revocations.list_devices())
+        return {name for name, device in self.read_joined().items() if device.revoked_at is not None}
 
 
 @cache
 def templates() -> "Environment":
     """Return the templates of the pages, with what all of them use."""
     pages = environment("coordinator.views.dashboard")
-    pages.filters |= {"clock": clock}
-    pages.globals |= {"text": format_value, "anchor": anchor}
+    pages.filters |= {"clock": clock, "rough": rough}
+    pages.globals |= {"text": format_value, "anchor": anchor, "link": link}
     return pages
 
 
@@ -96,28 +126,12 @@ class Part:
             self._html.content = text
 
 
-class LiveChart:
-    """A chart that is sent when its data change; `name` is read to people who do not see it."""
-
-    def __init__(self, name: str) -> None:
-        self._shown: Options = {}
-        self._chart = ui.echart({}, renderer="svg").classes("figure").props(f'role="img" aria-label="{name}"')
-
-    def show(self, options: Options) -> None:
-        """Draw the chart with these options."""
-        if options != self._shown:
-            self._shown = options
-            self._chart.options.clear()
-            self._chart.options.update(options)
-            self._chart.update()
-
-
 class Figures(Generic[T]):
-    """The charts of a page, by their names; each is drawn from the same data."""
+    """The charts of a page, by their titles; each is drawn from the same data, and appears once it has any."""
 
-    def __init__(self, drawings: Mapping[str, Callable[[T], Options]]) -> None:
+    def __init__(self, drawings: Mapping[str, Callable[[T], Options | None]]) -> None:
         with ui.element("div").classes("figures"):
-            self._charts = [(LiveChart(name), draw) for name, draw in drawings.items()]
+            self._charts = [(LiveChart(title), draw) for title, draw in drawings.items()]
 
     def show(self, data: T) -> None:
         """Draw all charts from the same data."""
@@ -125,8 +139,33 @@ class Figures(Generic[T]):
             chart.show(draw(data))
 
 
-async def follow(refresh: Callable[[], Awaitable[None]]) -> None:
-    """Fill a page, and fill it again about once a second. An error is shown as one line, and the page tries again."""
+class LiveChart:
+    """A chart that is sent when its data change."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._frame = ui.element("figure")
+        self._shown: Options | None = None
+        self._chart: Any = None  # made with the first data: nobody wants to see an empty chart
+
+    def show(self, options: Options | None) -> None:
+        """Draw the chart with these options; None: there is nothing to draw yet."""
+        if options is None or options == self._shown:
+            return
+        self._shown = options
+        if self._chart is None:
+            with self._frame:
+                ui.html(f"<figcaption>{escape(self._title)}</figcaption>", sanitize=False)
+                chart = ui.echart(options, renderer="svg").classes("figure")
+                self._chart = chart.props(f'role="img" aria-label="{self._title}"')
+        else:
+            self._chart.options.clear()
+            self._chart.options.update(options)
+            self._chart.update()
+
+
+async def follow(refresh: Callable[[], Awaitable[None]], every_s: float = EVERY_S) -> None:
+    """Fill a page, and fill it again at an interval. An error is shown as one line, and the page tries again."""
     trouble = Part("frame.html", "trouble")
 
     async def attempt() -> None:
@@ -138,7 +177,7 @@ async def follow(refresh: Callable[[], Awaitable[None]]) -> None:
             trouble.show(error=None)
 
     await attempt()
-    ui.timer(EVERY_S, attempt, immediate=False)
+    ui.timer(every_s, attempt, immediate=False)
 
 
 def find_status(site: Site, run: str) -> LiveStatus | None:

@@ -138,7 +138,7 @@ def _bar_sheet(bars: list[TaskBar], run: str) -> Sheet:
 
 async def show(site: Site, run: str, number: int) -> None:
     """Show the page."""
-    with page(f"{run}, round {number}", "/"):
+    with page(f"{run}, round {number}", "/runs"):
         part = Part("round.html", "body")
 
         async def refresh() -> None:

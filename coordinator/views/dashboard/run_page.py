@@ -1,7 +1,7 @@
 """The page of one run: progress, accuracy with its spread, bytes, energy, time, refusals, plans."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
 
@@ -14,8 +14,10 @@ from coordinator.record.tasks import TaskHistory
 from coordinator.run_view import RunView, read_run
 from coordinator.views.dashboard import actions, charts
 from coordinator.views.dashboard.frame import Figures, Part, Site, anchor, describe_kind, find_status, follow, page
+from coordinator.views.fleet import ROUNDS_TIMED, estimate_left_s
 from coordinator.views.report.classes import class_sheet, make_confusion
 from coordinator.views.report.document import ClassAccuracy, read_classes
+from coordinator.views.report.words import sum_words
 from fedvit.resources import Budget
 from profiles.prediction import Expected
 from profiles.report.tables import Column, Sheet, columns
@@ -49,6 +51,7 @@ class RunDetails(Struct, frozen=True):
     plans: list[PlanGroup]
     classes: list[ClassAccuracy]  # of the newest evaluation
     is_paused: bool  # by the operator
+    openings: list[str]  # of its newest rounds
 
 
 def read_details(store: Record, run: str) -> RunDetails:
@@ -61,6 +64,7 @@ def read_details(store: Record, run: str) -> RunDetails:
         group_plans(store.tasks.read_histories(run, [newest])),
         read_classes(store, view),
         store.runs.is_paused(run),
+        store.rounds.list_openings(run, ROUNDS_TIMED),
     )
 
 
@@ -81,7 +85,9 @@ def _describe_changes(expected: Expected) -> str:
 # --- charts ---------------------------------------------------------------------------------------------
 
 
-def _accuracy(run: RunView) -> charts.Options:
+def _accuracy(run: RunView) -> charts.Options | None:
+    if all(entry.accuracy_mean is None for entry in run.rounds):
+        return None
     return charts.band(
         _numbers(run),
         [entry.accuracy_mean for entry in run.rounds],
@@ -92,12 +98,16 @@ def _accuracy(run: RunView) -> charts.Options:
     )
 
 
-def _spread(run: RunView) -> charts.Options:
+def _loss(run: RunView) -> charts.Options | None:
+    return _draw_lines(run, {"training loss": [entry.train_loss for entry in run.rounds]}, "loss")
+
+
+def _spread(run: RunView) -> charts.Options | None:
     accuracies = [device.accuracy for device in run.devices if device.accuracy is not None]
-    return charts.histogram(accuracies, x_name="accuracy of the last evaluation", y_name="devices")
+    return charts.histogram(accuracies, x_name="accuracy", y_name="devices") if len(accuracies) > 1 else None
 
 
-def _times(run: RunView) -> charts.Options:
+def _times(run: RunView) -> charts.Options | None:
     waiting = [
         max(0.0, entry.devices_s - (entry.train_s or 0.0)) if entry.devices_s is not None else None
         for entry in run.rounds
@@ -107,19 +117,32 @@ def _times(run: RunView) -> charts.Options:
         "transfers and waiting": waiting,
         "server": [entry.server_s for entry in run.rounds],
     }
-    return charts.stack_bars(_numbers(run), parts, x_name="round", y_name="s")
+    unit_s, unit = charts.choose_time_unit(value for values in parts.values() for value in values)
+    return _stack(run, {name: [charts.scale(value, unit_s) for value in parts[name]] for name in parts}, unit)
 
 
-def _volume(run: RunView) -> charts.Options:
+def _volume(run: RunView) -> charts.Options | None:
     parts = {
-        "down": [entry.bytes_down / 1e6 for entry in run.rounds],
-        "up": [entry.bytes_up / 1e6 for entry in run.rounds],
+        "down": [entry.bytes_down / 1e6 or None for entry in run.rounds],
+        "up": [entry.bytes_up / 1e6 or None for entry in run.rounds],
     }
-    return charts.stack_bars(_numbers(run), parts, x_name="round", y_name="MB")
+    return _stack(run, parts, "MB")
 
 
-def _energy(run: RunView) -> charts.Options:
-    return charts.lines(_numbers(run), {"energy": [entry.energy_j for entry in run.rounds]}, x_name="round", y_name="J")
+def _energy(run: RunView) -> charts.Options | None:
+    return _draw_lines(run, {"energy": [entry.energy_j for entry in run.rounds]}, "J")
+
+
+def _draw_lines(run: RunView, named: Mapping[str, charts.Values], unit: str) -> charts.Options | None:
+    if not charts.has_values(named):
+        return None
+    return charts.lines(_numbers(run), named, x_name="round", y_name=unit)
+
+
+def _stack(run: RunView, named: Mapping[str, charts.Values], unit: str) -> charts.Options | None:
+    if not charts.has_values(named):
+        return None
+    return charts.stack_bars(_numbers(run), named, x_name="round", y_name=unit)
 
 
 def _numbers(run: RunView) -> list[float]:
@@ -127,12 +150,14 @@ def _numbers(run: RunView) -> list[float]:
 
 
 FIGURES = {
-    "Accuracy by round: mean and range over devices. The table of rounds has the figures.": _accuracy,
-    "Devices by the accuracy of their last evaluation": _spread,
-    "Seconds of each round: training, transfers and waiting, server": _times,
-    "Megabytes of each round, down and up": _volume,
-    "Joules of each round, of the devices that measured it": _energy,
+    "Accuracy: mean and range over devices": _accuracy,
+    "Training loss": _loss,
+    "Devices by accuracy": _spread,
+    "Time of a round": _times,
+    "Data sent in a round": _volume,
+    "Energy of a round": _energy,
 }
+"""Charts by their titles; one without data is left out."""
 
 
 # --- tables ---------------------------------------------------------------------------------------------
@@ -239,23 +264,26 @@ def _board_sheet(boards: Iterable[BoardForecast]) -> Sheet:
 
 async def show(site: Site, run: str) -> None:
     """Show the page."""
-    with page(run, "/"):
+    with page(run, "/runs"):
         head = Part("run.html", "head")
-        if site.acts:
-            actions.run_buttons(site, run)
+        buttons = actions.RunButtons(site, run) if site.may("pause") or site.may("cancel") else None
+        now = Part("run.html", "now")
         figures = Figures(FIGURES)
         body = Part("run.html", "body")
 
         async def refresh() -> None:
             seen = await site.reader(read_details, run)
             view, status = seen.run, find_status(site, run)
-            live = view.status in ("running", "waiting")
-            awaited = status.waiting_for if status and live and not status.is_stale() else []
+            live = view.status in ("running", "waiting") and status is not None and not status.is_stale()
+            awaited = status.waiting_for if status and live else []
             forecast = None if view.rounds else read_forecast(site.folder / run)
-            head.show(
+            last = view.rounds[-1].round if view.rounds else 0
+            left_s = estimate_left_s(seen.openings, view.rounds_planned - last) if live and not seen.is_paused else None
+            head.show(run=view, paused=seen.is_paused, status=status if live else None, left_s=left_s)
+            if buttons:
+                buttons.show(site, view.status, is_paused=seen.is_paused)
+            now.show(
                 run=view,
-                paused=seen.is_paused,
-                status=status if live else None,
                 states=Counter(task.state for task in awaited),
                 awaited=Sheet(awaited[:MOST_AWAITED], _AWAITED_COLUMNS),
                 forecast=forecast,
@@ -270,6 +298,7 @@ async def show(site: Site, run: str) -> None:
                 confusion=make_confusion(seen.classes),
                 refusals=Sheet(seen.refusals, _REFUSAL_COLUMNS),
                 plans=Sheet(seen.plans, _PLAN_COLUMNS),
+                sums=sum_words(view),
             )
 
         await follow(refresh)

@@ -27,7 +27,7 @@ _HEAD_KEYS = ("status", "reason", "method", "model", "seed", "rounds_planned", "
 _ROUND_KEYS = (
     "round", "cohort", "accepted", "accuracy_mean", "accuracy_lowest", "accuracy_highest", "accuracy_weighted",
     "train_loss", "bytes_down", "bytes_up", "devices_s", "server_s", "accuracy_std", "epsilon", "row_epsilon",
-    "upload_epsilon", "device_epsilon", "generator", "features",
+    "upload_epsilon", "device_epsilon", "generator", "features", "sum",
 )  # fmt: skip
 """Fields of a round in the JSON of `report`."""
 

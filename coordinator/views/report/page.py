@@ -12,7 +12,14 @@ from coordinator.run_view import RoundView
 from coordinator.views.report.classes import class_sheet, make_confusion
 from coordinator.views.report.devices import device_sheet
 from coordinator.views.report.document import DeviceReport, DeviceRound, RunReport
-from coordinator.views.report.words import feature_words, generator_words, privacy_words, run_verdict, setting_words
+from coordinator.views.report.words import (
+    feature_words,
+    generator_words,
+    privacy_words,
+    run_verdict,
+    setting_words,
+    sum_words,
+)
 from fedvit.quantities import format_count
 from profiles.report.figures import svg
 from profiles.report.page import BarChart, ChartBar, Segment, duration, environment, percent, quantity, share, size
@@ -77,6 +84,7 @@ def run_page(report: RunReport) -> str:
         loss=_draw_loss(run.rounds),
         generator=generator_words(run),
         features=feature_words(run),
+        sums=sum_words(run),
         generator_pictures=[drawn for drawn in (_draw_difference(run.rounds), _draw_entropy(run.rounds)) if drawn],
         privacy=privacy_words(report),
         epsilons=[

@@ -80,6 +80,22 @@ def feature_words(run: RunView) -> list[str]:
     return [line]
 
 
+def sum_words(run: RunView) -> list[str]:
+    """Describe the secure sums of a run."""
+    sums = [entry.sum for entry in run.rounds if entry.sum]
+    if not sums:
+        return []
+    sizes = sorted({added.devices for added in sums})
+    size = f"{sizes[0]} to {sizes[-1]} devices" if len(sizes) > 1 else format_count(sizes[0], "device")
+    left = ", ".join(f"{step} {sum(added.left[step] for added in sums)}" for step in sums[0].left)
+    repeated = sum(added.attempt - 1 for added in sums)
+    return [
+        "secure sums of updates, images, losses and right answers; revealed of a single device: none",
+        f"updates of {size} in each of {format_count(len(sums), 'sum')}; devices that left, by step: {left}; "
+        f"attempts that failed: {repeated}",
+    ]
+
+
 def privacy_words(report: RunReport) -> list[str]:
     """Describe the privacy of a run so far, a line for each kind of noise."""
     asked = report.privacy
@@ -94,6 +110,11 @@ def privacy_words(report: RunReport) -> list[str]:
             f"privacy of devices' updates: {spent} (delta {asked.delta:g}, noise {asked.noise_multiplier:g} x clip "
             f"{asked.clip or 0:g}, {who})"
         )
+        if (added := next((entry.sum for entry in reversed(report.run.rounds) if entry.sum), None)) and added.clip:
+            lines.append(
+                f"devices added the noise themselves: in the last round {added.noise_multiplier or 0:.3g} x clip "
+                f"{added.clip:.3g}, as the sum had more devices than the fewest that could make one"
+            )
     if asked.feature_noise:
         newest = next((entry for entry in reversed(report.run.rounds) if entry.device_epsilon is not None), None)
         spent = "no round is closed yet"

@@ -645,7 +645,11 @@ WRONG_VALUES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "complaint", "values"), WRONG_VALUES, ids=[flags for flags, *_ in WRONG_VALUES])
+@pytest.mark.parametrize(
+    ("flags", "complaint", "values"),
+    [pytest.param(*case, marks=pytest.mark.slow if at % 4 else ()) for at, case in enumerate(WRONG_VALUES)],
+    ids=[flags for flags, *_ in WRONG_VALUES],
+)
 def test_a_wrong_value_is_refused_without_torch(
     flags: str, complaint: str, values: dict[str, Any], tmp_path: Path
 ) -> None:

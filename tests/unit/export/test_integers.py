@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -55,6 +56,7 @@ def accuracy_after_training(compute: Compute) -> float:
     return float((logits.argmax(dim=1) == classes[:TEST]).float().mean())
 
 
+@pytest.mark.slow
 def test_rounded_products_train_nearly_as_well_as_those_of_floats() -> None:
     floats = accuracy_after_training("fp32")
     assert floats > 0.75

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from coordinator.compute.planning.batch import UNCHANGED, choose_batch, method_batch
@@ -12,6 +13,7 @@ from fedvit.methods.step import example_inputs, predict_step
 from profiles.cost import graph_cost
 
 
+@pytest.mark.slow
 def test_graphs_on_small_images_are_torchs(tmp_path: Path) -> None:
     """The stem's large convolution, the pool behind it, bottlenecks and their shortcuts, on 32 pixels."""
     method = make_method("fedavg", {"batch_size": 2})

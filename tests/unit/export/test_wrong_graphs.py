@@ -186,7 +186,7 @@ def is_refused(right: Right, wrong: onnx.ModelProto) -> bool:
     return False
 
 
-@pytest.mark.parametrize("graph", ["train", "update", "predict"])
+@pytest.mark.parametrize("graph", [pytest.param("train", marks=pytest.mark.slow), "update", "predict"])
 def test_every_mistake_in_a_node_is_refused(right: dict[str, Right], graph: str) -> None:
     """Operands that changed places, terms and factors left out, sums for means, wrong numbers and epsilons, matrices
     not transposed: hundreds of graphs."""
@@ -230,7 +230,7 @@ def with_change(model: onnx.ModelProto, output: str, factor: float) -> onnx.Mode
 
 
 @pytest.mark.parametrize("graph", ["train", "step"])
-@pytest.mark.parametrize("factor", [1.01, 0.0, -1.0])
+@pytest.mark.parametrize("factor", [1.01, *(pytest.param(factor, marks=pytest.mark.slow) for factor in (0.0, -1.0))])
 def test_one_tensor_that_moves_a_little_too_far_is_refused(right: dict[str, Right], graph: str, factor: float) -> None:
     """Whichever of them, the smallest too: a hundredth too far, not at all, or backwards."""
     made = right[graph]
@@ -298,6 +298,7 @@ def test_products_of_integers_change_gradients_by_percents(integers: Right) -> N
     assert integers.verify(onnx.load_from_string(plain)) < 1e-5
 
 
+@pytest.mark.slow
 def test_every_mistake_in_a_graph_of_integers_is_refused(integers: Right) -> None:
     """Wrong numbers and terms of the kinds that floats can have, and those of integers: a scale that is not the one it
     was rounded with, another zero, rows in place of columns, one operand in place of another."""
@@ -396,6 +397,7 @@ def reading(at: int, name: str) -> Mistake:
     return change
 
 
+@pytest.mark.slow
 def test_a_trained_weight_that_is_rounded_wrongly_is_refused() -> None:
     """One of its matrices has more rows than fit into a constant that is written out."""
     options = {"image_size": 8, "patch_size": 4, "width": 128, "depth": 1, "heads": 2, "mlp_ratio": 9.0}
@@ -424,6 +426,7 @@ def test_a_trained_weight_that_is_rounded_wrongly_is_refused() -> None:
     assert unseen == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.2, 0.0, -1.0])
 def test_a_gradient_of_integers_of_another_length_or_direction_is_refused(integers: Right, factor: float) -> None:
     outputs = [one.name for one in integers.model.graph.output if one.name.startswith("new/grad/")]

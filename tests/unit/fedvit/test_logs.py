@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedvit.logs import JsonFormatter, KeyValueFormatter
+from fedvit.logs import JsonFormatter, KeyValueFormatter, log_fields
+from fedvit.task_names import TaskName
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -164,3 +165,28 @@ def test_json_of_a_service_names_the_run(tmp_path: Path) -> None:
         ("a", None), ("b", None), (None, "pi")
     ]  # fmt: skip
     assert [(line["run"], line["round"]) for line in lines("b.log")] == [("b", 1)]
+
+
+def in_task(task: TaskName, **own: Any) -> dict[str, Any]:
+    """A line that is written during a task."""
+    with log_fields(task.fields):
+        return json_of("line", {"run": "r"}, **own)
+
+
+def test_line_about_a_task_has_its_name() -> None:
+    line = json_of("result accepted", {"run": "r"}, device="a", round=3, kind="train", attempt=2)
+    assert line["task"] == "r.3.a.train.2"
+    line = json_of("refused", {"run": "r"}, device="a", round=3, kind="train")
+    assert line["task"] == "r.3.a.train.0", "the attempt is not known"
+    assert "task" not in json_of("round closed", {"run": "r"}, round=3)
+
+
+def test_line_during_a_task_has_its_name_unless_it_is_about_another() -> None:
+    task = TaskName("r", 3, "a", "train", 2)
+    assert in_task(task)["task"] == "r.3.a.train.2"
+    assert in_task(task, round=3, kind="train")["task"] == "r.3.a.train.2"
+    assert in_task(task, round=3, kind="blob")["task"] == "r.3.a.train.2"
+    assert in_task(task, round=2, kind="train")["task"] == "r.2.a.train.0"
+    assert "task" not in in_task(task, round=2)
+    assert in_task(task, device="b", round=3, kind="train", attempt=1)["task"] == "r.3.b.train.1"
+    assert "task" not in json_of("line", {"run": "r"})

@@ -1,4 +1,5 @@
 import base64
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -13,7 +14,17 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from fedvit.errors import ConfigError
-from fedvit.monitoring import AT_ONCE, HUNG_S, ListenAddress, Monitor, Watched, parse_listen, serve_metrics
+from fedvit.monitoring import (
+    AT_ONCE,
+    HUNG_S,
+    Cause,
+    Condition,
+    ListenAddress,
+    Monitor,
+    Watched,
+    parse_listen,
+    serve_metrics,
+)
 from fedvit.timings import LoopWatch
 from tests.support.codes import has_code
 from tests.support.command_lines import PROGRAMS
@@ -39,22 +50,27 @@ def ask_page(monitor: Monitor, page: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def make_watched(collector: Collector, *, silent_s: float = 0.0, trouble: str | None = None) -> Watched:
+READY = Condition(ready=True, role="leader")
+
+
+def make_watched(collector: Collector, *, silent_s: float = 0.0, condition: Condition = READY) -> Watched:
     loop = LoopWatch(0.1)
     loop._turned_at -= silent_s
-    return Watched(collector, lambda: [loop], lambda: trouble)
+    return Watched(collector, lambda: [loop], lambda: condition)
 
 
 def test_metrics_are_those_of_the_collector_and_of_the_process() -> None:
     with serve_metrics(FREE) as monitor:
-        assert ask_page(monitor, "/readyz") == (503, "the program is starting\n")
+        status, text = ask_page(monitor, "/readyz")
+        assert (status, json.loads(text)["causes"][0]["cause"]) == (503, "starting")
         assert ask_page(monitor, "/healthz") == (200, "ok\n")
         monitor.show(lambda: make_watched(One()))
         status, text = ask_page(monitor, "/metrics")
         assert status == 200
         assert "\nfedvit_test 1.0\n" in text
         assert "process_resident_memory_bytes" in text
-        assert ask_page(monitor, "/readyz") == (200, "ok\n")
+        status, text = ask_page(monitor, "/readyz")
+        assert (status, json.loads(text)) == (200, {"ready": True, "role": "leader", "causes": []})
         assert ask_page(monitor, "/healthz?verbose") == (200, "ok\n")
         assert ask_page(monitor, "/other") == (404, "/metrics /healthz /readyz\n")
 
@@ -122,10 +138,22 @@ def test_password_that_is_short_or_missing_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_trouble_is_answered_with_its_reason() -> None:
+def test_standby_that_leads_now_is_shown_instead() -> None:
     with serve_metrics(FREE) as monitor:
-        monitor.show(lambda: make_watched(Wrong(), silent_s=HUNG_S + 40, trouble="no connection to the broker"))
-        assert ask_page(monitor, "/readyz") == (503, "no connection to the broker\n")
+        monitor.show(lambda: make_watched(Wrong(), condition=Condition(ready=True, role="standby")))
+        assert json.loads(ask_page(monitor, "/readyz")[1])["role"] == "standby"
+        monitor.show(lambda: make_watched(One()))
+        assert json.loads(ask_page(monitor, "/readyz")[1])["role"] == "leader"
+        assert ask_page(monitor, "/metrics")[0] == 200, "the former collector is no longer asked"
+
+
+def test_trouble_is_answered_with_its_reason() -> None:
+    lost = Condition(ready=False, role="leader", causes=(Cause("broker", "no connection to the broker"),))
+    with serve_metrics(FREE) as monitor:
+        monitor.show(lambda: make_watched(Wrong(), silent_s=HUNG_S + 40, condition=lost))
+        status, text = ask_page(monitor, "/readyz")
+        expected = {"cause": "broker", "reason": "no connection to the broker", "run": None}
+        assert (status, json.loads(text)["causes"]) == (503, [expected])
         status, text = ask_page(monitor, "/healthz")
         assert status == 503
         assert "has not turned for" in text

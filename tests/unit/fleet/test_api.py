@@ -85,6 +85,7 @@ def test_a_finished_run_is_returned_as_it_is(page: Executed) -> None:
     assert again.summary == page.result.summary
 
 
+@pytest.mark.slow
 def test_seconds_are_those_of_the_whole_call(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At least those of its parts one after another, at most those around it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -146,6 +147,7 @@ class Stopped(Display):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_is_resumed(page: Executed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends with the tensors of the page's run, which was not."""
     settings: dict[str, Any] = {**page.names["settings"], "method": "fedper", "out": tmp_path, "name": "broken-off"}

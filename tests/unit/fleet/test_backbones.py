@@ -20,7 +20,11 @@ SMALL = {"image_size": 8, "width": 8, "stages": 2, "groups": 2}
 
 @pytest.mark.parametrize(
     ("model", "options", "method"),
-    [(LSTM, LSTM_MODEL, "fedper"), (RESNET, SMALL, "fedavg"), (RESNET, {**SMALL, "block": "bottleneck"}, "fedbn")],
+    [
+        (LSTM, LSTM_MODEL, "fedper"),
+        pytest.param(RESNET, SMALL, "fedavg", marks=pytest.mark.slow),
+        pytest.param(RESNET, {**SMALL, "block": "bottleneck"}, "fedbn", marks=pytest.mark.slow),
+    ],
 )
 def test_engines_train_the_same_model(
     model: str, options: dict[str, Any], method: str, tmp_path: Path, graph_cache: Path

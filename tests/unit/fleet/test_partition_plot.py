@@ -35,7 +35,7 @@ def test_the_area_of_a_disc_is_its_count(tmp_path: Path, monkeypatch: pytest.Mon
     assert areas[0] / areas[1] == pytest.approx(4)
 
 
-@pytest.mark.parametrize(("devices", "classes"), [(1, 1), (20, 100), (300, 2)])
+@pytest.mark.parametrize(("devices", "classes"), [(1, 1), (20, 100), pytest.param(300, 2, marks=pytest.mark.slow)])
 def test_any_size_can_be_drawn(tmp_path: Path, devices: int, classes: int) -> None:
     names = tuple(f"class with a long name {number}" for number in range(classes))
     counts = tuple(

@@ -77,6 +77,7 @@ def test_graphs_are_loaded_once(
     assert len(loaded) == len(set(loaded)) == 3  # gradients, update, answers
 
 
+@pytest.mark.slow
 def test_how_many_compute_at_a_time_changes_no_bit(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     for at_once in (1, 3):
         simulate(

@@ -42,6 +42,7 @@ def sizes(what: Any, name: str, depth: int = 2) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "pfedpg"])
 def test_nothing_accumulates(
     parts: Path, tmp_path: Path, graph_cache: Path, monkeypatch: pytest.MonkeyPatch, method: str

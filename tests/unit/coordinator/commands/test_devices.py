@@ -11,7 +11,7 @@ from coordinator.record.record import open_record
 from coordinator.record.tables import Announced, SavedState
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
-from coordinator.views.dashboard.fleet_page import read_details, rows
+from coordinator.views.dashboard.devices_page import read_details, rows
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
 from tests.support.records import add_result

@@ -26,6 +26,20 @@ def test_labels_are_set_listed_and_removed(tmp_path: Path) -> None:
     assert labels() == {"site": "munich"}
 
 
+def test_labels_of_several_devices_are_set_together(tmp_path: Path) -> None:
+    open_record(tmp_path).close()
+    flags = ["--runs", str(tmp_path), "--json"]
+    both = CliRunner().invoke(label, ["a", "b", "a", "site=berlin", *flags], catch_exceptions=False)
+    assert json.loads(both.stdout) == [{"device": device, "labels": {"site": "berlin"}} for device in "ab"]
+    store = open_record(tmp_path)
+    assert [(entry.act, entry.subject) for entry in store.audit.read()] == [("label", "a"), ("label", "b")]
+    set_labels(store, ["a"], ["board=rpi5"])
+    with pytest.raises(ConfigError):
+        set_labels(store, ["a", "b"], [], ["board"])
+    assert store.devices.read_labels("a")["a"]["board"] == "rpi5"
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("labels", "removed", "named"),
     [

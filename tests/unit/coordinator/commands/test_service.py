@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli
-from coordinator.commands import submit as submit_module
 from coordinator.compute.engine import Engine
 from coordinator.config import RunConfig
+from coordinator.operations.submitting import _find_warning
 from coordinator.record.database import use_database
 from coordinator.record.record import open_record
-from coordinator.rounds.service.status import MemberStatus, write_service_status
+from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone
 from tests.support.forked import ForkedWorker
@@ -69,7 +69,7 @@ def statuses(out: Path) -> dict[str, str]:
 
 def members(out: Path, **labels: str) -> None:
     member = MemberStatus(device="pi-1", labels=labels, online=True, run=None)
-    write_service_status(out, federation="home", broker="localhost:1883", running=[], members=[member])
+    write_service_status(out, ServiceStatus(federation="home", broker="localhost:1883", running=[], members=[member]))
 
 
 def test_submit_prints_the_name_of_the_run(tmp_path: Path, forked_worker: None) -> None:
@@ -124,7 +124,7 @@ def test_submit_refuses_as_start_does(tmp_path: Path, text: str, complaint: str)
 )
 def test_submit_warns_of_labels_that_no_device_has(out: Path, where: str, labels: Any, warns: bool) -> None:
     members(out, **labels)
-    warning = submit_module._warning(RunConfig(devices_where=where), out)
+    warning = _find_warning(RunConfig(devices_where=where), out)
     assert (warning is not None) == warns
     assert warning is None or "existing labels: site=munich (1 device)." in warning
 

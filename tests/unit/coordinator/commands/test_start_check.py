@@ -28,6 +28,7 @@ def test_a_dead_broker_is_an_error(tmp_path: Path) -> None:
     assert "can begin" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_broker_that_answers_is_none(tmp_path: Path) -> None:
     broker = start_broker("mosquitto", tmp_path / "broker", "127.0.0.1", 0, None)
     try:

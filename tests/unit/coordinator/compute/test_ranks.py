@@ -136,6 +136,7 @@ def team_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Server], Team
 # --- numbers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(eftvit: Server, team_of: Callable[[Server], Team]) -> None:
     """Within the tolerance; and other processes, with the same bits. A second round has the optimizer's state."""
     team = team_of(eftvit)

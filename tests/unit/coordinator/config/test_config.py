@@ -105,6 +105,8 @@ quarantine_rounds = 4
 [privacy]
 noise_multiplier = 0.0
 clip = 0.5
+clip_quantile = 0.5
+clip_rate = 0.1
 delta = 1e-4
 accounting = "sampled"
 feature_noise = 0.0

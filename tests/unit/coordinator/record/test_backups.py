@@ -213,6 +213,7 @@ def beside_the_record(out: Path) -> int:
     return sum(file.stat().st_size for file in out.rglob("*") if file.is_file() and file.parent != out)
 
 
+@pytest.mark.slow
 def test_copies_of_many_runs_grow_with_the_record_and_not_with_its_square(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

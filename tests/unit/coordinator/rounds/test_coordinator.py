@@ -1188,7 +1188,7 @@ def test_a_run_does_not_go_on_with_another_program(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "eftvit", "generated"])
-@pytest.mark.parametrize("end", ["stopped", "killed"])
+@pytest.mark.parametrize("end", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
 def test_restarted_coordinator_continues_where_it_was(
     tmp_path: Path, configure: Configure, graph_cache: Path, method: str, end: str
 ) -> None:

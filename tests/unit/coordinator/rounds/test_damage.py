@@ -147,7 +147,10 @@ def saved(scene: Scene) -> SavedState:
 
 @pytest.mark.parametrize(
     ("kind", "restarted"),
-    [*((kind, False) for kind in KINDS), *((kind, True) for kind in ("graph", "memory", "upload"))],
+    [
+        *((kind, False) for kind in KINDS),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("graph", "memory", "upload")),
+    ],
 )
 def test_a_damaged_blob_changes_no_tensor(
     stage: Stage, calm: Callable[[str], Tensors], kind: str, restarted: bool

@@ -236,6 +236,34 @@ def test_what_cannot_be_done(tmp_path: Path) -> None:
         begin_rotation(make_wrong(tmp_path / "other"), LONG_S)
 
 
+def test_acts_stand_in_the_audit(tmp_path: Path) -> None:
+    """Of several devices each has an entry; of several of which one is unknown none is revoked."""
+    deployment = make_deployment(tmp_path / "deployment")
+    made = json.loads(run(deployment, "enroll", "a", "b", "--no-wait", "--json").stdout)
+    assert [entry["device"] for entry in made] == ["a", "b"]
+    alone = json.loads(run(deployment, "enroll", "c", "--no-wait", "--json").stdout)
+    assert alone.keys() == {"device", "token", "publisher", "expires"}
+    assert run(deployment, "revoke", "a", "unknown").exit_code != 0
+    revoked = json.loads(run(deployment, "revoke", "a", "b", "--json").stdout)
+    assert revoked["revoked"] == ["a", "b"]
+    for words in (["renew"], ["rotate-authority"], ["rotate-authority", "--finish"]):
+        assert run(deployment, *words).exit_code == 0
+    with deployment.registry.read() as rows:
+        entries = [(entry.act, entry.subject) for entry in rows.read_audit()]
+    new = deployment.authority.digest.hex()
+    assert entries == [
+        ("enroll", "a"), ("enroll", "b"), ("enroll", "c"), ("revoke", "a"), ("revoke", "b"),
+        ("renew", "server.pem, coordinator.pem"), ("rotate-authority", new), ("finish rotation", new),
+    ]  # fmt: skip
+
+
+def test_a_card_is_for_one_device(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path / "deployment")
+    card = ["--boot", str(tmp_path), "--package", str(tmp_path / "fedvit-edge.deb")]
+    for words in (["a", "b"], ["a", "--count", "2"]):
+        assert "--boot writes one card" in run(deployment, "enroll", *words, *card, "--no-wait").output
+
+
 def make_wrong(folder: Path) -> Deployment:
     """Make a deployment whose newest date is two months back."""
     deployment = make_deployment(folder)

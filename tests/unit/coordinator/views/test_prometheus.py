@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,15 +17,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.record.database import Database
+from coordinator.record.leadership import Leadership
 from coordinator.record.record import Record
+from coordinator.rounds.service.regular import CleanUps
+from coordinator.rounds.state import Pause
 from coordinator.security.expiry import CertificateEnds
 from coordinator.serving.backup import BackupFolder
+from coordinator.views import condition
 from coordinator.views import prometheus as collector_module
-from coordinator.views.observed import Observed, Served
+from coordinator.views.condition import find_condition, find_standby_condition
+from coordinator.views.observed import Observed, ObservedService, Served
 from coordinator.views.prometheus import CoordinatorCollector
+from coordinator.views.prometheus_service import StandbyCollector
 from edge_client.agent import TICK_S
 from edge_client.health.monitoring import AgentCollector
-from fedvit.errors import StorageFailed
+from fedvit.errors import DatabaseGone, DiskFull, NoRoom, StorageFailed, TooManyOpenFiles
+from fedvit.monitoring import Cause, Condition
 from fedvit.timings import LoopWatch
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from profiles.probes.meter import Sensors
@@ -62,15 +70,26 @@ def names(collector: Any) -> set[str]:
 ENDS = CertificateEnds({"authority": 3e8, "device": -60.0}, 2)
 
 
-def collector_of(stage: Stage) -> CoordinatorCollector:
+def observe(stage: Stage, **more: Any) -> Observed:
+    """Sources of a service that needs no leader, with the stage's run."""
     coordinator = stage.coordinator
     assert coordinator is not None
     served = [Served(coordinator, LoopWatch(0.1))]
     link, connected = coordinator.transport, lambda: coordinator.inbox.connected
     backups = BackupFolder(stage.out.parent / "backups")
-    return CoordinatorCollector(
-        Observed(link, connected, stage.store, stage.out, lambda: served, {}, backups.age_s, certificates=lambda: ENDS)
+    service = ObservedService("home", None, CleanUps(stage.store, stage.out, print), lambda: None)
+    sources = Observed(
+        link, connected, stage.store, stage.out, lambda: served, {}, backups.age_s, service, lambda: ENDS
     )
+    return sources._replace(**more)
+
+
+def collector_of(stage: Stage) -> CoordinatorCollector:
+    return CoordinatorCollector(observe(stage))
+
+
+def find_causes(observed: Observed) -> list[str]:
+    return [cause.cause for cause in find_condition(observed).causes]
 
 
 def fails_once(device: Fake, task: Task) -> None:
@@ -127,10 +146,99 @@ def test_metrics_of_devices_at_work(stage: Stage) -> None:
     states = {dict(labels)["state"]: count for (name, labels), count in found.items() if name == "fedvit_devices"}
     assert (states["idle"], states["offered"] + states["fetching"]) == (1, 1)
     assert found["fedvit_round_awaited_devices", (("run", "r"),)] == 1
-    collector = collector_of(stage)
-    assert collector.why_not_ready() is None
+    observed = observe(stage)
+    assert find_condition(observed) == Condition(ready=True, role="leader")
     stage.broker.stop()
-    stage.drive(lambda: collector.why_not_ready() == "no connection to the broker")
+    stage.drive(lambda: find_causes(observed) == ["broker"])
+    assert not find_condition(observed).ready
+
+
+def test_service_is_not_ready_when_each_of_its_runs_is_stopped(stage: Stage) -> None:
+    stage.start()
+    observed = observe(stage, is_connected=lambda: True)
+    [served] = observed.served()
+    paused = Pause("operator", "paused by the operator before round 1")
+    served.coordinator.state.pause = paused
+    assert find_condition(observed) == Condition(
+        ready=False, role="leader", causes=(Cause("operator", paused.reason, "r"),)
+    )
+    found = samples(CoordinatorCollector(observed))
+    assert found["fedvit_run_paused", (("reason", "operator"), ("run", "r"))] == 1
+    assert found["fedvit_run_paused", (("reason", "disk"), ("run", "r"))] == 0
+    both = observed._replace(served=lambda: [served, served])
+    assert not find_condition(both).ready
+    served.coordinator.state.pause = None
+    assert find_condition(both).ready
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(DiskFull("FV0012", "full"), "disk"), (TooManyOpenFiles("FV0013", "files"), "files"),
+     (DatabaseGone("FV0014", "gone"), "record")],
+)  # fmt: skip
+def test_service_that_can_begin_no_run_names_what_it_lacks(stage: Stage, error: NoRoom, cause: str) -> None:
+    stage.start()
+    service = ObservedService("home", None, None, lambda: error)
+    assert find_causes(observe(stage, is_connected=lambda: True, service=service)) == [cause]
+
+
+def test_disk_that_is_nearly_full_is_a_cause(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.start()
+    monkeypatch.setattr(condition, "MIN_FREE_BYTES", 1 << 60)
+    assert find_causes(observe(stage, is_connected=lambda: True)) == ["disk"]
+
+
+def test_leader_that_the_database_does_not_confirm_is_not_ready(stage: Stage, postgresql: Postgresql) -> None:
+    stage.start()
+    leadership = Leadership(postgresql.schema())
+    service = ObservedService("home", leadership, None, lambda: None)
+    observed = observe(stage, is_connected=lambda: True, service=service)
+    assert find_causes(observed) == ["leadership"]
+    label = (("federation", "home"),)
+    assert samples(CoordinatorCollector(observed))["fedvit_leader", label] == 0
+    assert leadership.try_to_lead()
+    assert find_causes(observed) == []
+    found = samples(CoordinatorCollector(observed))
+    assert (found["fedvit_leader", label], found["fedvit_leader_term", label]) == (1, leadership.term)
+    leadership.close()
+
+
+def test_metrics_of_a_standby(postgresql: Postgresql) -> None:
+    url = postgresql.schema()
+    leader, standby = Leadership(url), Leadership(url)
+    try:
+        assert leader.try_to_lead()
+        assert not standby.try_to_lead()
+        found = samples(StandbyCollector("home", standby, LoopWatch(0.2)))
+        label = (("federation", "home"),)
+        assert found["fedvit_leader", label] == found["fedvit_leader_term", label] == 0
+        assert found["fedvit_standbys", label] == found["fedvit_record_up", ()] == 1
+        assert find_standby_condition(standby) == Condition(ready=True, role="standby")
+    finally:
+        leader.close()
+        standby.close()
+
+
+def test_queue_and_clean_ups(stage: Stage) -> None:
+    stage.start()
+    observed = observe(stage)
+    assert observed.service
+    clean_ups = observed.service.clean_ups
+    assert clean_ups
+    collector = CoordinatorCollector(observed)
+    found = samples(collector)
+    assert found["fedvit_queue_length", ()] == found["fedvit_queue_oldest_seconds", ()] == 0
+    assert found["fedvit_gc_age_seconds", ()] == math.inf
+    stage.store.runs.submit("next", {"method": "fedavg"})
+    left = stage.out / "of-no-run"
+    left.mkdir()
+    (left / "coordinator.log").write_bytes(bytes(1000))
+    clean_ups.clean(threading.Event())
+    found = samples(collector)
+    assert found["fedvit_queue_length", ()] == 1
+    assert found["fedvit_queue_oldest_seconds", ()] >= 0
+    assert 0 <= found["fedvit_gc_age_seconds", ()] < math.inf
+    assert found["fedvit_gc_freed_bytes_total", ()] == clean_ups.freed_bytes
 
 
 def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> None:
@@ -139,12 +247,12 @@ def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> N
     try:
         store = Record(Database(server.schema()))
         link = MemoryTransport(SimpleQueue(), MemoryBroker(), "coordinator")
-        collector = CoordinatorCollector(Observed(link, lambda: False, store, tmp_path, lambda: (), {}))
-        assert collector.why_not_ready() == "no connection to the broker"
+        observed = Observed(link, lambda: False, store, tmp_path, lambda: (), {})
+        assert find_causes(observed) == ["broker"]
         server.stop()
-        why = collector.why_not_ready()
-        assert why
-        assert why.startswith("the record cannot be read: database postgresql")
+        [cause] = find_condition(observed).causes
+        assert cause.cause == "record"
+        assert cause.reason.startswith("the record cannot be read: database postgresql")
         store.close()
     finally:
         server.close()
@@ -216,7 +324,8 @@ def test_board_alerts_and_page_name_metrics_that_exist(stage: Stage, tmp_path: P
     of_coordinator = names(collector_of(stage))
     of_device = names(AgentCollector(device.agent.link, device.agent.state, tmp_path, loop, Sensors.find()))
     device.stop()
-    optional = {"fedvit_device_temperature_celsius"}  # where there is a sensor
+    # where there is a sensor
+    optional = {"fedvit_device_temperature_celsius"}
     exist = of_coordinator | of_device | optional
     assert len(used()) > 25
     assert used() - exist == set()

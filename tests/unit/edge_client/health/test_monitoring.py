@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from edge_client.agent import TICK_S
 from edge_client.health.monitoring import AgentCollector
+from fedvit.monitoring import Condition
 from fedvit.timings import LoopWatch
 from fedvit.wire.messages import Failed
 from profiles.probes.meter import Sensors
@@ -35,9 +36,10 @@ def test_metrics_of_a_device(world: World, fedavg: Setting, tmp_path: Path) -> N
     assert value("fedvit_device_info", device="pi", version="9.9") == 1
     assert value("fedvit_sent_bytes_total")
     assert value("fedvit_peak_rss_bytes")
-    assert collector.why_not_ready() is None
+    assert collector.condition() == Condition(ready=True, role="device")
     world.broker.stop()
-    world.server.wait(lambda: collector.why_not_ready() == "no connection to the broker")
+    world.server.wait(lambda: [cause.cause for cause in collector.condition().causes] == ["broker"])
+    assert not collector.condition().ready
 
 
 def test_failure_of_a_task_brings_the_last_log_lines(world: World, fedavg: Setting) -> None:

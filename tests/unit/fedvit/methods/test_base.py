@@ -243,7 +243,7 @@ def test_fedavgs_forward_is_the_model() -> None:
 
 GENERIC = {
     "analytic", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedprox",
-    "fedrod", "knn_per", "per_fedavg", "pfedme",
+    "fedrod", "knn_per", "per_fedavg", "personal_analytic", "pfedme",
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ OWN = {
     "fedtp": {"attention"},
     "fedvpt_d": {"head"},
     "local": {"model"},
+    "personal_analytic": {"sums", "own"},
     "personal_part": {"personal"},
     "pfedhn": {"model"},
     "pfedme": {"twin"},

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 from fedvit.models import SMALL, build_vit, light_timm
@@ -27,6 +29,7 @@ assert torchvision.ops.roi_align(torch.zeros(1, 3, 8, 8), [torch.zeros(1, 4)], 2
 """
 
 
+@pytest.mark.slow
 def test_timm_is_imported_without_the_compiler_which_is_there_when_needed() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from coordinator.security.authority import Authority
 from fedvit.errors import BadPayload
-from fedvit.secure.keys import Binding, agree, find_public_key, seal, stream_mask, unseal
-from fedvit.secure.masks import add_mask
+from fedvit.secure.keys import Binding, MaskStream, agree, find_public_key, seal, unseal
+from fedvit.secure.masks import BLOCK_WORDS, add_masks
 from fedvit.secure.shamir import join_shares, split_secret
 from fedvit.secure.signing import Credentials
 from fedvit.secure.vectors import Vector, pack_vector, unpack_vector
@@ -27,7 +27,7 @@ def test_keys_of_fixed_secrets() -> None:
     """The stream is that of RFC 8439, appendix A.1."""
     one, other = bytes(range(32)), bytes(range(32, 64))
     assert agree(one, find_public_key(other)) == agree(other, find_public_key(one))
-    zeros = next(stream_mask(bytes(32), 64))
+    zeros = MaskStream(bytes(32)).read(64)
     assert zeros.hex().startswith("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7")
 
 
@@ -76,18 +76,19 @@ def test_masks_cancel_and_vectors_keep_their_numbers(bits: int, words: int, exac
     packed = pack_vector(vector, bits)
     copy = unpack_vector(packed, words, exact, bits)
     assert all(map(np.array_equal, copy, vector))
-    add_mask(copy, bytes(32), bits)
-    add_mask(copy, bytes(32), bits, subtract=True)
+    add_masks(copy, [(bytes(32), False)], bits)
+    add_masks(copy, [(bytes(31) + b"1", False), (bytes(32), True), (bytes(31) + b"1", True)], bits)
     assert pack_vector(copy, bits) == packed
     with pytest.raises(BadPayload, check=has_code("FV2312")):
         unpack_vector(packed + b"0", words, exact, bits)
 
 
 def test_masks_over_several_blocks_are_those_of_one_stream() -> None:
-    words = 700_000  # of 3 bytes, over three blocks of which none ends with a word
-    vector = Vector.zeros(words, 2)
-    add_mask(vector, bytes(32), 24)
-    assert pack_vector(vector, 24) == b"".join(stream_mask(bytes(32), words * 3 + 16))
+    words = 2 * BLOCK_WORDS + 5
+    for bits in (16, 24, 32):
+        vector = Vector.zeros(words, 2)
+        add_masks(vector, [(bytes(32), False)], bits)
+        assert pack_vector(vector, bits) == MaskStream(bytes(32)).read(words * bits // 8 + 16)
 
 
 # --- certificates -----------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from fedvit.errors import BadPayload, NotAllowed
 from fedvit.secure.attempt import begin_attempt
 from fedvit.secure.device import DeviceSum, derive_mask
 from fedvit.secure.fixed_point import decode_mean, encode_values, find_error_bound
-from fedvit.secure.keys import Binding
-from fedvit.secure.masks import add_mask
+from fedvit.secure.keys import Binding, KeyPair
+from fedvit.secure.masks import add_masks
 from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
 from fedvit.secure.server import SumServer, SumState
 from fedvit.secure.shamir import SHARE_BYTES, join_shares
@@ -158,12 +158,12 @@ def test_colluding_neighbours_and_the_coordinator_learn_nothing() -> None:
     assert attempt.mask_secret not in guesses
     # what is left of its numbers without all known masks is still uniform
     left = unpack_vector(played.masked[victim], count, 1, 32)
-    add_mask(left, binding.derive(attempt.self_seed, "self", victim), 32, subtract=True)
+    add_masks(left, [(binding.derive(attempt.self_seed, "self", victim), True)], 32)
     for name in colluding:
         kept = devices[name].kept
         assert kept
-        key = derive_mask(binding, kept.mask_secret, state.keys[victim].keys.mask_key, name, victim)
-        add_mask(left, key, 32, subtract=victim < name)
+        key = derive_mask(binding, KeyPair(kept.mask_secret), state.keys[victim].keys.mask_key, name, victim)
+        add_masks(left, [(key, victim < name)], 32)
     _uniform(left, plain, 32)
 
 

@@ -14,6 +14,8 @@ from fedvit.tensors import map_tensors
 from fleet.api import FinishedRun, run
 from fleet.partition import DealSettings, deal
 
+pytestmark = pytest.mark.slow
+
 DEVICES, ROUNDS = 5, 6
 MODEL = {"image_size": 8, "patch_size": 4, "width": 32, "depth": 2, "heads": 2}
 

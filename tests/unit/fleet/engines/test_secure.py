@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from coordinator.config import PrivacyConfig
+from coordinator.record.privacy import PrivacyStep, compute_epsilon
 from coordinator.record.record import open_record
 from coordinator.record.tables import SUM
 from fleet.datasets.digits import read_digits
@@ -33,6 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return device_folders(out, DEVICES)
 
 
+@pytest.mark.slow
 def test_both_engines_have_the_sum_of_a_plain_run(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     models, shown = {}, {}
     for name, engine, secure in (("plain", "onnx", False), ("onnx", "onnx", True), ("torch", "torch", True)):
@@ -54,3 +57,41 @@ def test_both_engines_have_the_sum_of_a_plain_run(folders: list[Path], tmp_path:
     for name, value in models["plain"].items():
         assert np.abs(models["onnx"][name] - value).max() <= bound + 2**-22  # float32 near 1
         assert np.allclose(models["torch"][name], models["onnx"][name], atol=1e-4)
+
+
+def test_noise_in_a_sum_is_that_of_epsilon_and_clip_follows_the_updates(folders: list[Path], tmp_path: Path) -> None:
+    """The clip moves down to the updates, and epsilon is that of the noise that was added."""
+    private = {"noise_multiplier": 0.01, "clip": 2.0, "clip_quantile": 0.5, "clip_rate": 1.0}
+    values = {**VALUES, "rounds": 12, "evaluate_every": 12, "secure": True, "privacy": private}
+    simulate(RunRequest(folders, values, out=tmp_path, run="run", engine="torch"))
+    with closing(open_record(tmp_path)) as store:
+        rounds = [entry.figures for entry in store.rounds.read_all("run")]
+    config = PrivacyConfig(**private)
+    steps = [PrivacyStep(entry["sum_noise_multiplier"], DEVICES, DEVICES) for entry in rounds]
+    assert steps[0].noise_multiplier == pytest.approx(0.01)  # no sum of fewer than three devices is possible
+    assert rounds[-1]["dp_epsilon"] == pytest.approx(compute_epsilon(steps, config))
+    clips = [entry["sum_clip"] for entry in rounds]
+    assert clips[0] == 2.0
+    assert clips[1] == pytest.approx(2.0 * np.exp(-0.5), rel=0.3)
+    within = [entry["sum_within"] for entry in rounds]
+    assert within[0] == pytest.approx(1.0, abs=0.3)
+    assert min(within) < 0.85  # clip has reached the longest update
+
+
+def test_a_head_from_a_secure_sum_is_that_of_a_plain_run(
+    folders: list[Path], tmp_path: Path, graph_cache: Path
+) -> None:
+    """The rounding of the sum moves no score by a hundredth of the largest one."""
+    heads = {}
+    for name, engine, secure in (("plain", "onnx", False), ("onnx", "onnx", True), ("torch", "torch", True)):
+        values = {**VALUES, "method": "analytic", "options": {"batch_size": 8}, "secure": secure}
+        request = RunRequest(
+            folders, values, out=tmp_path / name, run="run", engine=engine, at_once=1, graph_cache=graph_cache
+        )
+        outcome = simulate(request)
+        heads[name] = load_file(outcome.folder / "model.safetensors")["head.weight"]
+        [entry] = outcome.summary.rounds
+        assert entry.figures["kept_devices"] == (1 if secure else DEVICES)
+    largest = np.abs(heads["plain"]).max()
+    for name in ("onnx", "torch"):
+        assert np.abs(heads[name] - heads["plain"]).max() <= 1e-2 * largest

@@ -97,6 +97,7 @@ def check_kept(calm: dict[str, Any], home: Path) -> None:
         assert all(np.array_equal(value, calm[f"kept/device-{number}/{name}"]) for name, value in own.items())
 
 
+@pytest.mark.slow
 def test_run_that_was_killed_ends_with_the_same_bits(folders: list[Path], tmp_path: Path) -> None:
     """kill -9 behind the checkpoint of round 2; with personal tensors, and what a codec left out."""
     calm = everything(run(folders, VALUES, tmp_path / "calm"))

@@ -199,7 +199,11 @@ class TestGrid:
         with pytest.raises(ConfigError, check=has_code("FV2001")):
             read_grid(file, "digitz")
 
-    @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
+    @pytest.mark.parametrize(
+        "file",
+        [path if "small" in path.stem else pytest.param(path, marks=pytest.mark.slow) for path in SHIPPED],
+        ids=lambda path: path.stem,
+    )
     def test_shipped_files_are_checked(self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its data set is not here, nor are its weights, of which only the path is checked. Its name is that of its
         results."""
@@ -304,6 +308,7 @@ class TestRun:
         assert (ran, lines) == ([], [])
         assert again == first
 
+    @pytest.mark.slow
     def test_a_changed_option_runs_its_cells_alone(
         self, tiny_run: tuple[Path, ExperimentRun], run_here: Callable[[Path, Path], ExperimentRun], tmp_path: Path
     ) -> None:
@@ -515,6 +520,7 @@ def test_reference_is_a_method_of_the_file(tmp_path: Path) -> None:
         read_grid(written(tmp_path, 'reference = "fedavgg"\n' + FILE))
 
 
+@pytest.mark.slow
 def test_experiment_that_was_interrupted_is_resumed(
     tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:

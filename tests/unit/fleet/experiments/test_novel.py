@@ -87,6 +87,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, graph_cache: Path) -> tuple[P
     return out, run_experiment(written_experiment(out, FILE), out, graph_cache=graph_cache)
 
 
+@pytest.mark.slow
 def test_novel_device_is_in_no_training(done: tuple[Path, ExperimentRun]) -> None:
     """The same device for all methods; three others trained."""
     _, (outcome, _, lines) = done
@@ -102,6 +103,7 @@ def test_novel_device_is_in_no_training(done: tuple[Path, ExperimentRun]) -> Non
     assert len(novel) == 1
 
 
+@pytest.mark.slow
 def test_reports_have_a_table_of_novel_devices(done: tuple[Path, ExperimentRun]) -> None:
     _, (outcome, _, _) = done
     table = markdown_report(outcome).partition("novel devices")[2]
@@ -113,6 +115,7 @@ def test_reports_have_a_table_of_novel_devices(done: tuple[Path, ExperimentRun])
     assert "<h2>Novel devices</h2>" in html_report(outcome)
 
 
+@pytest.mark.slow
 def test_novel_device_without_an_own_part_tests_the_trained_model(done: tuple[Path, ExperimentRun]) -> None:
     """As timm's own model answers with the server's tensors."""
     out, (outcome, _, _) = done
@@ -130,6 +133,7 @@ def test_novel_device_without_an_own_part_tests_the_trained_model(done: tuple[Pa
     assert accuracy == pytest.approx(right.mean(), abs=1 / len(files))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "learns"), [("fedtp", False), ("pfedpg", True)])
 def test_generator_gets_an_embedding_and_learns_where_it_is_asked_to(
     method: str, learns: bool, done: tuple[Path, ExperimentRun]

@@ -148,6 +148,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, graph_cache: Path) -> tuple[P
     return out, run_experiment(written_experiment(out, FILE), out, graph_cache=graph_cache)
 
 
+@pytest.mark.slow
 def test_cells_of_the_first_seed_have_pictures(done: tuple[Path, ExperimentRun]) -> None:
     """Of the same images for both methods; only FedTP's server has embeddings."""
     out, (outcome, _, lines) = done
@@ -170,6 +171,7 @@ def test_cells_of_the_first_seed_have_pictures(done: tuple[Path, ExperimentRun])
         assert one.label == file.parent.name
 
 
+@pytest.mark.slow
 def test_page_shows_pictures_of_cells_that_have_them(done: tuple[Path, ExperimentRun]) -> None:
     _, (outcome, _, _) = done
     page = html_report(outcome)
@@ -182,6 +184,7 @@ def test_page_shows_pictures_of_cells_that_have_them(done: tuple[Path, Experimen
     assert html_report(without).count("<svg") == 5
 
 
+@pytest.mark.slow
 def test_saved_hypernetwork_makes_the_same_tensors_again(done: tuple[Path, ExperimentRun]) -> None:
     """As the page about methods says."""
     out, _ = done

@@ -219,6 +219,7 @@ REAL = (
 )
 
 
+@pytest.mark.slow
 def test_search_finds_the_good_rate_among_silly_ones(
     tmp_path: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:
@@ -250,6 +251,7 @@ def test_device_with_too_few_images_is_found_before_anything_runs(
     assert not (tmp_path / "cells").exists()
 
 
+@pytest.mark.slow
 def test_search_that_was_killed_is_resumed(
     tmp_path: Path, graph_cache: Path, run_here: Callable[[Path, Path], ExperimentRun]
 ) -> None:

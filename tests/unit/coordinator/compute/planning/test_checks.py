@@ -11,8 +11,9 @@ from tests.support.codes import has_code
 from tests.support.runs import Configure
 
 AVERAGED = {
-    "adapters", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedbn",
-    "fedper", "fedperfix", "fedprox", "fedrep", "fedrod", "fedvpt_d", "knn_per", "per_fedavg", "personal_part",
+    "adapters", "analytic", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt",
+    "fedbn", "fedper", "fedperfix", "fedprox", "fedrep", "fedrod", "fedvpt_d", "knn_per", "per_fedavg",
+    "personal_analytic", "personal_part",
     "pfedme", "prefix", "prompts", "vanilla_attention",
 }  # fmt: skip
 

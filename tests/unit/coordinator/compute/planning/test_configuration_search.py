@@ -238,6 +238,14 @@ def check(made: Bench, target: PlannedDevice, method: Method, choice: Choice) ->
     assert chosen.quality >= best - 1e-9, choice
 
 
+DEAR = ("eftvit", "apfl")
+"""Methods with so many forms that to price each of them takes ten seconds."""
+
+
+def mark_dear(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow if case[0] in DEAR else ())
+
+
 CASES = [
     (name, kind, share)
     for name, kinds in {
@@ -251,7 +259,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "share"), CASES)
+@pytest.mark.parametrize(("name", "kind", "share"), [mark_dear(*case) for case in CASES])
 def test_the_form_that_keeps_the_most_is_chosen(
     name: str, kind: BudgetKind, share: float, bench: Callable[[str], Bench]
 ) -> None:
@@ -297,6 +305,7 @@ def test_what_saves_memory_alone_does_not_raise_the_fewest_flops(bench: Callable
     assert method.epochs == 1
 
 
+@pytest.mark.slow
 def test_several_budgets_at_once(bench: Callable[[str], Bench]) -> None:
     """Less memory, and half the time: both are kept."""
     made = bench("eftvit")
@@ -307,7 +316,7 @@ def test_several_budgets_at_once(bench: Callable[[str], Bench]) -> None:
         check(made, target, *made.search.find(made.method, target))
 
 
-@pytest.mark.parametrize(("name", "kind"), sorted({(name, kind) for name, kind, _ in CASES}))
+@pytest.mark.parametrize(("name", "kind"), [mark_dear(*case) for case in sorted({case[:2] for case in CASES})])
 def test_the_smallest_budget_is_named_and_would_do(name: str, kind: BudgetKind, bench: Callable[[str], Bench]) -> None:
     """Far too little of one kind: the message says how much would be enough, in three digits, rounded up; with that
     much it fits, and with a few percent less it does not."""

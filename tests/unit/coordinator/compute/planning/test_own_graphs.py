@@ -18,6 +18,7 @@ def test_export_from_source_gives_the_listed_graphs(method: str) -> None:
     assert set(make_digests((method, SMALL, 10))) <= read_own_graphs()
 
 
+@pytest.mark.slow
 def test_digests_do_not_depend_on_the_processor() -> None:
     """torch computes without the instructions that it would choose on this processor."""
     cases = [("eftvit", SMALL, 5), ("fedtp", SMALL, 5)]

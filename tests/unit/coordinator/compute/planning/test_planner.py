@@ -404,6 +404,7 @@ def test_a_device_gets_what_fits_its_budget(staged: Any) -> None:
     assert [phase.epochs for phase in made.choose_variant("b", 1, target_of("b"))[0].program.train] == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compute", "kind"), [("int8", "integers"), ("fp16", "halves")])
 def test_rounded_products_are_given_to_devices_that_are_faster_with_them(
     compute: str, kind: ProductKind, configure: Configure, blobs: BlobStore, graph_cache: Path

@@ -42,6 +42,7 @@ def wait_for_rounds(folder: Path, uri: str, rounds: list[int]) -> None:
     wait_until(are_written, f"MLflow at {uri} has rounds {rounds}", wait_s=240.0, pause_s=0.1)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumption_are_one_run_of_mlflow(
     store: Record, configured: Configured, close_round: Close, tmp_path: Path, uri: str
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_run_and_its_resumption_are_one_run_of_mlflow(
     assert said == []
 
 
+@pytest.mark.slow
 def test_a_run_goes_to_another_server_as_a_whole(
     store: Record, configured: Configured, close_round: Close, tmp_path: Path, uri: str
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_run_goes_to_another_server_as_a_whole(
     assert [entry.step for entry in client.get_metric_history(run.info.run_id, "loss/train")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_that_mlflow_lost_is_written_anew(
     store: Record, configured: Configured, tmp_path: Path, uri: str
 ) -> None:
@@ -124,6 +127,7 @@ def test_a_server_that_never_answers_holds_up_nothing(
         ]
 
 
+@pytest.mark.slow
 def test_server_without_answer_is_reported(store: Record, configured: Configured, tmp_path: Path) -> None:
     """Nobody listens on that port."""
     said: list[str] = []

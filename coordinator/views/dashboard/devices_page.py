@@ -13,7 +13,6 @@ from coordinator.rounds.status import LiveStatus, Member, read_members
 from coordinator.run_view import DeviceView, Standing, read_run, read_standings, view_device
 from coordinator.views.dashboard import charts
 from coordinator.views.dashboard.frame import Part, Site, find_status, follow, link, page
-from fedvit.errors import ConfigError
 
 _LINK = """params => {
   const link = document.createElement('a');
@@ -171,27 +170,29 @@ def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[s
     }
 
 
-def newest_run(store: Record) -> str:
-    """Find the newest run. Raises ConfigError if there is none."""
-    record = next(iter(store.runs.read_all()), None)
-    if record is None:
-        raise ConfigError("FV1807", "there is no run yet")
-    return record.id
+def newest_run(store: Record) -> str | None:
+    """Find the newest run that has begun, else the newest of all; None if there is none."""
+    records = store.runs.read_all()
+    return next((record.id for record in records if record.status != "queued"), records[0].id if records else None)
 
 
 async def show(site: Site, run: str | None) -> None:
     """Show the page."""
-    with page("Fleet", "/fleet"):
-        head = Part("fleet.html", "head")
+    with page("Devices", "/devices"):
+        head = Part("devices.html", "head")
+        name = run if run is not None else await site.reader(newest_run)
+        may_enrol = site.may("enrol") and site.deployment is not None
+        if name is None:
+            head.show(run=None, devices=0, states={}, may_enrol=may_enrol)
+            return
         search = ui.input("Filter all columns").props("outlined dense clearable").classes("search")
         shown: list[dict[str, Any]] = []
-        name = run if run is not None else await site.reader(newest_run)
 
         async def read_rows() -> list[dict[str, Any]]:
             seen = await site.reader(read_details, name)
             members, revoked = read_members(site.folder / name), await asyncio.to_thread(site.list_revoked)
             fresh = rows(name, seen, members, find_status(site, name), revoked)
-            head.show(run=name, devices=len(fresh), states=_count_states(fresh))
+            head.show(run=name, devices=len(fresh), states=_count_states(fresh), may_enrol=may_enrol)
             return fresh
 
         shown = await read_rows()
@@ -206,7 +207,7 @@ async def show(site: Site, run: str | None) -> None:
                 "overlayNoRowsTemplate": "<span>no device has taken part yet</span>",
             },
             auto_size_columns=False,
-        ).classes("fleet")
+        ).classes("grid")
         search.on_value_change(
             lambda event: grid.run_grid_method("setGridOption", "quickFilterText", event.value or "")
         )

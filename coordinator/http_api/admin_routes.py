@@ -1,0 +1,137 @@
+"""Endpoints of the service itself: tokens, audit, backups, and who asks."""
+
+import asyncio
+from importlib.metadata import version
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import Depends, Query, Request
+from msgspec import Struct
+
+from coordinator.http_api.answers import read_body
+from coordinator.http_api.routes import Routes, identity_of
+from coordinator.http_api.run_routes import MOST
+from coordinator.http_api.site import ApiSite
+from coordinator.operations.access import add_token, remove_token
+from coordinator.operations.auditing import AuditVerdict, check_audit, read_audit
+from coordinator.operations.backing_up import make_backup
+from coordinator.operations.documents import Done
+from coordinator.record.tables import AuditEntry
+from coordinator.security.api_tokens import UserRole
+
+Part = Literal["runs", "deployment"]
+
+
+class Greeting(Struct, frozen=True, kw_only=True):
+    """The server, and who asks."""
+
+    software: str
+    name: str
+    role: UserRole
+
+
+class NewToken(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A token to make."""
+
+    name: str
+    role: UserRole = "viewer"
+    days: Annotated[float, msgspec.Meta(gt=0, le=36_500)] | None = None  # None: it does not expire
+
+
+class MadeToken(Struct, frozen=True, kw_only=True):
+    """A new token, whose text is shown once."""
+
+    name: str
+    role: UserRole
+    token: str
+
+
+class ListedToken(Struct, frozen=True, kw_only=True):
+    """A token, without its text."""
+
+    name: str
+    role: UserRole
+    made_at: str
+    expires_at: str | None
+
+
+class BackupLine(Struct, frozen=True, kw_only=True):
+    """A backup, without its list of files."""
+
+    name: str
+    made_at: str
+    runs: list[str]
+    bytes: int
+    new_bytes: int
+
+
+class NewBackup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a backup."""
+
+    keep: Annotated[int, msgspec.Meta(ge=1)] | None = None  # remove older backups than the newest so many
+
+
+def add_admin_routes(routes: Routes, site: ApiSite) -> None:
+    """Add the endpoints."""
+    tokens = site.credentials.tokens
+    deployment = site.deployment.folder if site.deployment else None
+
+    async def greet(request: Request) -> Greeting:
+        """Return the version of the server, and the name and role of the token."""
+        sender = identity_of(request)
+        return Greeting(software=version("fedvit"), name=sender.name, role=sender.role)
+
+    async def list_tokens() -> list[ListedToken]:
+        """List the tokens by name, without their texts."""
+        return [
+            ListedToken(name=token.name, role=token.role, made_at=token.made_at, expires_at=token.expires_at)
+            for token in tokens.list_all()
+        ]
+
+    async def make_token(body: Annotated[NewToken, Depends(read_body(NewToken))]) -> MadeToken:
+        """Make a token; its text is in this answer alone."""
+        text = await site.change_folder(lambda: add_token(site.folder, body.name, body.role, body.days))
+        return MadeToken(name=body.name, role=body.role, token=text)
+
+    async def delete_token(name: str) -> Done:
+        """Make a token invalid at once."""
+        await site.change_folder(lambda: remove_token(site.folder, name))
+        return Done(lines=[f"token {name} is removed"])
+
+    async def list_audit(
+        last: Annotated[int, Query(ge=1, le=MOST)] = 50, of: Annotated[Part, Query()] = "runs"
+    ) -> list[AuditEntry]:
+        """List who changed what, when and from where; the newest last."""
+        folder = None if of == "runs" else await site.use_devices(lambda _: deployment)
+        return await asyncio.to_thread(read_audit, site.folder, folder, last)
+
+    async def verify_audit(of: Annotated[Part, Query()] = "runs") -> AuditVerdict:
+        """Verify the chain of digests of the audit."""
+        folder = None if of == "runs" else await site.use_devices(lambda _: deployment)
+        return await asyncio.to_thread(check_audit, site.folder, folder)
+
+    async def list_backups() -> list[BackupLine]:
+        """List the backups, the oldest first."""
+        return [
+            BackupLine(name=made.name, made_at=made.made_at, runs=made.runs, bytes=made.bytes, new_bytes=made.new_bytes)
+            for made in site.find_backups().list_all()
+        ]
+
+    async def back_up(body: Annotated[NewBackup, Depends(read_body(NewBackup))]) -> BackupLine:
+        """Make a backup of the runs and the deployment, also while they are served."""
+        backups = site.find_backups()
+        made = await site.change_folder(
+            lambda: make_backup(backups, site.folder, deployment, body.keep, lambda line: None)
+        )
+        return BackupLine(
+            name=made.name, made_at=made.made_at, runs=made.runs, bytes=made.bytes, new_bytes=made.new_bytes
+        )
+
+    routes.add("GET", "/me", "viewer", greet, Greeting)
+    routes.add("GET", "/tokens", "admin", list_tokens, list[ListedToken])
+    routes.add("POST", "/tokens", "admin", make_token, MadeToken, body=NewToken)
+    routes.add("DELETE", "/tokens/{name}", "admin", delete_token, Done)
+    routes.add("GET", "/audit", "admin", list_audit, list[AuditEntry])
+    routes.add("GET", "/audit/verdict", "admin", verify_audit, AuditVerdict)
+    routes.add("GET", "/backups", "admin", list_backups, list[BackupLine])
+    routes.add("POST", "/backups", "admin", back_up, BackupLine, body=NewBackup)

@@ -1,0 +1,121 @@
+"""The application of the HTTP API, and the guard in front of it."""
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.requests import HTTPConnection, Request
+
+from coordinator.http_api.admin_routes import add_admin_routes
+from coordinator.http_api.answers import add_error_handlers, describe_error
+from coordinator.http_api.device_routes import add_device_routes
+from coordinator.http_api.downloads import add_download_routes
+from coordinator.http_api.events import add_event_routes
+from coordinator.http_api.routes import IDENTITY, Routes
+from coordinator.http_api.run_routes import add_run_routes
+from coordinator.http_api.site import ApiSite
+from coordinator.record.audit import Actor, acting_as
+from coordinator.security.api_tokens import Identity
+from coordinator.security.credentials import Credentials, Forbidden, network_of
+from fedvit.errors import FedvitError
+
+ROOT = "/api/v1"
+"""Begins the path of every endpoint."""
+DOCUMENT = "/openapi.json"
+_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+
+Scope = MutableMapping[str, Any]
+
+
+class Unknown(FedvitError):
+    """A request has no valid token."""
+
+    general_code = "FV1811"
+
+
+def make_app(site: ApiSite) -> FastAPI:
+    """Make the application with all endpoints."""
+    app = FastAPI(title="fedvit", version=version("fedvit"), docs_url=None, redoc_url=None, openapi_url=None)
+    routes = Routes(app)
+    for add in (add_run_routes, add_device_routes, add_admin_routes, add_event_routes, add_download_routes):
+        add(routes, site)
+    add_error_handlers(app)
+
+    async def describe() -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        return make_document(app, routes)
+
+    routes.add("GET", DOCUMENT, "viewer", describe, dict[str, Any])
+    return app
+
+
+def make_document(app: FastAPI, routes: Routes) -> dict[str, Any]:
+    """Return the OpenAPI document, in which the types of msgspec are components."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        document["servers"] = [{"url": ROOT}]
+        document["components"] = {
+            "schemas": routes.schemas.components(),
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        }
+        app.openapi_schema = document
+    made: dict[str, Any] = app.openapi_schema
+    return made
+
+
+@dataclass
+class ApiGuard:
+    """An ASGI application that passes on requests of people and programs that it recognises.
+
+    `find_session` returns who has a session of the dashboard, which may read.
+    """
+
+    app: Any
+    credentials: Credentials
+    find_session: Callable[[HTTPConnection], Identity | None] = lambda request: None
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Answer a request whose sender is unknown, or pass it on in the sender's name."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        request, send = Request(scope), _add_headers(send)
+        try:
+            sender = await self._recognise(request)
+        except FedvitError as error:
+            await describe_error(error)(scope, receive, send)
+            return
+        address = request.client.host if request.client else ""
+        path = scope["path"].removeprefix(ROOT)
+        inner = {**scope, "path": path, "raw_path": path.encode("utf-8", "replace"), IDENTITY: sender}
+        with acting_as(Actor(sender.name, f"API {address}")):
+            await self.app(inner, receive, send)
+
+    async def _recognise(self, request: Request) -> Identity:
+        """Return who sent a request. Raises Unknown, TooManyAttempts."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and token:
+            address = network_of(request.client.host if request.client else None)
+            if found := await self.credentials.check(token.strip(), address, "header"):
+                return found
+            raise Unknown("FV1811", "the token is not valid: it is wrong, has expired, or was removed")
+        if (found := self.find_session(request)) is not None:
+            if request.method in ("GET", "HEAD"):
+                return found
+            raise Forbidden("FV1812", "a session of the dashboard may only read: use a token")
+        raise Unknown("FV1811", "a token is missing: send the header `Authorization: Bearer TOKEN`")
+
+
+def _add_headers(send: Any) -> Any:
+    async def send_on(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *_HEADERS]}
+        await send(message)
+
+    return send_on

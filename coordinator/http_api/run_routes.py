@@ -1,0 +1,227 @@
+"""Endpoints of runs and of the service that serves them."""
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Depends, Query, Request
+from msgspec import Struct
+
+from coordinator.http_api.answers import read_body
+from coordinator.http_api.routes import Routes, identity_of
+from coordinator.http_api.site import ApiSite
+from coordinator.operations.cleaning import clean_up
+from coordinator.operations.documents import Changed, RunActivity, ServiceOverview, Submitted
+from coordinator.operations.runs import NEWEST, LocalRuns
+from coordinator.operations.submitting import HIGHEST_PRIORITY, Submission, parse_time, submit
+from coordinator.record.opening import newest_run
+from coordinator.record.record import Record
+from coordinator.record.retention import Removal, RetentionPolicy, remove_runs
+from coordinator.record.tables import RunStatus
+from coordinator.rounds.service.releasing import release
+from coordinator.run_view import (
+    DeviceView,
+    RoundView,
+    RunFilter,
+    RunPage,
+    RunProgress,
+    RunView,
+    Standing,
+    list_page,
+    read_devices,
+    read_progress,
+    read_rounds,
+    read_run,
+    read_sizes,
+    read_standings,
+    show_document,
+)
+
+MOST = 500
+"""Most entries of one page."""
+Offset = Annotated[int, Query(ge=0, le=2**31, description="Entries before the page.")]
+Limit = Annotated[int, Query(ge=1, le=MOST, description="Most entries of the page.")]
+Rounds = Annotated[int, Query(ge=0, le=2**31, description="Newest rounds with accuracies by device.")]
+Word = Annotated[str, Query(max_length=200)]
+
+
+class NewRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run to submit."""
+
+    config: dict[str, Any] = {}  # keys of run.toml
+    name: str | None = None  # by default date, time and method
+    priority: Annotated[int, msgspec.Meta(ge=-HIGHEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
+    at: str | None = None  # begin not before: ISO 8601, or from now on, such as +8h
+
+
+class Released(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Devices whose quarantine ends."""
+
+    devices: list[str]
+
+
+class CleanUp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a clean-up, as those of `coordinator gc`."""
+
+    keep_runs: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    keep_rounds: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    dry_run: bool = False
+    keep_mirrors: bool = False
+
+
+class RoundPage(Struct, frozen=True, kw_only=True):
+    """Some closed rounds of a run, the newest first."""
+
+    rounds: list[RoundView]
+    total: int
+
+
+class RunDevicePage(Struct, frozen=True, kw_only=True):
+    """Some devices of a run, by name."""
+
+    devices: list[DeviceView]
+    total: int
+
+
+class Sizes(Struct, frozen=True, kw_only=True):
+    """Bytes of the folders of runs."""
+
+    bytes: dict[str, int]
+
+
+def resolve(store: Record, site: ApiSite, run: str) -> str:
+    """Return the name of a run; `NEWEST` stands for the newest."""
+    return newest_run(store, site.folder) if run == NEWEST else run
+
+
+def find_name(store: Record, site: ApiSite, run: str) -> str:
+    """Return the name of an existing run. Raises ConfigError if there is none."""
+    return store.runs.read(resolve(store, site, run)).id
+
+
+def add_run_routes(routes: Routes, site: ApiSite) -> None:
+    """Add the endpoints."""
+
+    def find_progress(store: Record, run: str) -> RunProgress:
+        return read_progress(store, store.runs.read(resolve(store, site, run)))
+
+    def find_rounds(store: Record, run: str, offset: int, limit: int) -> RoundPage:
+        rounds = read_rounds(store, resolve(store, site, run))
+        return RoundPage(rounds=rounds[::-1][offset : offset + limit], total=len(rounds))
+
+    def find_devices(store: Record, run: str, offset: int, limit: int) -> RunDevicePage:
+        name = resolve(store, site, run)
+        store.runs.read(name)
+        devices = read_devices(store, name)
+        return RunDevicePage(devices=devices[offset : offset + limit], total=len(devices))
+
+    def find_details(store: Record, run: str, accuracy_rounds: int | None) -> dict[str, Any]:
+        return show_document(read_run(store, resolve(store, site, run), accuracy_of=accuracy_rounds))
+
+    def find_standings(store: Record, run: str) -> list[Standing]:
+        return read_standings(store, resolve(store, site, run))
+
+    async def list_runs(
+        status: Annotated[list[RunStatus], Query()] = [],  # noqa: B006 - FastAPI copies it
+        method: Word = "",
+        model: Word = "",
+        name: Word = "",
+        offset: Offset = 0,
+        limit: Limit = 50,
+    ) -> RunPage:
+        """List runs, the newest first: those of a status, method and model, whose name contains a text."""
+        return await site.read(list_page, RunFilter(tuple(status), method, model, name), offset, limit)
+
+    async def list_sizes() -> Sizes:
+        """Measure the folders of all runs."""
+        return Sizes(bytes=await site.read(read_sizes, site.folder))
+
+    async def submit_run(request: Request, body: Annotated[NewRun, Depends(read_body(NewRun))]) -> Submitted:
+        """Put a run into the queue. Only an admin may name files and addresses of the server."""
+        at = None if body.at is None else parse_time(body.at)
+        asked = Submission(body.config, "config", body.name, body.priority, at)
+        places = identity_of(request).may("admin")
+        return await site.change_folder(lambda: submit(site.folder, asked, places=places))
+
+    async def show_run(run: str) -> RunProgress:
+        """Read the state, the progress and the settings of a run; ~newest stands for the newest."""
+        return await site.read(find_progress, run)
+
+    async def show_details(run: str, accuracy_rounds: Rounds | None = None) -> dict[str, Any]:
+        """Read all rounds, devices and refusals of a run."""
+        return await site.read(find_details, run, accuracy_rounds)
+
+    async def list_rounds(run: str, offset: Offset = 0, limit: Limit = 50) -> RoundPage:
+        """List closed rounds, the newest first."""
+        return await site.read(find_rounds, run, offset, limit)
+
+    async def list_run_devices(run: str, offset: Offset = 0, limit: Limit = 50) -> RunDevicePage:
+        """List the devices of a run by name, with what they did in closed rounds."""
+        return await site.read(find_devices, run, offset, limit)
+
+    async def list_standings(run: str) -> list[Standing]:
+        """List devices with strikes or in quarantine."""
+        return await site.read(find_standings, run)
+
+    async def release_devices(run: str, body: Annotated[Released, Depends(read_body(Released))]) -> list[Standing]:
+        """End the quarantine of devices, and reset their strikes."""
+
+        def act(store: Record) -> list[Standing]:
+            store.runs.read(run)
+            for device in body.devices:
+                release(store, run, device)
+            return read_standings(store, run)
+
+        return await site.change_record(act)
+
+    async def show_activity(run: str) -> RunActivity:
+        """Read what a run waits for."""
+        return await site.read_run(lambda runs: runs.read_activity(run))
+
+    async def show_service() -> ServiceOverview:
+        """Read what the service does: its runs, its queue, its devices."""
+        return await site.read_run(LocalRuns.read_service)
+
+    async def cancel_run(run: str) -> Changed:
+        """End a run for good."""
+        return await site.change(lambda runs: runs.cancel(run))
+
+    async def pause_run(run: str) -> Changed:
+        """Let a run open no new round."""
+        return await site.change(lambda runs: runs.pause(run))
+
+    async def unpause_run(run: str) -> Changed:
+        """Let a paused run open rounds again."""
+        return await site.change(lambda runs: runs.unpause(run))
+
+    async def retry_run(run: str) -> Changed:
+        """Let the service serve a failed run again."""
+        return await site.change(lambda runs: runs.retry(run))
+
+    async def remove_run(run: str, force: bool = False, keep_mirrors: bool = False) -> list[Removal]:
+        """Remove a run: its rows, its folder and its mirror."""
+        return await site.change_record(
+            lambda store: remove_runs(store, site.folder, [run], force=force, keep_mirrors=keep_mirrors)
+        )
+
+    async def clean_runs(body: Annotated[CleanUp, Depends(read_body(CleanUp))]) -> list[Removal]:
+        """Remove runs and details beyond a policy, and unreferenced files."""
+        policy = RetentionPolicy(**msgspec.structs.asdict(body))
+        return await site.change_record(lambda store: clean_up(store, site.folder, policy))
+
+    routes.add("GET", "/runs", "viewer", list_runs, RunPage)
+    routes.add("POST", "/runs", "operator", submit_run, Submitted, body=NewRun)
+    routes.add("GET", "/sizes", "viewer", list_sizes, Sizes)
+    routes.add("GET", "/runs/{run}", "viewer", show_run, RunProgress)
+    routes.add("DELETE", "/runs/{run}", "admin", remove_run, list[Removal])
+    routes.add("GET", "/runs/{run}/details", "viewer", show_details, RunView)
+    routes.add("GET", "/runs/{run}/rounds", "viewer", list_rounds, RoundPage)
+    routes.add("GET", "/runs/{run}/devices", "viewer", list_run_devices, RunDevicePage)
+    routes.add("GET", "/runs/{run}/standings", "viewer", list_standings, list[Standing])
+    routes.add("POST", "/runs/{run}/release", "operator", release_devices, list[Standing], body=Released)
+    routes.add("GET", "/runs/{run}/activity", "viewer", show_activity, RunActivity)
+    routes.add("GET", "/service", "viewer", show_service, ServiceOverview)
+    routes.add("POST", "/runs/{run}/cancel", "operator", cancel_run, Changed)
+    routes.add("POST", "/runs/{run}/pause", "operator", pause_run, Changed)
+    routes.add("POST", "/runs/{run}/unpause", "operator", unpause_run, Changed)
+    routes.add("POST", "/runs/{run}/retry", "operator", retry_run, Changed)
+    routes.add("POST", "/gc", "admin", clean_runs, list[Removal], body=CleanUp)

@@ -1,0 +1,75 @@
+"""What the endpoints share: the folders that they work on, and how they read and write the record."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from coordinator.operations.devices import LocalDevices
+from coordinator.operations.runs import LocalRuns
+from coordinator.record.record import Record, open_record
+from coordinator.security.credentials import Credentials
+from coordinator.security.folder import Deployment
+from coordinator.serving.backup import BackupFolder
+from coordinator.views.dashboard.reader import RecordReader
+from fedvit.errors import ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class ApiSite:
+    """The folders of a service, and who may use them."""
+
+    reader: RecordReader
+    folder: Path  # of the runs
+    credentials: Credentials
+    deployment: Deployment | None = None
+    backups: BackupFolder | None = None
+
+    async def read(self, question: Callable[Concatenate[Record, P], T], *arguments: P.args, **no: P.kwargs) -> T:
+        """Return the answer to a question to the record, which requests share until the record changes."""
+        return await self.reader(question, *arguments, **no)
+
+    async def read_run(self, question: Callable[[LocalRuns], T]) -> T:
+        """Return the answer to a question that depends on more than the record, such as files of a run."""
+        return await asyncio.to_thread(question, LocalRuns(self.reader.store, self.folder))
+
+    async def change(self, act: Callable[[LocalRuns], T]) -> T:
+        """Change runs."""
+        return await self.change_record(lambda store: act(LocalRuns(store, self.folder)))
+
+    async def change_record(self, act: Callable[[Record], T]) -> T:
+        """Change the record; later requests see the change."""
+        try:
+            return await asyncio.to_thread(self._write, act)
+        finally:
+            self.reader.forget()
+
+    async def change_folder(self, act: Callable[[], T]) -> T:
+        """Do something that opens the record itself."""
+        try:
+            return await asyncio.to_thread(act)
+        finally:
+            self.reader.forget()
+
+    async def use_devices(self, act: Callable[[LocalDevices], T]) -> T:
+        """Look at the devices of the deployment, or change them. Raises ConfigError if there is no deployment."""
+        if self.deployment is None:
+            raise ConfigError("FV1816", "this server knows no deployment: start it with --deployment")
+        return await asyncio.to_thread(act, LocalDevices(self.deployment, self.folder))
+
+    def find_backups(self) -> BackupFolder:
+        """Return the folder of backups. Raises ConfigError if the server has none."""
+        if self.backups is None:
+            raise ConfigError("FV1816", "this server has no folder of backups: start it with --backups")
+        return self.backups
+
+    def _write(self, act: Callable[[Record], T]) -> T:
+        store = open_record(self.folder, check=False)
+        try:
+            return act(store)
+        finally:
+            store.close()

@@ -1,0 +1,60 @@
+"""Opens what a command works on: folders of this machine, or the service of another one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from coordinator.operations.documents import Submitted
+from coordinator.operations.runs import LocalRuns
+from coordinator.operations.submitting import Submission, submit
+from coordinator.record.opening import open_existing_record
+
+if TYPE_CHECKING:
+    from coordinator.operations.devices import LocalDevices
+    from coordinator.operations.remote import RemoteDevices, RemoteRuns
+    from fedvit.client import Service
+
+SERVICE = "fedvit.service"
+"""Key of a command's context: the service of another machine."""
+
+
+def find_service() -> "Service | None":
+    """Return the service that `--server` names; None: the command works on this machine."""
+    context = click.get_current_context(silent=True)
+    return context.meta.get(SERVICE) if context else None
+
+
+@contextmanager
+def open_runs(folder: Path, *, writes: bool = False) -> "Iterator[LocalRuns | RemoteRuns]":
+    """Open the runs for one command. Raises ConfigError if the folder has no record."""
+    if (service := find_service()) is not None:
+        yield import_module("coordinator.operations.remote").RemoteRuns(service)
+        return
+    store = open_existing_record(folder, writes=writes)
+    try:
+        yield LocalRuns(store, folder)
+    finally:
+        store.close()
+
+
+def submit_run(folder: Path, asked: Submission) -> Submitted:
+    """Put a run into the queue of a service. Raises ConfigError."""
+    if (service := find_service()) is not None:
+        submitted: Submitted = import_module("coordinator.operations.remote").RemoteRuns(service).submit(asked)
+        return submitted
+    return submit(folder, asked)
+
+
+def open_devices(folder: Path, runs: Path | None = None) -> "LocalDevices | RemoteDevices":
+    """Open a deployment, and the folder of its runs. Raises ConfigError if there is none."""
+    if (service := find_service()) is not None:
+        remote: RemoteDevices = import_module("coordinator.operations.remote").RemoteDevices(service)
+        return remote
+    devices = import_module("coordinator.operations.devices")  # late: cryptography, which runs do not need
+    deployment = import_module("coordinator.security.folder").Deployment.open(folder)
+    local: LocalDevices = devices.LocalDevices(deployment, runs)
+    return local

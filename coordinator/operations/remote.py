@@ -1,0 +1,127 @@
+"""The same operations on the service of another machine, by its HTTP API."""
+
+from typing import Any
+
+from coordinator.operations.documents import (
+    Changed,
+    DeviceLabels,
+    DeviceList,
+    Done,
+    RunActivity,
+    ServiceOverview,
+    Submitted,
+)
+from coordinator.operations.runs import NEWEST
+from coordinator.operations.submitting import Submission
+from coordinator.record.tables import DeviceLog
+from coordinator.run_view import RunLine, RunProgress, RunView, read_document
+from fedvit.client import Service
+from fedvit.labels import parse_label
+
+_PAGE = 500
+
+
+class RemoteRuns:
+    """The runs of a service, as `LocalRuns`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def resolve(self, run: str | None) -> str:
+        """Return the name of a run; None stands for the newest."""
+        return run or self.read_progress(None).run
+
+    def list_all(self) -> list[RunLine]:
+        """List all runs, newest first, with the sizes of their folders."""
+        sizes = self._service.get("sizes")["bytes"]
+        entries: list[dict[str, Any]] = []
+        while True:
+            page = self._service.get("runs", offset=len(entries), limit=_PAGE)
+            entries += page["runs"]
+            if not page["runs"] or len(entries) >= page["total"]:
+                break
+        return [RunLine(**entry, bytes=sizes.get(entry["run"], 0)) for entry in entries]
+
+    def read(self, run: str | None, accuracy_of: int | None = None) -> RunView:
+        """Read a run, with accuracies by device of its newest `accuracy_of` rounds; None: of all."""
+        return read_document(self._service.get("runs", run or NEWEST, "details", accuracy_rounds=accuracy_of))
+
+    def read_progress(self, run: str | None) -> RunProgress:
+        """Read the progress of a run."""
+        return self._service.ask(RunProgress, "GET", "runs", run or NEWEST)
+
+    def read_activity(self, run: str | None) -> RunActivity:
+        """Read what a run waits for."""
+        return self._service.ask(RunActivity, "GET", "runs", run or NEWEST, "activity")
+
+    def read_service(self) -> ServiceOverview:
+        """Read what the service does."""
+        return self._service.ask(ServiceOverview, "GET", "service")
+
+    def submit(self, asked: Submission) -> Submitted:
+        """Put a run into the queue of the service."""
+        body = {
+            "config": asked.values,
+            "name": asked.name,
+            "priority": asked.priority,
+            "at": asked.starts_at,
+        }
+        return self._service.ask(Submitted, "POST", "runs", body=body)
+
+    def cancel(self, run: str) -> Changed:
+        """End a run for good."""
+        return self._act(run, "cancel")
+
+    def pause(self, run: str) -> Changed:
+        """Let a run open no new round."""
+        return self._act(run, "pause")
+
+    def unpause(self, run: str) -> Changed:
+        """Let a paused run open rounds again."""
+        return self._act(run, "unpause")
+
+    def retry(self, run: str) -> Changed:
+        """Let the service serve a failed run again."""
+        return self._act(run, "retry")
+
+    def read_labels(self, device: str) -> DeviceLabels:
+        """Read the labels of a device that an operator set."""
+        return self._service.ask(DeviceLabels, "GET", "devices", device, "labels")
+
+    def set_labels(self, device: str, labels: tuple[str, ...], removed: tuple[str, ...]) -> DeviceLabels:
+        """Set labels, written NAME=VALUE, and remove others by name."""
+        body = {"set": dict(map(parse_label, labels)), "remove": list(removed)}
+        return self._service.ask(DeviceLabels, "PATCH", "devices", device, "labels", body=body)
+
+    def label_all(self, devices: list[str], labels: tuple[str, ...], removed: tuple[str, ...]) -> list[DeviceLabels]:
+        """Set and remove labels of devices, one after the other."""
+        return [self.set_labels(device, labels, removed) for device in devices]
+
+    def read_logs(self, device: str, run: str | None) -> list[DeviceLog]:
+        """Read the logs that a device sent with its failures, of one run or of all; the newest last."""
+        return self._service.ask(list[DeviceLog], "GET", "devices", device, "logs", query={"run": run})
+
+    def _act(self, run: str, act: str) -> Changed:
+        return self._service.ask(Changed, "POST", "runs", run, act)
+
+
+class RemoteDevices:
+    """The devices of a service, as `LocalDevices`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def list_all(self, run: str | None = None, *, with_standings: bool = False) -> DeviceList:
+        """List the devices; `with_standings` in a run, by default the newest."""
+        query = {"run": run, "standings": "true" if with_standings else None}
+        return self._service.ask(DeviceList, "GET", "devices", query=query)
+
+    def revoke(self, device: str) -> Done:
+        """Revoke a device, and wait until its connection has ended."""
+        return self._service.ask(Done, "POST", "devices", device, "revoke")
+
+    def revoke_all(self, devices: list[str]) -> Done:
+        """Revoke devices, one after the other; the answer has the lines of `LocalDevices.revoke_all`."""
+        answers = [self.revoke(device).lines for device in devices]
+        notes = dict.fromkeys(note for lines in answers for note in lines[1:])
+        return Done(lines=[*(lines[0] for lines in answers), *notes])

@@ -1,0 +1,113 @@
+"""The runs of a folder, as operators look at them and change them."""
+
+from pathlib import Path
+
+from coordinator.operations.documents import BegunRun, Changed, DeviceLabels, RunActivity, ServiceOverview
+from coordinator.record.liveness import current_status
+from coordinator.record.opening import newest_run
+from coordinator.record.record import Record
+from coordinator.record.tables import DeviceLog, RunRecord
+from coordinator.rounds.service.cancelling import cancel
+from coordinator.rounds.service.labelling import set_labels
+from coordinator.rounds.service.pausing import pause, unpause
+from coordinator.rounds.service.retrying import retry
+from coordinator.rounds.service.status import read_service_status
+from coordinator.rounds.status import read_status
+from coordinator.run_view import RunLine, RunProgress, RunView, list_runs, read_head, read_progress, read_run
+from fedvit.errors import ConfigError
+
+NEWEST = "~newest"
+"""Stands for the newest run; no run can have this name."""
+
+
+class LocalRuns:
+    """Operations on an open record and its folder. They raise ConfigError, for example if there is no such run."""
+
+    def __init__(self, store: Record, folder: Path) -> None:
+        self._store, self._folder = store, folder
+
+    def resolve(self, run: str | None) -> str:
+        """Return the name of a run; None and `NEWEST` stand for the newest."""
+        return newest_run(self._store, self._folder) if run in (None, NEWEST) else run
+
+    def list_all(self) -> list[RunLine]:
+        """List all runs, newest first, with the sizes of their folders."""
+        return list_runs(self._store, self._folder)
+
+    def read(self, run: str | None, accuracy_of: int | None = None) -> RunView:
+        """Read a run, with accuracies by device of its newest `accuracy_of` rounds; None: of all."""
+        return read_run(self._store, self.resolve(run), accuracy_of=accuracy_of)
+
+    def read_progress(self, run: str | None) -> RunProgress:
+        """Read the progress of a run."""
+        return read_progress(self._store, self._store.runs.read(self.resolve(run)))
+
+    def read_activity(self, run: str | None) -> RunActivity:
+        """Read what a run waits for. Raises ConfigError if it is not queued, and nobody has served it."""
+        record = self._store.runs.read(self.resolve(run))
+        head, submitted = read_head(self._store, record), record.submitted_at is not None
+        if record.status == "queued":
+            return RunActivity(head=head, submitted=submitted, live=None)
+        live = read_status(self._folder / record.id)
+        return RunActivity(head=head, submitted=submitted, live=live, stale=live.is_stale())
+
+    def read_service(self) -> ServiceOverview:
+        """Read what the service of the folder does."""
+        status, submitted = read_service_status(self._folder), self._store.runs.read_submitted()
+        return ServiceOverview(
+            status=status,
+            alive=status is not None and not status.is_stale(),
+            queued=[record.id for record in submitted if record.status == "queued"],
+            begun=[
+                BegunRun(run=record.id, doing=self._describe(record))
+                for record in submitted
+                if record.status != "queued"
+            ],
+            hosts=self._store.database.services(),
+        )
+
+    def cancel(self, run: str) -> Changed:
+        """End a run for good."""
+        return self._changed(run, cancel(self._store, self._folder, run))
+
+    def pause(self, run: str) -> Changed:
+        """Let a run open no new round."""
+        return self._changed(run, pause(self._store, run))
+
+    def unpause(self, run: str) -> Changed:
+        """Let a paused run open rounds again."""
+        return self._changed(run, unpause(self._store, run))
+
+    def retry(self, run: str) -> Changed:
+        """Let a service serve a failed run again."""
+        return self._changed(run, retry(self._store, run))
+
+    def read_labels(self, device: str) -> DeviceLabels:
+        """Read the labels of a device that an operator set."""
+        return DeviceLabels(device=device, labels=self._store.devices.read_labels(device).get(device, {}))
+
+    def set_labels(self, device: str, labels: tuple[str, ...], removed: tuple[str, ...]) -> DeviceLabels:
+        """Set labels, written NAME=VALUE, and remove others by name."""
+        return self.label_all([device], labels, removed)[0]
+
+    def label_all(self, devices: list[str], labels: tuple[str, ...], removed: tuple[str, ...]) -> list[DeviceLabels]:
+        """Set and remove labels of devices, as `set_labels`; of all of them or of none."""
+        set_labels(self._store, devices, labels, removed)
+        return list(map(self.read_labels, devices))
+
+    def read_logs(self, device: str, run: str | None) -> list[DeviceLog]:
+        """Read the logs that a device sent with its failures, of one run or of all; the newest last."""
+        if run is not None:
+            self._store.runs.read(run)
+        return self._store.devices.read_logs(device, run)
+
+    def _changed(self, run: str, done: str) -> Changed:
+        record = self._store.runs.read(run)
+        return Changed(run=run, status=record.status, paused_at=record.paused_at, done=done)
+
+    def _describe(self, record: RunRecord) -> str:
+        try:
+            doing = read_status(self._folder / record.id).doing
+        except ConfigError:
+            return "begins"
+        return "interrupted" if current_status(self._store, record) == "interrupted" else doing

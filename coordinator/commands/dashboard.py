@@ -16,7 +16,7 @@ from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import open_to_watch
 from coordinator.security.api_tokens import ApiTokens
 from coordinator.security.broker import is_loopback
-from coordinator.security.credentials import Credentials
+from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.serving.backup import BackupFolder
 from coordinator.views.dashboard.experiments import Experiments
@@ -112,7 +112,7 @@ def dashboard(
                 site = server.ApiSite(
                     RecordReader(store, folder),
                     folder,
-                    Credentials(ApiTokens(folder), password, token),
+                    ApiCredentials(ApiTokens(folder), password, token),
                     devices,
                     BackupFolder(backups) if backups else None,
                 )

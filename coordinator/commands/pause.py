@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
-from coordinator.operations.documents import Changed
+from coordinator.operations.documents import ChangedRun
 from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
@@ -23,7 +23,7 @@ def pause(run: str, folder: Path, as_json: bool) -> None:
         print_pause(runs.pause(run), as_json)
 
 
-def print_pause(changed: Changed, as_json: bool) -> None:
+def print_pause(changed: ChangedRun, as_json: bool) -> None:
     """Print since when a run is paused."""
     if as_json:
         click.echo(msgspec.json.encode({"run": changed.run, "paused_at": changed.paused_at}).decode())

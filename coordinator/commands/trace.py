@@ -9,7 +9,7 @@ import msgspec
 
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import open_existing_record
-from coordinator.views.trace import RoundTrace, Step, TaskTrace, read_trace
+from coordinator.views.trace import RoundTrace, TaskTrace, TraceStep, read_trace
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fedvit.task_names import KINDS
@@ -102,7 +102,7 @@ def draw_task(task: TaskTrace) -> Iterator[str]:
         yield f"  on the device: {', '.join(parts)}"
 
 
-def _draw_step(step: Step) -> str:
+def _draw_step(step: TraceStep) -> str:
     details = " ".join(f"{name}={value}" for name, value in step.details.items())
     after = "" if step.seconds is None else f"+{step.seconds:.3f} s"
     return f"{_clock(step.at)}  {after:>12}  {step.source:<11}  {step.event}  {details}".rstrip()

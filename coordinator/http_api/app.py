@@ -18,8 +18,8 @@ from coordinator.http_api.routes import IDENTITY, Routes
 from coordinator.http_api.run_routes import add_run_routes
 from coordinator.http_api.site import ApiSite
 from coordinator.record.audit import Actor, acting_as
-from coordinator.security.api_tokens import Identity
-from coordinator.security.credentials import Credentials, Forbidden, network_of
+from coordinator.security.api_tokens import ApiUser
+from coordinator.security.credentials import ApiCredentials, Forbidden, network_of
 from fedvit.errors import FedvitError
 
 ROOT = "/api/v1"
@@ -74,8 +74,8 @@ class ApiGuard:
     """
 
     app: Any
-    credentials: Credentials
-    find_session: Callable[[HTTPConnection], Identity | None] = lambda request: None
+    credentials: ApiCredentials
+    find_session: Callable[[HTTPConnection], ApiUser | None] = lambda request: None
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answer a request whose sender is unknown, or pass it on in the sender's name."""
@@ -97,7 +97,7 @@ class ApiGuard:
         with acting_as(Actor(sender.name, f"API {address}")):
             await self.app(inner, receive, send)
 
-    async def _recognise(self, request: Request) -> Identity:
+    async def _recognise(self, request: Request) -> ApiUser:
         """Return who sent a request. Raises Unknown, TooManyAttempts."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and token:

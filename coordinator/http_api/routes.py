@@ -7,7 +7,7 @@ from fastapi import Depends, FastAPI
 from starlette.requests import Request
 
 from coordinator.http_api.answers import Schemas, as_json
-from coordinator.security.api_tokens import ROLES, Identity, UserRole
+from coordinator.security.api_tokens import ROLES, ApiUser, UserRole
 from coordinator.security.credentials import Forbidden
 
 IDENTITY = "fedvit.identity"
@@ -57,9 +57,9 @@ class Routes:
         )
 
 
-def identity_of(request: Request) -> Identity:
+def identity_of(request: Request) -> ApiUser:
     """Return who sent a request."""
-    found: Identity = request.scope[IDENTITY]
+    found: ApiUser = request.scope[IDENTITY]
     return found
 
 

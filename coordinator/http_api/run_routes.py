@@ -10,7 +10,7 @@ from coordinator.http_api.answers import read_body
 from coordinator.http_api.routes import Routes, identity_of
 from coordinator.http_api.site import ApiSite
 from coordinator.operations.cleaning import clean_up
-from coordinator.operations.documents import Changed, RunActivity, ServiceOverview, Submitted
+from coordinator.operations.documents import ChangedRun, RunActivity, ServiceOverview, SubmittedRun
 from coordinator.operations.runs import NEWEST, LocalRuns
 from coordinator.operations.submitting import HIGHEST_PRIORITY, Submission, parse_time, submit
 from coordinator.record.opening import newest_run
@@ -135,7 +135,7 @@ def add_run_routes(routes: Routes, site: ApiSite) -> None:
         """Measure the folders of all runs."""
         return Sizes(bytes=await site.read(read_sizes, site.folder))
 
-    async def submit_run(request: Request, body: Annotated[NewRun, Depends(read_body(NewRun))]) -> Submitted:
+    async def submit_run(request: Request, body: Annotated[NewRun, Depends(read_body(NewRun))]) -> SubmittedRun:
         """Put a run into the queue. Only an admin may name files and addresses of the server."""
         at = None if body.at is None else parse_time(body.at)
         asked = Submission(body.config, "config", body.name, body.priority, at)
@@ -181,19 +181,19 @@ def add_run_routes(routes: Routes, site: ApiSite) -> None:
         """Read what the service does: its runs, its queue, its devices."""
         return await site.read_run(LocalRuns.read_service)
 
-    async def cancel_run(run: str) -> Changed:
+    async def cancel_run(run: str) -> ChangedRun:
         """End a run for good."""
         return await site.change(lambda runs: runs.cancel(run))
 
-    async def pause_run(run: str) -> Changed:
+    async def pause_run(run: str) -> ChangedRun:
         """Let a run open no new round."""
         return await site.change(lambda runs: runs.pause(run))
 
-    async def unpause_run(run: str) -> Changed:
+    async def unpause_run(run: str) -> ChangedRun:
         """Let a paused run open rounds again."""
         return await site.change(lambda runs: runs.unpause(run))
 
-    async def retry_run(run: str) -> Changed:
+    async def retry_run(run: str) -> ChangedRun:
         """Let the service serve a failed run again."""
         return await site.change(lambda runs: runs.retry(run))
 
@@ -209,7 +209,7 @@ def add_run_routes(routes: Routes, site: ApiSite) -> None:
         return await site.change_record(lambda store: clean_up(store, site.folder, policy))
 
     routes.add("GET", "/runs", "viewer", list_runs, RunPage)
-    routes.add("POST", "/runs", "operator", submit_run, Submitted, body=NewRun)
+    routes.add("POST", "/runs", "operator", submit_run, SubmittedRun, body=NewRun)
     routes.add("GET", "/sizes", "viewer", list_sizes, Sizes)
     routes.add("GET", "/runs/{run}", "viewer", show_run, RunProgress)
     routes.add("DELETE", "/runs/{run}", "admin", remove_run, list[Removal])
@@ -220,8 +220,8 @@ def add_run_routes(routes: Routes, site: ApiSite) -> None:
     routes.add("POST", "/runs/{run}/release", "operator", release_devices, list[Standing], body=Released)
     routes.add("GET", "/runs/{run}/activity", "viewer", show_activity, RunActivity)
     routes.add("GET", "/service", "viewer", show_service, ServiceOverview)
-    routes.add("POST", "/runs/{run}/cancel", "operator", cancel_run, Changed)
-    routes.add("POST", "/runs/{run}/pause", "operator", pause_run, Changed)
-    routes.add("POST", "/runs/{run}/unpause", "operator", unpause_run, Changed)
-    routes.add("POST", "/runs/{run}/retry", "operator", retry_run, Changed)
+    routes.add("POST", "/runs/{run}/cancel", "operator", cancel_run, ChangedRun)
+    routes.add("POST", "/runs/{run}/pause", "operator", pause_run, ChangedRun)
+    routes.add("POST", "/runs/{run}/unpause", "operator", unpause_run, ChangedRun)
+    routes.add("POST", "/runs/{run}/retry", "operator", retry_run, ChangedRun)
     routes.add("POST", "/gc", "admin", clean_runs, list[Removal], body=CleanUp)

@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from coordinator.operations.devices import LocalDevices
 from coordinator.operations.runs import LocalRuns
 from coordinator.record.record import Record, open_record
-from coordinator.security.credentials import Credentials
+from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.serving.backup import BackupFolder
 from coordinator.views.dashboard.reader import RecordReader
@@ -25,7 +25,7 @@ class ApiSite:
 
     reader: RecordReader
     folder: Path  # of the runs
-    credentials: Credentials
+    credentials: ApiCredentials
     deployment: Deployment | None = None
     backups: BackupFolder | None = None
 

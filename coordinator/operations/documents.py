@@ -10,7 +10,7 @@ from coordinator.rounds.status import LiveStatus
 from coordinator.run_view import RunHead
 
 
-class Submitted(Struct, frozen=True, kw_only=True):
+class SubmittedRun(Struct, frozen=True, kw_only=True):
     """A run that was put into the queue."""
 
     run: str
@@ -18,7 +18,7 @@ class Submitted(Struct, frozen=True, kw_only=True):
     warning: str | None = None
 
 
-class Changed(Struct, frozen=True, kw_only=True):
+class ChangedRun(Struct, frozen=True, kw_only=True):
     """A run after an operator's request."""
 
     run: str

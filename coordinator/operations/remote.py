@@ -3,13 +3,13 @@
 from typing import Any
 
 from coordinator.operations.documents import (
-    Changed,
+    ChangedRun,
     DeviceLabels,
     DeviceList,
     Done,
     RunActivity,
     ServiceOverview,
-    Submitted,
+    SubmittedRun,
 )
 from coordinator.operations.runs import NEWEST
 from coordinator.operations.submitting import Submission
@@ -58,7 +58,7 @@ class RemoteRuns:
         """Read what the service does."""
         return self._service.ask(ServiceOverview, "GET", "service")
 
-    def submit(self, asked: Submission) -> Submitted:
+    def submit(self, asked: Submission) -> SubmittedRun:
         """Put a run into the queue of the service."""
         body = {
             "config": asked.values,
@@ -66,21 +66,21 @@ class RemoteRuns:
             "priority": asked.priority,
             "at": asked.starts_at,
         }
-        return self._service.ask(Submitted, "POST", "runs", body=body)
+        return self._service.ask(SubmittedRun, "POST", "runs", body=body)
 
-    def cancel(self, run: str) -> Changed:
+    def cancel(self, run: str) -> ChangedRun:
         """End a run for good."""
         return self._act(run, "cancel")
 
-    def pause(self, run: str) -> Changed:
+    def pause(self, run: str) -> ChangedRun:
         """Let a run open no new round."""
         return self._act(run, "pause")
 
-    def unpause(self, run: str) -> Changed:
+    def unpause(self, run: str) -> ChangedRun:
         """Let a paused run open rounds again."""
         return self._act(run, "unpause")
 
-    def retry(self, run: str) -> Changed:
+    def retry(self, run: str) -> ChangedRun:
         """Let the service serve a failed run again."""
         return self._act(run, "retry")
 
@@ -101,8 +101,8 @@ class RemoteRuns:
         """Read the logs that a device sent with its failures, of one run or of all; the newest last."""
         return self._service.ask(list[DeviceLog], "GET", "devices", device, "logs", query={"run": run})
 
-    def _act(self, run: str, act: str) -> Changed:
-        return self._service.ask(Changed, "POST", "runs", run, act)
+    def _act(self, run: str, act: str) -> ChangedRun:
+        return self._service.ask(ChangedRun, "POST", "runs", run, act)
 
 
 class RemoteDevices:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from coordinator.operations.documents import BegunRun, Changed, DeviceLabels, RunActivity, ServiceOverview
+from coordinator.operations.documents import BegunRun, ChangedRun, DeviceLabels, RunActivity, ServiceOverview
 from coordinator.record.liveness import current_status
 from coordinator.record.opening import newest_run
 from coordinator.record.record import Record
@@ -66,19 +66,19 @@ class LocalRuns:
             hosts=self._store.database.services(),
         )
 
-    def cancel(self, run: str) -> Changed:
+    def cancel(self, run: str) -> ChangedRun:
         """End a run for good."""
         return self._changed(run, cancel(self._store, self._folder, run))
 
-    def pause(self, run: str) -> Changed:
+    def pause(self, run: str) -> ChangedRun:
         """Let a run open no new round."""
         return self._changed(run, pause(self._store, run))
 
-    def unpause(self, run: str) -> Changed:
+    def unpause(self, run: str) -> ChangedRun:
         """Let a paused run open rounds again."""
         return self._changed(run, unpause(self._store, run))
 
-    def retry(self, run: str) -> Changed:
+    def retry(self, run: str) -> ChangedRun:
         """Let a service serve a failed run again."""
         return self._changed(run, retry(self._store, run))
 
@@ -101,9 +101,9 @@ class LocalRuns:
             self._store.runs.read(run)
         return self._store.devices.read_logs(device, run)
 
-    def _changed(self, run: str, done: str) -> Changed:
+    def _changed(self, run: str, done: str) -> ChangedRun:
         record = self._store.runs.read(run)
-        return Changed(run=run, status=record.status, paused_at=record.paused_at, done=done)
+        return ChangedRun(run=run, status=record.status, paused_at=record.paused_at, done=done)
 
     def _describe(self, record: RunRecord) -> str:
         try:

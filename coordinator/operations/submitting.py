@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from coordinator.config import RunConfig, check_blobs, check_settings, make_config, why_not_asked
-from coordinator.operations.documents import Submitted
+from coordinator.operations.documents import SubmittedRun
 from coordinator.record.opening import has_record, open_private_record
 from coordinator.record.record import Record
 from coordinator.record.tables import ENDED
@@ -33,7 +33,7 @@ class Submission(NamedTuple):
     starts_at: str | None = None  # ISO 8601, UTC
 
 
-def submit(folder: Path, asked: Submission, *, places: bool = True) -> Submitted:
+def submit(folder: Path, asked: Submission, *, places: bool = True) -> SubmittedRun:
     """Check a run and put it into the queue of the folder's service.
 
     Names, values and the run to start from are checked; the service builds the model when the run begins. Without
@@ -63,7 +63,7 @@ def submit(folder: Path, asked: Submission, *, places: bool = True) -> Submitted
         with store.database.together():
             store.runs.submit(run, recorded, priority=asked.priority, starts_at=asked.starts_at)
             store.audit.add("submit", run, f"{config.method} on {config.model}, {config.rounds} rounds")
-    return Submitted(run=run, status="queued", warning=warning)
+    return SubmittedRun(run=run, status="queued", warning=warning)
 
 
 def parse_time(text: str) -> str:

@@ -33,7 +33,7 @@ UserRole = Literal["viewer", "operator", "admin"]
 ROLES: tuple[UserRole, ...] = get_args(UserRole)
 
 
-class Identity(NamedTuple):
+class ApiUser(NamedTuple):
     """Somebody who has been recognised."""
 
     name: str
@@ -42,7 +42,7 @@ class Identity(NamedTuple):
     def may(self, least: UserRole) -> bool:
         """Return whether the role includes another one.
 
-        >>> Identity("ci", "operator").may("viewer"), Identity("ci", "operator").may("admin")
+        >>> ApiUser("ci", "operator").may("viewer"), ApiUser("ci", "operator").may("admin")
         (True, False)
         """
         return ROLES.index(self.role) >= ROLES.index(least)
@@ -116,13 +116,13 @@ class ApiTokens:
                 raise ConfigError("FV1643", f"there is no token called {name!r}; there are: {names}")
             tokens[:] = kept
 
-    def find(self, text: str) -> Identity | None:
+    def find(self, text: str) -> ApiUser | None:
         """Return who a token belongs to; None if it is unknown or has expired. The time taken does not depend on it."""
         digest, found = _digest(text), None
         for token in self.list_all():
             if hmac.compare_digest(token.digest, digest):
                 found = token
-        return Identity(found.name, found.role) if found and not found.is_expired() else None
+        return ApiUser(found.name, found.role) if found and not found.is_expired() else None
 
     def has(self, name: str) -> bool:
         """Return whether a token of this name is valid now."""

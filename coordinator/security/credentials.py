@@ -10,14 +10,14 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coordinator.security.api_tokens import ApiTokens, Identity
+from coordinator.security.api_tokens import ApiTokens, ApiUser
 from fedvit.errors import FedvitError
 
 WRONG_S = 1.0
 """Time after a wrong secret in which its address may make no further attempt."""
-PERSON = Identity("dashboard", "admin")
+PERSON = ApiUser("dashboard", "admin")
 """The person who has the dashboard's password."""
-READER = Identity("dashboard", "viewer")
+READER = ApiUser("dashboard", "viewer")
 """The user of this machine who opens the address that the dashboard printed."""
 
 
@@ -38,7 +38,7 @@ class Forbidden(FedvitError):
 
 
 @dataclass
-class Credentials:
+class ApiCredentials:
     """The secrets that are valid."""
 
     tokens: ApiTokens
@@ -46,7 +46,7 @@ class Credentials:
     address_token: str | None = None  # of an address of this machine
     _busy: set[str] = field(default_factory=set)  # addresses that must wait after a wrong secret
 
-    def find(self, secret: str, way: Way) -> Identity | None:
+    def find(self, secret: str, way: Way) -> ApiUser | None:
         """Return who has a secret that came in one of the ways; None if it is wrong."""
         found = None if way == "address" else self.tokens.find(secret)
         people = [(self.password, PERSON, "form"), (self.address_token, READER, "address form")]
@@ -56,11 +56,11 @@ class Credentials:
                 found = identity
         return found
 
-    def are_valid(self, identity: Identity) -> bool:
+    def are_valid(self, identity: ApiUser) -> bool:
         """Return whether somebody who was recognised before still would be: a token may be removed."""
         return identity in (PERSON, READER) or self.tokens.has(identity.name)
 
-    async def check(self, secret: str, address: str, way: Way) -> Identity | None:
+    async def check(self, secret: str, address: str, way: Way) -> ApiUser | None:
         """Return who has a secret; None, after a delay, if it is wrong. Only attempts of the same address wait for each
         other. Raises TooManyAttempts while an attempt from this address waits."""
         found = self.find(secret, way)

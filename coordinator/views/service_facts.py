@@ -37,7 +37,7 @@ class RecordFacts(Struct, frozen=True):
     stores: dict[str, int]  # URL of an object store -> runs that have not ended and use it
 
 
-class Backup(NamedTuple):
+class NewestBackup(NamedTuple):
     """A backup by its name."""
 
     name: str
@@ -64,7 +64,7 @@ class ServiceFacts(NamedTuple):
     status: ServiceStatus | None  # None: none has served this folder
     record: RecordFacts
     disk: DiskSpace | None
-    backups: list[Backup]  # the newest first
+    backups: list[NewestBackup]  # the newest first
     certificates: dict[str, float]  # of CERTIFICATES -> their ends, seconds since 1970
 
     def describe(self) -> dict[str, Fact]:
@@ -146,14 +146,14 @@ def make_facts(
     return ServiceFacts(status, record, _read_disk(folder), backups, certificates)
 
 
-def list_backups(folder: Path) -> list[Backup]:
+def list_backups(folder: Path) -> list[NewestBackup]:
     """Return the newest backups of a folder, the newest first; none if it cannot be read from here."""
     now_s = time.time()
     try:
         files = [(file.stat().st_mtime, file.stem) for file in folder.glob("*.json")]
     except OSError:
         return []
-    return [Backup(name, max(0.0, now_s - at)) for at, name in sorted(files, reverse=True)[:NEWEST_BACKUPS]]
+    return [NewestBackup(name, max(0.0, now_s - at)) for at, name in sorted(files, reverse=True)[:NEWEST_BACKUPS]]
 
 
 def read_ends(deployment: Deployment) -> dict[str, float]:

@@ -28,7 +28,7 @@ _TIMES = {"fetching_at": "blobs requested", "working_at": "first step reported",
 _OF_EVERY_LINE = {"date", "level", "message", "run", "round", "device", "kind", "attempt", "task"}
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class TraceStep(Struct, frozen=True, kw_only=True):
     """One event."""
 
     at: str  # ISO 8601, UTC, by the clock of its source
@@ -52,7 +52,7 @@ class TaskTrace(Struct, frozen=True, kw_only=True):
     work_s: float | None  # on the device, without transfers
     accept_s: float | None  # from the arrival of the result until it was stored, with its upload
     total_s: float | None  # at the coordinator, from the question to the end
-    steps: list[Step]
+    steps: list[TraceStep]
 
 
 class RoundTrace(Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class RoundTrace(Struct, frozen=True, kw_only=True):
     round: int
     opened_at: str
     closed_at: str | None  # of its training; None: it is open
-    steps: list[Step]  # of the whole round
+    steps: list[TraceStep]  # of the whole round
     tasks: list[TaskTrace]
     has_log: bool  # the coordinator's log has lines in JSON about the round
 
@@ -91,13 +91,15 @@ def read_trace(
         if device in (None, result.device):
             name = trace.find(TaskName(run, number, result.device, "evaluate"))
             trace.use[name], trace.outcomes[name] = result.use, "accepted"
-            trace.add(name, Step(at=received[result.device], event=ACCEPTED, source="record"))
+            trace.add(name, TraceStep(at=received[result.device], event=ACCEPTED, source="record"))
     for refusal in store.devices.read_refusals(run, round_number=number, device=device):
         if refusal.kind in (*KINDS, "declined"):
             kind = refusal.kind if refusal.kind in KINDS else "train"
             name = trace.find(TaskName(run, number, refusal.device, kind))
             trace.reasons[name] = refusal.reason
-            trace.add(name, Step(at=refusal.at, event=REFUSED, source="record", details={"reason": refusal.reason}))
+            trace.add(
+                name, TraceStep(at=refusal.at, event=REFUSED, source="record", details={"reason": refusal.reason})
+            )
     return RoundTrace(
         run=run,
         round=number,
@@ -113,8 +115,8 @@ class _Trace:
     """The events of one round, by attempt."""
 
     def __init__(self, run: str, number: int, device: str | None) -> None:
-        self.round_steps: list[Step] = []
-        self.steps: dict[TaskName, list[Step]] = {}
+        self.round_steps: list[TraceStep] = []
+        self.steps: dict[TaskName, list[TraceStep]] = {}
         self.use: dict[TaskName, ResourceUse] = {}
         self.outcomes: dict[TaskName, str] = {}
         self.reasons: dict[TaskName, str] = {}
@@ -126,7 +128,7 @@ class _Trace:
             return name
         return max((known for known in self.steps if known[:4] == name[:4]), default=name)
 
-    def add(self, name: TaskName, step: Step) -> None:
+    def add(self, name: TaskName, step: TraceStep) -> None:
         """Add a step, unless the coordinator's log has the same one."""
         steps = self.steps.setdefault(name, [])
         if step.source != "record" or not any((step.event, "coordinator") == (one.event, one.source) for one in steps):
@@ -135,19 +137,19 @@ class _Trace:
     def add_history(self, history: TaskHistory) -> None:
         """Add what the record has of a training task."""
         name = TaskName(self._run, self._number, history.device, "train", history.attempt)
-        self.add(name, Step(at=history.asked_at, event=ASKED, source="record"))
+        self.add(name, TraceStep(at=history.asked_at, event=ASKED, source="record"))
         for field, event in _TIMES.items():
             if at := getattr(history.times, field):
-                self.add(name, Step(at=at, event=event, source="record"))
+                self.add(name, TraceStep(at=at, event=event, source="record"))
         if history.use:
             self.use[name] = history.use
         if history.outcome:
             self.outcomes[name] = history.outcome
         if history.received_at:
-            self.add(name, Step(at=history.received_at, event=ACCEPTED, source="record"))
+            self.add(name, TraceStep(at=history.received_at, event=ACCEPTED, source="record"))
         elif history.times.ended_at and history.outcome:
             details = {"outcome": history.outcome}
-            self.add(name, Step(at=history.times.ended_at, event=ENDED, source="record", details=details))
+            self.add(name, TraceStep(at=history.times.ended_at, event=ENDED, source="record", details=details))
 
     def add_log(self, file: Path, source: Source) -> None:
         """Add the lines of a log that are about the round. Raises ConfigError if it cannot be read."""
@@ -155,7 +157,7 @@ class _Trace:
             if line.get("run") != self._run or line.get("round") != self._number:
                 continue
             details = {name: value for name, value in line.items() if name not in _OF_EVERY_LINE}
-            step = Step(at=str(line["date"]), event=str(line["message"]), source=source, details=details)
+            step = TraceStep(at=str(line["date"]), event=str(line["message"]), source=source, details=details)
             name = TaskName.parse(str(line.get("task")))
             if name is None:
                 if source == "coordinator" and "device" not in line:
@@ -202,7 +204,7 @@ def _read_lines(file: Path, number: int) -> Iterator[dict[str, Any]]:
         raise ConfigError("FV1629", f"log {file} cannot be read: {error.strerror or error}") from error
 
 
-def _in_order(steps: list[Step]) -> list[Step]:
+def _in_order(steps: list[TraceStep]) -> list[TraceStep]:
     """Sort steps by time, and set the time between them."""
     ordered = sorted(steps, key=lambda step: datetime.fromisoformat(step.at))
     times = [None, *(step.at for step in ordered)]

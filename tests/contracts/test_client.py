@@ -12,7 +12,7 @@ from fedvit.client import Changed, Device, Labels, Page, Round, Run, Submitted
 from tests.support.http_api import Api, served_api
 
 PAIRS = {
-    Run: "RunProgress", Page: "RunPage", Round: "RoundView", Submitted: "Submitted", Changed: "Changed",
+    Run: "RunProgress", Page: "RunPage", Round: "RoundView", Submitted: "SubmittedRun", Changed: "ChangedRun",
     Labels: "DeviceLabels",
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from tests.support.federation import deal_digits
 from tests.support.programs import CONFIG, query_record, toml, wait_for
 
 NEW = Path(sys.executable).parent
-OLD = Path(os.environ["FEDVIT_OTHER"])
+OLD = Path(os.environ.get("FEDVIT_OTHER", "not-named"))
 DEVICES = ("device-0", "device-1", "device-2")
 ROUNDS = 4
 PATIENCE_S = 400.0

@@ -27,6 +27,8 @@ def shown_in(page: Path) -> list[list[str]]:
     for words in lines:
         while words and re.fullmatch(r"[A-Z_]+=.*|sudo|\$", words[0]):
             words = words[1:]
+        if ">" in words:  # into a file
+            words = words[: words.index(">")]
         if words and Path(words[0]).name in PROGRAMS:
             found.append([word for word in words if word != "&"])
     return found

@@ -11,7 +11,7 @@ from coordinator.http_api.app import ROOT, ApiGuard, make_app
 from coordinator.http_api.site import ApiSite
 from coordinator.record.opening import open_to_watch
 from coordinator.security.api_tokens import ApiTokens, UserRole
-from coordinator.security.credentials import Credentials
+from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.serving.backup import BackupFolder
 from coordinator.views.dashboard.reader import RecordReader
@@ -57,7 +57,7 @@ def served_api(runs: Path, deployment: Deployment | None = None, backups: Path |
     """Serve the API of a folder with a record."""
     store = open_to_watch(runs)
     try:
-        credentials = Credentials(ApiTokens(runs), PASSWORD)
+        credentials = ApiCredentials(ApiTokens(runs), PASSWORD)
         site = ApiSite(
             RecordReader(store, runs), runs, credentials, deployment, BackupFolder(backups) if backups else None
         )

@@ -17,9 +17,9 @@ from urllib.parse import parse_qs, quote, urlencode, urlsplit
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
-from coordinator.security.api_tokens import Identity
+from coordinator.security.api_tokens import ApiUser
 from coordinator.security.broker import is_loopback
-from coordinator.security.credentials import Credentials, TooManyAttempts, Way, network_of
+from coordinator.security.credentials import ApiCredentials, TooManyAttempts, Way, network_of
 from coordinator.views.dashboard.frame import templates
 from coordinator.views.dashboard.roles import SESSION
 
@@ -42,13 +42,13 @@ _HEADERS = [
 Scope = MutableMapping[str, Any]
 
 
-class Session(NamedTuple):
+class PageSession(NamedTuple):
     """Somebody who has opened the pages."""
 
-    identity: Identity
+    identity: ApiUser
     ends_at: float  # monotonic
 
-    def is_valid(self, credentials: Credentials) -> bool:
+    def is_valid(self, credentials: ApiCredentials) -> bool:
         """Return whether the session has not ended, and its token was not removed."""
         return self.ends_at > time.monotonic() and credentials.are_valid(self.identity)
 
@@ -58,8 +58,8 @@ class AccessGuard:
     """An ASGI application that passes on what is allowed, pages and live connections alike."""
 
     app: Any
-    credentials: Credentials
-    _sessions: dict[str, Session] = field(default_factory=dict)  # by token
+    credentials: ApiCredentials
+    _sessions: dict[str, PageSession] = field(default_factory=dict)  # by token
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on if it has a session."""
@@ -90,12 +90,12 @@ class AccessGuard:
         """An address of this machine opens the pages, which are served under its names only."""
         return self.credentials.address_token is not None
 
-    def find_session(self, request: HTTPConnection) -> Session | None:
+    def find_session(self, request: HTTPConnection) -> PageSession | None:
         """Return the session of a request; None if it has none that is valid."""
         session = self._sessions.get(request.cookies.get(_cookie_name(request), ""))
         return session if session and self._is_expected(request) and session.is_valid(self.credentials) else None
 
-    def find_identity(self, request: HTTPConnection) -> Identity | None:
+    def find_identity(self, request: HTTPConnection) -> ApiUser | None:
         """Return who has the session of a request."""
         session = self.find_session(request)
         return session.identity if session else None
@@ -142,11 +142,11 @@ class AccessGuard:
         page = templates().get_template("login.html").render(wrong=wrong, name=name)
         return HTMLResponse(page, 403 if wrong else 200)
 
-    def _begin_session(self, identity: Identity) -> str:
+    def _begin_session(self, identity: ApiUser) -> str:
         """Begin a session; return its token."""
         token = secrets.token_urlsafe(32)
         valid = [(name, session) for name, session in self._sessions.items() if session.is_valid(self.credentials)]
-        begun = Session(identity, time.monotonic() + SESSION_S)
+        begun = PageSession(identity, time.monotonic() + SESSION_S)
         self._sessions = dict([*valid[1 - MOST_SESSIONS :], (token, begun)])
         return token
 

@@ -16,7 +16,7 @@ VALID = {"10m": "10 minutes", "1h": "1 hour", "24h": "1 day"}
 """Validities of a token to choose from."""
 
 
-class Invitation(NamedTuple):
+class EnrolmentForm(NamedTuple):
     """A device that is to join."""
 
     device: str
@@ -25,7 +25,7 @@ class Invitation(NamedTuple):
     replaces: bool
 
 
-def make_invitation(store: Record, site: Site, asked: Invitation) -> str:
+def make_invitation(store: Record, site: Site, asked: EnrolmentForm) -> str:
     """Make a token for a device, and set its labels; return the text of the token. Raises ConfigError."""
     assert site.deployment is not None
     token = make_token(site.deployment, asked.device, parse_seconds(asked.valid), replaces=asked.replaces)
@@ -50,7 +50,7 @@ async def show(site: Site) -> None:
 
         async def enrol() -> None:
             device = str(name.value or "").strip()
-            asked = Invitation(device, str(labels.value or "").split(), str(valid.value), bool(replaces.value))
+            asked = EnrolmentForm(device, str(labels.value or "").split(), str(valid.value), bool(replaces.value))
             tokens: list[str] = []
 
             def make(store: Record) -> str:

@@ -14,7 +14,7 @@ from nicegui import ui
 from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
 from coordinator.rounds.status import LiveStatus, read_status
-from coordinator.security.credentials import Credentials
+from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import JoinedDevice
 from coordinator.views.dashboard.charts import Options
@@ -53,7 +53,7 @@ class Site:
     folder: Path  # of the runs
     experiments: Experiments
     deployment: Deployment | None  # the devices' certificates
-    credentials: Credentials  # who may change something
+    credentials: ApiCredentials  # who may change something
     submit: Submit
 
     @property

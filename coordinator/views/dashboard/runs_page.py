@@ -12,7 +12,7 @@ PER_PAGE = 50
 STATUSES: tuple[RunStatus, ...] = ("running", "waiting", "queued", "interrupted", "failed", "finished", "cancelled")
 
 
-class Choice(NamedTuple):
+class RunQuery(NamedTuple):
     """What the address of the page asks for."""
 
     text: str = ""  # part of a name, a method or a model
@@ -48,7 +48,7 @@ class Heading(NamedTuple):
     direction: str  # for aria-sort; "" if the table is in another order
 
 
-def select_runs(runs: Sequence[RunProgress], choice: Choice) -> list[RunProgress]:
+def select_runs(runs: Sequence[RunProgress], choice: RunQuery) -> list[RunProgress]:
     """Select the runs with all words of the text, and sort them."""
     words = choice.text.lower().split()
     found = [
@@ -62,7 +62,7 @@ def select_runs(runs: Sequence[RunProgress], choice: Choice) -> list[RunProgress
     return sorted(found, key=key, reverse=order.startswith("-"))
 
 
-def make_headings(choice: Choice) -> list[Heading]:
+def make_headings(choice: RunQuery) -> list[Heading]:
     """Make the headings; each leads to the page in its order, or in the opposite one if it is sorted so already."""
     order = choice.order or NEWEST
     headings = []
@@ -76,7 +76,7 @@ def make_headings(choice: Choice) -> list[Heading]:
     return headings
 
 
-async def show(site: Site, choice: Choice) -> None:
+async def show(site: Site, choice: RunQuery) -> None:
     """Show the page."""
     with page("Runs", "/runs"):
         head = Part("runs.html", "head")

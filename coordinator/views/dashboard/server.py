@@ -8,7 +8,7 @@ from fastapi import FastAPI, Query
 from nicegui import ui
 from starlette.middleware.gzip import GZipMiddleware
 
-from coordinator.security.credentials import Credentials
+from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.views.dashboard import (
     compare_page,
@@ -35,7 +35,7 @@ _RUNS, _METHODS = Query([]), Query([])  # arguments that may come several times
 def make_pages(
     reader: RecordReader,
     folder: Path,
-    credentials: Credentials,
+    credentials: ApiCredentials,
     deployment: Deployment | None,
     experiments: Experiments,
     submit: Submit,
@@ -66,7 +66,7 @@ def _register(site: Site) -> None:
         await front_page.show(site)
 
     async def at_runs(text: str = "", status: str = "", order: str = "", page: int = 1) -> None:
-        await runs_page.show(site, runs_page.Choice(text, status, order, page))
+        await runs_page.show(site, runs_page.RunQuery(text, status, order, page))
 
     async def at_run(run: str) -> None:
         await run_page.show(site, run)

@@ -1,7 +1,7 @@
 """The list of runs: search, filter, order."""
 
 from coordinator.run_view import RunProgress
-from coordinator.views.dashboard.runs_page import Choice, make_headings, select_runs
+from coordinator.views.dashboard.runs_page import RunQuery, make_headings, select_runs
 
 
 def run(name: str, status: str = "finished", accuracy: float | None = 0.5, method: str = "fedavg") -> RunProgress:
@@ -14,27 +14,29 @@ def run(name: str, status: str = "finished", accuracy: float | None = 0.5, metho
 RUNS = [run("r1", accuracy=None), run("r2", "running", 0.9), run("r3", method="fedper")]
 
 
-def names(choice: Choice) -> list[str]:
+def names(choice: RunQuery) -> list[str]:
     return [one.run for one in select_runs(RUNS, choice)]
 
 
 def test_newest_run_comes_first() -> None:
-    assert names(Choice()) == ["r3", "r2", "r1"]
+    assert names(RunQuery()) == ["r3", "r2", "r1"]
 
 
 def test_words_are_searched_in_name_method_and_model() -> None:
-    assert names(Choice(text="FEDPER tiny")) == ["r3"]
-    assert names(Choice(text="r2 fedper")) == []
+    assert names(RunQuery(text="FEDPER tiny")) == ["r3"]
+    assert names(RunQuery(text="r2 fedper")) == []
 
 
 def test_status_and_order_are_chosen() -> None:
-    assert names(Choice(status="finished", order="run")) == ["r1", "r3"]
-    assert names(Choice(order="-accuracy")) == ["r2", "r3", "r1"]
-    assert names(Choice(order="nonsense")) == ["r1", "r2", "r3"], "by date"
+    assert names(RunQuery(status="finished", order="run")) == ["r1", "r3"]
+    assert names(RunQuery(order="-accuracy")) == ["r2", "r3", "r1"]
+    assert names(RunQuery(order="nonsense")) == ["r1", "r2", "r3"], "by date"
 
 
 def test_heading_turns_its_order_around() -> None:
-    headings = {heading.name: heading for heading in make_headings(Choice(order="-accuracy", status="failed", page=3))}
+    headings = {
+        heading.name: heading for heading in make_headings(RunQuery(order="-accuracy", status="failed", page=3))
+    }
     assert headings["accuracy"].direction == "descending"
     assert headings["accuracy"].address == "/runs?status=failed&order=accuracy"
     assert headings["run"].direction == ""

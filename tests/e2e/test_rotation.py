@@ -53,7 +53,7 @@ class Fleet:
         self.processes[name].wait(60)
 
     def join(self, name: str) -> None:
-        [token] = self.command("enroll", name, "--no-wait")
+        token = self.command("enroll", name, "--no-wait")
         said(self.stage, "edge_client.cli", "join", token["token"], "--state", self.state(name))
 
     def state(self, name: str) -> str:

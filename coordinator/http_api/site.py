@@ -1,4 +1,4 @@
-"""What the endpoints share: the folders that they work on, and how they read and write the record."""
+"""The site of the API: the folders that all endpoints work on, and their way to the record."""
 
 import asyncio
 from collections.abc import Callable

@@ -90,6 +90,6 @@ class Invitation(Struct, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """What happened, and what the operator still has to do."""
+    """Lines for the operator: the result, and what is left to do."""
 
     lines: list[str]

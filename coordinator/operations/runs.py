@@ -68,19 +68,19 @@ class LocalRuns:
 
     def cancel(self, run: str) -> ChangedRun:
         """End a run for good."""
-        return self._changed(run, cancel(self._store, self._folder, run))
+        return self._describe_change(run, cancel(self._store, self._folder, run))
 
     def pause(self, run: str) -> ChangedRun:
         """Let a run open no new round."""
-        return self._changed(run, pause(self._store, run))
+        return self._describe_change(run, pause(self._store, run))
 
     def unpause(self, run: str) -> ChangedRun:
         """Let a paused run open rounds again."""
-        return self._changed(run, unpause(self._store, run))
+        return self._describe_change(run, unpause(self._store, run))
 
     def retry(self, run: str) -> ChangedRun:
         """Let a service serve a failed run again."""
-        return self._changed(run, retry(self._store, run))
+        return self._describe_change(run, retry(self._store, run))
 
     def read_labels(self, device: str) -> DeviceLabels:
         """Read the labels of a device that an operator set."""
@@ -101,7 +101,7 @@ class LocalRuns:
             self._store.runs.read(run)
         return self._store.devices.read_logs(device, run)
 
-    def _changed(self, run: str, done: str) -> ChangedRun:
+    def _describe_change(self, run: str, done: str) -> ChangedRun:
         record = self._store.runs.read(run)
         return ChangedRun(run=run, status=record.status, paused_at=record.paused_at, done=done)
 

@@ -51,7 +51,7 @@ class ObjectStore:
 
     @property
     def trouble(self) -> str:
-        """Why the store cannot be used; empty if it could be when it was used last."""
+        """The reason why the store cannot be used; empty if its last use succeeded."""
         return self._access.trouble
 
     def tick(self) -> None:

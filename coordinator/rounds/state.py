@@ -36,7 +36,7 @@ PauseCause = Literal["operator", "disk", "files", "record", "object_store"]
 
 
 class Pause(NamedTuple):
-    """Why a run is paused."""
+    """The reason of a paused run."""
 
     cause: PauseCause
     reason: str  # for people

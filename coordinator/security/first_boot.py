@@ -17,7 +17,7 @@ FORMER = "user-data.before-fedvit"
 TOKEN_FILE = "/etc/fedvit/token"
 """Read once by fedvit-join.service on the board, and removed by it."""
 BOOT_FOLDERS = ("/boot/firmware", "/boot")
-"""Where a running board has its boot partition."""
+"""Folders where a running board may have its boot partition."""
 HEAD = b"#cloud-config"
 OURS = HEAD + b"\n# written by coordinator enroll\n"
 MAX_BYTES = 1 << 20

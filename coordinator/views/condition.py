@@ -1,4 +1,4 @@
-"""Whether a coordinator can do its work now, and each cause that keeps it from doing so; for `/readyz`."""
+"""The condition of a coordinator for `/readyz`: ready or not, with each cause that keeps it from its work."""
 
 from collections.abc import Iterator
 

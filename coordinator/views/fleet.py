@@ -212,7 +212,7 @@ def estimate_left_s(openings: Sequence[str], further: int, now_s: float | None =
 
 
 class _Known:
-    """What is known of each device, from several sources."""
+    """Facts about each device, from several sources."""
 
     def __init__(self, labels: Mapping[str, Mapping[str, str]]) -> None:
         self._labels = labels

@@ -29,7 +29,7 @@ LEAST_DAYS = 60
 
 
 class RecordFacts(Struct, frozen=True):
-    """Where the record is, and what it says of services and stores."""
+    """The place of the record, and its facts about services and stores."""
 
     address: str  # of the database, without its password
     bytes: int | None  # of SQLite's file
@@ -59,7 +59,7 @@ class Fact(NamedTuple):
 
 
 class ServiceFacts(NamedTuple):
-    """What a service page shows."""
+    """The figures of the service page."""
 
     status: ServiceStatus | None  # None: none has served this folder
     record: RecordFacts

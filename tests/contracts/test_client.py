@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.record.record import open_record
 from fedvit.client import Changed, Device, Labels, Page, Round, Run, Submitted
-from tests.support.http_api import Api, served_api
+from tests.support.http_api import Api, serve_api
 
 PAIRS = {
     Run: "RunProgress", Page: "RunPage", Round: "RoundView", Submitted: "SubmittedRun", Changed: "ChangedRun",
@@ -21,7 +21,7 @@ PAIRS = {
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder: Path = tmp_path_factory.mktemp("client") / "runs"
     open_record(folder).close()
-    with served_api(folder) as made:
+    with serve_api(folder) as made:
         yield made
 
 
@@ -35,7 +35,8 @@ def test_devices_have_the_fields_of_the_client() -> None:
     from coordinator.operations.devices import _describe
     from coordinator.security.registry import Certificate, JoinedDevice
 
-    shown = _describe(JoinedDevice("a", 0.0, [Certificate("1f", 0.0, 4e9)], misuses=0), 0.0, None)
+    device = JoinedDevice("a", 0.0, [Certificate("1f", 0.0, 4e9)], misuses=0)
+    shown = _describe(device, 0.0, None, "authority", ["authority"])
     assert msgspec.convert(shown, Device).device == "a"
 
 

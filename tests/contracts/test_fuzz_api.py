@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.security.folder import Deployment, Settings
-from tests.support.http_api import Api, served_api
+from tests.support.http_api import Api, serve_api
 from tests.support.records import RUN, begin_run
 
 REQUESTS = 1500
@@ -25,7 +25,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     begin_run(folder / "runs").close()
     deployment = Deployment.create(folder / "deployment", Settings(
         federation="f", listen="127.0.0.1", port=1, enrolment_port=2, hosts=("localhost",)))  # fmt: skip
-    with served_api(folder / "runs", deployment, folder / "backups") as made:
+    with serve_api(folder / "runs", deployment, folder / "backups") as made:
         yield made
 
 

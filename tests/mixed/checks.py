@@ -82,7 +82,7 @@ class Fleet:
         return self.show(NEW)
 
     def show(self, side: Path) -> dict[str, Any]:
-        """What `coordinator show --json` of a version says of the run."""
+        """Return the answer of `coordinator show --json` of a version."""
         command = [str(side / "coordinator"), "show", "run", "--runs", str(self.runs), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stderr

@@ -53,7 +53,7 @@ class Api:
 
 
 @contextmanager
-def served_api(runs: Path, deployment: Deployment | None = None, backups: Path | None = None) -> Iterator[Api]:
+def serve_api(runs: Path, deployment: Deployment | None = None, backups: Path | None = None) -> Iterator[Api]:
     """Serve the API of a folder with a record."""
     store = open_to_watch(runs)
     try:

@@ -13,7 +13,7 @@ STATUSES: tuple[RunStatus, ...] = ("running", "waiting", "queued", "interrupted"
 
 
 class RunQuery(NamedTuple):
-    """What the address of the page asks for."""
+    """The part of the list that the page's address asks for."""
 
     text: str = ""  # part of a name, a method or a model
     status: str = ""

@@ -1,4 +1,4 @@
-"""What the endpoints answer: the same as the commands, by the same functions."""
+"""The answers of the endpoints: the same as the commands, by the same functions."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from coordinator.rounds.service.status import ServiceStatus, write_service_statu
 from coordinator.run_view import read_document, read_run, show_document
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
-from tests.support.http_api import Api, served_api
+from tests.support.http_api import Api, serve_api
 from tests.support.records import RUN, begin_run, write_status
 
 
@@ -36,7 +36,7 @@ def deployment(tmp_path: Path) -> Deployment:
 
 @pytest.fixture
 def api(store: Record, deployment: Deployment, tmp_path: Path) -> Iterator[Api]:
-    with served_api(tmp_path / "runs", deployment, tmp_path / "backups") as made:
+    with serve_api(tmp_path / "runs", deployment, tmp_path / "backups") as made:
         yield made
 
 
@@ -164,7 +164,7 @@ def test_clean_up_is_that_of_the_command(api: Api, tmp_path: Path) -> None:
 
 def test_server_without_deployment_and_backups_names_what_it_lacks(tmp_path: Path) -> None:
     open_record(tmp_path / "runs").close()
-    with served_api(tmp_path / "runs") as api:
+    with serve_api(tmp_path / "runs") as api:
         for path in ("/devices", "/backups", "/audit?of=deployment"):
             answer = api.ask("GET", path)
             assert (answer.status_code, answer.json()["code"]) == (404, "FV1816")

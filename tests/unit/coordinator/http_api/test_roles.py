@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.record.record import open_record
 from coordinator.security.api_tokens import ROLES, UserRole
-from tests.support.http_api import Api, served_api
+from tests.support.http_api import Api, serve_api
 from tests.support.records import RUN, begin_run
 
 LEAST: dict[str, UserRole] = {
@@ -56,7 +56,7 @@ LEAST: dict[str, UserRole] = {
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     folder = tmp_path_factory.mktemp("roles") / "runs"
     begin_run(folder).close()
-    with served_api(folder) as made:
+    with serve_api(folder) as made:
         yield made
 
 
@@ -78,7 +78,7 @@ def test_there_is_no_endpoint_beside_the_document(api: Api) -> None:
 @pytest.mark.parametrize("role", [None, *ROLES])
 @pytest.mark.parametrize("endpoint", LEAST)
 def test_a_role_below_that_of_an_endpoint_is_refused(api: Api, endpoint: str, role: UserRole | None) -> None:
-    """Those that are allowed are asked for things that do not exist, so that nothing changes."""
+    """An allowed request names things that do not exist, so that nothing changes."""
     method, path = endpoint.split()
     path = path.replace("{run}", "none").replace("{device}", "no device").replace("{name}", "none")
     may = role is not None and ROLES.index(role) >= ROLES.index(LEAST[endpoint])
@@ -98,7 +98,7 @@ def test_a_role_below_that_of_an_endpoint_is_refused(api: Api, endpoint: str, ro
 
 def test_tokens_are_refused_once_they_are_removed_or_have_expired(tmp_path: Path) -> None:
     open_record(tmp_path / "runs").close()
-    with served_api(tmp_path / "runs") as api:
+    with serve_api(tmp_path / "runs") as api:
         tokens = api.site.credentials.tokens
         text = tokens.add("ci", "viewer")
         headers = {"authorization": f"Bearer {text}"}

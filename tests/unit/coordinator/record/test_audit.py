@@ -19,7 +19,7 @@ from tests.support.codes import has_code
 
 
 @pytest.fixture
-def filled(store: Record) -> Record:
+def long_record(store: Record) -> Record:
     for number in range(5):
         with acting_as(Actor(f"user-{number}", "API 192.0.2.1")):
             store.audit.add("pause", f"run-{number}", "why\0 \udcff")
@@ -67,19 +67,19 @@ def test_refused_act_leaves_no_entry(store: Record) -> None:
         insert(AUDIT).values(id=6, at="", who="", origin="", act="", subject="", details="", former="", digest=""),
     ],
 )
-def test_change_is_found(filled: Record, statement: Any) -> None:
-    assert check_entries(filled.audit.read())
-    change(filled, statement)
+def test_change_is_found(long_record: Record, statement: Any) -> None:
+    assert check_entries(long_record.audit.read())
+    change(long_record, statement)
     with pytest.raises(Damaged, check=has_code("FV1641")):
-        check_entries(filled.audit.read())
+        check_entries(long_record.audit.read())
 
 
-def test_removal_of_the_newest_entries_is_found_by_a_digest_that_was_noted(filled: Record) -> None:
-    noted = check_entries(filled.audit.read())
-    change(filled, delete(AUDIT).where(AUDIT.c.id == 5))
-    check_entries(filled.audit.read())
+def test_removal_of_the_newest_entries_is_found_by_a_digest_that_was_noted(long_record: Record) -> None:
+    noted = check_entries(long_record.audit.read())
+    change(long_record, delete(AUDIT).where(AUDIT.c.id == 5))
+    check_entries(long_record.audit.read())
     with pytest.raises(Damaged, check=has_code("FV1641")):
-        check_entries(filled.audit.read(), noted)
+        check_entries(long_record.audit.read(), noted)
 
 
 def test_oldest_entries_are_removed_by_rule(store: Record, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from coordinator.rounds.sum_terms import find_noise
 from tests.support.records import RUN, begin_run
 
 NORMS = np.linspace(0.2, 4.0, 200)
-"""Of the devices' updates, the same in each round."""
+"""Norms of the devices' updates, the same in each round."""
 
 
 def close_round(store: Record, number: int, clip: float, within: float) -> None:

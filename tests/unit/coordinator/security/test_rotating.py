@@ -237,7 +237,7 @@ def test_what_cannot_be_done(tmp_path: Path) -> None:
 
 
 def test_acts_stand_in_the_audit(tmp_path: Path) -> None:
-    """Of several devices each has an entry; of several of which one is unknown none is revoked."""
+    """Each of several devices has an entry. If one name is unknown, no device is revoked."""
     deployment = make_deployment(tmp_path / "deployment")
     made = json.loads(run(deployment, "enroll", "a", "b", "--no-wait", "--json").stdout)
     assert [entry["device"] for entry in made] == ["a", "b"]

@@ -41,7 +41,7 @@ def states(fleet: FleetView) -> dict[str, str]:
     return {device.device: device.state for device in fleet.devices}
 
 
-def joined(name: str, *, issued_days: float, ends_days: float, revoked_at: float | None = None) -> JoinedDevice:
+def make_joined(name: str, *, issued_days: float, ends_days: float, revoked_at: float | None = None) -> JoinedDevice:
     """A device with a certificate that was issued some days ago, and ends in some days."""
     now_s = time.time()
     certificate = Certificate("1f", now_s - issued_days * DAY_S, now_s + ends_days * DAY_S)
@@ -81,14 +81,14 @@ def test_device_that_nobody_serves_is_away(store: Record, folder: Path) -> None:
 
 
 def test_certificate_that_ends_marks_a_device_and_a_revoked_one_is_left_out(store: Record, folder: Path) -> None:
-    """Of 90 days 10 are left, or 40, or none."""
+    """Certificates of 90 days have 10 days left, or 40, or none."""
     fleet = view(
         store,
         folder,
-        joined("pi-4", issued_days=80, ends_days=10),
-        joined("pi-6", issued_days=50, ends_days=40),
-        joined("new", issued_days=95, ends_days=-5),
-        joined("pi-8", issued_days=1, ends_days=89, revoked_at=1.0),
+        make_joined("pi-4", issued_days=80, ends_days=10),
+        make_joined("pi-6", issued_days=50, ends_days=40),
+        make_joined("new", issued_days=95, ends_days=-5),
+        make_joined("pi-8", issued_days=1, ends_days=89, revoked_at=1.0),
     )
     found = states(fleet)
     assert (found["pi-4"], found["pi-6"], found["new"]) == ("certificate ending", "idle", "certificate ending")

@@ -32,7 +32,7 @@ def read_trace(*arguments: object) -> dict[str, Any]:
 
 
 @pytest.fixture
-def finished(stage: Stage) -> Stage:
+def run_stage(stage: Stage) -> Stage:
     """A run of a round: one device is honest, the other fails to train."""
     stage.fake("a")
     stage.fake("b", fails_once)
@@ -41,8 +41,8 @@ def finished(stage: Stage) -> Stage:
     return stage
 
 
-def test_tasks_of_a_round_from_the_record_alone(finished: Stage) -> None:
-    found = read_trace("r.1", "--runs", finished.out)
+def test_tasks_of_a_round_from_the_record_alone(run_stage: Stage) -> None:
+    found = read_trace("r.1", "--runs", run_stage.out)
     tasks = {(task["device"], task["kind"]): task for task in found["tasks"]}
     assert tasks.keys() == {("a", "train"), ("b", "train"), ("a", "evaluate"), ("b", "evaluate")}
     accepted, failed = tasks["a", "train"], tasks["b", "train"]
@@ -55,16 +55,16 @@ def test_tasks_of_a_round_from_the_record_alone(finished: Stage) -> None:
     assert "refused" in [step["event"] for step in failed["steps"]]
     assert tasks["b", "evaluate"]["outcome"] == "accepted"
     assert not found["has_log"]
-    text = run_trace("r.1", "--runs", finished.out)
+    text = run_trace("r.1", "--runs", run_stage.out)
     assert "its disk is full" in text
     assert "--log-format json" in text
 
 
-def test_lines_of_logs_are_put_between_the_steps(finished: Stage, tmp_path: Path) -> None:
+def test_lines_of_logs_are_put_between_the_steps(run_stage: Stage, tmp_path: Path) -> None:
     """A line of the coordinator's log replaces the same step of the record."""
-    before = read_trace("r.1.a.train", "--runs", finished.out)["tasks"][0]
+    before = read_trace("r.1.a.train", "--runs", run_stage.out)["tasks"][0]
     of_task = TaskName("r", 1, "a", "train", 1).fields()
-    folder = finished.out / "r"
+    folder = run_stage.out / "r"
     folder.mkdir(exist_ok=True)
     lines = [
         json_line("info", "round opened", {"run": "r", "round": 1, "kind": "train", "cohort": 2}),
@@ -76,7 +76,7 @@ def test_lines_of_logs_are_put_between_the_steps(finished: Stage, tmp_path: Path
     (folder / "coordinator.log").write_text("\n".join(lines))
     device = tmp_path / "a.log"
     device.write_text(json_line("info", "task received", of_task) + "\n")
-    found = read_trace("r.1.a.train.1", "--runs", finished.out, "--log", device)
+    found = read_trace("r.1.a.train.1", "--runs", run_stage.out, "--log", device)
     assert found["has_log"]
     assert [step["event"] for step in found["steps"]] == ["round opened"]
     [task] = found["tasks"]
@@ -84,21 +84,21 @@ def test_lines_of_logs_are_put_between_the_steps(finished: Stage, tmp_path: Path
     assert sources["task asked"] == "coordinator"
     assert sources["task received"] == "device"
     assert len(task["steps"]) == len(before["steps"]) + 1
-    assert "task received" in run_trace("r.1.a", "--runs", finished.out, "--log", device)
+    assert "task received" in run_trace("r.1.a", "--runs", run_stage.out, "--log", device)
 
 
 @pytest.mark.parametrize("text", ["r", "r.x", "r.1.a.sleep", "r.1.a.train.x", "r.1.a.train.1.2", "../r.1"])
-def test_name_that_is_no_task_is_refused(finished: Stage, text: str) -> None:
+def test_name_that_is_no_task_is_refused(run_stage: Stage, text: str) -> None:
     with pytest.raises(ConfigError, check=has_code("FV1629")):
-        run_trace(text, "--runs", finished.out)
+        run_trace(text, "--runs", run_stage.out)
 
 
-def test_run_round_device_and_log_must_exist(finished: Stage, tmp_path: Path) -> None:
+def test_run_round_device_and_log_must_exist(run_stage: Stage, tmp_path: Path) -> None:
     for text, code in (("other.1", "FV1601"), ("r.9", "FV1623"), ("r.1.c", "FV1629")):
         with pytest.raises(ConfigError, check=has_code(code)):
-            run_trace(text, "--runs", finished.out)
+            run_trace(text, "--runs", run_stage.out)
     with pytest.raises(ConfigError, check=has_code("FV1629", "none.log")):
-        run_trace("r.1", "--runs", finished.out, "--log", tmp_path / "none.log")
+        run_trace("r.1", "--runs", run_stage.out, "--log", tmp_path / "none.log")
 
 
 def test_nothing_of_opentelemetry_is_imported_while_nobody_traces() -> None:

@@ -100,7 +100,7 @@ def test_a_device_solves_the_regression_with_its_own_sums(vit: PatchViT, own: Fe
 
 
 def test_held_out_images_choose_the_weight(vit: PatchViT) -> None:
-    """Where the device's images look as everybody's do, a small weight is right; where they do not, a large one."""
+    """A small weight is right if the device's images look as everybody's do, otherwise a large one."""
     method = PersonalAnalytic(lambdas=(STRENGTH,), own_weights=(0.0, 30.0))
     others = [Features(seed, 400, (0, 1, 2, 3)) for seed in range(4)]
     for turn, weight in ((0.0, 0.0), (1.5, 30.0)):

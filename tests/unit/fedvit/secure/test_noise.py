@@ -74,7 +74,7 @@ def test_drawn_numbers_are_normal() -> None:
 @pytest.mark.parametrize("bits", [24, 32])
 @pytest.mark.parametrize(("began", "summed"), [(4, 4), (10, 7), (40, 40)])
 def test_sum_has_the_noise_that_is_accounted_for(began: int, summed: int, bits: int) -> None:
-    """Of the fewest devices that can make a sum it is that of the configuration, of more devices it is more."""
+    """The fewest devices that can make a sum add the configured noise; more devices add more."""
     terms = _make_terms(began, bits=bits)
     noise = _decode([ZEROS] * summed, began, terms)
     spread = NOISE.multiplier * NOISE.clip * math.sqrt(summed / count_least_devices(began, 20))

@@ -1,7 +1,8 @@
 """`coordinator submit`: puts a run into the queue of a service."""
 
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import msgspec
@@ -9,8 +10,10 @@ import msgspec
 from coordinator.commands.config_flags import run_flags
 from coordinator.commands.flags import runs_flag
 from coordinator.config import merge_flags, read_toml
-from coordinator.operations.opening import submit_run
+from coordinator.operations.documents import SubmittedRun
+from coordinator.operations.opening import find_service
 from coordinator.operations.submitting import HIGHEST_PRIORITY, Submission, parse_time
+from coordinator.operations.submitting import submit as submit_here
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
 
@@ -51,7 +54,11 @@ def submit(
     where = str(file) if file else "flags"
     values = merge_flags(read_toml(file) if file else {}, flags)
     asked = Submission(values, where, name, priority, None if at is None else parse_time(at))
-    submitted = submit_run(folder, asked)
+    if (service := find_service()) is None:
+        submitted = submit_here(folder, asked)
+    else:
+        remote = import_module("coordinator.operations.remote").RemoteRuns(service)
+        submitted = cast(SubmittedRun, remote.submit(asked))
     if submitted.warning:
         click.echo(f"warning: {submitted.warning}", err=True)
     click.echo(msgspec.json.encode(submitted).decode() if as_json else submitted.run)

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.operations.documents import SubmittedRun
 from coordinator.operations.runs import LocalRuns
-from coordinator.operations.submitting import Submission, submit
 from coordinator.record.opening import open_existing_record
 
 if TYPE_CHECKING:
@@ -39,14 +37,6 @@ def open_runs(folder: Path, *, writes: bool = False) -> "Iterator[LocalRuns | Re
         yield LocalRuns(store, folder)
     finally:
         store.close()
-
-
-def submit_run(folder: Path, asked: Submission) -> SubmittedRun:
-    """Put a run into the queue of a service. Raises ConfigError."""
-    if (service := find_service()) is not None:
-        submitted: SubmittedRun = import_module("coordinator.operations.remote").RemoteRuns(service).submit(asked)
-        return submitted
-    return submit(folder, asked)
 
 
 def open_devices(folder: Path, runs: Path | None = None) -> "LocalDevices | RemoteDevices":

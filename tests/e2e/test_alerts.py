@@ -86,7 +86,7 @@ def test_alerts_of_a_takeover_and_of_a_lost_record(stage: Stage, hosts: Hosts) -
         lambda: {"FedvitLeaderChanged", "FedvitNoStandby", "FedvitCoordinatorDown"} <= prometheus.firing(),
         "alerts of the takeover",
     )
-    assert max(prometheus.values("fedvit_leader_term")) > term
+    wait_for(lambda: max(prometheus.values("fedvit_leader_term"), default=0) > term, "the new term to be scraped")
     serve("third")
     wait_for(lambda: "FedvitNoStandby" not in prometheus.firing(), "the new standby to be seen")
     for name in ("second", "third"):

@@ -7,17 +7,15 @@ from typing import Any
 import click
 import msgspec
 
+from edge_client.commands.doctor import make_context
 from edge_client.commands.options import DEVICE_OPTIONS, program_options, read_settings
 from edge_client.health.doctor import lines, run_checks
-from edge_client.health.doctor_context import DoctorContext
 from edge_client.health.status import read_status
-from edge_client.link.endpoint import endpoint_of, state_and_name
 from edge_client.settings import DeviceSettings
-from edge_client.storage.state import identity_folder, state_folder, status_file
+from edge_client.storage.state import state_folder, status_file
 from fedvit.bug_report import BugReport
 from fedvit.command_line import Command
 from fedvit.errors import FedvitError
-from fedvit.wire.topics import Topics
 
 UNIT = "fedvit-edge.service"
 JOURNAL = ("journalctl", "--unit", UNIT, "--lines", "2000", "--no-pager", "--output", "short-iso")
@@ -61,21 +59,7 @@ def find_private_words(data: Path | None) -> set[str]:
 def add_checks(report: BugReport, settings: DeviceSettings) -> None:
     """Add the findings of `doctor`, the status and a list of the state's files; what fails is said in its place."""
     try:
-        endpoint = endpoint_of(settings)
-        state, device = state_and_name(settings, endpoint)
-        checked = DoctorContext(
-            address=endpoint.address,
-            topics=Topics(endpoint.federation),
-            device=device,
-            state=state,
-            data=settings.data,
-            test_share=settings.test_share,
-            decoded_images=MOST_DECODED,
-            policy=settings.policy,
-            vault_key=settings.vault_key,
-            identity=endpoint.identity,
-            identity_folder=identity_folder(settings.state),
-        )
+        checked = make_context(settings, MOST_DECODED)
         report.add("doctor.txt", "\n".join(lines(finding) for finding in run_checks(checked)))
         folder = state_folder(settings.data, settings.state)
         report.add_folder("state.txt", folder)

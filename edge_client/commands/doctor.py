@@ -11,6 +11,7 @@ from edge_client.commands.options import DEVICE_OPTIONS, program_options, read_s
 from edge_client.health.doctor import lines, run_checks, worst
 from edge_client.health.doctor_context import LEVELS, MOST_DECODED, DoctorContext, Finding
 from edge_client.link.endpoint import endpoint_of, state_and_name
+from edge_client.settings import DeviceSettings
 from edge_client.storage.state import identity_folder
 from fedvit.command_line import Command, json_flag
 from fedvit.wire.topics import Topics
@@ -32,21 +33,7 @@ def command(context: click.Context, /, *, deep: bool, as_json: bool, **own: Any)
     """
 
     settings = read_settings(context, own)
-    endpoint = endpoint_of(settings)
-    state, device = state_and_name(settings, endpoint)
-    checked = DoctorContext(
-        address=endpoint.address,
-        topics=Topics(endpoint.federation),
-        device=device,
-        state=state,
-        data=settings.data,
-        test_share=settings.test_share,
-        decoded_images=None if deep else MOST_DECODED,
-        policy=settings.policy,
-        vault_key=settings.vault_key,
-        identity=endpoint.identity,
-        identity_folder=identity_folder(settings.state),
-    )
+    checked = make_context(settings, None if deep else MOST_DECODED)
     findings: list[Finding] = []
     for finding in run_checks(checked):
         findings.append(finding)
@@ -57,3 +44,22 @@ def command(context: click.Context, /, *, deep: bool, as_json: bool, **own: Any)
         # not msgspec.json, which refuses names of files that are not UTF-8
         click.echo(json.dumps(msgspec.to_builtins({"worst": level, "findings": findings}), indent=2))
     sys.exit(LEVELS.index(level))
+
+
+def make_context(settings: DeviceSettings, decoded_images: int | None) -> DoctorContext:
+    """Make the input of the checks; so many images are decoded on trial, None: all. Raises FedvitError."""
+    endpoint = endpoint_of(settings)
+    state, device = state_and_name(settings, endpoint)
+    return DoctorContext(
+        address=endpoint.address,
+        topics=Topics(endpoint.federation),
+        device=device,
+        state=state,
+        data=settings.data,
+        test_share=settings.test_share,
+        decoded_images=decoded_images,
+        policy=settings.policy,
+        vault_key=settings.vault_key,
+        identity=endpoint.identity,
+        identity_folder=identity_folder(settings.state),
+    )

@@ -261,11 +261,17 @@ def test_region_cancels_its_devices_when_the_centre_does_not_wait_any_longer(wor
     """The centre's quorum is one region; the next round finds the devices of the other one free."""
     north = world.region("north", *NORTH)
     south = world.region("south", *SOUTH)
-    north.fakes[0].on_task = only_in(2)
-    south.fakes[0].on_task = only_in(1)
     for region in (north, south):
+        region.fakes[0].on_task = silent
         region.start(devices=2, rounds=2)
     world.centre.start(devices=2, rounds=2, quorum=0.5)
+
+    def answer_when_both_are_asked(number: int, device: Fake) -> None:
+        world.drive(lambda: all(region.fakes[0].tasks()[-1:] == [number] for region in (north, south)))
+        drawn(device, [task for task in device.got(Task) if task.kind == "train"][-1])
+
+    answer_when_both_are_asked(1, south.fakes[0])
+    answer_when_both_are_asked(2, north.fakes[0])
     assert world.finish() == ["finished"] * 3
     assert [world.centre.accepted(number) for number in (1, 2)] == [["south"], ["north"]]
     world.drive(lambda: [cancel.round for cancel in north.fakes[0].got(Cancel)] == [1])

@@ -120,9 +120,9 @@ def option_annotations(method: str) -> Mapping[str, Annotation]:
 
 
 def _annotations(kind: str) -> dict[str, Annotation]:
-    if kind not in _classes():  # ABC, and other classes without options
+    if (place := _find_class(kind)) is None:  # ABC, and other classes without options
         return {}
-    written, file = _classes()[kind]
+    written, file = place
     found: dict[str, Annotation] = {}
     for base in written.bases:
         found |= _annotations(ast.unparse(base))
@@ -137,14 +137,19 @@ def _annotations(kind: str) -> dict[str, Annotation]:
 
 
 @cache
-def _classes() -> dict[str, tuple[ast.ClassDef, Path]]:
-    """Return every class in the files of the methods, and its file."""
-    return {
-        node.name: (node, file)
-        for file in sorted(_FOLDER.glob("*.py"))
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
+def _find_class(name: str) -> tuple[ast.ClassDef, Path] | None:
+    """Return a class in the files of the methods, and its file; None: it is in none of them. Parses only its file."""
+    for file, source in _read_sources().items():
+        if re.search(rf"^class {re.escape(name)}\b", source, re.MULTILINE):
+            nodes = ast.parse(source).body
+            return next(node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name), file
+    return None
+
+
+@cache
+def _read_sources() -> dict[Path, str]:
+    """Return the text of every file of the methods."""
+    return {file: file.read_text() for file in sorted(_FOLDER.glob("*.py"))}
 
 
 # --- models -------------------------------------------------------------------------------------------

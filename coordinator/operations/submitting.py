@@ -14,8 +14,8 @@ from coordinator.record.opening import has_record, open_private_record
 from coordinator.record.record import Record
 from coordinator.record.tables import ENDED
 from coordinator.rounds.service.status import labels_seen, read_service_status
+from coordinator.serving.checks import check_new, check_start_from, check_trackers
 from coordinator.serving.request import usual_name
-from coordinator.serving.start import check_new, check_start_from, check_trackers
 from fedvit.errors import ConfigError
 from fedvit.quantities import parse_seconds
 from fedvit.wire.topics import check_name

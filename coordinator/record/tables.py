@@ -388,8 +388,9 @@ TASKS = Table(
     *(Column(name, String) for name in TaskTimes._fields),
     Column("expected", String),  # id of a row of `expectations`
 )
-_AT_WORK = TASKS.c.outcome.is_(None)
-Index("tasks_at_work", TASKS.c.run, TASKS.c.round, sqlite_where=_AT_WORK, postgresql_where=_AT_WORK)
+TASKS_AT_WORK = Index("tasks_at_work", TASKS.c.run, TASKS.c.round)
+"""Index of tasks without an outcome: `coordinator.record.migrations.versions` adds the condition, since naming an
+option of PostgreSQL would load all its drivers in each command."""
 
 EXPECTATIONS = Table(
     "expectations",

@@ -7,11 +7,13 @@ import secrets
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.config import RunConfig, StartConfig, check_settings, make_config, merge_flags, read_toml
 from fedvit.errors import ConfigError
-from fedvit.monitoring import ListenAddress
+
+if TYPE_CHECKING:
+    from fedvit.monitoring import ListenAddress
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class StartRequest:
     resume_or_new: bool
     only_check: bool
     quiet: bool
-    metrics_address: ListenAddress | None
+    metrics_address: "ListenAddress | None"
 
     @classmethod
     def from_flags(cls, options: dict[str, Any]) -> Self:

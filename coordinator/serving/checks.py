@@ -1,0 +1,32 @@
+"""Checks of a new run that need the record alone: for `coordinator start`, and for `submit`, which is often called."""
+
+from coordinator.config import RunConfig
+from coordinator.record.record import Record
+from coordinator.views.trackers.following import check_writers
+from fedvit.errors import ConfigError
+
+
+def check_new(store: Record | None, run: str) -> None:
+    """Raise ConfigError if the run exists."""
+    if store and run in {record.id for record in store.runs.read_all()}:
+        raise ConfigError(
+            "FV1613", f"run {run!r} exists already; resume it with --resume {run}, or choose another --run"
+        )
+
+
+def check_trackers(config: RunConfig, where: str) -> None:
+    """Raise ConfigError if the library of a metrics writer is missing."""
+    if config.trackers.writers:
+        check_writers(config.trackers, where)
+
+
+def check_start_from(store: Record | None, config: RunConfig) -> None:
+    """Raise ConfigError if the run of `start_from` does not exist, or has closed no round."""
+    if config.start_from is None:
+        return
+    if store is None:
+        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: there is no run yet")
+    newest = store.rounds.read_newest_closed(config.start_from)
+    if newest is None:
+        store.runs.read(config.start_from)  # raises if there is no such run
+        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: that run closed no round")

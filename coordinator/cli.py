@@ -49,8 +49,8 @@ COMMANDS = {
 }
 """Name -> description."""
 REMOTE = {
-    "cancel", "devices", "label", "logs", "pause", "retry", "revoke", "runs", "show", "status", "submit", "unpause",
-    "wait",
+    "audit", "backup", "cancel", "devices", "gc", "label", "logs", "pause", "quarantine", "retry", "revoke", "rm",
+    "runs", "show", "status", "submit", "unpause", "wait",
 }  # fmt: skip
 """Commands that also work on the service of another machine."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.operations.auditing import check_audit, read_audit
+from coordinator.operations.opening import open_audit
 from fedvit.command_line import Command, json_flag
 from fedvit.quantities import format_count
 from profiles.report.console import Console
@@ -20,7 +20,10 @@ PATH = click.Path(path_type=Path)
 )
 @click.option("--runs", type=PATH, default=Path("runs"), help="Folder of all runs, whose audit is shown.")
 @click.option(
-    "--deployment", type=PATH, envvar="FEDVIT_DEPLOYMENT", help="Instead the audit of a deployment: its devices."
+    "--deployment",
+    type=PATH,
+    envvar="FEDVIT_DEPLOYMENT",
+    help="Instead the audit of a deployment: its devices. With --server any name stands for the server's deployment.",
 )
 @click.option("--last", type=click.IntRange(min=1), help="Show only the newest so many entries.")
 @click.option("--check", is_flag=True, help="Verify the chain of digests, and print the newest digest.")
@@ -38,14 +41,15 @@ def audit(
     Each entry's digest covers the entry before it. A person who can write the database can compute all digests anew:
     keep the newest digest elsewhere, and give it to --expect.
     """
+    source = open_audit(runs, deployment)
     if check:
-        verdict = check_audit(runs, deployment, expect)
+        verdict = source.check(expect)
         if as_json:
             click.echo(msgspec.json.encode(verdict).decode())
         else:
             click.echo(f"{format_count(verdict.entries, 'entry')} intact; newest digest: {verdict.digest or 'none'}")
         return
-    entries = read_audit(runs, deployment, last)
+    entries = source.read(last)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(entries)).decode())
         return

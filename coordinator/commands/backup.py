@@ -1,16 +1,23 @@
 """`coordinator backup`: keeps copies of the record, the runs and the deployment."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from coordinator.operations.backing_up import make_backup
-from coordinator.serving.backup import BackupFolder, describe_json
+from coordinator.operations.opening import find_service
+from coordinator.serving.backup import BackupFolder, BackupLine, describe
 from fedvit.command_line import Command, json_flag
+from fedvit.errors import ConfigError
 from fedvit.files import private_files
 from fedvit.hints import command
 from fedvit.quantities import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from coordinator.operations.remote_admin import RemoteBackups
 
 PATH = click.Path(path_type=Path)
 
@@ -22,7 +29,7 @@ PATH = click.Path(path_type=Path)
         "coordinator backup /mnt/backups --list",
     ],
 )
-@click.argument("folder", type=PATH, metavar="DIR")
+@click.argument("folder", type=PATH, required=False, metavar="DIR")
 @click.option("--runs", type=PATH, help="Folder of all runs to back up: their record, tensors and settings.")
 @click.option("--deployment", type=PATH, envvar="FEDVIT_DEPLOYMENT", help="Folder of a deployment, with all its keys.")
 @click.option("--keep", type=click.IntRange(min=1), help="Remove older backups than the newest so many.")
@@ -30,27 +37,41 @@ PATH = click.Path(path_type=Path)
 @json_flag
 @private_files()
 def backup(
-    folder: Path, runs: Path | None, deployment: Path | None, keep: int | None, only_list: bool, as_json: bool
+    folder: Path | None, runs: Path | None, deployment: Path | None, keep: int | None, only_list: bool, as_json: bool
 ) -> None:
     """Add a backup of runs and of a deployment to DIR, also while they are served.
 
-    Unchanged files take no further space. DIR holds private keys and personal data: protect it.
+    Unchanged files take no further space. DIR holds private keys and personal data: protect it. With --server the
+    server's own runs, deployment and folder of backups are meant.
     """
-    backups = BackupFolder(folder)
-    if only_list:
-        made = backups.list_all()
+    if (service := find_service()) is not None:
+        if folder or runs:
+            raise ConfigError("FV1817", "the server has its own folders: leave out DIR and --runs, or --server")
+        remote: RemoteBackups = import_module("coordinator.operations.remote_admin").RemoteBackups(service)
+        made = remote.list_all() if only_list else [remote.make(keep)]
     else:
-        if not (runs or deployment):
-            raise click.UsageError("name what to back up: --runs, --deployment, or both")
-        made = [make_backup(backups, runs, deployment, keep, lambda line: click.echo(line, err=True))]
+        made = _use_folder(folder, runs, deployment, keep, only_list=only_list)
     if as_json:
-        shown = [msgspec.json.decode(describe_json(one)) for one in made]
-        click.echo(msgspec.json.format(msgspec.json.encode(shown if only_list else shown[0])).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(made if only_list else made[0])).decode())
         return
     for one in made:
-        what = [format_count(len(one.runs), "run")] if any(path.startswith("runs/") for path in one.files) else []
+        what = [format_count(len(one.runs), "run")] if one.runs or not one.deployment else []
         what += [f"deployment {one.deployment}"] if one.deployment else []
         size = f"{format_bytes(one.bytes)}, {format_bytes(one.new_bytes)} of them new"
-        click.echo(f"{one.name}: {', '.join(what)}; {format_count(len(one.files), 'file')}, {size}")
-    if not only_list:
+        click.echo(f"{one.name}: {', '.join(what)}; {format_count(one.files, 'file')}, {size}")
+    if folder and not only_list:
         click.echo(f"next: {command('coordinator', 'restore', folder, '--runs', 'NEW-FOLDER')}")
+
+
+def _use_folder(
+    folder: Path | None, runs: Path | None, deployment: Path | None, keep: int | None, *, only_list: bool
+) -> list[BackupLine]:
+    """Add a backup to a folder of this machine, or list those that it has."""
+    if folder is None:
+        raise click.UsageError("name the folder of backups: DIR")
+    backups = BackupFolder(folder)
+    if only_list:
+        return [describe(one) for one in backups.list_all()]
+    if not (runs or deployment):
+        raise click.UsageError("name what to back up: --runs, --deployment, or both")
+    return [describe(make_backup(backups, runs, deployment, keep, lambda line: click.echo(line, err=True)))]

@@ -7,8 +7,7 @@ import click
 
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.removals import keep_mirrors_flag, print_removals
-from coordinator.operations.cleaning import clean_up
-from coordinator.record.opening import open_existing_record
+from coordinator.operations.opening import open_runs
 from coordinator.record.retention import RetentionPolicy
 from fedvit.command_line import Command, json_flag
 
@@ -29,9 +28,6 @@ from fedvit.command_line import Command, json_flag
 def gc(folder: Path, as_json: bool, **settings: Any) -> None:
     """Remove runs and details beyond the policy, and unreferenced files. Runs that are being served are not changed."""
     policy = RetentionPolicy(**settings)
-    store = open_existing_record(folder, writes=True)
-    try:
-        removed = clean_up(store, folder, policy, report=lambda line: click.echo(line, err=True))
-    finally:
-        store.close()
+    with open_runs(folder, writes=True) as runs:
+        removed = runs.clean_up(policy, report=lambda line: click.echo(line, err=True))
     print_removals(removed, as_json, "would remove" if policy.dry_run else "removed")

@@ -6,9 +6,8 @@ import click
 import msgspec
 
 from coordinator.commands.flags import runs_flag
-from coordinator.record.opening import open_existing_record
-from coordinator.rounds.service.releasing import release
-from coordinator.run_view import Standing, read_standings
+from coordinator.operations.opening import open_runs
+from coordinator.run_view import Standing
 from fedvit.command_line import Command, json_flag
 from profiles.report.console import Console
 from profiles.report.tables import Column, Sheet, columns
@@ -25,15 +24,11 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
     A released device that had been sent away must be restarted.
     """
 
-    store = open_existing_record(folder, writes=bool(released))
-    try:
-        store.runs.read(run)
+    with open_runs(folder, writes=bool(released)) as runs:
+        standings = runs.read_standings(run)
         for device in released:
-            release(store, run, device)
+            standings = runs.read_standings(run, [device])
             click.echo(f"{device}: released, its strikes are reset", err=True)
-        standings = read_standings(store, run)
-    finally:
-        store.close()
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(standings)).decode())
         return

@@ -6,8 +6,7 @@ import click
 
 from coordinator.commands.flags import runs_flag
 from coordinator.commands.removals import keep_mirrors_flag, print_removals
-from coordinator.record.opening import open_existing_record
-from coordinator.record.retention import remove_runs
+from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 
 
@@ -20,9 +19,6 @@ from fedvit.command_line import Command, json_flag
 def rm(runs: tuple[str, ...], force: bool, keep_mirrors: bool, folder: Path, as_json: bool) -> None:
     """Remove runs: their rows of the record, their folders and their mirrors."""
 
-    store = open_existing_record(folder, writes=True)
-    try:
-        removed = remove_runs(store, folder, list(dict.fromkeys(runs)), force=force, keep_mirrors=keep_mirrors)
-    finally:
-        store.close()
+    with open_runs(folder, writes=True) as source:
+        removed = source.remove(list(dict.fromkeys(runs)), force=force, keep_mirrors=keep_mirrors)
     print_removals(removed, as_json, "removed")

@@ -10,14 +10,16 @@ from msgspec import Struct
 
 from coordinator.http_api.answers import read_body
 from coordinator.http_api.routes import Routes, identity_of
-from coordinator.http_api.run_routes import MOST
+from coordinator.http_api.run_routes import Word
 from coordinator.http_api.site import ApiSite
 from coordinator.operations.access import add_token, remove_token
-from coordinator.operations.auditing import AuditVerdict, check_audit, read_audit
+from coordinator.operations.auditing import AuditVerdict, LocalAudit
 from coordinator.operations.backing_up import make_backup
 from coordinator.operations.documents import Done
+from coordinator.record.audit import KEPT, SLACK
 from coordinator.record.tables import AuditEntry
 from coordinator.security.api_tokens import UserRole
+from coordinator.serving.backup import BackupLine, describe
 
 Part = Literal["runs", "deployment"]
 
@@ -55,16 +57,6 @@ class ListedToken(Struct, frozen=True, kw_only=True):
     expires_at: str | None
 
 
-class BackupLine(Struct, frozen=True, kw_only=True):
-    """A backup, without its list of files."""
-
-    name: str
-    made_at: str
-    runs: list[str]
-    bytes: int
-    new_bytes: int
-
-
 class NewBackup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a backup."""
 
@@ -99,23 +91,20 @@ def add_admin_routes(routes: Routes, site: ApiSite) -> None:
         return Done(lines=[f"token {name} is removed"])
 
     async def list_audit(
-        last: Annotated[int, Query(ge=1, le=MOST)] = 50, of: Annotated[Part, Query()] = "runs"
+        last: Annotated[int, Query(ge=1, le=KEPT + SLACK)] = 50, of: Annotated[Part, Query()] = "runs"
     ) -> list[AuditEntry]:
         """List who changed what, when and from where; the newest last."""
-        folder = None if of == "runs" else await site.use_devices(lambda _: deployment)
-        return await asyncio.to_thread(read_audit, site.folder, folder, last)
+        audit = LocalAudit(site.folder, None if of == "runs" else await site.use_devices(lambda _: deployment))
+        return await asyncio.to_thread(audit.read, last)
 
-    async def verify_audit(of: Annotated[Part, Query()] = "runs") -> AuditVerdict:
-        """Verify the chain of digests of the audit."""
-        folder = None if of == "runs" else await site.use_devices(lambda _: deployment)
-        return await asyncio.to_thread(check_audit, site.folder, folder)
+    async def verify_audit(of: Annotated[Part, Query()] = "runs", expect: Word = "") -> AuditVerdict:
+        """Verify the chain of digests of the audit, and that an entry has the digest `expect`."""
+        audit = LocalAudit(site.folder, None if of == "runs" else await site.use_devices(lambda _: deployment))
+        return await asyncio.to_thread(audit.check, expect or None)
 
     async def list_backups() -> list[BackupLine]:
         """List the backups, the oldest first."""
-        return [
-            BackupLine(name=made.name, made_at=made.made_at, runs=made.runs, bytes=made.bytes, new_bytes=made.new_bytes)
-            for made in site.find_backups().list_all()
-        ]
+        return [describe(made) for made in site.find_backups().list_all()]
 
     async def back_up(body: Annotated[NewBackup, Depends(read_body(NewBackup))]) -> BackupLine:
         """Make a backup of the runs and the deployment, also while they are served."""
@@ -123,9 +112,7 @@ def add_admin_routes(routes: Routes, site: ApiSite) -> None:
         made = await site.change_folder(
             lambda: make_backup(backups, site.folder, deployment, body.keep, lambda line: None)
         )
-        return BackupLine(
-            name=made.name, made_at=made.made_at, runs=made.runs, bytes=made.bytes, new_bytes=made.new_bytes
-        )
+        return describe(made)
 
     routes.add("GET", "/me", "viewer", greet, Greeting)
     routes.add("GET", "/tokens", "admin", list_tokens, list[ListedToken])

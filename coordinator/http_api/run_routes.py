@@ -9,15 +9,13 @@ from msgspec import Struct
 from coordinator.http_api.answers import read_body
 from coordinator.http_api.routes import Routes, identity_of
 from coordinator.http_api.site import ApiSite
-from coordinator.operations.cleaning import clean_up
 from coordinator.operations.documents import ChangedRun, RunActivity, ServiceOverview, SubmittedRun
 from coordinator.operations.runs import NEWEST, LocalRuns
 from coordinator.operations.submitting import HIGHEST_PRIORITY, Submission, parse_time, submit
 from coordinator.record.opening import newest_run
 from coordinator.record.record import Record
-from coordinator.record.retention import Removal, RetentionPolicy, remove_runs
+from coordinator.record.retention import Removal, RetentionPolicy
 from coordinator.record.tables import RunStatus
-from coordinator.rounds.service.releasing import release
 from coordinator.run_view import (
     DeviceView,
     RoundView,
@@ -164,14 +162,7 @@ def add_run_routes(routes: Routes, site: ApiSite) -> None:
 
     async def release_devices(run: str, body: Annotated[Released, Depends(read_body(Released))]) -> list[Standing]:
         """End the quarantine of devices, and reset their strikes."""
-
-        def act(store: Record) -> list[Standing]:
-            store.runs.read(run)
-            for device in body.devices:
-                release(store, run, device)
-            return read_standings(store, run)
-
-        return await site.change_record(act)
+        return await site.change(lambda runs: runs.read_standings(run, body.devices))
 
     async def show_activity(run: str) -> RunActivity:
         """Read what a run waits for."""
@@ -199,17 +190,23 @@ def add_run_routes(routes: Routes, site: ApiSite) -> None:
 
     async def remove_run(run: str, force: bool = False, keep_mirrors: bool = False) -> list[Removal]:
         """Remove a run: its rows, its folder and its mirror."""
-        return await site.change_record(
-            lambda store: remove_runs(store, site.folder, [run], force=force, keep_mirrors=keep_mirrors)
-        )
+        return await site.change(lambda runs: runs.remove([run], force=force, keep_mirrors=keep_mirrors))
+
+    async def remove_several(
+        run: Annotated[list[str], Query(min_length=1)], force: bool = False, keep_mirrors: bool = False
+    ) -> list[Removal]:
+        """Remove all of these runs, or none."""
+        names = list(dict.fromkeys(run))
+        return await site.change(lambda runs: runs.remove(names, force=force, keep_mirrors=keep_mirrors))
 
     async def clean_runs(body: Annotated[CleanUp, Depends(read_body(CleanUp))]) -> list[Removal]:
         """Remove runs and details beyond a policy, and unreferenced files."""
         policy = RetentionPolicy(**msgspec.structs.asdict(body))
-        return await site.change_record(lambda store: clean_up(store, site.folder, policy))
+        return await site.change(lambda runs: runs.clean_up(policy))
 
     routes.add("GET", "/runs", "viewer", list_runs, RunPage)
     routes.add("POST", "/runs", "operator", submit_run, SubmittedRun, body=NewRun)
+    routes.add("DELETE", "/runs", "admin", remove_several, list[Removal])
     routes.add("GET", "/sizes", "viewer", list_sizes, Sizes)
     routes.add("GET", "/runs/{run}", "viewer", show_run, RunProgress)
     routes.add("DELETE", "/runs/{run}", "admin", remove_run, list[Removal])

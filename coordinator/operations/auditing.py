@@ -1,5 +1,6 @@
 """The audits of runs and of deployments, as operators read and verify them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import Struct
@@ -17,20 +18,26 @@ class AuditVerdict(Struct, frozen=True, kw_only=True):
     digest: str  # the newest; "": there is no entry
 
 
-def read_audit(runs: Path, deployment: Path | None, newest: int | None = None) -> list[AuditEntry]:
-    """Return the entries of a deployment, or else of a folder of runs, or the newest of them; the oldest first."""
-    if deployment is not None:
-        with Deployment.open(deployment).registry.read() as rows:
-            entries: list[AuditEntry] = rows.read_audit(newest)
-            return entries
-    store = open_existing_record(runs)
-    try:
-        return store.audit.read(newest)
-    finally:
-        store.close()
+@dataclass(frozen=True)
+class LocalAudit:
+    """The audit of a deployment, or else of a folder of runs."""
 
+    runs: Path
+    deployment: Path | None
 
-def check_audit(runs: Path, deployment: Path | None, expected: str | None = None) -> AuditVerdict:
-    """Verify an audit. Raises Damaged, naming the first entry that is wrong."""
-    entries = read_audit(runs, deployment)
-    return AuditVerdict(entries=len(entries), digest=check_entries(entries, expected))
+    def read(self, newest: int | None = None) -> list[AuditEntry]:
+        """Return the entries, or the newest of them, the oldest first."""
+        if self.deployment is not None:
+            with Deployment.open(self.deployment).registry.read() as rows:
+                entries: list[AuditEntry] = rows.read_audit(newest)
+                return entries
+        store = open_existing_record(self.runs)
+        try:
+            return store.audit.read(newest)
+        finally:
+            store.close()
+
+    def check(self, expected: str | None = None) -> AuditVerdict:
+        """Verify all entries, and that one has the digest `expected`. Raises Damaged, naming the first wrong entry."""
+        entries = self.read()
+        return AuditVerdict(entries=len(entries), digest=check_entries(entries, expected))

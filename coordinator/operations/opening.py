@@ -12,8 +12,10 @@ from coordinator.operations.runs import LocalRuns
 from coordinator.record.opening import open_existing_record
 
 if TYPE_CHECKING:
+    from coordinator.operations.auditing import LocalAudit
     from coordinator.operations.devices import LocalDevices
     from coordinator.operations.remote import RemoteDevices, RemoteRuns
+    from coordinator.operations.remote_admin import RemoteAudit
     from fedvit.client import Service
 
 SERVICE = "fedvit.service"
@@ -47,4 +49,13 @@ def open_devices(folder: Path, runs: Path | None = None) -> "LocalDevices | Remo
     devices = import_module("coordinator.operations.devices")  # late: cryptography, which runs do not need
     deployment = import_module("coordinator.security.folder").Deployment.open(folder)
     local: LocalDevices = devices.LocalDevices(deployment, runs)
+    return local
+
+
+def open_audit(runs: Path, deployment: Path | None) -> "LocalAudit | RemoteAudit":
+    """Open the audit of a deployment, or else of a folder of runs."""
+    if (service := find_service()) is not None:
+        remote: RemoteAudit = import_module("coordinator.operations.remote_admin").RemoteAudit(service, deployment)
+        return remote
+    local: LocalAudit = import_module("coordinator.operations.auditing").LocalAudit(runs, deployment)  # late, as above
     return local

@@ -1,5 +1,6 @@
 """The same operations on the service of another machine, by its HTTP API."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.operations.documents import (
@@ -13,12 +14,15 @@ from coordinator.operations.documents import (
 )
 from coordinator.operations.runs import NEWEST
 from coordinator.operations.submitting import Submission
+from coordinator.record.retention import Removal, RetentionPolicy
 from coordinator.record.tables import DeviceLog
-from coordinator.run_view import RunLine, RunProgress, RunView, read_document
+from coordinator.run_view import RunLine, RunProgress, RunView, Standing, read_document
 from fedvit.client import Service
 from fedvit.labels import parse_label
 
 _PAGE = 500
+LONG_S = 3600.0
+"""Longest wait for the answer of a clean-up or a backup."""
 
 
 class RemoteRuns:
@@ -83,6 +87,22 @@ class RemoteRuns:
     def retry(self, run: str) -> ChangedRun:
         """Let the service serve a failed run again."""
         return self._act(run, "retry")
+
+    def read_standings(self, run: str, released: Sequence[str] = ()) -> list[Standing]:
+        """End the quarantine of devices and reset their strikes; list those that still have strikes."""
+        if not released:
+            return self._service.ask(list[Standing], "GET", "runs", run, "standings")
+        return self._service.ask(list[Standing], "POST", "runs", run, "release", body={"devices": list(released)})
+
+    def remove(self, runs: Sequence[str], *, force: bool = False, keep_mirrors: bool = False) -> list[Removal]:
+        """Remove all of these runs or none; `force`: also if others started from them."""
+        query = {"run": list(runs), "force": force, "keep_mirrors": keep_mirrors}
+        return self._service.ask(list[Removal], "DELETE", "runs", query=query, timeout_s=LONG_S)
+
+    def clean_up(self, policy: RetentionPolicy, report: Callable[[str], None] = lambda line: None) -> list[Removal]:
+        """Remove runs and details beyond a policy, and unreferenced files; the server reports nothing meanwhile."""
+        body = policy._asdict()
+        return self._service.ask(list[Removal], "POST", "gc", body=body, timeout_s=LONG_S)
 
     def read_labels(self, device: str) -> DeviceLabels:
         """Read the labels of a device that an operator set."""

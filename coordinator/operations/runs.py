@@ -1,19 +1,33 @@
 """The runs of a folder, as operators look at them and change them."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from coordinator.operations.cleaning import clean_up
 from coordinator.operations.documents import BegunRun, ChangedRun, DeviceLabels, RunActivity, ServiceOverview
 from coordinator.record.liveness import current_status
 from coordinator.record.opening import newest_run
 from coordinator.record.record import Record
+from coordinator.record.retention import Removal, RetentionPolicy, remove_runs
 from coordinator.record.tables import DeviceLog, RunRecord
 from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.pausing import pause, unpause
+from coordinator.rounds.service.releasing import release
 from coordinator.rounds.service.retrying import retry
 from coordinator.rounds.service.status import read_service_status
 from coordinator.rounds.status import read_status
-from coordinator.run_view import RunLine, RunProgress, RunView, list_runs, read_head, read_progress, read_run
+from coordinator.run_view import (
+    RunLine,
+    RunProgress,
+    RunView,
+    Standing,
+    list_runs,
+    read_head,
+    read_progress,
+    read_run,
+    read_standings,
+)
 from fedvit.errors import ConfigError
 
 NEWEST = "~newest"
@@ -81,6 +95,21 @@ class LocalRuns:
     def retry(self, run: str) -> ChangedRun:
         """Let a service serve a failed run again."""
         return self._describe_change(run, retry(self._store, run))
+
+    def read_standings(self, run: str, released: Sequence[str] = ()) -> list[Standing]:
+        """End the quarantine of devices and reset their strikes; list those that still have strikes."""
+        name = self._store.runs.read(self.resolve(run)).id
+        for device in released:
+            release(self._store, name, device)
+        return read_standings(self._store, name)
+
+    def remove(self, runs: Sequence[str], *, force: bool = False, keep_mirrors: bool = False) -> list[Removal]:
+        """Remove all of these runs or none: rows, folders, and mirrors; `force`: also if others started from them."""
+        return remove_runs(self._store, self._folder, list(runs), force=force, keep_mirrors=keep_mirrors)
+
+    def clean_up(self, policy: RetentionPolicy, report: Callable[[str], None] = lambda line: None) -> list[Removal]:
+        """Remove runs and details beyond a policy, and unreferenced files."""
+        return clean_up(self._store, self._folder, policy, report)
 
     def read_labels(self, device: str) -> DeviceLabels:
         """Read the labels of a device that an operator set."""

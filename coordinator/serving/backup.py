@@ -5,7 +5,6 @@ takes no further space. The record is copied by its database, while runs are ser
 those that the copied record needs once more after it, so that a run continues exactly from there.
 """
 
-import json
 import logging
 import math
 import os
@@ -71,6 +70,20 @@ class Backup(Struct, frozen=True, kw_only=True):
     def bytes(self) -> int:
         """The size of its files."""
         return sum(file.size for file in self.files.values())
+
+
+class BackupLine(Struct, frozen=True, kw_only=True):
+    """A backup without the list of its files."""
+
+    name: str
+    made_at: str  # ISO 8601, UTC
+    software: str
+    runs: list[str]
+    mirrors: dict[str, str]  # run -> URL of the object store that it also writes
+    deployment: str | None  # its folder when the backup was made
+    new_bytes: int  # that earlier backups in the folder did not have
+    files: int
+    bytes: int
 
 
 class BackupFolder:
@@ -380,7 +393,7 @@ def _list_mirrors(record: Record) -> Iterator[tuple[str, str | None]]:
         yield run.id, str(settings.get("url")) if settings.get("mirror") else None
 
 
-def describe_json(backup: Backup) -> str:
-    """Return a backup as JSON, without its files."""
-    shown = {name: value for name, value in msgspec.to_builtins(backup).items() if name not in ("files", "v")}
-    return json.dumps({**shown, "files": len(backup.files), "bytes": backup.bytes}, indent=2)
+def describe(backup: Backup) -> BackupLine:
+    """Return a backup without the list of its files."""
+    shown = {name: value for name, value in msgspec.structs.asdict(backup).items() if name not in ("files", "v")}
+    return BackupLine(**shown, files=len(backup.files), bytes=backup.bytes)

@@ -45,15 +45,25 @@ class Connection:
             raise ConfigError("FV1815", f"the authority {ca_file} cannot be read: {error}") from error
 
     def ask(
-        self, method: str, path: tuple[str, ...], query: Mapping[str, Any] | None = None, body: Any = None
+        self,
+        method: str,
+        path: tuple[str, ...],
+        query: Mapping[str, Any] | None = None,
+        body: Any = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> bytes:
         """Return the answer to a request. Raises the error that the server names; LinkDown if it does not answer."""
-        with self.open(method, path, query, body) as answer:
+        with self.open(method, path, query, body, timeout_s) as answer:
             return answer.read()
 
     @contextmanager
     def open(
-        self, method: str, path: tuple[str, ...], query: Mapping[str, Any] | None = None, body: Any = None
+        self,
+        method: str,
+        path: tuple[str, ...],
+        query: Mapping[str, Any] | None = None,
+        body: Any = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> Iterator[http.client.HTTPResponse]:
         """Open the answer to a request, to be read by pieces; raises as `ask` does."""
         words = {name: value for name, value in (query or {}).items() if value not in (None, (), "")}
@@ -61,9 +71,9 @@ class Connection:
         target += f"?{urlencode(words, doseq=True)}" if words else ""
         link: http.client.HTTPConnection
         if self._context is not None:
-            link = http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=self._context)
+            link = http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
         else:
-            link = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+            link = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         headers = {"authorization": f"Bearer {self._token}", "content-type": "application/json"}
         try:
             link.request(method, target, None if body is None else json.dumps(body), headers)

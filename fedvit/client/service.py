@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from fedvit.client.connection import Connection
+from fedvit.client.connection import TIMEOUT_S, Connection
 from fedvit.client.documents import ENDED, Changed, Device, Labels, Page, Round, Run, Submitted
 from fedvit.errors import ConfigError, LinkDown
 
@@ -50,10 +50,16 @@ class Service:
         return cls(url, token, ca_file=Path(authority) if authority else None)
 
     def ask(
-        self, kind: type[T], method: str, *path: str, query: Mapping[str, Any] | None = None, body: Any = None
+        self,
+        kind: type[T],
+        method: str,
+        *path: str,
+        query: Mapping[str, Any] | None = None,
+        body: Any = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> T:
-        """Return the answer to a request, as an object of a type."""
-        content = self.connection.ask(method, path, query, body)
+        """Return the answer to a request, as an object of a type; LinkDown if none begins within `timeout_s`."""
+        content = self.connection.ask(method, path, query, body, timeout_s)
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.MsgspecError as error:

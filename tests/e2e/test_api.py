@@ -41,7 +41,7 @@ def address(store: Record, deployment: Deployment, tmp_path: Path) -> Iterator[s
     """The API alone, encrypted with the certificate of the deployment."""
     process = subprocess.Popen(
         [COORDINATOR, "dashboard", "--api-only", "--tls", "--port", "0", "--runs", str(tmp_path / "runs"),
-         "--deployment", str(deployment.folder)],
+         "--deployment", str(deployment.folder), "--backups", str(tmp_path / "backups")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -84,12 +84,53 @@ def test_commands_print_the_same_from_another_machine(
     assert json.loads(run_command(*remote, "revoke", "x", "y", "--json").stdout)["revoked"] == ["x", "y"]
     with deployment.registry.read() as rows:
         assert [(entry.who, entry.subject) for entry in rows.read_audit(2)] == [("boss", "x"), ("boss", "y")]
-    assert "[FV1817]" in run_command(*remote, "gc").stderr
+    assert "[FV1817]" in run_command(*remote, "enroll", "z").stderr
     entries = store.audit.read()
     assert [(entry.who, entry.act, entry.origin) for entry in entries] == [
         ("ops", "submit", "API 127.0.0.1"), ("ops", "cancel", "API 127.0.0.1"),
     ]  # fmt: skip
     check_entries(entries)
+
+
+def test_admin_keeps_the_service_tidy_from_another_machine(
+    store: Record, address: str, deployment: Deployment, tmp_path: Path
+) -> None:
+    """Quarantines, clean-ups, removals, backups and the audit, as on the server."""
+    here = ("--runs", str(tmp_path / "runs"))
+    token = tmp_path / "boss.token"
+    token.write_text(ApiTokens(tmp_path / "runs").add("boss", "admin") + "\n")
+    there = ("--server", address, "--token-file", str(token), "--server-ca", str(deployment.folder / "authority.pem"))
+    for name, start in (("first", {}), ("second", {"start_from": "first"})):
+        store.runs.submit(name, {"method": "fedavg", "rounds": 1, **start})
+        store.runs.cancel(name)
+    store.devices.add_strike(RUN, 1, "a", "noise")
+    store.devices.add_quarantine(RUN, "a", 1, 9, "noise")
+
+    def same(*words: str) -> str:
+        """What a command prints, which must be the same on both machines."""
+        one, other = run_command(*words, *here), run_command(*there, *words)
+        assert (one.returncode, one.stdout) == (other.returncode, other.stdout), other.stderr
+        return other.stdout
+
+    assert json.loads(same("quarantine", RUN, "--json"))[0]["quarantine"] == "noise"
+    assert (
+        json.loads(run_command(*there, "quarantine", RUN, "--release", "a", "--json").stdout)[0]["quarantine"] is None
+    )
+    same("gc", "--keep-runs", "0", "--dry-run", "--json")
+    assert "[FV1617]" in run_command(*there, "rm", "first").stderr
+    removed = json.loads(run_command(*there, "rm", "first", "second", "--json").stdout)
+    assert {entry["run"] for entry in removed} == {"first", "second"}
+    made = json.loads(run_command(*there, "backup", "--keep", "1", "--json").stdout)
+    assert made["runs"] == [RUN]
+    listed = run_command("backup", str(tmp_path / "backups"), "--list", "--json").stdout
+    assert json.loads(run_command(*there, "backup", "--list", "--json").stdout) == json.loads(listed)
+    assert "[FV1817]" in run_command(*there, "backup", str(tmp_path / "other")).stderr
+    digest = json.loads(same("audit", "--check", "--json"))["digest"]
+    assert json.loads(run_command(*there, "audit", "--check", "--expect", digest, "--json").stdout)["digest"] == digest
+    assert "[FV1641]" in run_command(*there, "audit", "--check", "--expect", "blake3:none").stderr
+    acts = [(entry["act"], entry["who"]) for entry in json.loads(same("audit", "--json"))]
+    assert acts == [("release", "boss"), ("rm", "boss"), ("rm", "boss"), ("backup", "boss")]
+    same("audit", "--last", "1", "--deployment", str(deployment.folder), "--json")
 
 
 def test_client_submits_follows_and_downloads(

@@ -398,7 +398,11 @@ def test_methods_that_cannot_be_shown(arguments: tuple[str, ...], complaint: str
             "variants: 'pi-*': method 'eftvit' has no option 'lrr'",
             "torch numpy sqlalchemy",
         ),
-        (["submit", "--method", "fedav"], "unknown method 'fedav'; did you mean 'fedavg'", f"torch rich http.client {DRIVERS}"),
+        (
+            ["submit", "--method", "fedav"],
+            "unknown method 'fedav'; did you mean 'fedavg'",
+            f"torch rich http.client {DRIVERS}",
+        ),
         (["show", "dome"], "no run 'dome'; did you mean 'done'? The newest runs are: half, done", "torch numpy"),
         (["runs"], None, f"torch numpy {DRIVERS}"),
         (["show", "done"], None, f"torch numpy {DRIVERS}"),

@@ -12,6 +12,7 @@ from tests.support.http_api import Api, serve_api
 from tests.support.records import RUN, begin_run
 
 LEAST: dict[str, UserRole] = {
+    "DELETE /runs": "admin",
     "DELETE /runs/{run}": "admin",
     "DELETE /tokens/{name}": "admin",
     "GET /audit": "admin",

@@ -7,7 +7,7 @@ import msgspec
 
 from coordinator.commands.flags import runs_flag
 from coordinator.operations.access import add_token, remove_token
-from coordinator.security.api_tokens import ROLES, ApiTokens, UserRole
+from coordinator.security.api_tokens import LONGEST_DAYS, ROLES, ApiTokens, UserRole
 from fedvit.command_line import Command, Group, json_flag
 from fedvit.files import private_files
 from profiles.report.console import Console
@@ -22,7 +22,7 @@ def token() -> None:
 @token.command(cls=Command, examples=["coordinator token new ci --role operator --days 90 > ci.token"])
 @click.argument("name")
 @click.option("--role", type=click.Choice(ROLES), default="viewer", help="Rights of the token.")
-@click.option("--days", type=click.FloatRange(min=0, min_open=True), help="Days of validity; by default any.")
+@click.option("--days", type=click.FloatRange(0, LONGEST_DAYS, min_open=True), help="Days of validity; by default any.")
 @runs_flag
 @json_flag
 @private_files()

@@ -18,7 +18,7 @@ from coordinator.operations.backing_up import make_backup
 from coordinator.operations.documents import Done
 from coordinator.record.audit import KEPT, SLACK
 from coordinator.record.tables import AuditEntry
-from coordinator.security.api_tokens import UserRole
+from coordinator.security.api_tokens import LONGEST_DAYS, UserRole
 from coordinator.serving.backup import BackupLine, describe
 
 Part = Literal["runs", "deployment"]
@@ -37,7 +37,7 @@ class NewToken(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     role: UserRole = "viewer"
-    days: Annotated[float, msgspec.Meta(gt=0, le=36_500)] | None = None  # None: it does not expire
+    days: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_DAYS)] | None = None  # None: it does not expire
 
 
 class MadeToken(Struct, frozen=True, kw_only=True):

@@ -130,7 +130,7 @@ class Coordinator(RunParts):
         state = self.state
         if self.inbox.connected and self.lease.is_held:
             self.lease.end()
-        self.reporter.close(state)
+        self.reporter.close(state, self.objects.trouble if self.objects else "")
         self.transport.close()
         self.inbox.close()
         with suppress(FedvitError):

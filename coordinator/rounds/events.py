@@ -110,7 +110,7 @@ class Events:
         self._owner.watch()
         if parts.display.due():
             parts.display.show(view(self._state))
-        parts.reporter.tick(self._state)
+        parts.reporter.tick(self._state, parts.objects.trouble if parts.objects else "")
         self._on_tick()
 
     def expel(self, device: str, reason: str) -> None:

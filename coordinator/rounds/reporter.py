@@ -62,10 +62,10 @@ class Reporter:
         before pauses; the time between them does not count."""
         return self._devices_s if number == self._round else 0.0
 
-    def close(self, state: RunState) -> None:
+    def close(self, state: RunState, store_trouble: str = "") -> None:
         """Write everything a last time."""
         self._due = self._members_due = 0.0
-        self.tick(state)
+        self.tick(state, store_trouble)
 
     def _measure(self, opened: OpenRound | None, now: float) -> None:
         """Add the time since the last tick to that of the open training."""
@@ -77,7 +77,8 @@ class Reporter:
         self._devices_s += now - (opened.opened_at if self._ticked_at is None else self._ticked_at)
         self._ticked_at = now
 
-    def tick(self, state: RunState) -> None:
+    def tick(self, state: RunState, store_trouble: str = "") -> None:
+        """Write what is due. `store_trouble`: why the object store cannot be used."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -116,6 +117,7 @@ class Reporter:
             round=self._round,
             devices_s=self._devices_s,
             set_aside=dict(state.not_allowing),
+            store_trouble=store_trouble,
         )
         _write(self._path, msgspec.json.format(msgspec.json.encode(status)))
         if presence.changes != self._changes or (online and now >= self._members_due):

@@ -52,6 +52,7 @@ class LiveStatus(Struct, frozen=True, kw_only=True):
     round: int = 0  # whose training was open last
     devices_s: float = 0.0  # time in which coordinators waited for the results of that training
     set_aside: dict[str, str] = {}  # devices that are not asked -> what their policy does not allow, in words
+    store_trouble: str = ""  # why the object store cannot be used; empty if its last use succeeded
 
     def is_stale(self) -> bool:
         """Return whether the run is no longer served, or its coordinator hangs."""

@@ -27,6 +27,8 @@ FILE, LOCK = "api-tokens.json", "api-tokens.lock"
 PREFIX = "fvt_"
 """Begins every token, so that tools that look for leaked secrets find it."""
 MOST_TOKENS = 1000
+LONGEST_DAYS = 36_500
+"""Longest validity of a token that ends."""
 
 UserRole = Literal["viewer", "operator", "admin"]
 """Rights, in ascending order: look at runs and devices; submit and control runs, label devices; everything."""

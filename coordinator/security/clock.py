@@ -17,6 +17,8 @@ from fedvit.errors import ConfigError
 TOLERANCE_S = DAY_S
 """Largest plausible difference between the clock and the reference date."""
 NOTE_EVERY_S = 600.0
+LAST_S = 253_402_300_799.0
+"""The last second that a date can have, at the end of the year 9999."""
 
 
 class ServerClock:
@@ -81,5 +83,11 @@ def format_date(seconds: float) -> str:
 
 
 def format_iso(seconds: float | None) -> str | None:
-    """Return a time in ISO 8601, UTC."""
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    """Return a time in ISO 8601, UTC; one beyond the calendar as its last second.
+
+    >>> format_iso(4e12)
+    '9999-12-31T23:59:59+00:00'
+    """
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(min(seconds, LAST_S), UTC).isoformat(timespec="seconds")

@@ -1,6 +1,6 @@
 """Problems of a fleet and its service, each with what to do.
 
-The limits are those of the alerts in deploy/prometheus.
+The limits are those of the alerts in deploy/prometheus; ends of certificates are named 30 days earlier.
 """
 
 import time
@@ -124,6 +124,11 @@ def _find_in_run(working: WorkingRun, folder: Path) -> Iterator[Problem]:
         if not run.is_submitted:
             yield Problem("bad", f"Run {name} is interrupted.", "Resume it; nothing is lost.", resume, name)
         return
+    if status and status.store_trouble:
+        text = f"The object store of run {name} cannot be used: {status.store_trouble.rstrip('.')}."
+        yield Problem(
+            "bad", text, "Check its address, its keys and its space; the run then goes on by itself.", run=name
+        )
     if run.paused_at:
         unpause = command("coordinator", "unpause", name, runs=folder)
         since = run.paused_at.replace("T", " ")[:16]

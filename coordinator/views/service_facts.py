@@ -13,6 +13,7 @@ from coordinator.record.leadership import ServiceHost
 from coordinator.record.record import Record
 from coordinator.rounds.service.status import ServiceStatus
 from coordinator.security.authority import DAY_S
+from coordinator.security.clock import LAST_S
 from coordinator.security.folder import Deployment
 from coordinator.security.own_certificates import read_end_s
 from profiles.report.page import size
@@ -21,7 +22,6 @@ CERTIFICATES = ("authority", "broker", "coordinator")
 """Certificates of a deployment itself, in the order of its pages."""
 _FILES = {"authority": "authority.pem", "broker": "server.pem", "coordinator": "coordinator.pem"}
 NEWEST_BACKUPS = 5
-LAST_DAY_S = 253_402_214_400.0
 LEAST_DISK_BYTES = 10**9
 OLDEST_BACKUP_S = 172_800.0
 LEAST_DAYS = 60
@@ -169,7 +169,7 @@ def show_date(seconds: float, form: str = "%Y-%m-%d") -> str:
     >>> show_date(1767225600.0), show_date(1e12)
     ('2026-01-01', '9999-12-31')
     """
-    return datetime.fromtimestamp(min(seconds, LAST_DAY_S), UTC).strftime(form)
+    return datetime.fromtimestamp(min(seconds, LAST_S), UTC).strftime(form)
 
 
 def rough(seconds: float) -> str:

@@ -26,7 +26,7 @@ VALUES: dict[str, Any] = {**CONFIG, "rounds": ROUNDS, "devices": len(DEVICES), "
 PERSONAL: dict[str, Any] = {
     **VALUES,
     "method": "fedper",
-    "options": {"epochs": 4, "batch_size": 8, "lr": 1e-3, "personal_blocks": 1},
+    "options": {"epochs": 4, "batch_size": 8, "lr": 1e-3},
 }
 
 

@@ -139,8 +139,8 @@ def write_members(folder: Path, names: list[str]) -> None:
     (folder / MEMBERS).write_bytes(msgspec.json.encode(members))
 
 
-def write_status(folder: Path, waiting: Sequence[str] = (), number: int = 0) -> None:
-    """As of now; without devices the one that is there, as of now."""
+def write_status(folder: Path, waiting: Sequence[str] = (), number: int = 0, **changes: Any) -> None:
+    """As of now; without devices the one that is there, as of now, with `changes`."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
     awaited = [
         AtWork(
@@ -150,7 +150,7 @@ def write_status(folder: Path, waiting: Sequence[str] = (), number: int = 0) -> 
     ]
     status = LiveStatus(at=at, doing=f"round {number}: train", waiting_for=awaited, backing_off=[], online=len(waiting))
     if not waiting:
-        status = msgspec.structs.replace(read_status(folder), at=at)
+        status = msgspec.structs.replace(read_status(folder), at=at, **changes)
     fresh = folder / "status.new"
     fresh.write_bytes(msgspec.json.encode(status))
     fresh.replace(folder / STATUS_FILE)

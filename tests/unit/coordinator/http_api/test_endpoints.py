@@ -145,6 +145,13 @@ def test_devices_are_labelled_released_invited_and_revoked(api: Api, store: Reco
     assert {entry["who"] for entry in entries} == {"of-admin"}
 
 
+def test_certificate_beyond_the_calendar_has_the_last_date(api: Api, deployment: Deployment) -> None:
+    with deployment.change() as rows:
+        rows.put_device("z", Certificate("2f", 0.0, 4e12), 0.0)
+    assert {entry["device"]: entry["expires"][:4] for entry in api.get("/devices")["devices"]}["z"] == "9999"
+    assert "9999-12-31" in run_command("devices", "--deployment", deployment.folder)
+
+
 def test_backups_are_made_and_listed(api: Api) -> None:
     made = api.send("POST", "/backups", {"keep": 2})
     assert made["runs"] == [RUN]

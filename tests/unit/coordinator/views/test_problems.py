@@ -86,6 +86,16 @@ def test_full_disk_names_the_command_that_makes_room(tmp_path: Path) -> None:
     assert problem.command == f"coordinator gc --runs {tmp_path}"
 
 
+def test_lost_object_store_is_named_while_its_run_is_served(tmp_path: Path) -> None:
+    with closing(fleet_run(tmp_path, 20)) as store:
+        write_status(tmp_path / FLEET_RUN, store_trouble="connection refused")
+        [problem] = [one for one in problems_of(store, tmp_path) if "object store" in one.text]
+        assert problem[:2] == ("bad", f"The object store of run {FLEET_RUN} cannot be used: connection refused.")
+        assert problem.run == FLEET_RUN
+        write_status(tmp_path / FLEET_RUN, store_trouble="")
+        assert not [one for one in problems_of(store, tmp_path) if "object store" in one.text]
+
+
 def test_quarantined_and_paused_are_named_with_their_commands(tmp_path: Path) -> None:
     """The fleet's refusals are of this hour."""
     with closing(fleet_run(tmp_path, 20, refusals=30)) as store:

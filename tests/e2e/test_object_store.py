@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.rounds.status import read_status
 from fedvit.wire.messages import BlobUrl
 from tests.support.programs import DEVICES, Stage, wait_for
 from tests.support.s3_server import BUCKET, KEYS
@@ -23,6 +24,7 @@ def test_run_through_a_store_that_is_down_at_first_has_the_same_tensors(
         observer = stage.observer()
         devices = {name: stage.device(name) for name in DEVICES}
         wait_for(lambda: "larger ones wait for it" in stage.log("coordinator"), "the coordinator to notice")
+        wait_for(lambda: read_status(stage.out / "run").store_trouble, "the status file to say so")
         server.start()
         stage.finish_run(coordinator, devices)
         assert not [name for name in server.objects() if "probe" not in name], "what was put is removed in the end"

@@ -11,6 +11,8 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b
 Values = Sequence[float | None]
 Options = dict[str, Any]
 """Options of one chart."""
+_SHARES = {"min": 0, "max": 1, "interval": 0.25}
+"""Axis of values from 0 to 1, which ECharts would show up to 1.2."""
 
 
 def has_values(named: Mapping[str, Values]) -> bool:
@@ -50,7 +52,7 @@ def lines(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_nam
         _line(name, [[x[place], values[place]] for place in kept], COLOURS[number % len(COLOURS)])
         for number, (name, values) in enumerate(named.items())
     ]
-    return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}
+    return _bound(_frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}, named.values())
 
 
 def overlay_lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str, y_name: str) -> Options:
@@ -59,7 +61,8 @@ def overlay_lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name
         _line(name, [list(points[place]) for place in select_points(len(points))], COLOURS[number % len(COLOURS)])
         for number, (name, points) in enumerate(curves.items())
     ]
-    return _frame(x_name, y_name) | {"series": series, "legend": _legend(list(curves))}
+    values = [[value for _, value in points] for points in curves.values()]
+    return _bound(_frame(x_name, y_name) | {"series": series, "legend": _legend(list(curves))}, values)
 
 
 def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name: str, y_name: str) -> Options:
@@ -76,10 +79,9 @@ def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name:
         },
         _line("mean", [[x[place], mean[place]] for place in kept], COLOURS[0]),
     ]  # fmt: skip
-    options = _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}
-    if all(value <= 1.0 for value in high if value is not None):  # shares
-        options["yAxis"] |= {"min": 0, "max": 1, "interval": 0.25}
-    return options
+    return _bound(
+        _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}, [high]
+    )
 
 
 def stack_bars(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_name: str) -> Options:
@@ -113,6 +115,14 @@ def scale(value: float | None, unit: float) -> float | None:
     (512.0, None)
     """
     return None if value is None else round(value / unit, 3)
+
+
+def _bound(options: Options, lines: Iterable[Values]) -> Options:
+    """Let the axis of accuracies end at 1."""
+    values = [value for line in lines for value in line if value is not None]
+    if options["yAxis"]["name"] == "accuracy" and all(value <= 1.0 for value in values):
+        options["yAxis"] |= _SHARES
+    return options
 
 
 def _difference(high: float | None, low: float | None) -> float | None:

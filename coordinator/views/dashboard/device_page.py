@@ -113,10 +113,10 @@ def _numbers(entries: list[HistoryEntry]) -> list[float]:
 
 
 FIGURES = {
+    "Accuracy on the device's own test images": _by_round("accuracy", "accuracy", lambda entry: entry.accuracy),
     "Peak memory and budget": _memory,
     "Training step": _by_round("step", "ms", lambda entry: charts.scale(entry.use.step_s, 1e-3)),
     "Temperature": _by_round("temperature", "°C", lambda entry: entry.use.temperature_c),
-    "Accuracy on the device's own test images": _by_round("accuracy", "accuracy", lambda entry: entry.accuracy),
 }
 """Charts by their titles; one without data is left out."""
 
@@ -137,6 +137,7 @@ def _history_sheet(history: list[HistoryEntry], run: str) -> Sheet:
         [
             Column("round", "round", lambda e: anchor("/round", f"round {e.task.round}", run=run, number=e.task.round)),
             Column("outcome", "outcome", outcome),
+            Column("accuracy", "accuracy"),
             Column("asked_at", "asked, UTC", lambda entry: entry.task.asked_at),
             Column("received_at", "result, UTC", lambda entry: entry.task.received_at),
             read_use("train_s", "training"),
@@ -147,7 +148,6 @@ def _history_sheet(history: list[HistoryEntry], run: str) -> Sheet:
             read_use("throttled", "throttled"),
             read_use("energy_j", "energy"),
             read_use("upload_bytes", "upload"),
-            Column("accuracy", "accuracy"),
         ],
     )
 

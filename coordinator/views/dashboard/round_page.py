@@ -9,6 +9,7 @@ from msgspec import Struct
 from coordinator.record.record import Record
 from coordinator.record.tables import RefusalRecord, RoundRecord
 from coordinator.record.tasks import TaskHistory
+from coordinator.run_view import natural_order
 from coordinator.views.dashboard.frame import Part, Site, anchor, find_status, follow, page, refusal_sheet
 from fedvit.errors import ConfigError
 from profiles.report.tables import Column, Sheet, columns
@@ -71,7 +72,7 @@ def bars(record: RoundRecord, tasks: list[TaskHistory], states: dict[str, str]) 
     ends = [_seconds(at) for at in (*times, *([record.closed_at] if record.closed_at else []))]
     scale = max([end - begin for end in ends], default=0.0) or 1.0
     drawn = [_bar(task, states, begin, scale) for task in tasks]
-    drawn.sort(key=lambda bar: (bar.took_s is not None, -(bar.took_s or 0.0), bar.task.device))
+    drawn.sort(key=lambda bar: (bar.took_s is not None, -(bar.took_s or 0.0), natural_order(bar.task.device)))
     return scale, drawn
 
 
@@ -127,11 +128,11 @@ def _bar_sheet(bars: list[TaskBar], run: str) -> Sheet:
         [
             Column("device", "device", lambda bar: anchor("/device", bar.task.device, run=run, device=bar.task.device)),
             Column("state", "state"),
+            Column("pieces", "from the round's begin", _draw_pieces),
             Column("asked_at", "asked, UTC", lambda bar: bar.task.asked_at),
             Column("fetching_s", "fetching after"),
             Column("train_s", "trained", lambda bar: bar.task.use.train_s if bar.task.use else None),
             *columns({"arrived_s": "result after", "took_s": "ended after"}),
-            Column("pieces", "from the round's begin", _draw_pieces),
         ],
     )
 

@@ -25,6 +25,9 @@ from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes
 from fedvit.resources import BudgetKind
 
+NOT_BEGUN = RunPosition(0, None)
+"""The position of a run without a round."""
+
 
 class AttentionEntropy(Struct, frozen=True, kw_only=True):
     """Entropy of a generator's attention weights, as a share of the logarithm of the keys: 0 for one key alone."""
@@ -243,8 +246,8 @@ def read_sizes(store: Record, folder: Path) -> dict[str, int]:
 
 def list_progress(store: Record) -> list[RunProgress]:
     """Read the progress of all runs, newest first."""
-    positions, not_begun = store.rounds.read_positions(), RunPosition(0, None)
-    return [_make_progress(store, record, positions.get(record.id, not_begun)) for record in store.runs.read_all()]
+    positions = store.rounds.read_positions()
+    return [_make_progress(store, record, positions.get(record.id, NOT_BEGUN)) for record in store.runs.read_all()]
 
 
 def read_progress(store: Record, record: RunRecord) -> RunProgress:
@@ -260,8 +263,10 @@ def _make_progress(store: Record, record: RunRecord, position: RunPosition) -> R
 def list_page(store: Record, where: RunFilter, offset: int, limit: int) -> RunPage:
     """Read the progress of some of the runs that a filter selects, newest first."""
     found = [record for record in store.runs.read_all() if _is_selected(store, record, where)]
-    page = [read_progress(store, record) for record in found[offset : offset + limit]]
-    return RunPage(runs=page, total=len(found))
+    page = found[offset : offset + limit]
+    positions = store.rounds.read_positions([record.id for record in page])
+    runs = [_make_progress(store, record, positions.get(record.id, NOT_BEGUN)) for record in page]
+    return RunPage(runs=runs, total=len(found))
 
 
 def _is_selected(store: Record, record: RunRecord, where: RunFilter) -> bool:

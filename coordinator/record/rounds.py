@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import JSON, ColumnElement, cast, func, select, type_coerce, update
+from sqlalchemy import JSON, ColumnElement, cast, func, select, true, type_coerce, update
 
 from coordinator.record.closing import sum_up_evaluation, sum_up_training, this_round
 from coordinator.record.database import Database
@@ -141,9 +141,11 @@ class RecordedRounds:
             means = (totals["accuracy_mean"] for totals in newest if totals)
             return next((mean for mean in means if mean is not None), None)
 
-    def read_positions(self) -> dict[str, RunPosition]:
-        """Return the position of every run that has a round, in a few queries for all of them."""
-        newest = select(ROUNDS.c.run, func.max(ROUNDS.c.round).label("last")).group_by(ROUNDS.c.run).subquery()
+    def read_positions(self, runs: Sequence[str] | None = None) -> dict[str, RunPosition]:
+        """Return the position of every run that has a round, or of these, in a few queries for all of them."""
+        is_asked = true() if runs is None else ROUNDS.c.run.in_(runs)
+        last = select(ROUNDS.c.run, func.max(ROUNDS.c.round).label("last"))
+        newest = last.where(is_asked).group_by(ROUNDS.c.run).subquery()
         is_near = (ROUNDS.c.run == newest.c.run) & (ROUNDS.c.round >= newest.c.last - 1)
         query = select(ROUNDS.c.run, newest.c.last, ROUNDS.c.totals).join(newest, is_near).order_by(ROUNDS.c.round)
         positions: dict[str, RunPosition] = {}
@@ -151,10 +153,11 @@ class RecordedRounds:
             before = positions.get(run)
             mean = (totals or {}).get("accuracy_mean")
             positions[run] = RunPosition(last, before.accuracy if mean is None and before else mean)
-        return {  # a run that is rarely evaluated has its accuracy further back
-            run: position._replace(accuracy=self.read_mean_accuracy(run)) if position.accuracy is None else position
-            for run, position in positions.items()
-        }
+        evaluated = select(ROUNDS.c.run).where(is_asked, ROUNDS.c.evaluated.is_(True)).distinct()
+        for (run,) in self._database.fetch(evaluated):
+            if positions[run].accuracy is None:  # it is rarely evaluated: its accuracy is further back
+                positions[run] = positions[run]._replace(accuracy=self.read_mean_accuracy(run))
+        return positions
 
     def list_openings(self, run: str, newest: int) -> list[str]:
         """Return when the newest rounds were opened (ISO 8601, UTC), the oldest of them first."""

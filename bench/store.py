@@ -93,7 +93,7 @@ def write_round(
     stored in one transaction."""
     note: Callable[[Note], object] = backups.note if backups else lambda note: None
     store.tasks.read_used_in(run, number)  # none is there yet, except after a restart
-    store.devices.read_quarantines(run)
+    store.strikes.read_quarantines(run)
     store.rounds.open(run, number, names, len(names))
     groups = dict.fromkeys(("head", "model", "prefix"), f"blake3:{number:064x}")
     store.tasks.add(
@@ -123,7 +123,7 @@ def write_round(
             store.rounds.close(run, number, saved, figures, RoundWork(asked, kept))
             store.tasks.find_uploads_since(run, number)
             store.rounds.read(run, number)
-            store.devices.read_quarantines(run)
+            store.strikes.read_quarantines(run)
             store.tasks.read_used_in(run, number, "evaluate")
             store.tasks.find_answered(run, number, "evaluate")
     store.rounds.close_evaluation(run, number, kept)

@@ -141,7 +141,7 @@ class ServerStep:
     def _without_quarantined(self, uploads: dict[str, str], number: int) -> dict[str, str]:
         """Uploads of earlier rounds without those of devices in quarantine."""
         quarantined = (
-            self.store.devices.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
+            self.store.strikes.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
         )
         return {device: digest for device, digest in uploads.items() if device not in quarantined}
 

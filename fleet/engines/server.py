@@ -69,7 +69,7 @@ class TorchServer:
             self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
             if self._trainer.quarantine.strike(device, number, reason):
                 self._trainer.report(f"{device} is in quarantine: {reason}")
-        quarantined = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}
+        quarantined = self._store.strikes.read_current_quarantines(self._run, number) if screened.outliers else {}
         older = {device: kept for device, kept in self.state.uploads.items() if device not in quarantined}
         context = RoundContext(
             round=number,

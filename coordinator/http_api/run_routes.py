@@ -125,18 +125,21 @@ def _find_standings(store: Record, site: ApiSite, run: str) -> list[Standing]:
     return read_standings(store, resolve(store, site, run))
 
 
-@routes.add("GET", "/runs", "viewer")
-async def list_runs(
-    site: Site,
+async def _read_filter(
     status: Annotated[list[RunStatus], Query()] = [],  # noqa: B006 - FastAPI copies it
     method: Word = "",
     model: Word = "",
     name: Word = "",
-    offset: Offset = 0,
-    limit: Limit = 50,
+) -> RunFilter:
+    return RunFilter(tuple(status), method, model, name)
+
+
+@routes.add("GET", "/runs", "viewer")
+async def list_runs(
+    site: Site, wanted: Annotated[RunFilter, Depends(_read_filter)], offset: Offset = 0, limit: Limit = 50
 ) -> RunPage:
     """List runs, the newest first: those of a status, method and model, whose name contains a text."""
-    return await site.read(list_page, RunFilter(tuple(status), method, model, name), offset, limit)
+    return await site.read(list_page, wanted, offset, limit)
 
 
 @routes.add("GET", "/sizes", "viewer")

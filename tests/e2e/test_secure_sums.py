@@ -161,16 +161,16 @@ def test_device_that_is_killed_in_the_sum_does_not_stop_it(four: Stage) -> None:
 
 @pytest.mark.slow
 def test_private_run_ends_with_an_epsilon(four: Stage) -> None:
-    """Devices add the noise inside the sum, over mosquitto, and every view has the epsilon of the sum that was made."""
+    """Devices add the noise inside the sum, and epsilon is that of the sum that was made."""
     stage = four
     private = {"noise_multiplier": 0.5, "clip": 1.0, "delta": 1e-3}
     coordinator = stage.coordinator(values={**VALUES, "secure": True, "privacy": private}, broker="mosquitto")
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
     stage.finish_run(coordinator, {name: stage.device(name) for name in NAMES})
-    shown = stage.show()
-    spent = [entry["epsilon"] for entry in shown["rounds"]]
+    rounds = stage.report()["rounds"]
+    spent = [entry["epsilon"] for entry in rounds]
     assert 0 < spent[0] < spent[1]
-    sums = [entry["sum"] for entry in shown["rounds"]]
+    sums = [entry["sum"] for entry in rounds]
     assert [added["devices"] for added in sums] == [4, 4]
     # noise is sized for three devices, the fewest that can make a sum of four, and four have added it
     assert [added["noise_multiplier"] for added in sums] == pytest.approx([0.5 * (4 / 3) ** 0.5] * 2)

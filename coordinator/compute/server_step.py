@@ -62,7 +62,7 @@ class ServerStep:
         rows = [len(upload.load()[LABELS]) for upload in uploads]
         # a draw by an earlier process is unknown: no amplification is claimed for it
         population, cohort = drawn or (len(results), len(results))
-        added = next((result.metrics for result in results if result.device == SUM), {})
+        added = find_added(results)
         noise = added.get("noise_multiplier") or config.privacy.noise_multiplier
         private = round_figures(self.store, self.run, config, PrivacyStep(noise, population, cohort), rows)
         needed = find_needed_blobs(self.plan, updated)
@@ -91,7 +91,7 @@ class ServerStep:
         return Folded(
             update=self.blobs.put(pack(deltas)).digest,
             samples=sum(upload.samples for upload in screened.uploads),
-            figures=screened.figures,
+            figures=screened.figures | name_figures(find_added(self.results(number))),
             needed=needed,
         )
 
@@ -166,6 +166,11 @@ class ServerStep:
         if self.ranks is not None:
             return self.ranks.close_round(closing)
         return closing.run(plan.rule, plan.vit, self.blobs, Placement(self.accelerator), self.progress)
+
+
+def find_added(results: list[ResultRecord]) -> dict[str, float]:
+    """Find the figures of a round's secure sum; empty without one."""
+    return next((result.metrics for result in results if result.device == SUM), {})
 
 
 def name_figures(added: Mapping[str, float]) -> dict[str, float]:

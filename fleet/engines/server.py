@@ -17,7 +17,7 @@ from coordinator.record.privacy import PrivacyStep, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import SUM, Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
-from coordinator.rounds.sum_terms import describe_training, find_denominator, find_noise, make_terms
+from coordinator.rounds.sum_terms import describe_training, find_denominator, find_largest, find_noise, make_terms
 from fedvit.blobs import BlobStore
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, Upload
@@ -103,10 +103,16 @@ class TorchServer:
         Returns the mean as one upload, and the figures of the sum.
         """
         config, number, program = self._trainer.config, opened.number, next(iter(opened.work.values())).program
-        payloads = {one.device: make_training_payload(one.upload, one.samples, one.loss or 0.0) for one in trained}
+        payloads = {
+            one.device: make_training_payload(
+                one.upload, one.samples, one.loss or 0.0, measures_largest=program.is_sum_coded
+            )
+            for one in trained
+        }
         layout = Layout.of_program(program, "train")
         images, devices, denominator = max(one.images for one in trained), len(trained), find_denominator(config)
-        terms = make_terms(layout, config, devices, images, find_noise(self._store, self._run, config, number))
+        find = self._store, self._run, config, number
+        terms = make_terms(layout, config, devices, images, find_noise(*find), find_largest(*find))
 
         def make_noise() -> NoiseShare | None:
             stream = MaskStream(secrets.token_bytes(KEY_BYTES))

@@ -37,10 +37,12 @@ from tests.support.records import (
     FLEET_RUN,
     MARKUP,
     RUN,
+    SUM_LINES,
     add_result,
     begin_run,
     expected,
     fleet_run,
+    summed_run,
     write_members,
     write_status,
 )
@@ -402,6 +404,15 @@ def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_run_shows_its_secure_sums(browser: Browser, tmp_path: Path) -> None:
+    summed_run(tmp_path).close()
+    with served(tmp_path) as address, browser.tab() as tab:
+        let_in(browser, tmp_path, address)
+        tab.go(f"{address}/run?run={RUN}", "document.querySelectorAll('#sums li').length == 2")
+        lines = tab.evaluate("[...document.querySelectorAll('#sums li')].map(line => line.innerText)")
+        assert lines == SUM_LINES
+
+
 def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
     """The lowest first; 9 of 10 ants by one device, 12 of 20 bees by two; what was answered in the order of classes."""
     folder = tmp_path / "runs"

@@ -15,7 +15,7 @@ from coordinator.compute.planning.planner import Plan
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
-from coordinator.record.privacy import compute_cohort_size, round_figures
+from coordinator.record.privacy import PrivacyStep, compute_cohort_size, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import SUM, ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
@@ -63,15 +63,8 @@ class ServerStep:
         # a draw by an earlier process is unknown: no amplification is claimed for it
         population, cohort = drawn or (len(results), len(results))
         added = find_added(results)
-        private = round_figures(
-            self.store,
-            self.run,
-            config,
-            population=population,
-            cohort=cohort,
-            feature_rows=rows,
-            noise_multiplier=added.get("noise_multiplier"),
-        )
+        noise = added.get("noise_multiplier") or config.privacy.noise_multiplier
+        private = round_figures(self.store, self.run, config, PrivacyStep(noise, population, cohort), rows)
         needed = find_needed_blobs(self.plan, updated)
         self.blobs.forget_all_but(needed)
         return NextState(
@@ -141,7 +134,7 @@ class ServerStep:
     def _without_quarantined(self, uploads: dict[str, str], number: int) -> dict[str, str]:
         """Uploads of earlier rounds without those of devices in quarantine."""
         quarantined = (
-            self.store.devices.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
+            self.store.strikes.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
         )
         return {device: digest for device, digest in uploads.items() if device not in quarantined}
 

@@ -13,7 +13,7 @@ from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of, name_figures
-from coordinator.record.privacy import round_figures
+from coordinator.record.privacy import PrivacyStep, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import SUM, Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
@@ -70,7 +70,7 @@ class TorchServer:
             self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
             if self._trainer.quarantine.strike(device, number, reason):
                 self._trainer.report(f"{device} is in quarantine: {reason}")
-        quarantined = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}
+        quarantined = self._store.strikes.read_current_quarantines(self._run, number) if screened.outliers else {}
         older = {device: kept for device, kept in self.state.uploads.items() if device not in quarantined}
         context = RoundContext(
             round=number,
@@ -93,15 +93,8 @@ class TorchServer:
         self._trainer.devices.start_from(self.state, self._sent)
         rows = [len(one.upload[LABELS]) for one in trained if LABELS in one.upload]
         population, cohort = opened.drawn or (len(trained), len(trained))
-        private = round_figures(
-            self._store,
-            self._run,
-            config,
-            population=population,
-            cohort=cohort,
-            feature_rows=rows,
-            noise_multiplier=added.get("noise_multiplier"),
-        )
+        noise = added.get("noise_multiplier") or config.privacy.noise_multiplier
+        private = round_figures(self._store, self._run, config, PrivacyStep(noise, population, cohort), rows)
         figures = figures | screened.figures | private | name_figures(added)
         return NextState(saved=UNSAVED, figures=figures, damaged={}, needed=set())
 

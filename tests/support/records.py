@@ -143,9 +143,9 @@ def fleet_run(folder: Path, devices: int = 500, rounds: int = 3, refusals: int =
                 FLEET_RUN, RefusalRecord(1 + number % rounds, names[number % 7], "train", "a number is not finite <b>")
             )
     for number in (1, 2):
-        made.devices.add_strike(FLEET_RUN, number, names[2], "a number is not finite")
-    made.devices.add_strike(FLEET_RUN, 1, names[3], "a number is not finite")
-    made.devices.add_quarantine(FLEET_RUN, names[3], 1, None, "1 strike")
+        made.strikes.add(FLEET_RUN, number, names[2], "a number is not finite")
+    made.strikes.add(FLEET_RUN, 1, names[3], "a number is not finite")
+    made.strikes.add_quarantine(FLEET_RUN, names[3], 1, None, "1 strike")
     write_members(folder / FLEET_RUN, names)
     write_status(folder / FLEET_RUN, names[devices // 2 :], rounds + 1)
     return made

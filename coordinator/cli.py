@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "Choose the configuration of a method that fits the budgets of boards.",
     "profile": "Predict what a method costs on boards.",
     "quarantine": "List devices with strikes or in quarantine, or release some.",
+    "release": "Offer PACKAGES of one version in FOLDER, and sign the list that devices read.",
     "renew": "Renew the certificates of the broker and the coordinator.",
     "report": "Report a run: accuracy, bytes, time, memory, energy; predicted beside measured.",
     "restore": "Write the runs and the deployment of a backup to new folders.",

@@ -11,11 +11,12 @@ import msgspec
 from coordinator.commands.flags import deployment_flag
 from coordinator.operations.devices import LocalDevices, check_policy
 from coordinator.operations.documents import Invitation
-from coordinator.security.first_boot import check_boot_files, write_boot_files
+from coordinator.security.first_boot import UpdateSource, check_boot_files, write_boot_files
 from coordinator.security.folder import Deployment
 from coordinator.security.service import is_served, served
 from fedvit.command_line import Command, amount, json_flag
 from fedvit.errors import ConfigError, LinkDown
+from fedvit.minisign import parse_any_key
 from fedvit.policy import read_policy_file
 from fedvit.quantities import format_seconds, parse_seconds
 from fedvit.wire.enrolment import Token
@@ -69,6 +70,8 @@ MOST_NAMED = 20
     metavar="DEB",
     help="With --boot: fedvit-edge_*.deb for the board.",
 )
+@click.option("--updates", metavar="SOURCE", help="With --boot: folder or URL of releases that the board looks into.")
+@click.option("--update-key", metavar="KEY", help="With --updates: public key of the releases that it installs.")
 @json_flag
 def enroll(
     names: tuple[str, ...],
@@ -80,6 +83,8 @@ def enroll(
     policy: Path | None,
     boot: Path | None,
     package: Path | None,
+    updates: str | None,
+    update_key: str | None,
     as_json: bool,
 ) -> None:
     """Print a token with which one device can join, once, under NAME; for several names one for each."""
@@ -92,13 +97,16 @@ def enroll(
     text = "" if policy is None else check_policy_file(policy)
     if (boot is None) != (package is None):
         raise ConfigError("FV1330", "--boot and --package belong together: give both, or neither")
+    if (updates is None) != (update_key is None) or (updates and not boot):
+        raise ConfigError("FV1330", "--updates and --update-key belong together, and need --boot")
+    releases = UpdateSource(updates, parse_any_key(update_key)) if updates and update_key else None
     if boot and package:
         if len(names) > 1:
             raise click.UsageError("--boot writes one card: name one device")
         check_boot_files(boot, package)
     made = LocalDevices(deployment).invite_all(names, valid, replaces=replace, policy=text)
     if boot and package:
-        for file in write_boot_files(boot, names[0], made[0].token, package):
+        for file in write_boot_files(boot, names[0], made[0].token, package, releases):
             click.echo(f"wrote {file}", err=True)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(made if len(made) > 1 else made[0])).decode())

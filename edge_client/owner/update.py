@@ -265,7 +265,7 @@ class Updater:
 
     def _run_doctor(self, python: Path) -> dict[str, str]:
         """Return the errors that `edge-client doctor` of an environment finds, by check."""
-        command = [python, "-P", "-m", "edge_client.cli", "doctor", "--json", *self.doctor_options]
+        command = [str(python), "-P", "-m", "edge_client.cli", "doctor", "--json", *self.doctor_options]
         try:
             done = subprocess.run(command, capture_output=True, timeout=DOCTOR_S, check=False)
             findings = msgspec.json.decode(done.stdout, type=_Report).findings

@@ -10,6 +10,7 @@ from fedvit import command_line
 from fedvit.errors import ConfigError
 
 COMMANDS = {
+    "adopt": "Admit devices that ask for it in the local network, each after its code was typed here.",
     "audit": "Show who changed runs or devices, when, and from where.",
     "backup": "Keep copies of runs and a deployment, also while they are served.",
     "boards": "List the boards that costs can be predicted for, or all data of one.",

@@ -116,7 +116,7 @@ def enroll(
     if made[0].publisher:
         click.echo(f"it will run graphs of publisher {made[0].publisher}", err=True)
     if wait:
-        _wait_for_devices(deployment, {Token.parse(one.token).id: one.device for one in made}, valid)
+        wait_for_devices(deployment, {Token.parse(one.token).id: one.device for one in made}, valid)
 
 
 def _describe(made: Sequence[Invitation], valid_s: float, *, on_card: bool) -> Iterator[str]:
@@ -138,7 +138,7 @@ def check_policy_file(file: Path) -> str:
     return text
 
 
-def _wait_for_devices(deployment: Deployment, devices: dict[str, str], valid_s: float) -> None:
+def wait_for_devices(deployment: Deployment, devices: dict[str, str], valid_s: float) -> None:
     """Wait until each of these devices has joined, by the ids of their tokens."""
     until, waiting = time.monotonic() + valid_s, dict(devices)
     with ExitStack() as stack:

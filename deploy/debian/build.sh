@@ -45,7 +45,7 @@ edge() {
   packages=$to/opt/fedvit/lib/python$2/site-packages
   mkdir -p "$to"/{DEBIAN,etc/fedvit,usr/bin,usr/lib/systemd/system,srv/fedvit/images,opt/fedvit/bin} "$packages"
   "${python%/*}/uv" pip install --quiet --target "$packages" --python-version "$2" --python-platform "$machine-manylinux_2_28" \
-    --only-binary :all: --no-compile-bytecode -c "$root/constraints.txt" "$wheel" prometheus-client
+    --only-binary :all: --no-compile-bytecode -c "$root/constraints.txt" "$wheel" prometheus-client zeroconf
   rm -rf "$packages"/{bin,.lock} "$packages"/fleet "$packages"/coordinator
   find "$packages" -name direct_url.json -delete
   "$python" -P -m fedvit.releases "$packages" "$out/fedvit-edge-$version-py${2/./}-$machine.zip"

@@ -52,7 +52,7 @@ WITH_JSON = {
 WITHOUT_JSON = {
     *(
         f"coordinator {name}"
-        for name in ("bugreport", "dashboard", "init", "release", "serve", "sign", "start", "token")
+        for name in ("adopt", "bugreport", "dashboard", "init", "release", "serve", "sign", "start", "token")
     ),
     "edge-client bugreport",
     "edge-client join",

@@ -1,7 +1,8 @@
 """Installations of the device's software as packages make them, and releases of other versions of this source.
 
 A version holds the packages of the source, and finds its dependencies where these tests find theirs. With
-FEDVIT_KILL_AT=N a program of a version kills itself by SIGKILL before its N-th change of a folder.
+FEDVIT_KILL_AT="any N" an update kills itself by SIGKILL before its N-th change of a folder, with "link N" before its
+N-th rename or new link.
 """
 
 import os
@@ -21,17 +22,18 @@ PACKAGES = ("fedvit", "edge_client", "export", "profiles")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 WAIT_S = 300.0
 KILLER = """
-import atexit, os, signal, sys
-at, count = int(os.environ.get("FEDVIT_KILL_AT", 0)), 0
-if "update" in sys.orig_argv:
+import os, signal, sys
+kind, _, at = os.environ.get("FEDVIT_KILL_AT", "none 0").partition(" ")
+KINDS = {"any": ("os.rename", "os.symlink", "os.remove", "os.mkdir", "os.rmdir"), "link": ("os.rename", "os.symlink")}
+count = 0
+if "update" in sys.orig_argv and kind in KINDS:
     def count_changes(event, arguments):
         global count
-        if event in ("os.rename", "os.symlink", "os.remove", "os.mkdir", "os.rmdir"):
+        if event in KINDS[kind]:
             count += 1
-            if count == at:
+            if count == int(at):
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(count_changes)
-    atexit.register(lambda: print("changes:", count))
 """
 
 
@@ -112,10 +114,11 @@ class Device:
         return done.stdout.split()[-1]
 
 
-def draw_kills(changes: int, count: int, seed: int, *, last: int) -> list[int]:
-    """Draw changes before which a program is killed: the last ones, where links move, and others by the seed."""
-    others = random.Random(seed).sample(range(1, changes - last + 1), min(count - last, changes - last))
-    return [*others, *range(changes - last + 1, changes + 1)]
+def draw_kills(count: int, seed: int) -> list[str]:
+    """Draw values of FEDVIT_KILL_AT: every step at which names move, and others by the seed."""
+    links = [f"link {number}" for number in range(8, 0, -1)][:count]
+    drawn = random.Random(seed)
+    return [*links, *(f"any {drawn.randint(1, 60)}" for _ in range(count - len(links)))]
 
 
 def flip_bit(file: Path, place: int) -> None:

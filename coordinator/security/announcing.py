@@ -1,6 +1,7 @@
 """Announces a coordinator in the local network by mDNS, while it may adopt devices."""
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -21,11 +22,12 @@ def announced(name: str, host: str, port: int, report: Callable[[str], None]) ->
         yield False
         return
     addresses = list_addresses() if host in EVERYWHERE else [host]
-    info = ServiceInfo(SERVICE, f"{name}.{SERVICE}", port=port, parsed_addresses=addresses)
+    unique = f"{name} #{secrets.token_hex(2)}"  # two of the same name would be one
+    info = ServiceInfo(SERVICE, f"{unique}.{SERVICE}", port=port, parsed_addresses=addresses)
     zeroconf = None
     try:
         zeroconf = Zeroconf(interfaces=InterfaceChoice.All if host in EVERYWHERE else [host])
-        zeroconf.register_service(info, allow_name_change=True)
+        zeroconf.register_service(info)
     except Exception as error:  # noqa: BLE001 - zeroconf's exceptions share no base of their own
         report(f"not announced in the network: {error or type(error).__name__}")
         if zeroconf:

@@ -320,13 +320,13 @@ def test_coordinators_are_found_while_they_announce_themselves() -> None:
     lines: list[str] = []
     with (
         announced("home at one", LOCALHOST, 1234, lines.append) as first,
-        announced("home at two", LOCALHOST, 1235, lines.append) as second,
+        announced("home at one", LOCALHOST, 1235, lines.append) as second,
     ):
         assert first, lines
         assert second, lines
         found = find_coordinators(interfaces=[LOCALHOST])
-    assert [(one.name, one.host, one.port) for one in found] == [
+    assert {(one.name.split(" #")[0], one.host, one.port) for one in found} == {
         ("home at one", LOCALHOST, 1234),
-        ("home at two", LOCALHOST, 1235),
-    ]
+        ("home at one", LOCALHOST, 1235),
+    }
     assert find_coordinators(interfaces=[LOCALHOST]) == []

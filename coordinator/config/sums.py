@@ -7,6 +7,9 @@ from msgspec import Meta, Struct
 LEAST_DEVICES = 3
 """Devices of the smallest sum: of two, each would learn the other's part."""
 
+SUM_CODECS = {"fp16": 2047, "int8": 127}
+"""Integers on each side of zero that a device has in a sum, at least, by codec of updates."""
+
 
 class SumsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Secure sums: the table [sums]. It has an effect with `secure` only."""

@@ -29,6 +29,15 @@ def count_levels(bits: int, devices: int) -> int:
     return levels
 
 
+def choose_bits(levels: int, devices: int) -> int:
+    """Choose the fewest bits of a number with which each device has so many integers on each side of zero.
+
+    >>> choose_bits(127, 258), choose_bits(127, 259), choose_bits(2047, 16)
+    (16, 24, 16)
+    """
+    return next((bits for bits in (16, 24) if ((1 << (bits - 1)) - 1) // devices >= levels), 32)
+
+
 def find_step(terms: SumTerms) -> float:
     """Return the step of a device's numbers: of the mean, if all devices have the largest weight, times devices."""
     return terms.range / count_levels(terms.bits, terms.devices)

@@ -13,11 +13,11 @@ from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of, name_figures
-from coordinator.record.privacy import round_figures
+from coordinator.record.privacy import PrivacyStep, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import SUM, Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
-from coordinator.rounds.sum_terms import describe_training, find_denominator, find_noise, make_terms
+from coordinator.rounds.sum_terms import describe_training, find_denominator, find_largest, find_noise, make_terms
 from fedvit.blobs import BlobStore
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, Upload
@@ -69,7 +69,7 @@ class TorchServer:
             self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
             if self._trainer.quarantine.strike(device, number, reason):
                 self._trainer.report(f"{device} is in quarantine: {reason}")
-        quarantined = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}
+        quarantined = self._store.strikes.read_current_quarantines(self._run, number) if screened.outliers else {}
         older = {device: kept for device, kept in self.state.uploads.items() if device not in quarantined}
         context = RoundContext(
             round=number,
@@ -92,15 +92,8 @@ class TorchServer:
         self._trainer.devices.start_from(self.state, self._sent)
         rows = [len(one.upload[LABELS]) for one in trained if LABELS in one.upload]
         population, cohort = opened.drawn or (len(trained), len(trained))
-        private = round_figures(
-            self._store,
-            self._run,
-            config,
-            population=population,
-            cohort=cohort,
-            feature_rows=rows,
-            noise_multiplier=added.get("noise_multiplier"),
-        )
+        noise = added.get("noise_multiplier") or config.privacy.noise_multiplier
+        private = round_figures(self._store, self._run, config, PrivacyStep(noise, population, cohort), rows)
         figures = figures | screened.figures | private | name_figures(added)
         return NextState(saved=UNSAVED, figures=figures, damaged={}, needed=set())
 
@@ -110,10 +103,16 @@ class TorchServer:
         Returns the mean as one upload, and the figures of the sum.
         """
         config, number, program = self._trainer.config, opened.number, next(iter(opened.work.values())).program
-        payloads = {one.device: make_training_payload(one.upload, one.samples, one.loss or 0.0) for one in trained}
+        payloads = {
+            one.device: make_training_payload(
+                one.upload, one.samples, one.loss or 0.0, measures_largest=program.is_sum_coded
+            )
+            for one in trained
+        }
         layout = Layout.of_program(program, "train")
         images, devices, denominator = max(one.images for one in trained), len(trained), find_denominator(config)
-        terms = make_terms(layout, config, devices, images, find_noise(self._store, self._run, config, number))
+        find = self._store, self._run, config, number
+        terms = make_terms(layout, config, devices, images, find_noise(*find), find_largest(*find))
 
         def make_noise() -> NoiseShare | None:
             stream = MaskStream(secrets.token_bytes(KEY_BYTES))

@@ -149,8 +149,8 @@ def _record(folder: Path) -> None:
         store.devices.set_announced(name, {ATTACK: Announced(ATTACK, (ATTACK,))})
         store.audit.add("label", ATTACK, ATTACK)
         store.devices.add_refusal(name, RefusalRecord(1, ATTACK, "train", ATTACK))
-        store.devices.add_strike(name, 1, ATTACK, ATTACK)
-        store.devices.add_quarantine(name, ATTACK, 1, None, ATTACK)
+        store.strikes.add(name, 1, ATTACK, ATTACK)
+        store.strikes.add_quarantine(name, ATTACK, 1, None, ATTACK)
         store.devices.add_log(
             DeviceLog(name, 1, ATTACK, "train", ATTACK, "2026-01-02T03:04:05+00:00", f"{ATTACK}\n{ATTACK}")
         )

@@ -38,7 +38,7 @@ def run_step() -> Trained:
         launcher = Launcher()
         sandbox = Sandbox(launcher, threads=1, readable=(folder, GRAPH.parent))
         try:
-            data = DeviceData.open(folder, test_share=0.0, cache_bytes=0)
+            data = DeviceData.open(folder, cache_bytes=0)
             program = _make_program(data.classes)
             sandbox.open(program.graphs["step"].digest, GRAPH)
             start = {"weight": np.zeros_like(EXPECTED)}

@@ -137,7 +137,7 @@ def run(command: click.Command, name: str) -> None:
     raise_limit()
     guard_streams()
     try:
-        command.main(standalone_mode=False)
+        command.main(prog_name=name, standalone_mode=False)
     except FedvitError as error:
         click.echo(f"{name}: {error} [{error.code}]", err=True)
         sys.exit(error.exit_code)

@@ -1,10 +1,7 @@
 """`python -m bench api`: latency of `GET /runs` at a given rate, and the processor time of commands."""
 
 import http.client
-import os
-import resource
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -12,6 +9,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from statistics import median, quantiles
 
+from bench.child import time_command
+from bench.edge import read_cpu_s
 from bench.reporting import Progress, Report
 from coordinator.record.record import Record, open_record
 from coordinator.record.tables import SavedState
@@ -51,11 +50,13 @@ def run_api_bench(
             changing = _ask(port, token, rate, rate * seconds)
             over.set()
             writer.join()
-            server_s = _processor_s(server.pid)
+            server_s = round(read_cpu_s(server.pid), 2)
         finally:
             server.terminate()
             server.wait()
-        commands = {words[0]: _measure(out, words) for words in COMMANDS}
+        commands = {
+            words[0]: round(median(time_command(out, *words)[1] for _ in range(STARTS)), 3) for words in COMMANDS
+        }
     return {
         "runs": runs,
         "rate": rate,
@@ -128,20 +129,3 @@ def _ask(port: int, token: str, rate: int, count: int) -> dict[str, float]:
         raise FedvitError("FV0001", f"{len(failed)} of {count} requests failed, with status {failed[0]}")
     parts = quantiles(latencies, n=100)
     return {"p50": round(parts[49], 1), "p99": round(parts[98], 1), "highest": round(max(latencies), 1)}
-
-
-def _processor_s(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return round((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), 2)
-
-
-def _measure(out: Path, words: list[str]) -> float:
-    """Median processor time of a command, in seconds."""
-    spent = []
-    for _ in range(STARTS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [*program("coordinator.cli"), *words, "--runs", str(out)]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True, stderr=sys.stderr)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return round(median(spent), 3)

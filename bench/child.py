@@ -1,9 +1,10 @@
-"""One measurement in a fresh process."""
+"""Measurements in processes of their own, and of time."""
 
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,3 +54,22 @@ def run_child(module: str, *arguments: str, what: str, on_line: Callable[[str], 
             errors.seek(0)
             raise FedvitError("FV1218", f"{what} ended with code {child.returncode}: {last_line_of(errors.read())}")
         return last
+
+
+def time_work(work: Callable[[], object]) -> float:
+    """Return the seconds that work takes."""
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def time_command(runs: Path, *words: str) -> tuple[float, float]:
+    """Return wall and processor seconds of a command of the coordinator. Raises FedvitError when it fails."""
+    before, began = os.times(), time.monotonic()
+    command = with_bytecode([*program("coordinator.cli"), *words, "--runs", str(runs)])
+    ended = subprocess.run(command, capture_output=True, text=True)
+    wall, after = time.monotonic() - began, os.times()
+    if ended.returncode:
+        raise FedvitError("FV0001", f"coordinator {words[0]} ended with code {ended.returncode}: {ended.stderr[-400:]}")
+    spent = after.children_user - before.children_user + after.children_system - before.children_system
+    return wall, spent

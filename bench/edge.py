@@ -2,9 +2,11 @@
 
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from fleet.datasets.samples import ArrayImages, Samples
 from fleet.partition import write_device_folders
@@ -52,6 +54,14 @@ def read_memory(pid: int) -> dict[str, int]:
         return parse_memory(Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return {}
+
+
+def read_cpu_s(pid: int) -> float:
+    """Read the processor time of a process, all threads; 0 when it has ended."""
+    with suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
 class MemoryWatch:

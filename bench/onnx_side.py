@@ -16,8 +16,8 @@ import edge_client.cli  # noqa: F401 - this and the following are the imports of
 import fedvit.transport.mqtt  # noqa: F401
 from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
-from fedvit.data.folder import Files, Flags, Split, TextSplit
-from fedvit.data.images import Indices, Pixels
+from fedvit.data.folder import Files, Split, TextSplit
+from fedvit.data.images import Flags, Indices, Pixels
 from fedvit.program import Program, decode_program
 from fedvit.tensors import Tensors, check_tensors, map_tensors
 from profiles.probes.host import peak_rss_bytes

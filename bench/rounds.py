@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from msgspec import Struct
 
-from bench.edge import make_noise_folder, read_memory
+from bench.edge import make_noise_folder, read_cpu_s, read_memory
 from bench.machine import describe_machine
 from bench.reporting import Progress, Report
 from coordinator.record.record import open_record
@@ -146,7 +146,7 @@ def sample_run(home: Path, fleets: Fleets, values: dict[str, Any], progress: Pro
                 if memory := read_memory(coordinator.pid):
                     used = {"control": [coordinator.pid], "hosts": pids, "broker": [broker.pid]}
                     used["worker"] = worker = worker or _list_children(coordinator.pid)
-                    cpu_s = {name: sum(map(_read_cpu_s, members)) for name, members in used.items()}
+                    cpu_s = {name: sum(map(read_cpu_s, members)) for name, members in used.items()}
                     seen.samples.append(Sample(time.time(), memory["VmRSS"], cpu_s))
                     seen.peak_rss_bytes = memory["VmHWM"]
                 _note_joins(seen, home / "coordinator.out", devices)
@@ -280,14 +280,6 @@ def _find_end(entry: RoundRecord) -> float:
 def _find_sample(samples: list[Sample], moment: float) -> Sample:
     """Find the sample nearest to a moment."""
     return min(samples, key=lambda sample: abs(sample.at - moment))
-
-
-def _read_cpu_s(pid: int) -> float:
-    """Read the processor time of a process, all threads; 0 when it has ended."""
-    with suppress(psutil.Error):
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
-    return 0.0
 
 
 def _list_children(pid: int) -> list[int]:

@@ -4,7 +4,6 @@ Both runs have real processes: mosquitto, a coordinator, and hosts of virtual de
 """
 
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.child import time_work
 from bench.edge import make_noise_folder
 from bench.machine import describe_machine
 from bench.reporting import Progress, Report
@@ -53,7 +53,7 @@ def run_secure_bench(*, devices: int, rounds: int, schedules: int, progress: Pro
         outcome = play_drawn(seed)
         wrong, revealed = wrong + outcome.is_wrong, revealed + outcome.revealed
         failed += not outcome.has_sum
-    device_s = _time(_make_large_mask())
+    device_s = time_work(_make_large_mask())
     plain_bytes, secure_bytes = _count_bytes(plain), _count_bytes(secure)
     plain_s, secure_s = _measure_round(plain), _measure_round(secure)
     return {
@@ -99,9 +99,3 @@ def _make_large_mask() -> Callable[[], object]:
     part = DeviceSum(name, device.kept, lambda attempt: None)
     payload = Vector.zeros(LARGE_WORDS, 3)
     return lambda: part.mask(payload)
-
-
-def _time(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began

@@ -1,6 +1,5 @@
 """`python -m bench store`: costs of the record of a long run: a round, a resume, `coordinator runs` and `show`."""
 
-import os
 import signal
 import subprocess
 import tempfile
@@ -13,6 +12,7 @@ from statistics import linear_regression, median
 import msgspec
 import psutil
 
+from bench.child import time_command, time_work, with_bytecode
 from bench.reporting import Progress, Report
 from coordinator.config import RunConfig
 from coordinator.record.backups import NOTED_SHARE, Accepted, Backups, Closed, Note
@@ -33,7 +33,6 @@ BATCH = 25
 MEASURED_ROUNDS = 20
 WAITING = "waiting for"
 """The coordinator prints it when it has resumed."""
-PATIENCE_S = 600.0
 STARTS = 3
 
 
@@ -54,19 +53,19 @@ def run_store_bench(*, rounds: int = 10_000, devices: int = 100, progress: Progr
         make_s = time.monotonic() - began
         following = range(rounds + 1, rounds + 1 + MEASURED_ROUNDS)
         backups = Backups(store, RUN, out / RUN, 1)
-        copy_s = _time(lambda: backups.after_round(rounds, last=True))
+        copy_s = time_work(lambda: backups.after_round(rounds, last=True))
         began_cpu_s = time.process_time()
-        times = [_time(partial(write_round, store, number, names, backups=backups)) for number in following]
+        times = [time_work(partial(write_round, store, number, names, backups=backups)) for number in following]
         cpu_s = time.process_time() - began_cpu_s
         noted = sum(file.stat().st_size for file in notes_in(out / RUN))
         copied = backups.copies()[-1].stat().st_size
         store.runs.update(RUN, status="interrupted")
         store.close()
         progress("starting processes")
-        record_s = median(_time(lambda: _resume(out)) for _ in range(STARTS))
+        record_s = median(time_work(lambda: _resume(out)) for _ in range(STARTS))
         resumes = [_time_resume(out) for _ in range(STARTS)]
         commands = {
-            name: [_time_command(out, name, *arguments) for _ in range(STARTS)]
+            name: [time_command(out, name, *arguments) for _ in range(STARTS)]
             for name, *arguments in (("runs",), ("show", RUN), ("status", RUN))
         }
         return {
@@ -93,7 +92,7 @@ def write_round(
     stored in one transaction."""
     note: Callable[[Note], object] = backups.note if backups else lambda note: None
     store.tasks.read_used_in(run, number)  # none is there yet, except after a restart
-    store.devices.read_quarantines(run)
+    store.strikes.read_quarantines(run)
     store.rounds.open(run, number, names, len(names))
     groups = dict.fromkeys(("head", "model", "prefix"), f"blake3:{number:064x}")
     store.tasks.add(
@@ -123,7 +122,7 @@ def write_round(
             store.rounds.close(run, number, saved, figures, RoundWork(asked, kept))
             store.tasks.find_uploads_since(run, number)
             store.rounds.read(run, number)
-            store.devices.read_quarantines(run)
+            store.strikes.read_quarantines(run)
             store.tasks.read_used_in(run, number, "evaluate")
             store.tasks.find_answered(run, number, "evaluate")
     store.rounds.close_evaluation(run, number, kept)
@@ -152,35 +151,12 @@ def _resume(out: Path) -> None:
     store.close()
 
 
-def _make_command(*arguments: str) -> list[str]:
-    return [*program("coordinator.cli"), *arguments]
-
-
-def _make_environment(out: Path) -> dict[str, str]:
-    """Add a cache folder for bytecode, as an installed program has; the first start fills it."""
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return variables | {"PYTHONPYCACHEPREFIX": str(out.parent / "bytecode")}
-
-
-def _time_command(out: Path, *arguments: str) -> tuple[float, float]:
-    """Return wall and processor seconds of one command."""
-    before, began, command = os.times(), time.monotonic(), _make_command(*arguments, "--runs", str(out))
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=_make_environment(out))
-    wall, after = time.monotonic() - began, os.times()
-    if ended.returncode:
-        raise FedvitError(
-            "FV0001", f"coordinator {arguments[0]} ended with code {ended.returncode}: {ended.stderr[-400:]}"
-        )
-    spent = after.children_user - before.children_user + after.children_system - before.children_system
-    return wall, spent
-
-
 def _time_resume(out: Path) -> float:
     """Return seconds from the start of `coordinator start --resume` until it waits for devices."""
-    arguments = _make_command("start", "--resume", RUN, "--runs", str(out), "--broker.port", "0")
+    words = [*program("coordinator.cli"), "start", "--resume", RUN, "--runs", str(out), "--broker.port", "0"]
     began, lines = time.monotonic(), list[str]()
     with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_make_environment(out)
+        with_bytecode(words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as coordinator:
         assert coordinator.stdout is not None
         try:
@@ -191,12 +167,6 @@ def _time_resume(out: Path) -> float:
         finally:
             coordinator.send_signal(signal.SIGINT)
     raise FedvitError("FV0001", f"the coordinator did not resume: {''.join(lines[-3:])[-400:]}")
-
-
-def _time(work: Callable[[], object]) -> float:
-    began = time.monotonic()
-    work()
-    return time.monotonic() - began
 
 
 def fit_slope(values: list[int]) -> float:

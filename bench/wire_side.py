@@ -4,7 +4,6 @@ It prints `ready` when it is connected, waits for a line on standard input, and 
 is the machine's monotonic clock when the last byte had arrived and was usable.
 """
 
-import contextlib
 import io
 import json
 import pickle
@@ -30,19 +29,10 @@ from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.transport.address import Address
 from fedvit.transport.base import Connected, Received
-from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.mqtt import MqttTransport
-from fedvit.wire.messages import (
-    BlobAck,
-    BlobNack,
-    BlobUrl,
-    Manifest,
-    TransferMessage,
-    UseDedicatedTopic,
-    decode,
-    encode,
-)
+from fedvit.wire.messages import Manifest
 from fleet.datasets.pickles import unpickle
+from tests.support.peers import Peer
 
 PIECE_BYTES = 1_000_000
 WARM_BYTES = 1000
@@ -70,73 +60,31 @@ def print_report(**figures: Any) -> None:
 # --- ours ---------------------------------------------------------------------------------------------
 
 
-class Peer:
-    """A client with fedvit's exchange of blobs: control on ctl/RECEIVER/SENDER, chunks on data/SENDER/BLOB."""
+def _make_peer(name: str, options: dict[str, Any], places: ObjectStore | None = None) -> Peer:
+    """Make a client with fedvit's exchange of blobs, and connect it."""
+    transport = MqttTransport(SimpleQueue(), Address.parse(options["broker"]), name)
+    peer = Peer("", name, transport, Path(options["folder"]), places)
+    peer.receivers = int(options["receivers"])
+    peer.exchange.store_origin = options.get("store_origin", "")
+    _run_until(peer, lambda: peer.connected)
+    return peer
 
-    def __init__(self, name: str, options: dict[str, Any], places: ObjectStore | None = None) -> None:
-        self.name = name
-        self.blobs = BlobStore(Path(options["folder"]) / name)
-        self.transport = MqttTransport(SimpleQueue(), Address.parse(options["broker"]), name)
-        self.exchange = BlobExchange(
-            self.transport,
-            self.blobs,
-            send=self._send,
-            topic_for=lambda digest: f"data/{digest[-16:]}",
-            may_read=lambda peer, digest: True,
-            receivers=lambda digest: int(options["receivers"]),
-            dedicated_topic_for=lambda peer, digest: f"lane/{peer}/{digest[-16:]}",
-            places=places,
-        )
-        self.exchange.store_origin = options.get("store_origin", "")
-        self.finished = 0
-        self.connected = False
-        self.transport.subscribe(f"ctl/{name}/+", 1)
-        self.transport.open()
-        self.run_until(lambda: self.connected)
 
-    def fetch(self, manifest: Manifest) -> None:
-        def finished(manifest: Manifest, error: Exception | None) -> None:
-            if error:
-                raise error
-            self.finished += 1
+def _run_until(peer: Peer, over: Callable[[], bool]) -> None:
+    while not over():
+        peer.step(wait_s=0.05)
 
-        tail = manifest.digest[-16:]
-        self.exchange.fetch(manifest, "sender", f"data/{tail}", finished, f"lane/{self.name}/{tail}")
 
-    def run_until(self, over: Callable[[], bool], deadline: float = float("inf")) -> None:
-        inbox = self.transport.inbox
-        while not over() and time.monotonic() < deadline:
-            with contextlib.suppress(queue.Empty):
-                self._on_event(inbox.get(timeout=0.05))
-                while not inbox.empty():
-                    self._on_event(inbox.get_nowait())
-            self.exchange.tick()
-
-    def _on_event(self, event: object) -> None:
-        match event:
-            case Connected():
-                self.connected = True
-                self.exchange.on_reconnect()
-            case Received(topic, payload) if topic.startswith("ctl/"):
-                peer, message = topic.rsplit("/", 1)[1], decode(payload)
-                match message:
-                    case BlobNack():
-                        self.exchange.on_nack(peer, message)
-                    case BlobUrl():
-                        self.exchange.on_url(peer, message)
-                    case BlobAck():
-                        self.exchange.on_ack(peer, message)
-                    case UseDedicatedTopic():
-                        self.exchange.on_use_dedicated_topic(peer, message)
-            case Received(topic, payload):
-                self.exchange.heard(topic, payload)
-
-    def _send(self, peer: str, message: TransferMessage) -> None:
-        self.transport.publish(f"ctl/{peer}/{self.name}", encode(message))
+def _check_finished(peer: Peer, count: int) -> bool:
+    """Return whether so many blobs have come. Raises the error of one that failed."""
+    for _, error in peer.finished:
+        if error:
+            raise error
+    return len(peer.finished) == count
 
 
 def send_ours(options: dict[str, Any]) -> None:
-    peer = Peer("sender", options, _make_object_store(options))
+    peer = _make_peer("sender", options, _make_object_store(options))
     stopped = threading.Event()
 
     def listen() -> None:
@@ -146,7 +94,7 @@ def send_ours(options: dict[str, Any]) -> None:
     threading.Thread(target=listen, daemon=True).start()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    peer.run_until(stopped.is_set)
+    _run_until(peer, stopped.is_set)
     print_report(sent_bytes=peer.transport.sent_bytes)
 
 
@@ -157,19 +105,16 @@ def _make_object_store(options: dict[str, Any]) -> ObjectStore | None:
 
 
 def receive_ours(options: dict[str, Any]) -> None:
-    peer = Peer(options["name"], options)
+    peer = _make_peer(options["name"], options)
     warm, manifest = (Manifest(**given) for given in options["manifests"])
-    peer.fetch(warm)
-    peer.run_until(lambda: peer.finished == 1)
+    peer.fetch_from("sender", warm)
+    _run_until(peer, lambda: _check_finished(peer, 1))
     print_ready()
-    peer.fetch(manifest)
-    third = threading.Event()
-    while peer.finished < 2:
-        peer.run_until(lambda: peer.finished == 2, time.monotonic() + 0.02)
-        if peer.transport.received_bytes > manifest.size / 3 and not third.is_set():
-            third.set()
-            if options.get("report_third"):
-                print_report(third=True)
+    peer.fetch_from("sender", manifest)
+    if options.get("report_third"):
+        _run_until(peer, lambda: peer.transport.received_bytes > manifest.size / 3)
+        print_report(third=True)
+    _run_until(peer, lambda: _check_finished(peer, 2))
     print_report(at=time.monotonic(), received_bytes=peer.transport.received_bytes)
     peer.transport.close()
 

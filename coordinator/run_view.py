@@ -209,7 +209,7 @@ def read_run(store: Record, run: str, accuracy_of: int | None = None, refusals_o
     listed = [rounds[number] for number in sorted(rounds)]
     active = (name for name, totals in totals_of.items() if totals.results or totals.budget_broken)
     devices = [view_device(name, totals_of[name]) for name in sorted(active, key=natural_order)]
-    strikes = store.devices.count_strikes(run)
+    strikes = store.strikes.count(run)
     peaks = [device.peak_rss_bytes for device in devices if device.peak_rss_bytes is not None]
     return RunView(
         **_head(store, record),
@@ -220,7 +220,7 @@ def read_run(store: Record, run: str, accuracy_of: int | None = None, refusals_o
         refusals=store.devices.read_refusals(run, refusals_of),
         strikes={name: strikes[name].ever for name in sorted(strikes, key=natural_order)},
         quarantined={
-            record.device: record.reason for record in store.devices.read_quarantines(run) if record.holds(last or 1)
+            record.device: record.reason for record in store.strikes.read_quarantines(run) if record.holds(last or 1)
         },
         epsilon=_newest(entry.epsilon for entry in reversed(listed)),
         feature_epsilon=_newest(entry.device_epsilon for entry in reversed(listed)),
@@ -350,7 +350,7 @@ def read_devices(store: Record, run: str) -> list[DeviceView]:
 def read_standings(store: Record, run: str) -> list[Standing]:
     """Read the standing of every device that ever had a strike. Raises ConfigError if there is no such run."""
     store.runs.read(run)
-    quarantined = store.devices.read_current_quarantines(run, store.rounds.find_last(run) or 1)
+    quarantined = store.strikes.read_current_quarantines(run, store.rounds.find_last(run) or 1)
     return [
         Standing(
             device=device,
@@ -358,7 +358,7 @@ def read_standings(store: Record, run: str) -> list[Standing]:
             quarantine=quarantined[device].reason if device in quarantined else None,
             until_round=quarantined[device].until_round if device in quarantined else None,
         )
-        for device, count in sorted(store.devices.count_strikes(run).items())
+        for device, count in sorted(store.strikes.count(run).items())
     ]
 
 

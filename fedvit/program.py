@@ -305,6 +305,11 @@ class Program(Struct, frozen=True, kw_only=True):
         """Return the tensors whose deltas are added up in secret, in order; empty unless `secure`."""
         return [name for group in self.with_role(Role.SHARED) for name in self.names(group)] if self.secure else []
 
+    @property
+    def is_sum_coded(self) -> bool:
+        """Return whether sums of updates have a codec, for which devices measure their largest numbers."""
+        return self.secure and any(self.groups[group].up != NONE for group in self.with_role(Role.SHARED))
+
     def count_summed(self) -> int:
         """Count the numbers of the tensors whose deltas are added up in secret."""
         return sum(math.prod(self.tensors[name].shape) for name in self.list_summed())

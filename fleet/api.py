@@ -75,11 +75,10 @@ def run(
     if dataset is not None:
         dealt = Path(parts or home / "parts")
         if not (resume and dealt.exists()):
+            count = DEFAULT_DEVICES if devices is None else devices
+            settings = DealSettings(partition_options or {}, checked.seed, size=_sample_size(checked))
             with private_files():
-                settings = DealSettings(partition_options or {}, checked.seed, size=_sample_size(checked))
-                deal(
-                    dataset, partition or "dirichlet", DEFAULT_DEVICES if devices is None else devices, dealt, settings
-                )
+                deal(dataset, partition or "dirichlet", count, dealt, settings)
         folders = _choose_folders(dealt, None)
     elif parts is None or partition is not None or partition_options is not None:
         raise ConfigError(

@@ -41,6 +41,7 @@ from fedvit.errors import ConfigError, FedvitError
 from fedvit.files import make_private, private_files
 from fedvit.policy import Policy, SendPolicy
 from fedvit.program import Program
+from fedvit.secure.layout import make_evaluation_payload
 from fedvit.tensors import map_tensors
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import MAX_CLASS_COUNTS, AnyMessage, Result, RunEnded, Task
@@ -94,7 +95,7 @@ class _Executor(TaskExecutor):
                 answer = _outcome(offered, execution.stop)
                 self.counts = answer.counts
                 if task.kind == "evaluate":
-                    return self._evaluate(execution, answer, guarded)
+                    return self._evaluate(execution, program, answer, guarded)
                 assert answer.update is not None  # of a training
                 # in the vault afterwards: the region's run may delete its devices' updates
                 upload = Upload(map_tensors(answer.update), {}, {}, answer.samples, answer.metrics)
@@ -103,9 +104,16 @@ class _Executor(TaskExecutor):
             self.offered, self.finished = None, offered
             offered.settled.set()
 
-    def _evaluate(self, execution: TaskExecution, answer: RegionAnswer, guarded: Guarded) -> Result:
-        use = self.measure_use(execution, guarded, answer.flops)
-        result = self.make_result(execution.task, answer.samples, answer.metrics, use)
+    def _evaluate(self, execution: TaskExecution, program: Program, answer: RegionAnswer, guarded: Guarded) -> Result:
+        use, task = self.measure_use(execution, guarded, answer.flops), execution.task
+        if program.secure:
+            correct, counts = int(answer.metrics["correct"]), None
+            if answer.by_class and program.evaluate.counts_classes:
+                counts = [(count.label, count.images, count.correct) for count in answer.by_class]
+            payload = make_evaluation_payload(program, answer.samples, correct, counts)
+            self.storage.sums.keep_payload(task.run, task.round, task.kind, payload)
+            return self.make_result(task, 0, {}, use)
+        result = self.make_result(task, answer.samples, answer.metrics, use)
         by_class = answer.by_class if len(answer.by_class) <= MAX_CLASS_COUNTS else ()
         return msgspec.structs.replace(result, by_class=by_class)
 

@@ -15,7 +15,7 @@ from coordinator.compute.planning.planner import Plan
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
-from coordinator.record.privacy import compute_cohort_size, round_figures
+from coordinator.record.privacy import PrivacyStep, compute_cohort_size, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import SUM, ResultRecord, SavedState
 from fedvit.errors import EmptyCohort
@@ -62,16 +62,9 @@ class ServerStep:
         rows = [len(upload.load()[LABELS]) for upload in uploads]
         # a draw by an earlier process is unknown: no amplification is claimed for it
         population, cohort = drawn or (len(results), len(results))
-        added = next((result.metrics for result in results if result.device == SUM), {})
-        private = round_figures(
-            self.store,
-            self.run,
-            config,
-            population=population,
-            cohort=cohort,
-            feature_rows=rows,
-            noise_multiplier=added.get("noise_multiplier"),
-        )
+        added = find_added(results)
+        noise = added.get("noise_multiplier") or config.privacy.noise_multiplier
+        private = round_figures(self.store, self.run, config, PrivacyStep(noise, population, cohort), rows)
         needed = find_needed_blobs(self.plan, updated)
         self.blobs.forget_all_but(needed)
         return NextState(
@@ -98,7 +91,7 @@ class ServerStep:
         return Folded(
             update=self.blobs.put(pack(deltas)).digest,
             samples=sum(upload.samples for upload in screened.uploads),
-            figures=screened.figures,
+            figures=screened.figures | name_figures(find_added(self.results(number))),
             needed=needed,
         )
 
@@ -141,7 +134,7 @@ class ServerStep:
     def _without_quarantined(self, uploads: dict[str, str], number: int) -> dict[str, str]:
         """Uploads of earlier rounds without those of devices in quarantine."""
         quarantined = (
-            self.store.devices.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
+            self.store.strikes.read_current_quarantines(self.run, number) if self.config.robust.strikes else {}
         )
         return {device: digest for device, digest in uploads.items() if device not in quarantined}
 
@@ -173,6 +166,11 @@ class ServerStep:
         if self.ranks is not None:
             return self.ranks.close_round(closing)
         return closing.run(plan.rule, plan.vit, self.blobs, Placement(self.accelerator), self.progress)
+
+
+def find_added(results: list[ResultRecord]) -> dict[str, float]:
+    """Find the figures of a round's secure sum; empty without one."""
+    return next((result.metrics for result in results if result.device == SUM), {})
 
 
 def name_figures(added: Mapping[str, float]) -> dict[str, float]:

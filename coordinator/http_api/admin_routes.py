@@ -9,7 +9,7 @@ from fastapi import Depends, Query, Request
 from msgspec import Struct
 
 from coordinator.http_api.answers import read_body
-from coordinator.http_api.routes import Routes, identity_of
+from coordinator.http_api.routes import Routes, Site, identity_of
 from coordinator.http_api.run_routes import Word
 from coordinator.http_api.site import ApiSite
 from coordinator.operations.access import add_token, remove_token
@@ -63,62 +63,68 @@ class NewBackup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keep: Annotated[int, msgspec.Meta(ge=1)] | None = None  # remove older backups than the newest so many
 
 
-def add_admin_routes(routes: Routes, site: ApiSite) -> None:
-    """Add the endpoints."""
-    tokens = site.credentials.tokens
+routes = Routes()
+
+
+@routes.add("GET", "/me", "viewer")
+async def greet(request: Request) -> Greeting:
+    """Return the version of the server, and the name and role of the token."""
+    sender = identity_of(request)
+    return Greeting(software=version("fedvit"), name=sender.name, role=sender.role)
+
+
+@routes.add("GET", "/tokens", "admin")
+async def list_tokens(site: Site) -> list[ListedToken]:
+    """List the tokens by name, without their texts."""
+    return [
+        ListedToken(name=token.name, role=token.role, made_at=token.made_at, expires_at=token.expires_at)
+        for token in site.credentials.tokens.list_all()
+    ]
+
+
+@routes.add("POST", "/tokens", "admin")
+async def make_token(site: Site, body: Annotated[NewToken, Depends(read_body(NewToken))]) -> MadeToken:
+    """Make a token; its text is in this answer alone."""
+    text = await site.change_folder(lambda: add_token(site.folder, body.name, body.role, body.days))
+    return MadeToken(name=body.name, role=body.role, token=text)
+
+
+@routes.add("DELETE", "/tokens/{name}", "admin")
+async def delete_token(site: Site, name: str) -> Done:
+    """Make a token invalid at once."""
+    await site.change_folder(lambda: remove_token(site.folder, name))
+    return Done(lines=[f"token {name} is removed"])
+
+
+@routes.add("GET", "/audit", "admin")
+async def list_audit(
+    site: Site, last: Annotated[int, Query(ge=1, le=KEPT + SLACK)] = 50, of: Annotated[Part, Query()] = "runs"
+) -> list[AuditEntry]:
+    """List who changed what, when and from where; the newest last."""
+    return await asyncio.to_thread(_find_audit(site, of).read, last)
+
+
+@routes.add("GET", "/audit/verdict", "admin")
+async def verify_audit(site: Site, of: Annotated[Part, Query()] = "runs", expect: Word = "") -> AuditVerdict:
+    """Verify the chain of digests of the audit, and that an entry has the digest `expect`."""
+    return await asyncio.to_thread(_find_audit(site, of).check, expect or None)
+
+
+@routes.add("GET", "/backups", "admin")
+async def list_backups(site: Site) -> list[BackupLine]:
+    """List the backups, the oldest first."""
+    return [describe(made) for made in site.find_backups().list_all()]
+
+
+@routes.add("POST", "/backups", "admin")
+async def back_up(site: Site, body: Annotated[NewBackup, Depends(read_body(NewBackup))]) -> BackupLine:
+    """Make a backup of the runs and the deployment, also while they are served."""
+    backups = site.find_backups()
     deployment = site.deployment.folder if site.deployment else None
+    return describe(
+        await site.change_folder(lambda: make_backup(backups, site.folder, deployment, body.keep, lambda line: None))
+    )
 
-    async def greet(request: Request) -> Greeting:
-        """Return the version of the server, and the name and role of the token."""
-        sender = identity_of(request)
-        return Greeting(software=version("fedvit"), name=sender.name, role=sender.role)
 
-    async def list_tokens() -> list[ListedToken]:
-        """List the tokens by name, without their texts."""
-        return [
-            ListedToken(name=token.name, role=token.role, made_at=token.made_at, expires_at=token.expires_at)
-            for token in tokens.list_all()
-        ]
-
-    async def make_token(body: Annotated[NewToken, Depends(read_body(NewToken))]) -> MadeToken:
-        """Make a token; its text is in this answer alone."""
-        text = await site.change_folder(lambda: add_token(site.folder, body.name, body.role, body.days))
-        return MadeToken(name=body.name, role=body.role, token=text)
-
-    async def delete_token(name: str) -> Done:
-        """Make a token invalid at once."""
-        await site.change_folder(lambda: remove_token(site.folder, name))
-        return Done(lines=[f"token {name} is removed"])
-
-    async def list_audit(
-        last: Annotated[int, Query(ge=1, le=KEPT + SLACK)] = 50, of: Annotated[Part, Query()] = "runs"
-    ) -> list[AuditEntry]:
-        """List who changed what, when and from where; the newest last."""
-        audit = LocalAudit(site.folder, None if of == "runs" else await site.use_devices(lambda _: deployment))
-        return await asyncio.to_thread(audit.read, last)
-
-    async def verify_audit(of: Annotated[Part, Query()] = "runs", expect: Word = "") -> AuditVerdict:
-        """Verify the chain of digests of the audit, and that an entry has the digest `expect`."""
-        audit = LocalAudit(site.folder, None if of == "runs" else await site.use_devices(lambda _: deployment))
-        return await asyncio.to_thread(audit.check, expect or None)
-
-    async def list_backups() -> list[BackupLine]:
-        """List the backups, the oldest first."""
-        return [describe(made) for made in site.find_backups().list_all()]
-
-    async def back_up(body: Annotated[NewBackup, Depends(read_body(NewBackup))]) -> BackupLine:
-        """Make a backup of the runs and the deployment, also while they are served."""
-        backups = site.find_backups()
-        made = await site.change_folder(
-            lambda: make_backup(backups, site.folder, deployment, body.keep, lambda line: None)
-        )
-        return describe(made)
-
-    routes.add("GET", "/me", "viewer", greet, Greeting)
-    routes.add("GET", "/tokens", "admin", list_tokens, list[ListedToken])
-    routes.add("POST", "/tokens", "admin", make_token, MadeToken, body=NewToken)
-    routes.add("DELETE", "/tokens/{name}", "admin", delete_token, Done)
-    routes.add("GET", "/audit", "admin", list_audit, list[AuditEntry])
-    routes.add("GET", "/audit/verdict", "admin", verify_audit, AuditVerdict)
-    routes.add("GET", "/backups", "admin", list_backups, list[BackupLine])
-    routes.add("POST", "/backups", "admin", back_up, BackupLine, body=NewBackup)
+def _find_audit(site: ApiSite, of: Part) -> LocalAudit:
+    return LocalAudit(site.folder, None if of == "runs" else site.find_deployment().folder)

@@ -31,6 +31,8 @@ _STATUS = {
 }  # fmt: skip
 """Code of an error -> status of its answer; others have that of their class."""
 
+_COMPONENT = "#/components/schemas/{name}"
+
 T = TypeVar("T")
 
 
@@ -125,23 +127,18 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, answer_unexpected)
 
 
-class Schemas:
-    """The types of bodies and answers, which become the components of the OpenAPI document."""
+def describe_content(kind: Any) -> dict[str, Any]:
+    """Return the OpenAPI description of a body or an answer of this type."""
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template=_COMPONENT)
+    return {JSON: {"schema": schema}}
 
-    def __init__(self) -> None:
-        self._kinds: list[Any] = [ErrorAnswer]
 
-    def add(self, kind: Any) -> dict[str, Any]:
-        """Return the content of a body or an answer of this type."""
-        self._kinds.append(kind)
-        (schema,), _ = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-        return {JSON: {"schema": schema}}
+def describe_failure() -> dict[str, Any]:
+    """Return the OpenAPI description of the answer of a failed request."""
+    return {"description": "The request failed", "content": describe_content(ErrorAnswer)}
 
-    def error(self) -> dict[str, Any]:
-        """Return the content of the answer of a failed request."""
-        return {JSON: {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 
-    def components(self) -> dict[str, Any]:
-        """Return all types by name."""
-        _, components = msgspec.json.schema_components(self._kinds, ref_template="#/components/schemas/{name}")
-        return components
+def describe_types(kinds: list[Any]) -> dict[str, Any]:
+    """Return the schemas of types by name, with those that they use."""
+    _, components = msgspec.json.schema_components([ErrorAnswer, *kinds], ref_template=_COMPONENT)
+    return components

@@ -9,13 +9,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.requests import HTTPConnection, Request
 
-from coordinator.http_api.admin_routes import add_admin_routes
-from coordinator.http_api.answers import add_error_handlers, describe_error
-from coordinator.http_api.device_routes import add_device_routes
-from coordinator.http_api.downloads import add_download_routes
-from coordinator.http_api.events import add_event_routes
+from coordinator.http_api import admin_routes, device_routes, downloads, events, run_routes
+from coordinator.http_api.answers import add_error_handlers, describe_error, describe_types
 from coordinator.http_api.routes import IDENTITY, Routes
-from coordinator.http_api.run_routes import add_run_routes
 from coordinator.http_api.site import ApiSite
 from coordinator.record.audit import Actor, acting_as
 from coordinator.security.api_tokens import ApiUser
@@ -39,31 +35,35 @@ class Unknown(FedvitError):
 def make_app(site: ApiSite) -> FastAPI:
     """Make the application with all endpoints."""
     app = FastAPI(title="fedvit", version=version("fedvit"), docs_url=None, redoc_url=None, openapi_url=None)
-    routes = Routes(app)
-    for add in (add_run_routes, add_device_routes, add_admin_routes, add_event_routes, add_download_routes):
-        add(routes, site)
+    app.state.site = site
     add_error_handlers(app)
-
-    async def describe() -> dict[str, Any]:
-        """Return the OpenAPI document."""
-        return make_document(app, routes)
-
-    routes.add("GET", DOCUMENT, "viewer", describe, dict[str, Any])
+    for routes in SUBJECTS:
+        app.include_router(routes.router)
     return app
 
 
-def make_document(app: FastAPI, routes: Routes) -> dict[str, Any]:
-    """Return the OpenAPI document, in which the types of msgspec are components."""
+own_routes = Routes()
+
+
+@own_routes.add("GET", DOCUMENT, "viewer")
+async def describe(request: Request) -> dict[str, Any]:
+    """Return the OpenAPI document."""
+    app: FastAPI = request.app
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         document["servers"] = [{"url": ROOT}]
         document["components"] = {
-            "schemas": routes.schemas.components(),
+            "schemas": describe_types([kind for routes in SUBJECTS for kind in routes.kinds]),
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         }
         app.openapi_schema = document
     made: dict[str, Any] = app.openapi_schema
     return made
+
+
+SUBJECTS = (
+    run_routes.routes, device_routes.routes, admin_routes.routes, events.routes, downloads.routes, own_routes
+)  # fmt: skip
 
 
 @dataclass

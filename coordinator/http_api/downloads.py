@@ -13,70 +13,58 @@ from fastapi import Query
 from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, Response
 
-from coordinator.http_api.routes import Routes
+from coordinator.http_api.routes import Routes, Site
 from coordinator.http_api.run_routes import Word, find_name
 from coordinator.http_api.site import ApiSite
-from coordinator.security.credentials import TooManyAttempts
 from fedvit.errors import ConfigError, FedvitError, LinkDown
 
 LONGEST_S = 900.0
-AT_ONCE = 2
-WAITING = 8
-"""Requests that wait for their turn; further ones are refused."""
 _PROGRAM = (sys.executable, "-c", "from coordinator.cli import main; main()")
 _ERROR = re.compile(r"coordinator: (?P<message>.*) \[(?P<code>FV\d{4})\]$", re.DOTALL)
 
 
-def add_download_routes(routes: Routes, site: ApiSite) -> None:
-    """Add the endpoints."""
-    turn, asked = asyncio.Semaphore(AT_ONCE), [0]
+routes = Routes()
 
-    async def produce(*words: str) -> None:
-        """Run a command of the coordinator. Raises the error that it prints."""
-        if asked[0] >= WAITING:
-            raise TooManyAttempts("FV1814", f"{WAITING} downloads are being made: try again later")
-        asked[0] += 1
-        try:
-            async with turn:
-                await _run(*words, "--runs", str(site.folder))
-        finally:
-            asked[0] -= 1
 
-    async def send(run: str, name: str, *words: str, kind: str) -> Response:
-        """Send the file `name` that a command writes, or a ZIP file of the folder."""
-        known = await site.read(find_name, site, run)
-        folder = Path(mkdtemp(prefix="fedvit-"))
-        try:
-            made = folder / name
-            await produce(words[0], known, *words[1:], "--out", str(made))
-            if made.is_dir():
-                made = await asyncio.to_thread(_pack, made)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        clean = BackgroundTask(shutil.rmtree, folder, ignore_errors=True)
-        return FileResponse(made, media_type=kind, filename=f"{known}-{made.name}", background=clean)
+@routes.add("GET", "/runs/{run}/report", "viewer", media="text/html")
+async def download_report(site: Site, run: str) -> Response:
+    """Download the report of a run, one self-contained page."""
+    return await _send(site, run, "report.html", "report", kind="text/html")
 
-    async def download_report(run: str) -> Response:
-        """Download the report of a run, one self-contained page."""
-        return await send(run, "report.html", "report", kind="text/html")
 
-    async def download_bundle(
-        run: str,
-        device: Word = "",
-        precision: Annotated[list[Literal["fp32", "fp16", "int8"]], Query()] = [],  # noqa: B006 - FastAPI copies it
-    ) -> Response:
-        """Download the newest model of a run as a ZIP file with ONNX files."""
-        words = ["export", *(["--device", device] if device else [])]
-        for name in precision:
-            words += ["--precision", name]
-        return await send(run, "bundle", *words, kind="application/zip")
+@routes.add("GET", "/runs/{run}/bundle", "operator", media="application/zip")
+async def download_bundle(
+    site: Site,
+    run: str,
+    device: Word = "",
+    precision: Annotated[list[Literal["fp32", "fp16", "int8"]], Query()] = [],  # noqa: B006 - FastAPI copies it
+) -> Response:
+    """Download the newest model of a run as a ZIP file with ONNX files."""
+    words = ["export", *(["--device", device] if device else [])]
+    for name in precision:
+        words += ["--precision", name]
+    return await _send(site, run, "bundle", *words, kind="application/zip")
 
-    routes.add("GET", "/runs/{run}/report", "viewer", download_report, media="text/html")
-    routes.add("GET", "/runs/{run}/bundle", "operator", download_bundle, media="application/zip")
+
+async def _send(site: ApiSite, run: str, name: str, *words: str, kind: str) -> Response:
+    """Send the file `name` that a command writes, or a ZIP file of the folder."""
+    known = await site.read(find_name, site, run)
+    folder = Path(mkdtemp(prefix="fedvit-"))
+    try:
+        made = folder / name
+        async with site.downloads.take():
+            await _run(words[0], known, *words[1:], "--out", str(made), "--runs", str(site.folder))
+        if made.is_dir():
+            made = await asyncio.to_thread(_pack, made)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    clean = BackgroundTask(shutil.rmtree, folder, ignore_errors=True)
+    return FileResponse(made, media_type=kind, filename=f"{known}-{made.name}", background=clean)
 
 
 async def _run(*words: str) -> None:
+    """Run a command of the coordinator. Raises the error that it prints."""
     process = await asyncio.create_subprocess_exec(
         *_PROGRAM,
         *words,

@@ -9,14 +9,14 @@ import msgspec
 from fastapi import Header, Query, Request
 from starlette.responses import StreamingResponse
 
-from coordinator.http_api.routes import Routes, identity_of
-from coordinator.http_api.run_routes import resolve
+from coordinator.http_api.routes import Routes, Site, identity_of
+from coordinator.http_api.run_routes import find_progress
 from coordinator.http_api.site import ApiSite
 from coordinator.operations.documents import ServiceOverview
 from coordinator.operations.runs import LocalRuns
 from coordinator.record.record import Record
 from coordinator.record.tables import ENDED
-from coordinator.run_view import RoundView, RunFilter, RunProgress, list_page, read_progress, read_rounds
+from coordinator.run_view import RoundView, RunFilter, RunProgress, list_page, read_rounds
 from coordinator.security.credentials import TooManyAttempts
 from fedvit.errors import ConfigError
 
@@ -29,50 +29,51 @@ NEWEST_RUNS = 100
 STREAM = "text/event-stream"
 
 
-def add_event_routes(routes: Routes, site: ApiSite) -> None:
-    """Add the endpoints."""
-    streams: set[object] = set()
+routes = Routes()
 
-    async def follow(request: Request, events: AsyncIterator[bytes | None]) -> StreamingResponse:
-        """Send events until the client leaves or its token ends; None: there is nothing new."""
-        if len(streams) >= MOST_STREAMS:
-            raise TooManyAttempts("FV1814", f"{MOST_STREAMS} streams of events are open already: try again later")
-        sender, mark = identity_of(request), object()
 
-        async def send() -> AsyncIterator[bytes]:
-            streams.add(mark)
-            sent_at = time.monotonic()
-            try:
-                async for event in events:
-                    if not site.credentials.are_valid(sender):
-                        return
-                    if event is None and time.monotonic() - sent_at < ALIVE_S:
-                        continue
-                    sent_at = time.monotonic()
-                    yield event or b": alive\n\n"
-            finally:
-                streams.discard(mark)
+@routes.add("GET", "/events", "viewer", media=STREAM)
+async def follow_all(site: Site, request: Request) -> StreamingResponse:
+    """Follow all runs (`run`) and the service (`service`): first their states, then each change."""
+    return _follow(site, request, _all_events(site))
 
-        return StreamingResponse(send(), media_type=STREAM, headers={"x-accel-buffering": "no"})
 
-    async def follow_all(request: Request) -> StreamingResponse:
-        """Follow all runs (`run`) and the service (`service`): first their states, then each change."""
-        return await follow(request, _all_events(site))
+@routes.add("GET", "/runs/{run}/events", "viewer", media=STREAM)
+async def follow_run(
+    site: Site,
+    request: Request,
+    run: str,
+    after: Annotated[int | None, Query(ge=0, le=2**31, description="Newest round that is known.")] = None,
+    last_event_id: Annotated[str | None, Header(max_length=20)] = None,
+) -> StreamingResponse:
+    """Follow a run (`run`) and its closed rounds (`round`) until it has ended (`end`)."""
+    progress = await site.read(find_progress, site, run)
+    if last_event_id and last_event_id.isdigit():
+        after = min(int(last_event_id), 2**31)
+    return _follow(site, request, _run_events(site, progress.run, after or 0))
 
-    async def follow_run(
-        request: Request,
-        run: str,
-        after: Annotated[int | None, Query(ge=0, le=2**31, description="Newest round that is known.")] = None,
-        last_event_id: Annotated[str | None, Header(max_length=20)] = None,
-    ) -> StreamingResponse:
-        """Follow a run (`run`) and its closed rounds (`round`) until it has ended (`end`)."""
-        progress = await site.read(_find, site, run)
-        if last_event_id and last_event_id.isdigit():
-            after = min(int(last_event_id), 2**31)
-        return await follow(request, _run_events(site, progress.run, after or 0))
 
-    routes.add("GET", "/events", "viewer", follow_all, media=STREAM)
-    routes.add("GET", "/runs/{run}/events", "viewer", follow_run, media=STREAM)
+def _follow(site: ApiSite, request: Request, events: AsyncIterator[bytes | None]) -> StreamingResponse:
+    """Send events until the client leaves or its token ends; None: there is nothing new."""
+    if len(site.streams) >= MOST_STREAMS:
+        raise TooManyAttempts("FV1814", f"{MOST_STREAMS} streams of events are open already: try again later")
+    sender, mark = identity_of(request), object()
+
+    async def send() -> AsyncIterator[bytes]:
+        site.streams.add(mark)
+        sent_at = time.monotonic()
+        try:
+            async for event in events:
+                if not site.credentials.are_valid(sender):
+                    return
+                if event is None and time.monotonic() - sent_at < ALIVE_S:
+                    continue
+                sent_at = time.monotonic()
+                yield event or b": alive\n\n"
+        finally:
+            site.streams.discard(mark)
+
+    return StreamingResponse(send(), media_type=STREAM, headers={"x-accel-buffering": "no"})
 
 
 async def _all_events(site: ApiSite) -> AsyncIterator[bytes | None]:
@@ -97,7 +98,7 @@ async def _run_events(site: ApiSite, run: str, after: int) -> AsyncIterator[byte
     last: RunProgress | None = None
     while True:
         try:
-            progress = await site.read(_find, site, run)
+            progress = await site.read(find_progress, site, run)
         except ConfigError:  # it was removed
             yield _encode("end", {"run": run})
             return
@@ -112,10 +113,6 @@ async def _run_events(site: ApiSite, run: str, after: int) -> AsyncIterator[byte
             return
         yield None
         await asyncio.sleep(EVERY_S)
-
-
-def _find(store: Record, site: ApiSite, run: str) -> RunProgress:
-    return read_progress(store, store.runs.read(resolve(store, site, run)))
 
 
 def _find_rounds(store: Record, run: str, after: int) -> list[RoundView]:

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from coordinator.http_api.turns import Turns
 from coordinator.operations.devices import LocalDevices
 from coordinator.operations.runs import LocalRuns
 from coordinator.record.record import Record, open_record
@@ -28,6 +29,8 @@ class ApiSite:
     credentials: ApiCredentials
     deployment: Deployment | None = None
     backups: BackupFolder | None = None
+    downloads: Turns = field(default_factory=Turns)
+    streams: set[object] = field(default_factory=set)  # open streams of events
 
     async def read(self, question: Callable[Concatenate[Record, P], T], *arguments: P.args, **no: P.kwargs) -> T:
         """Return the answer to a question to the record, which requests share until the record changes."""
@@ -57,9 +60,13 @@ class ApiSite:
 
     async def use_devices(self, act: Callable[[LocalDevices], T]) -> T:
         """Look at the devices of the deployment, or change them. Raises ConfigError if there is no deployment."""
+        return await asyncio.to_thread(act, LocalDevices(self.find_deployment(), self.folder))
+
+    def find_deployment(self) -> Deployment:
+        """Return the deployment. Raises ConfigError if the server has none."""
         if self.deployment is None:
             raise ConfigError("FV1816", "this server knows no deployment: start it with --deployment")
-        return await asyncio.to_thread(act, LocalDevices(self.deployment, self.folder))
+        return self.deployment
 
     def find_backups(self) -> BackupFolder:
         """Return the folder of backups. Raises ConfigError if the server has none."""

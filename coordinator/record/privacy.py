@@ -87,28 +87,20 @@ def counts_before(store: Record, run: str, *names: str) -> Counter[tuple[float, 
 
 
 def round_figures(
-    store: Record,
-    run: str,
-    config: RunConfig,
-    *,
-    population: int,
-    cohort: int,
-    feature_rows: Sequence[int],
-    noise_multiplier: float | None = None,
+    store: Record, run: str, config: RunConfig, step: PrivacyStep, feature_rows: Sequence[int]
 ) -> dict[str, float]:
     """Figures for the record of a round that is about to close, including the run's epsilon after it.
 
-    The epsilons are computed from the store, so that they survive a restart. `feature_rows` are the rows of each
-    device's upload; every device counts as if all its uploads were as large as each round's largest.
-    `noise_multiplier`: of the noise that devices added in a secure sum; by default the configured one.
+    The epsilons are computed from the store, so that they survive a restart. `step` is that of the round's noise.
+    `feature_rows` are the rows of each device's upload; every device counts as if all its uploads were as large as each
+    round's largest.
     """
     privacy, figures = config.privacy, dict[str, float]()
     if not (privacy.noise_multiplier or privacy.feature_noise):
         return figures
     if privacy.noise_multiplier:
-        added = noise_multiplier or privacy.noise_multiplier
-        figures |= {NOISE: added, POPULATION: float(population), COHORT: float(cohort)}
-        steps = Counter([PrivacyStep(added, population, cohort)])
+        figures |= {NOISE: step.noise_multiplier, POPULATION: float(step.population), COHORT: float(step.cohort)}
+        steps = Counter([step])
         for (noise, there, drawn), count in counts_before(store, run, NOISE, POPULATION, COHORT).items():
             steps[PrivacyStep(noise, int(there), int(drawn))] += count
         figures[EPSILON] = compute_epsilon(steps, privacy)

@@ -16,13 +16,14 @@ from coordinator.record.database import DATABASE_FILE, Database, address_in
 from coordinator.record.devices import RecordedDevices
 from coordinator.record.rounds import RecordedRounds
 from coordinator.record.runs import RecordedRuns
+from coordinator.record.strikes import RecordedStrikes
 from coordinator.record.tasks import RecordedTasks
 from fedvit.errors import ConfigError
 from fedvit.files import storage_failed
 
 
 class Record:
-    """Five repositories over one database. Raises Damaged if the database is a file that has lost all its runs."""
+    """Six repositories over one database. Raises Damaged if the database is a file that has lost all its runs."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -30,6 +31,7 @@ class Record:
         self.rounds = RecordedRounds(database)
         self.tasks = RecordedTasks(database)
         self.devices = RecordedDevices(database)
+        self.strikes = RecordedStrikes(database)
         self.audit = RecordedAudit(database)
         # SQLite does not notice a lost journal
         if database.file and not self.runs.count() and has_lost(database.file):

@@ -66,15 +66,19 @@ class RoundEngine:
         self._journal.finish(number)
 
     def evaluate(self, number: int) -> None:
-        """Let devices test a round's model. A sum of their counts that fails is repeated, and then left out."""
-        if (opened := self.mode.evaluate(number, leave=self.mode.busy())) is None:
+        """Let devices test a round's model."""
+        self.add_up_evaluation(self.mode.evaluate(number, leave=self.mode.busy()))
+
+    def add_up_evaluation(self, opened: OpenRound | None) -> None:
+        """Add up the counts of a secure run's evaluation. A sum that fails is repeated, and then left out."""
+        if opened is None:
             return
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._trainer.add_up(opened)
                 return
             except EmptyCohort as error:
-                self._log(f"round {number}: evaluation: {error} ({attempt} of {ATTEMPTS} attempts)")
+                self._log(f"round {opened.number}: evaluation: {error} ({attempt} of {ATTEMPTS} attempts)")
 
     def train(self, number: int, before: RoundRecord | None) -> None:
         """Train one round and keep its state; `before`: the round as an earlier process left it.

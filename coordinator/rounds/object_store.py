@@ -64,7 +64,7 @@ class ObjectStore:
 
     def close(self) -> None:
         """Finish what has begun, as far as the store answers."""
-        self._access.close()
+        self._access.threads.close()
 
     # --- what the exchange asks -------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class ObjectStore:
                     job.waiting[peer] = (failed, located)
             else:
                 self._jobs[digest] = _Job(waiting={peer: (failed, located)})
-                self._access.begin(lambda: self._bring(manifest))
+                self._access.threads.begin(lambda: self._bring(manifest))
         if chunks or url:
             located(url)
 
@@ -110,19 +110,17 @@ class ObjectStore:
         self, peer: str, manifest: Manifest, first: int, size: int, read: Callable[[bytes | None], None]
     ) -> None:
         name = _of_piece(peer, manifest.digest, first)
-        with self._access.lock:
-            self._access.begin(lambda: read(self._read(name, size)))
+        self._access.threads.begin(lambda: read(self._read(name, size)))
 
     def check(self, checked: Callable[[bool], None]) -> None:
-        with self._access.lock:
-            self._access.begin(lambda: checked(self._access.probe()))
+        self._access.threads.begin(lambda: checked(self._access.probe()))
 
     def forget(self, digest: str) -> None:
         with self._access.lock:
             # a mirror's copy was intact when it was put
             if digest in self._access.stored and not self._config.mirror:
                 self._access.stored.discard(digest)
-                self._access.begin(lambda: self._access.delete(blob_object(digest)))
+                self._access.threads.begin(lambda: self._access.delete(blob_object(digest)))
 
     # --- what the run asks ------------------------------------------------------------------------------
 
@@ -139,10 +137,10 @@ class ObjectStore:
             self._access.stored &= keep
             if self._config.mirror:
                 self._access.removing |= unneeded
-                self._access.begin(lambda: self._access.remove(unneeded))
-                self._access.begin(lambda: self._prune(set(), UPLOADS))
+                self._access.threads.begin(lambda: self._access.remove(unneeded))
+                self._access.threads.begin(lambda: self._prune(set(), UPLOADS))
             else:
-                self._access.begin(lambda: self._prune({blob_object(digest) for digest in keep}))
+                self._access.threads.begin(lambda: self._prune({blob_object(digest) for digest in keep}))
 
     # --- in threads -------------------------------------------------------------------------------------
 

@@ -32,13 +32,13 @@ class Quarantine:
         """Record a strike; True if it puts the device into quarantine."""
         if not self._limit:
             return False
-        count = self._store.devices.add_strike(self._run, round_number, device, reason)
+        count = self._store.strikes.add(self._run, round_number, device, reason)
         log.warning("strike", extra={"device": device, "round": round_number, "count": count, "reason": reason})
         if count < self._limit or self.record_of(device, round_number):
             return False
         until = None if self._rounds is None else round_number + self._rounds
         strikes = f"{count} strike{'s' if count > 1 else ''}, the last: {reason}"
-        self._store.devices.add_quarantine(self._run, device, round_number, until, strikes)
+        self._store.strikes.add_quarantine(self._run, device, round_number, until, strikes)
         return True
 
     def record_of(self, device: str, round_number: int) -> QuarantineRecord | None:
@@ -61,7 +61,7 @@ class Quarantine:
         return [device for device in devices if device not in quarantined]
 
     def _now(self, round_number: int) -> dict[str, QuarantineRecord]:
-        return self._store.devices.read_current_quarantines(self._run, round_number) if self._limit else {}
+        return self._store.strikes.read_current_quarantines(self._run, round_number) if self._limit else {}
 
 
 def _how_long(until_round: int | None) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from coordinator.compute.messages import Fold, NextState, PlannedTask, PlanTasks
 from coordinator.config import CENTRE
 from coordinator.record.rounds import RoundWork
-from coordinator.record.tables import ResultRecord, SavedState
+from coordinator.record.tables import SUM, ResultRecord, SavedState
 from coordinator.rounds.engine import RoundEngine
 from coordinator.rounds.leading import strike_outliers
 from coordinator.rounds.open_round import OpenRound
@@ -177,7 +177,9 @@ class RegionLead:
         """Raises ConfigError if the region's configuration is not that of the centre's run."""
         config, planned = self._state.config, self._planned(task.round)
         own = self._state.program(planned.program)
-        differs = [name for name in own.__struct_fields__ if getattr(own, name) != getattr(task.program, name)]
+        # a region may add up its devices' results in secret for itself
+        compared = [name for name in own.__struct_fields__ if name not in ("v", "secure")]
+        differs = [name for name in compared if getattr(own, name) != getattr(task.program, name)]
         differs += [
             name for name, ours, theirs in (
                 ("seed", config.seed, task.seed), ("rounds or schedule", planned.lr_scale, task.lr_scale)
@@ -233,17 +235,18 @@ class RegionLead:
     def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         """Send the centre the mean of the updates. The next state comes with its next task."""
         number, state, least = opened.number, self._state, self._least_results
-        if len(results) < least:
+        devices = _count_devices(results)
+        if devices < least:
             failed = ", ".join(f"{device} ({why.value})" for device, why in sorted(opened.failed.items())[:10])
             raise TooFew(
                 "FV2206",
-                f"round {number}: {len(results)} of the {least} results came that an update of this region needs"
+                f"round {number}: {devices} of the {least} results came that an update of this region needs"
                 f"{'; without ' if failed else ''}{failed}",
             )
         state.doing = f"round {number}: one update for the centre"
         strike_outliers(self._parts, number)
         folded = self._parts.ask(Fold(round=number, saved=state.newest()))
-        metrics = {"devices": float(len(results))}
+        metrics = {"devices": float(devices)}
         if losses := [(result.metrics["loss"], result.samples) for result in results if "loss" in result.metrics]:
             metrics["loss"] = sum(loss * samples for loss, samples in losses) / max(1, folded.samples)
         self._answer(results, folded.samples, metrics, update=state.blobs.path(folded.update))
@@ -251,18 +254,19 @@ class RegionLead:
 
     def _evaluate(self, task: CentralTask, engine: RoundEngine) -> None:
         state, number = self._state, task.round
-        engine.mode.evaluate(number)
+        engine.add_up_evaluation(engine.mode.evaluate(number))
         results = state.results(number, "evaluate")
-        if not results:
+        tested = [result for result in results if "correct" in result.metrics]  # the sum, if the run is secure
+        if not tested:
             raise TooFew("FV2206", f"round {number}: no device of this region returned an evaluation")
         if state.store.rounds.read(state.run, number):  # the region may not have trained in it
             state.store.rounds.close_evaluation(state.run, number, results)
             engine.finish(number)
         metrics = {
-            "devices": float(len(results)),
-            "correct": sum(result.metrics["correct"] for result in results),
+            "devices": float(_count_devices(results)),
+            "correct": sum(result.metrics["correct"] for result in tested),
         }
-        self._answer(results, sum(result.samples for result in results), metrics, by_class=_by_class(results))
+        self._answer(results, sum(result.samples for result in tested), metrics, by_class=_by_class(tested))
 
     def _answer(
         self,
@@ -292,7 +296,7 @@ class RegionLead:
         except InvalidStateError:
             raise Withdrawn from None
         self._parts.inbox.pump(task.settled.is_set)
-        what = f"{format_count(len(results), 'device')} with {format_count(samples, 'image')}"
+        what = f"{format_count(int(metrics['devices']), 'device')} with {format_count(samples, 'image')}"
         self._parts.operator_log(f"round {task.round}: {task.kind} answer of {what} is stored for the centre")
 
     def _refuse(self, task: CentralTask, error: Exception) -> None:
@@ -309,6 +313,12 @@ class RegionLead:
         hellos = [device.hello for device in self._state.presence]
         train, test = sum(hello.train_samples for hello in hellos), sum(hello.test_samples for hello in hellos)
         return RegionCounts(self._state.classes, train, test)
+
+
+def _count_devices(results: list[ResultRecord]) -> int:
+    """Count the devices whose results count: those of a secure sum, if there is one."""
+    added = next((result for result in results if result.device == SUM), None)
+    return int(added.metrics["devices"]) if added else len(results)
 
 
 def _by_class(results: list[ResultRecord]) -> tuple[ClassCount, ...]:

@@ -27,6 +27,7 @@ class RunMirror:
 
     def __init__(self, access: StoreAccess) -> None:
         self._access = access
+        self._threads = access.threads
 
     def put(self, digests: Iterable[str]) -> None:
         """Put blobs into the mirror unless they are there, and return when all are; while the store cannot be used,
@@ -38,7 +39,7 @@ class RunMirror:
                 lacking = wanted - self._access.stored
                 free = lacking - self._access.removing
             sizes = {digest: self._access.blobs.manifest(digest).size for digest in free}
-            return all(self._access.do_all([partial(self._put, *each) for each in sizes.items()])) and free == lacking
+            return all(self._threads.do_all([partial(self._put, *each) for each in sizes.items()])) and free == lacking
 
         self._access.repeat_until_done(put_lacking)
 
@@ -47,13 +48,13 @@ class RunMirror:
         StorageFailed, DiskFull, and LinkDown when the run ends meanwhile."""
 
         def fetch_all() -> bool:
-            [found] = self._access.do_all([self._list_blobs])
+            [found] = self._threads.do_all([self._list_blobs])
             if found is None:
                 return False
             with self._access.lock:
                 self._access.stored |= found.keys()
             lacking = [digest for digest in found if not self._access.blobs.has(digest)]
-            return all(self._access.do_all([partial(self._fetch, digest, found[digest]) for digest in lacking]))
+            return all(self._threads.do_all([partial(self._fetch, digest, found[digest]) for digest in lacking]))
 
         self._access.repeat_until_done(fetch_all)
 
@@ -65,7 +66,7 @@ class RunMirror:
     def put_files(self, folder: Path, names: Iterable[str]) -> None:
         """Put files of a folder into the mirror, under `results/`; as `put`."""
         jobs = [partial(self._put_file, f"{RESULTS}/{name}", folder / name) for name in names]
-        self._access.repeat_until_done(lambda: all(self._access.do_all(jobs)))
+        self._access.repeat_until_done(lambda: all(self._threads.do_all(jobs)))
 
     def _put(self, digest: str, size: int) -> bool:
         """Return whether the blob is in the mirror now."""

@@ -1,8 +1,8 @@
-"""Access to the object store of a run: threads that call it, and what is known of it.
+"""Access to the object store of a run: calls for its threads, and what is known of it.
 
-All calls to the store are made by threads of this module. The coordinator's keys come from the environment, as for
-other programs (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY), and
-never reach the record, a log or a device.
+All calls to the store are made by the threads of `StoreThreads`. The coordinator's keys come from the environment,
+as for other programs (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_KEY),
+and never reach the record, a log or a device.
 """
 
 import contextlib
@@ -10,13 +10,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Literal, TypeVar
+from typing import Literal
 
 import obstore
 from obstore.store import LocalStore
@@ -30,30 +28,25 @@ from coordinator.record.mirror import (
     open_store,
     reason_of,
 )
+from coordinator.rounds.store_threads import StoreThreads
 from fedvit.blobs import BlobStore
 from fedvit.errors import FedvitError, LinkDown
 
 log = logging.getLogger(__name__)
 
-Outcome = TypeVar("Outcome")
-
-THREADS = 4
 RETRY_S = 5.0
 """Interval in which a store in trouble is tried again."""
 IDLE_S = 30.0
 """Time after which a store that nobody used is tried, so that its loss is noticed before a round needs it."""
 PART_BYTES = 16 << 20
 """Part of a large blob; the store takes one part after the other."""
-CLOSE_S = 10.0
-ENDED_CHECK_S = 0.2
-"""Interval in which a thread that waits for the store looks whether the run has ended."""
 PROBE = "probe"
 
 
 class StoreAccess:
     """The object store of one run. Objects of a run are below PREFIX/RUN.
 
-    `lock` is held to read or change `stored`, `removing` and `trouble`, and to call `begin`, `note`, `is_usable` and
+    `lock` is held to read or change `stored`, `removing` and `trouble`, and to call `note`, `is_usable` and
     `try_to_sign`.
     """
 
@@ -65,11 +58,9 @@ class StoreAccess:
         self.trouble = ""  # why the store cannot be used
         self.stored: set[str] = set()  # digests of blobs that are in the store
         self.removing: set[str] = set()  # from the mirror
-        self.closed = threading.Event()
+        self.threads = StoreThreads(config.url)
         self._valid = timedelta(seconds=config.url_valid_s)
         self._name = run
-        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
         self._tried_at = time.monotonic()  # the end of the newest use; infinite: being tried
         self._lines: list[str] = []
 
@@ -89,56 +80,6 @@ class StoreAccess:
         """Made when it is first used, so that keys that cannot be read are reported as other trouble of the store."""
         return open_store(self.config, self._name)
 
-    # --- threads ------------------------------------------------------------------------------------------
-
-    def begin(self, work: Callable[[], object]) -> None:
-        """Run work in a thread. The lock is held."""
-        if not self._threads:  # they do not keep the process from ending
-            self._threads = [
-                threading.Thread(target=self._run, name=f"object-store-{number}", daemon=True)
-                for number in range(THREADS)
-            ]
-            for thread in self._threads:
-                thread.start()
-        self._work.put(work)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception:
-                log.exception("error in a thread of the object store")
-
-    def repeat_until_done(self, attempt: Callable[[], bool]) -> None:
-        """Repeat an attempt until it succeeds. Raises LinkDown when the run ends meanwhile."""
-        while not attempt():
-            if self.closed.wait(RETRY_S):
-                raise LinkDown("FV1018", f"object store {self.config.url} could not be used until the run ended")
-
-    def do_all(self, jobs: Sequence[Callable[[], Outcome]]) -> list[Outcome]:
-        """Do work in the threads of this module. Raises its first error, and LinkDown when the run ends meanwhile."""
-        futures = [Future[Outcome]() for _ in jobs]
-        with self.lock:
-            for future, job in zip(futures, jobs, strict=True):
-                self.begin(partial(_settle, future, job))
-        for future in futures:
-            while not future.done():
-                if self.closed.is_set():
-                    raise LinkDown("FV1018", f"object store {self.config.url} did not answer until the run ended")
-                wait([future], timeout=ENDED_CHECK_S)
-        return [future.result() for future in futures]
-
-    def close(self) -> None:
-        """Finish what has begun, as far as the store answers."""
-        self.closed.set()
-        with self.lock:
-            threads, self._threads = self._threads, []
-        for _ in threads:
-            self._work.put(None)
-        until = time.monotonic() + CLOSE_S
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-
     # --- calls in threads ---------------------------------------------------------------------------------
 
     def attempt(self, work: Callable[[], object]) -> bool:
@@ -155,6 +96,12 @@ class StoreAccess:
         with self.lock:
             self.note(trouble)
         return not trouble
+
+    def repeat_until_done(self, attempt: Callable[[], bool]) -> None:
+        """Repeat an attempt until it succeeds. Raises LinkDown when the run ends meanwhile."""
+        while not attempt():
+            if self.threads.closed.wait(RETRY_S):
+                raise LinkDown("FV1018", f"object store {self.config.url} could not be used until the run ended")
 
     def has(self, name: str, size: int) -> bool:
         """Return whether an earlier process has put the blob."""
@@ -198,7 +145,7 @@ class StoreAccess:
     def _try_after(self, silent_s: float) -> None:
         if time.monotonic() - self._tried_at > silent_s:
             self._tried_at = math.inf  # until the answer: a store that hangs is not tried in all threads
-            self.begin(self.probe)
+            self.threads.begin(self.probe)
 
     def probe(self) -> bool:
         """Return whether something can be put into the store."""
@@ -238,10 +185,3 @@ class StoreAccess:
     def sign(self, method: Literal["GET", "PUT"], name: str) -> str:
         assert not isinstance(self.client, LocalStore)  # `takes` refuses every blob then
         return obstore.sign(self.client, method, name, self._valid)
-
-
-def _settle(future: "Future[Outcome]", job: Callable[[], Outcome]) -> None:
-    try:
-        future.set_result(job())
-    except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
-        future.set_exception(error)

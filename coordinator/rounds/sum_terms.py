@@ -5,9 +5,10 @@ import math
 from msgspec.structs import replace
 
 from coordinator.config import RunConfig
+from coordinator.config.sums import SUM_CODECS
 from coordinator.record.privacy import compute_cohort_size
 from coordinator.record.record import Record
-from fedvit.secure.fixed_point import find_error_bound
+from fedvit.secure.fixed_point import choose_bits, find_error_bound
 from fedvit.secure.layout import Layout, TrainedSum
 from fedvit.secure.noise import find_multiplier, find_range
 from fedvit.wire.messages import SumNoise, SumTerms
@@ -17,12 +18,27 @@ LEAST_COUNTING = 2.0
 COUNTING_SHARE = 1 / 20
 """Noise in a count of devices, as a share of the cohort (Andrew et al., arXiv:1905.03871, section 3)."""
 _CLIPS = 1e-6, 1e6
+HEADROOM = 4.0
+"""Range of a coded sum, as a multiple of the mean of the devices' largest numbers in the round before."""
 
 
-def make_terms(layout: Layout, config: RunConfig, devices: int, images: int, noise: SumNoise | None) -> SumTerms:
-    """Make the terms of a sum of at most so many devices, each with up to so many images."""
+def make_terms(
+    layout: Layout,
+    config: RunConfig,
+    devices: int,
+    images: int,
+    noise: SumNoise | None = None,
+    largest: float | None = None,
+) -> SumTerms:
+    """Make the terms of a sum of at most so many devices, each with up to so many images.
+
+    `largest`: mean of the devices' largest numbers, if it has a codec.
+    """
     sums = config.sums
     terms = SumTerms(layout.digest, max(1, devices), sums.neighbours, sums.bits, sums.range, max(1, images))
+    if largest is not None:
+        bits = choose_bits(SUM_CODECS[config.updates.up], terms.devices)
+        return replace(terms, bits=bits, range=min(sums.range, max(HEADROOM * largest, _CLIPS[0])))
     if noise is None:
         return terms
     return replace(terms, range=find_range(noise, terms.devices, sums.neighbours), max_weight=1, noise=noise)
@@ -49,6 +65,14 @@ def find_noise(store: Record, run: str, config: RunConfig, number: int) -> SumNo
     return SumNoise(min(max(clip, _CLIPS[0]), _CLIPS[1]), multiplier, counting)
 
 
+def find_largest(store: Record, run: str, config: RunConfig, number: int) -> float | None:
+    """Find the mean of the devices' largest numbers in the round before; None without a codec, or such a round."""
+    if config.updates.up not in SUM_CODECS:
+        return None
+    before = store.rounds.read(run, number - 1)
+    return before.figures.get("sum_largest") if before else None
+
+
 def find_denominator(config: RunConfig) -> int | None:
     """Return what a noisy sum is divided by, which must not depend on who answers; None: its weight."""
     return compute_cohort_size(config) if config.privacy.noise_multiplier else None
@@ -63,4 +87,5 @@ def describe_training(
     figures |= {} if trained.loss is None else {"loss": trained.loss}
     if terms.noise:
         figures |= {"clip": terms.noise.clip, "noise_multiplier": find_multiplier(terms, began, summed)}
+    figures |= {} if trained.largest is None else {"largest": trained.largest / summed}
     return figures if trained.within is None else figures | {"within": trained.within}

@@ -7,6 +7,7 @@ devices reveal once only, so that a coordinator that was killed then asks them a
 import logging
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from coordinator.record.tables import SUM
 from coordinator.rounds.inbox import Inbox
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.state import RunState
-from coordinator.rounds.sum_terms import describe_training, find_denominator, find_noise, make_terms
+from coordinator.rounds.sum_terms import describe_training, find_denominator, find_largest, find_noise, make_terms
 from fedvit.errors import BadPayload, EmptyCohort
 from fedvit.files import atomic_write
 from fedvit.program import Program
@@ -46,6 +47,8 @@ FILE = "sum.msgpack"
 """In a run's folder: the newest sum."""
 RESEND_S = 10.0
 """A question without an answer is sent again after this time."""
+ATTEMPTS = 3
+"""A sum that loses devices begins again with those that are left, until it has begun so often."""
 AT_ONCE = 8
 """Masked results that are fetched at the same time."""
 
@@ -113,18 +116,31 @@ class SumRounds:
             return
         program = self._find_program(opened, number, kind)
         self._layout = Layout.of_program(program, kind)
+        server, devices = self._resume(number, kind), sorted(results)
+        for left in reversed(range(ATTEMPTS)):
+            devices = self._attempt(server or self._begin(devices, number, kind), program, is_last=not left)
+            if not devices:
+                return
+            server = None
+            count = format_count(len(devices), "device")
+            state.operator_log(f"round {number}: secure sum again ({kind}), with the {count} that are left")
+
+    def _attempt(self, server: SumServer, program: Program, *, is_last: bool) -> list[str]:
+        """Add up and store the sum, or return the devices for another attempt. Raises EmptyCohort."""
+        self._server = server
         try:
-            self._server = self._resume(number, kind) or self._begin(sorted(results), number, kind)
-            while True:
-                self._run_step(self._server)
-                if self._server.state.step == STEPS[-1] and self._server.is_step_complete:
+            while not (server.state.step == STEPS[-1] and server.is_step_complete):
+                self._run_step(server)
+                if server.state.step == STEPS[-1]:
                     break
-                self._server.close_step()
-                if self._server.state.step == STEPS[-1]:  # before the first request to reveal is sent
-                    self._kept.state = self._server.state
+                if devices := server.close_step(may_repeat=not is_last):
+                    return devices
+                if server.state.step == STEPS[-1]:  # before the first request to reveal is sent
+                    self._kept.state = server.state
                     self._file.write(self._kept)
-            self._server.close_step()
-            self._store(self._server, program, self._inbox.in_background(self._server.unmask))
+            server.close_step()
+            self._store(server, program, self._inbox.in_background(server.unmask))
+            return []
         finally:
             self._server = None
             for device in self._fetching:
@@ -150,8 +166,9 @@ class SumRounds:
         self._kept = KeptSum(sum=sum_id)
         self._file.write(self._kept)
         images = [state.presence[device].hello.train_samples for device in invited]
-        noise = find_noise(state.store, state.run, state.config, number) if kind == "train" else None
-        terms = make_terms(self._layout, state.config, len(invited), max([1, *images]), noise)
+        make = partial(make_terms, self._layout, state.config, len(invited), max([1, *images]))
+        find = state.store, state.run, state.config, number
+        terms = make(find_noise(*find), find_largest(*find)) if kind == "train" else make()
         return self._make_server(SumState(sum=sum_id, terms=terms), invited)
 
     def _resume(self, number: int, kind: TaskKind) -> SumServer | None:

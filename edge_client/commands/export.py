@@ -12,7 +12,7 @@ from export.bundle.command import out_flag, precisions_flag, write
 from export.bundle.write import Bench, check_new
 from fedvit.command_line import Command, json_flag
 from fedvit.data.folder import DeviceData
-from fedvit.data.split import KeptSplit
+from fedvit.data.split import KeptSplit, RandomSplit
 from fedvit.errors import ConfigError
 from profiles.probes.host import usable_cores
 
@@ -44,8 +44,8 @@ def command(
     check_new(out)
     if not (folder / "device-id").is_file():
         raise ConfigError("FV1411", f"no state of a device in {folder}; --state names another folder")
-    split = KeptSplit.load(split_file(folder), settings.test_share)
-    images = DeviceData.open(data, test_share=settings.test_share, split=split) if data else None
+    split = KeptSplit.load(split_file(folder), settings.test_share) or RandomSplit(settings.test_share)
+    images = DeviceData.open(data, split=split) if data else None
     trained, labelled = load_own_model(
         run,
         device=read_device_id(folder / "device-id"),

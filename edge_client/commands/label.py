@@ -9,7 +9,7 @@ from edge_client.commands.options import program_options, read_settings
 from edge_client.storage.state import read_device_id, split_file, state_folder
 from fedvit.command_line import Command
 from fedvit.data.folder import DeviceData
-from fedvit.data.split import KeptSplit
+from fedvit.data.split import KeptSplit, RandomSplit
 from fedvit.errors import ConfigError, DataError, FedvitError
 
 
@@ -36,9 +36,9 @@ def command(context: click.Context, /, **own: Any) -> None:
     state = state_folder(data, settings.state)
     guesser: Guesser | None = None
     if (state / "device-id").is_file():
-        split = KeptSplit.load(split_file(state), settings.test_share)
+        split = KeptSplit.load(split_file(state), settings.test_share) or RandomSplit(settings.test_share)
         try:
-            images = DeviceData.open(data, test_share=settings.test_share, split=split)
+            images = DeviceData.open(data, split=split)
         except DataError:
             images = None  # nothing is labelled yet
         try:

@@ -14,7 +14,7 @@ from edge_client.storage.vault import Vault
 from fedvit.blobs import ALGORITHM, is_whole
 from fedvit.data.folder import DeviceData, TextSplit, why_passed_over
 from fedvit.data.images import DAMAGED, limit_decoded_bytes
-from fedvit.data.split import KeptSplit
+from fedvit.data.split import KeptSplit, RandomSplit
 from fedvit.errors import ConfigError, DataError, StorageFailed
 from fedvit.policy import describe_policy, find_narrowness
 from fedvit.quantities import format_count
@@ -89,10 +89,9 @@ def check_data(context: DoctorContext) -> Iterator[Finding]:
         split = KeptSplit.load(split_file(context.state), context.test_share) if context.state else None
         images = DeviceData.open(
             context.data,
-            test_share=context.test_share,
+            split=split or RandomSplit(context.test_share),
             cache_bytes=0,
             decoded_bytes=limit_decoded_bytes(context.policy.budget.memory_bytes),
-            split=split,
         )
     except (DataError, StorageFailed) as error:
         yield Finding(check="data", level="error", what=str(error), hint=layout)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedvit.data.folder import Flags, Split, TextSplit
-from fedvit.data.images import Indices, augment, draw_kept, normalise, select, unfold
+from fedvit.data.folder import Split, TextSplit
+from fedvit.data.images import Flags, Indices, augment, draw_kept, normalise, select, unfold
 from fedvit.program import SEEDS, Batch, Program, Train
 from fedvit.tensors import Array
 

@@ -221,7 +221,7 @@ class TaskExecutor:
         """Store a training's result in the vault, and return it. Raises Stopped for one that must not be sent."""
         task, storage = execution.task, self.storage
         if program.secure:
-            return self._commit_for_sum(execution, upload, guarded, flops=flops)
+            return self._commit_for_sum(execution, program, upload, guarded, flops=flops)
         residual = storage.vault.residual(task.run)
         tensors, new_residual = encode_upload(program, upload.deltas, upload.collected, residual.tensors)
         written = (tensors, upload.local, new_residual, residual.tensors)
@@ -239,11 +239,12 @@ class TaskExecutor:
         return result
 
     def _commit_for_sum(
-        self, execution: TaskExecution, upload: "Upload", guarded: Guarded, *, flops: int | None
+        self, execution: TaskExecution, program: Program, upload: "Upload", guarded: Guarded, *, flops: int | None
     ) -> Result:
         """Store a training whose update is added up in secret: its result has no number of the device."""
         task, storage = execution.task, self.storage
-        payload = make_training_payload(upload.deltas, upload.samples, upload.metrics.get("loss", 0.0))
+        loss = upload.metrics.get("loss", 0.0)
+        payload = make_training_payload(upload.deltas, upload.samples, loss, measures_largest=program.is_sum_coded)
         written_bytes = sum(value.nbytes for part in (payload, upload.local) for value in part.values())
         storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run))
         result = self.make_result(task, 0, {}, self.measure_use(execution, guarded, flops))

@@ -5,22 +5,21 @@ import os
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from fedvit.data.images import DECODED_BYTES, Indices, Pixels, header_problem, is_image_name, read_image
-from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN, UNLABELLED, find_layout, read_tree
-from fedvit.data.split import KeptSplit, split_train_test
+from fedvit.data.images import DECODED_BYTES, Flags, Indices, Pixels, header_problem, is_image_name, read_image
+from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN, UNLABELLED, Layout, find_layout, read_tree
+from fedvit.data.split import DEFAULT_SPLIT, KeptSplit, RandomSplit
 from fedvit.data.text import SETTINGS, is_text_folder, read_texts, text_file
 from fedvit.errors import DataError
 from fedvit.program import Batch
 from fedvit.resources import IMAGE_CACHE_BYTES
 
-Flags = npt.NDArray[np.bool_]
-
+_Labelled = tuple[list[Path], Indices]
 _CLASS_LEVELS = 2  # train/<class>/ below the folder
 
 NEW_CLASS = "of a class that the run does not have"
@@ -193,24 +192,20 @@ class DeviceData:
         cls,
         folder: Path,
         *,
-        test_share: float = 0.2,
-        seed: int = 0,
+        split: RandomSplit | KeptSplit = DEFAULT_SPLIT,
         cache_bytes: int = IMAGE_CACHE_BYTES,
         decoded_bytes: int = DECODED_BYTES,
-        split: KeptSplit | None = None,
         classes: Collection[str] | None = None,
         before: "DeviceData | None" = None,
     ) -> "DeviceData":
         """Index `folder`, without decoding any image.
 
-        Without a test folder the images are split by `split`; without that, `test_share` of each class becomes the
-        test split, chosen by `seed`: the same folder is always split in the same way. Images with an unknown header
-        and images of other than the given `classes` are skipped and listed in `unusable`.
+        Without a test folder, `split` chooses the images that test. Images with an unknown header and images of other
+        than the given `classes` are skipped and listed in `unusable`. A class folder without a readable image is not a
+        class: it is listed in `empty`.
 
         `before` is an earlier index of the same folder: of files that are the same since, nothing is read again, and
         `before` itself is returned if nothing has changed.
-
-        A class folder without a readable image is not a class: it is listed in `empty`.
 
         Raises DataError when the folder does not exist, holds no class folders, or no readable image to
         train with.
@@ -235,36 +230,17 @@ class DeviceData:
         if before and (before.checked, before.classes, before.empty, before.passed_over) == now:
             return before
         unusable: list[tuple[Path, str]] = []
-        labels = {layout.classes.index(name): label for label, name in enumerate(known)}
-        train_paths, train_labels = _usable(layout.train, labels, checked, unusable)
-        if not train_paths:
-            raise DataError("FV1403", _nothing_to_train(folder, layout.classes, unusable))
-        if layout.test is None:
-            everything = np.arange(len(train_paths), dtype=np.int64)
-            if split is None:
-                rows, test_rows = split_train_test(everything, train_labels, test_share, np.random.default_rng(seed))
-            else:
-                tests = np.array([split.is_test(str(path.relative_to(folder))) for path in train_paths], dtype=np.bool_)
-                rows, test_rows = everything[~tests], everything[tests]
-                if not len(rows):
-                    raise DataError(
-                        "FV1403", f"{folder}: all {len(test_rows)} images are for testing, none is for training"
-                    )
-            test_paths, test_labels = [train_paths[row] for row in test_rows], train_labels[test_rows]
-            train_paths, train_labels = [train_paths[row] for row in rows], train_labels[rows]
-        else:
-            test_paths, test_labels = _usable(layout.test, labels, checked, unusable)
-        train = Files(train_paths, cache_bytes, decoded_bytes)
-        test = Files(test_paths, cache_bytes, decoded_bytes)
+        parts = _divide(folder, layout, known, checked, split, unusable)
+        train, test = (Split(labels, Files(paths, cache_bytes, decoded_bytes)) for paths, labels in parts)
         if before:
             same = {path for path, now in checked.items() if before.checked.get(path) == now}
-            train.take_over(before.train.files, same)
-            test.take_over(before.test.files, same)
+            train.files.take_over(before.train.files, same)
+            test.files.take_over(before.test.files, same)
         return cls(
             folder=folder,
             classes=known,
-            train=Split(train_labels, train),
-            test=Split(test_labels, test),
+            train=train,
+            test=test,
             empty=empty,
             unusable=tuple(unusable),
             passed_over=passed_over,
@@ -359,12 +335,33 @@ def _check_files(
     return checked
 
 
-def _usable(
+def _divide(
+    folder: Path,
+    layout: Layout[Path],
+    classes: Sequence[str],
+    checked: Mapping[Path, CheckedFile],
+    split: RandomSplit | KeptSplit,
+    unusable: list[tuple[Path, str]],
+) -> tuple[_Labelled, _Labelled]:
+    """Divide the usable files into those to train and to test with; the others are added to `unusable`."""
+    labels = {layout.classes.index(name): label for label, name in enumerate(classes)}
+    paths, known = train = _list_usable(layout.train, labels, checked, unusable)
+    if not paths:
+        raise DataError("FV1403", _nothing_to_train(folder, layout.classes, unusable))
+    if layout.test is not None:
+        return train, _list_usable(layout.test, labels, checked, unusable)
+    tests = split.choose_tests([str(path.relative_to(folder)) for path in paths], known)
+    if tests.all():
+        raise DataError("FV1403", f"{folder}: all {len(paths)} images are for testing, none is for training")
+    return (list(compress(paths, ~tests)), known[~tests]), (list(compress(paths, tests)), known[tests])
+
+
+def _list_usable(
     files: Sequence[tuple[Path, int]],
     labels: Mapping[int, int],
     checked: Mapping[Path, CheckedFile],
     unusable: list[tuple[Path, str]],
-) -> tuple[list[Path], Indices]:
+) -> _Labelled:
     """Paths and new labels of the files with a good header and a known label; the others are added to `unusable`."""
     paths, kept = [], []
     for path, label in files:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import DECODED_BYTES
-from fedvit.data.split import KeptSplit
+from fedvit.data.split import KeptSplit, RandomSplit
 from fedvit.resources import IMAGE_CACHE_BYTES
 
 log = logging.getLogger(__name__)
@@ -66,10 +66,9 @@ class GrowingFolder:
     def _open(self, classes: Collection[str] | None, before: DeviceData | None) -> DeviceData:
         data = DeviceData.open(
             self._folder,
-            test_share=self._test_share,
+            split=self._split or RandomSplit(self._test_share),
             cache_bytes=self._cache_bytes,
             decoded_bytes=self._decoded_bytes,
-            split=self._split,
             classes=classes,
             before=before,
         )

@@ -20,6 +20,7 @@ from fedvit.program import Batch
 Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 DAMAGED = "damaged or cut off"
 """A reason why an image is not used; a colon and details follow."""

@@ -3,14 +3,14 @@
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
 
-from fedvit.data.images import Indices
+from fedvit.data.images import Flags, Indices
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write, storage_failed
 
@@ -40,6 +40,22 @@ def split_train_test(
             wanted = int(len(members) * test_share + 0.5)  # round() would take 2 of 2.5 and 4 of 3.5
             chosen[members[: min(max(wanted, 1), len(members) - 1)]] = True
     return np.sort(indices[~chosen]), np.sort(indices[chosen])
+
+
+class RandomSplit(NamedTuple):
+    """The split of a folder that does not change: the same folder is always split in the same way."""
+
+    test_share: float = 0.2  # of each class
+    seed: int = 0
+
+    def choose_tests(self, names: Sequence[str], labels: Indices) -> Flags:
+        """Return which images test, (n,); `names` are their paths within the folder."""
+        rng = np.random.default_rng(self.seed)
+        _, tests = split_train_test(np.arange(len(names), dtype=np.int64), labels, self.test_share, rng)
+        return np.isin(np.arange(len(names)), tests)
+
+
+DEFAULT_SPLIT = RandomSplit()
 
 
 class KeptSplit(msgspec.Struct, frozen=True):
@@ -74,6 +90,10 @@ class KeptSplit(msgspec.Struct, frozen=True):
         rule = cls(test_share)
         exceptions = [name for name in train if rule.is_test(name)] + [name for name in test if not rule.is_test(name)]
         return cls(test_share, frozenset(map(_digest, exceptions)))
+
+    def choose_tests(self, names: Sequence[str], labels: Indices) -> Flags:
+        """Return which images test, (n,); `names` are their paths within the folder."""
+        return np.array([self.is_test(name) for name in names], dtype=np.bool_)
 
     def is_test(self, name: str) -> bool:
         """Return whether this is a test image; `name` is its path within the folder."""

@@ -13,8 +13,8 @@ from fedvit.wire.messages import SumTerms
 
 Words = npt.NDArray[np.uint32]
 """Integers modulo 2**bits."""
-BLOCK_VALUES = 1 << 18
-"""Numbers that are converted at a time, to save memory."""
+BLOCK_VALUES = 1 << 15
+"""Numbers that are converted at a time: they stay in the processor's cache."""
 
 
 def count_levels(bits: int, devices: int) -> int:
@@ -27,6 +27,15 @@ def count_levels(bits: int, devices: int) -> int:
     if levels < 1:
         raise ConfigError("FV1024", f"bits = {bits}: sums of {devices} devices do not fit")
     return levels
+
+
+def choose_bits(levels: int, devices: int) -> int:
+    """Choose the fewest bits of a number with which each device has so many integers on each side of zero.
+
+    >>> choose_bits(127, 258), choose_bits(127, 259), choose_bits(2047, 16)
+    (16, 24, 16)
+    """
+    return next((bits for bits in (16, 24) if ((1 << (bits - 1)) - 1) // devices >= levels), 32)
 
 
 def find_step(terms: SumTerms) -> float:

@@ -17,11 +17,15 @@ from fedvit.wire.messages import SumNoise, SumTerms, TaskKind
 
 NUMBERS = "#numbers"
 """The part of a payload that is added up exactly."""
-_TRAIN_NUMBERS = 4  # weight, loss, numbers that were clipped, noisy count of updates within the norm
+_TRAIN_NUMBERS = 4  # weight, loss, numbers that were clipped, noisy count of updates within the norm; largest number
+_KEPT_NUMBERS = 2  # of a training: images, loss; largest number
 _EVALUATION_NUMBERS = 3  # images, right answers, devices that count by class; then images and right answers by class
 _LOSS_STEPS = 1 << 12
 """Steps of a loss of 1, times the weight."""
 _MAX_LOSS = 1e4
+_LARGEST_STEPS = 1 << 20
+"""Steps of a largest number of 1."""
+_MAX_LARGEST = 1e6
 
 
 class TrainedSum(NamedTuple):
@@ -32,6 +36,7 @@ class TrainedSum(NamedTuple):
     loss: float | None  # mean; None if no device has trained
     clipped: int  # numbers outside of the range, of all devices together
     within: float | None = None  # noisy share of devices with an update within the norm; None: not counted
+    largest: float | None = None  # sum of each device's largest number; None: not measured
 
 
 class EvaluatedSum(NamedTuple):
@@ -53,13 +58,15 @@ class Layout(NamedTuple):
         """The form of the results of a Program."""
         if kind == "evaluate":
             return cls({}, _EVALUATION_NUMBERS + 2 * len(program.classes))
-        return cls({name: program.tensors[name].shape for name in sorted(program.list_summed())}, _TRAIN_NUMBERS)
+        shapes = {name: program.tensors[name].shape for name in sorted(program.list_summed())}
+        return cls(shapes, _TRAIN_NUMBERS + program.is_sum_coded)
 
     @classmethod
     def of_payload(cls, kind: TaskKind, payload: Mapping[str, Array]) -> "Layout":
         """The form of a device's result."""
         shapes = {name: payload[name].shape for name in sorted(payload) if name != NUMBERS}
-        return cls(shapes, len(payload[NUMBERS]) if kind == "evaluate" else _TRAIN_NUMBERS)
+        numbers = len(payload[NUMBERS])
+        return cls(shapes, numbers if kind == "evaluate" else _TRAIN_NUMBERS + numbers - _KEPT_NUMBERS)
 
     @property
     def words(self) -> int:
@@ -70,9 +77,12 @@ class Layout(NamedTuple):
         return digest_of(msgspec.msgpack.encode((list(self.shapes.items()), self.exact)))
 
 
-def make_training_payload(deltas: Mapping[str, Array], samples: int, loss: float) -> Tensors:
+def make_training_payload(
+    deltas: Mapping[str, Array], samples: int, loss: float, *, measures_largest: bool = False
+) -> Tensors:
     """Return what a device keeps of a training until it is added up."""
-    return {**deltas, NUMBERS: np.array([samples, loss], np.float64)}
+    largest = [max((float(np.abs(delta).max(initial=0.0)) for delta in deltas.values()), default=0.0)]
+    return {**deltas, NUMBERS: np.array([samples, loss, *(largest if measures_largest else [])], np.float64)}
 
 
 def make_evaluation_payload(
@@ -105,7 +115,8 @@ def make_vector(
         words, outside = encode_values(payload[name].ravel(), weight, terms, generator)
         parts.append(words)
         clipped += outside
-    exact = np.array([weight, round(loss * weight * _LOSS_STEPS), clipped, 0], np.int64).view(np.uint64)
+    largest = [math.ceil(min(float(number), _MAX_LARGEST) * _LARGEST_STEPS) for number in numbers[_KEPT_NUMBERS:]]
+    exact = np.array([weight, round(loss * weight * _LOSS_STEPS), clipped, 0, *largest], np.int64).view(np.uint64)
     return Vector(np.concatenate(parts), exact)
 
 
@@ -152,14 +163,15 @@ def read_training(layout: Layout, total: Vector, terms: SumTerms, denominator: i
     `denominator`: what the sum is divided by instead of its weight, so that the mean of noisy updates does not depend
     on who answers.
     """
-    samples, loss, clipped, within = (int(number) for number in _read_signed(total.exact))
+    samples, loss, clipped, within, *largest = (int(number) for number in _read_signed(total.exact))
     decoded, first, mean = decode_mean(total.words, denominator or max(1, samples), terms), 0, Tensors()
     for name, shape in layout.shapes.items():
         size = math.prod(shape)
         mean[name] = decoded[first : first + size].astype(np.float32).reshape(shape)
         first += size
     share = 0.5 + within / COUNT_STEPS / samples if terms.noise and terms.noise.counting else None
-    return TrainedSum(mean, samples, loss / _LOSS_STEPS / samples if samples else None, clipped, share)
+    mean_loss = loss / _LOSS_STEPS / samples if samples else None
+    return TrainedSum(mean, samples, mean_loss, clipped, share, largest[0] / _LARGEST_STEPS if largest else None)
 
 
 def read_evaluation(total: Vector, devices: int) -> EvaluatedSum:

@@ -5,7 +5,7 @@ those next to it. So nobody who chose a nonce before the others were known can c
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
 def digest_roster(roster: Mapping[str, bytes]) -> bytes:
@@ -53,13 +53,18 @@ def count_least_devices(devices: int, degree: int) -> int:
     >>> count_least_devices(4, 20), count_least_devices(100, 20), count_least_devices(1000, 20)
     (3, 67, 667)
     """
-    holders = min(devices, degree + degree % 2 + 1)
+    holders = count_holders(devices, degree)
     needed = count_needed_holders(holders)
     if holders == devices:
         return needed
     most = holders - needed
     least = holders - -(-most // 2) - most
     return max(needed, -(-devices * least // (least + most)))
+
+
+def count_holders(devices: int, degree: int) -> int:
+    """Return the number of holders of a device's shares, itself included."""
+    return min(devices, degree + degree % 2 + 1)
 
 
 def count_needed_holders(holders: int) -> int:
@@ -72,3 +77,16 @@ def count_needed_holders(holders: int) -> int:
     [3, 3, 15]
     """
     return 2 * holders // 3 + 1
+
+
+def find_least_reserve(neighbours: Mapping[str, Collection[str]], left: Collection[str]) -> tuple[int, str]:
+    """Find the device left that can spare the fewest holders of its shares, and how many; negative: too few are left.
+
+    >>> find_least_reserve({"a": "bcd", "b": "acd", "c": "abd", "d": "abc"}, "abc")
+    (0, 'a')
+    """
+    here, reserves = set(left), []
+    for device in here:
+        holders = {device, *neighbours[device]}
+        reserves.append((len(here & holders) - count_needed_holders(len(holders)), device))
+    return min(reserves)

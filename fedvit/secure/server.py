@@ -4,7 +4,7 @@ Keys, shares, masked numbers and reveals are the four steps. Devices may drop ou
 complete fails with a reason, and then nothing is revealed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from msgspec import Struct
 
@@ -12,7 +12,13 @@ from fedvit.errors import BadPayload, EmptyCohort
 from fedvit.secure.device import LEAST_DEVICES, commit_to, derive_mask
 from fedvit.secure.keys import Binding, KeyPair
 from fedvit.secure.masks import add_masks
-from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
+from fedvit.secure.neighbours import (
+    count_holders,
+    count_needed_holders,
+    digest_roster,
+    find_least_reserve,
+    find_neighbours,
+)
 from fedvit.secure.shamir import join_shares
 from fedvit.secure.vectors import Vector, unpack_vector
 from fedvit.wire.messages import (
@@ -137,23 +143,36 @@ class SumServer:
         """Return whether no answer of the step is missing, or the reveals are enough."""
         return not self.waiting or (self.state.step == "reveal" and not self._unrevealed)
 
-    def close_step(self) -> None:
-        """Go on without the devices that have not answered. Raises EmptyCohort if too few have."""
+    def close_step(self, *, may_repeat: bool = False) -> list[str]:
+        """Go on without the devices that have not answered.
+
+        With `may_repeat`, return the devices with which another attempt should begin instead; empty: this one goes on.
+        Nobody has revealed anything then. Raises EmptyCohort if too few devices have answered.
+        """
+        state, step = self.state, self.state.step
+        answered: dict[str, Collection[str]] = {"shares": state.shares, "masked": state.masked}
+        try:
+            self._close_step()
+        except EmptyCohort:
+            if may_repeat and len(answered.get(step, ())) >= LEAST_DEVICES:
+                return sorted(answered[step])
+            raise
+        return sorted(answered[step]) if may_repeat and self._lacks_reserve(step) else []
+
+    def _close_step(self) -> None:
         state = self.state
         match state.step:
             case "keys":
-                self._check_count(state.keys, "sent keys")
+                self._check_left(state.keys, "have sent keys")
                 if len({answer.authority for answer in state.keys.values()}) > 1:
                     raise EmptyCohort("FV1521", "the devices of the sum belong to different deployments")
                 self._find_neighbours()
                 self.waiting = set(state.keys)
             case "shares":
-                self._check_count(state.shares, "sent shares")
-                self._check_holders(state.shares, "have sent shares")
+                self._check_left(state.shares, "have sent shares")
                 self.waiting = set(state.shares)
             case "masked":
-                self._check_count(state.masked, "sent their numbers")
-                self._check_holders(state.masked, "have sent their numbers")
+                self._check_left(state.masked, "have sent their numbers")
                 self.waiting = set(state.masked)
                 self._begin_reveal()
             case "reveal":
@@ -202,20 +221,32 @@ class SumServer:
     def _holders(self, device: str) -> list[str]:
         return sorted([device, *self._neighbours[device]])
 
-    def _check_count(self, devices: Iterable[str], what: str) -> None:
-        if (count := len(list(devices))) < LEAST_DEVICES:
-            raise EmptyCohort("FV1521", f"{count} of {LEAST_DEVICES} devices {what}{self._describe_left()}")
-
-    def _check_holders(self, devices: Iterable[str], what: str) -> None:
-        """Raise EmptyCohort if a device has so few neighbours left that its secrets could not be revealed."""
+    def _check_left(self, devices: Iterable[str], what: str) -> None:
+        """Raise EmptyCohort if too few devices are left, or too few neighbours of one to reveal its secrets."""
         left = set(devices)
-        for device in left:
-            holders = self._holders(device)
-            if len(left.intersection(holders)) < count_needed_holders(len(holders)):
-                count = len(left.intersection(holders)) - 1
-                raise EmptyCohort(
-                    "FV1521", f"only {count} of {len(holders) - 1} neighbours of {device} {what}{self._describe_left()}"
-                )
+        if len(left) < LEAST_DEVICES:
+            raise EmptyCohort("FV1521", f"{len(left)} of {LEAST_DEVICES} devices {what}{self._describe_left()}")
+        if not self._neighbours:
+            return
+        reserve, device = find_least_reserve(self._neighbours, left)
+        if reserve < 0:
+            neighbours = self._neighbours[device]
+            count = f"{len(left.intersection(neighbours))} of {len(neighbours)}"
+            raise EmptyCohort("FV1521", f"only {count} neighbours of {device} {what}{self._describe_left()}")
+
+    def _lacks_reserve(self, step: str) -> bool:
+        """Return whether another attempt would be safer than this one, whose `step` is closed.
+
+        Devices that left count against the threshold of their neighbours until an attempt begins without them. After
+        the shares that costs a message, so that it is worth half of the reserve. After the masked numbers it costs
+        another upload, so that only a third of the reserve may be left.
+        """
+        if step not in ("shares", "masked"):
+            return False
+        holders = count_holders(len(self.waiting), self.state.terms.neighbours)
+        again = holders - count_needed_holders(holders)
+        reserve, _ = find_least_reserve(self._neighbours, self.waiting)
+        return reserve < (again / 2 if step == "shares" else again / 3)
 
     def _describe_left(self) -> str:
         left = [f"{device}: {reason}" for device, reason in sorted(self.refused.items())]

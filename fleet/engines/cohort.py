@@ -17,8 +17,7 @@ from torch import Tensor
 from coordinator.rounds.tasks import Work
 from edge_client.work.batches import choose_rows, facts_of
 from edge_client.work.sampler import Sampler, make_sampler
-from fedvit.data.folder import Flags
-from fedvit.data.images import Indices
+from fedvit.data.images import Flags, Indices
 from fedvit.methods.base import Method
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from edge_client.work.batches import batch_rows
-from fedvit.data.folder import Flags, Split, TextSplit
-from fedvit.data.images import Indices, draw_kept, draw_variation
+from fedvit.data.folder import Split, TextSplit
+from fedvit.data.images import Flags, Indices, draw_kept, draw_variation
 from fedvit.errors import DataError
 from fedvit.program import SEEDS, Batch, Train
 from fedvit.tensors import Array

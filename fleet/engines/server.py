@@ -13,11 +13,11 @@ from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of, name_figures
-from coordinator.record.privacy import round_figures
+from coordinator.record.privacy import PrivacyStep, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import SUM, Reference, RefusalRecord, ResultRecord, SavedState
 from coordinator.rounds.open_round import OpenRound
-from coordinator.rounds.sum_terms import describe_training, find_denominator, find_noise, make_terms
+from coordinator.rounds.sum_terms import describe_training, find_denominator, find_largest, find_noise, make_terms
 from fedvit.blobs import BlobStore
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, Upload
@@ -44,6 +44,7 @@ class TorchServer:
         self._screen = Screen.of(trainer.config.robust)
         self._sent: dict[str, Reference] = {}
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
+        self._largest: float | None = None  # in the newest sum, if it has a codec
         self._unsaved: set[str] = set()  # names of those that no checkpoint holds, instead of digests
 
     def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
@@ -69,7 +70,7 @@ class TorchServer:
             self._store.devices.add_refusal(self._run, RefusalRecord(number, device, "train", f"left out: {reason}"))
             if self._trainer.quarantine.strike(device, number, reason):
                 self._trainer.report(f"{device} is in quarantine: {reason}")
-        quarantined = self._store.devices.read_current_quarantines(self._run, number) if screened.outliers else {}
+        quarantined = self._store.strikes.read_current_quarantines(self._run, number) if screened.outliers else {}
         older = {device: kept for device, kept in self.state.uploads.items() if device not in quarantined}
         context = RoundContext(
             round=number,
@@ -92,15 +93,8 @@ class TorchServer:
         self._trainer.devices.start_from(self.state, self._sent)
         rows = [len(one.upload[LABELS]) for one in trained if LABELS in one.upload]
         population, cohort = opened.drawn or (len(trained), len(trained))
-        private = round_figures(
-            self._store,
-            self._run,
-            config,
-            population=population,
-            cohort=cohort,
-            feature_rows=rows,
-            noise_multiplier=added.get("noise_multiplier"),
-        )
+        noise = added.get("noise_multiplier") or config.privacy.noise_multiplier
+        private = round_figures(self._store, self._run, config, PrivacyStep(noise, population, cohort), rows)
         figures = figures | screened.figures | private | name_figures(added)
         return NextState(saved=UNSAVED, figures=figures, damaged={}, needed=set())
 
@@ -110,10 +104,18 @@ class TorchServer:
         Returns the mean as one upload, and the figures of the sum.
         """
         config, number, program = self._trainer.config, opened.number, next(iter(opened.work.values())).program
-        payloads = {one.device: make_training_payload(one.upload, one.samples, one.loss or 0.0) for one in trained}
+        payloads = {
+            one.device: make_training_payload(
+                one.upload, one.samples, one.loss or 0.0, measures_largest=program.is_sum_coded
+            )
+            for one in trained
+        }
         layout = Layout.of_program(program, "train")
         images, devices, denominator = max(one.images for one in trained), len(trained), find_denominator(config)
-        terms = make_terms(layout, config, devices, images, find_noise(self._store, self._run, config, number))
+        find = self._store, self._run, config, number
+        # the record has the round before only after a checkpoint, which a run resumes from
+        largest = find_largest(*find) if self._largest is None else self._largest
+        terms = make_terms(layout, config, devices, images, find_noise(*find), largest)
 
         def make_noise() -> NoiseShare | None:
             stream = MaskStream(secrets.token_bytes(KEY_BYTES))
@@ -122,6 +124,7 @@ class TorchServer:
         vector = add_plainly(payloads, terms, config.seed, number, make_noise)
         total = read_training(layout, vector, terms, denominator)
         figures = describe_training(total, terms, denominator, began=devices, summed=devices)
+        self._largest = figures.get("largest")
         name = f"{SUM}/{number}"
         self._uploads[name] = total.mean
         return Upload(SUM, total.samples, name, partial(self._load, name)), {"devices": float(devices), **figures}

@@ -150,7 +150,7 @@ def test_blob_that_is_needed_again_is_put_again(
     digests = put(store, *CONTENTS[1:])
     store.prune(set())
     monkeypatch.setattr(
-        store._access.closed, "wait", lambda _: goes_on.set()
+        store._access.threads.closed, "wait", lambda _: goes_on.set()
     )  # when it has found that it has to try again
     store.mirror.put(digests)
     goes_on.set()

@@ -37,10 +37,12 @@ from tests.support.records import (
     FLEET_RUN,
     MARKUP,
     RUN,
+    SUM_LINES,
     add_result,
     begin_run,
     expected,
     fleet_run,
+    summed_run,
     write_members,
     write_status,
 )
@@ -188,12 +190,12 @@ def test_front_page_keeps_the_focus_while_it_follows_the_record(tab: Tab, addres
     tab.go(address, "document.querySelectorAll('.cell').length == 500")
     tab.send("Emulation.setFocusEmulationEnabled", enabled=True)  # as in a window that its user looks at
     tab.evaluate("document.querySelectorAll('.cell')[5].focus(); window.before = document.activeElement")
-    record.devices.add_quarantine(FLEET_RUN, "pi-2", 4, None, "two strikes")
+    record.strikes.add_quarantine(FLEET_RUN, "pi-2", 4, None, "two strikes")
     try:
         tab.until("document.querySelector('#legend').innerText.includes('2 quarantined')")
         tab.until("!window.before.isConnected && document.activeElement.title == window.before.title")
     finally:
-        record.devices.release(FLEET_RUN, "pi-2")
+        record.strikes.release(FLEET_RUN, "pi-2")
 
 
 def test_front_page_of_an_empty_folder_says_what_to_type(browser: Browser, tmp_path: Path) -> None:
@@ -253,11 +255,11 @@ def test_fleet_follows_the_record_without_reload(tab: Tab, address: str, record:
     tab.evaluate("document.querySelector('.search input').focus()")
     tab.write("pi-2")
     tab.until(f"{NAMES}[0] == 'pi-2'")
-    record.devices.add_quarantine(FLEET_RUN, "pi-2", 4, None, "two strikes")
+    record.strikes.add_quarantine(FLEET_RUN, "pi-2", 4, None, "two strikes")
     try:
         tab.until(f"{ROWS}[0].innerText.includes('in quarantine')")
     finally:
-        record.devices.release(FLEET_RUN, "pi-2")
+        record.strikes.release(FLEET_RUN, "pi-2")
 
 
 @pytest.mark.slow
@@ -403,6 +405,15 @@ def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_run_shows_its_secure_sums(browser: Browser, tmp_path: Path) -> None:
+    summed_run(tmp_path).close()
+    with served(tmp_path) as address, browser.tab() as tab:
+        let_in(browser, tmp_path, address)
+        tab.go(f"{address}/run?run={RUN}", "document.querySelectorAll('#sums li').length == 2")
+        lines = tab.evaluate("[...document.querySelectorAll('#sums li')].map(line => line.innerText)")
+        assert lines == SUM_LINES
+
+
 def test_run_shows_accuracy_by_class(browser: Browser, tmp_path: Path) -> None:
     """The lowest first; 9 of 10 ants by one device, 12 of 20 bees by two; what was answered in the order of classes."""
     folder = tmp_path / "runs"
@@ -701,8 +712,8 @@ def choose(tab: Tab, button: str) -> None:
 def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tmp_path: Path) -> None:
     """Cancel a run, release a device from quarantine, revoke another, each as its command does."""
     store = begin_run(tmp_path / "runs")
-    store.devices.add_strike(RUN, 1, "a", "a number is not finite")
-    store.devices.add_quarantine(RUN, "a", 1, None, "1 strike")
+    store.strikes.add(RUN, 1, "a", "a number is not finite")
+    store.strikes.add_quarantine(RUN, "a", 1, None, "1 strike")
     deployment = Deployment.create(tmp_path / "deployment", Settings(
         federation="f", listen="127.0.0.1", port=1, enrolment_port=2, hosts=("localhost",)))  # fmt: skip
     with deployment.change() as rows:
@@ -716,7 +727,7 @@ def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tm
         tab.go(f"{address}/device?run={RUN}&device=a", "document.querySelector('#tiles')")
         choose(tab, "Release from quarantine")
         tab.until("document.body.innerText.includes('a: released, its strikes are reset')")
-        assert store.devices.read_current_quarantines(RUN, 2) == {}
+        assert store.strikes.read_current_quarantines(RUN, 2) == {}
         tab.evaluate("document.querySelector('.search input').focus()")
         tab.write("site=berlin")
         choose(tab, "Set labels")

@@ -187,6 +187,29 @@ def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, singl
 
 
 @pytest.mark.slow
+def test_region_adds_up_its_devices_in_secret_though_it_is_killed(world: World, single: Path) -> None:
+    """kill -9 in the sum of the first round. Neither centre nor region has a number of a single device."""
+    north = world.stages["north"]
+    region, centre = world.region("north", "--devices", "3", "--secure"), world.centre(devices=1)
+    devices = {name: north.device(name, "--class-counts") for name in DEVICES}
+    wait_for(lambda: north.query("select 1 from results where device = 'device-0'"), "the answer of one device")
+    devices["device-0"].send_signal(signal.SIGSTOP)
+    wait_for(lambda: north.query("select count(*) from results where round = 1")[0][0] >= 3, "all answers")
+    region.kill()
+    region.wait()
+    devices["device-0"].send_signal(signal.SIGCONT)
+    region = world.region("north", "--devices", "3", "--secure")
+    placed = {name: ("north", process) for name, process in devices.items()}
+    world.finish({"centre": centre, "north": region}, placed)
+    rows = north.query("select device, samples, upload from results where kind = 'train' order by round, device")
+    assert [device for device, *_ in rows] == ["(sum)", *DEVICES] * 2
+    assert all(not samples and upload is None for device, samples, upload in rows if device != "(sum)")
+    images = sum(samples for device, samples, _ in rows if device == "(sum)")
+    assert world.stages["centre"].query("select sum(samples) from results where kind = 'train'") == [(images,)]
+    world.check_model(single / "single")
+
+
+@pytest.mark.slow
 def test_region_with_a_certificate_of_its_centre(world: World) -> None:
     """Its name, the broker and the federation are those of its certificate. When that is revoked, the region is left
     out as a device is, and its operator reads why."""

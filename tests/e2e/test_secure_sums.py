@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from fedvit.tensors import map_tensors
-from fedvit.wire.messages import Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares
+from fedvit.wire.messages import Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares, Task
 from tests.e2e.test_deployment import make_deployment
 from tests.support.federation import deal_digits
-from tests.support.programs import CONFIG, Stage, program, said, wait_for
+from tests.support.forked import Forked
+from tests.support.programs import CONFIG, Observer, Stage, program, said, wait_for
 
+STOP, GO_ON = signal.SIGSTOP, signal.SIGCONT
 NAMES = [f"device-{number}" for number in range(4)]
 VALUES: dict[str, Any] = {
     **CONFIG,
@@ -45,19 +47,28 @@ def _signal(devices: "dict[str, subprocess.Popen[bytes]]", number: int, *names: 
         devices[name].send_signal(number)
 
 
-def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage) -> None:
-    """kill -9 of the coordinator while it waits for reveals, and in the next round while it waits for keys.
+def _stop_before_the_sum(observer: Observer, devices: "dict[str, subprocess.Popen[bytes]]", number: int) -> None:
+    """Stop device-0 a moment before the sum of a round's training begins, since a device that is stopped for long is
+    not invited. Until then the last result, that of device-1, is held back."""
+    wait_for(observer.find(Task, since_start=True, device="device-1", round=number, kind="train"), "a task of device-1")
+    _signal(devices, STOP, "device-1")
+    for name in sorted(devices.keys() - {"device-1"}):
+        result = observer.find(Result, since_start=True, device=name, round=number, kind="train")
+        wait_for(result, f"the result of {name}")
+    _signal(devices, STOP, "device-0")
+    _signal(devices, GO_ON, "device-1")
+
+
+def _kill_at_the_reveals(
+    stage: Stage,
+    observer: Observer,
+    coordinator: Forked,
+    devices: "dict[str, subprocess.Popen[bytes]]",
+) -> Forked:
+    """Kill the coordinator while it waits for reveals, and resume it; device-0 is stopped and has a result.
 
     Devices are stopped in turn, so that each step waits for one of them.
     """
-    stage, stop, go_on = four, signal.SIGSTOP, signal.SIGCONT
-    values = {**VALUES, "variants": {"device-1": {"epochs": 20}}}
-    coordinator = stage.coordinator(values={**values, "secure": True}, broker="mosquitto")
-    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
-    observer = stage.observer()
-    devices = {name: stage.device(name) for name in NAMES}
-    wait_for(observer.find(Result, since_start=True, device="device-0"), "a result of device-0")
-    _signal(devices, stop, "device-0")
     answered = {
         (kind, name): observer.find(kind, since_start=True, device=name)
         for kind in (SumKeys, SumShares, SumMasked, SumReveal)
@@ -67,26 +78,36 @@ def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage
     for kind in (SumKeys, SumShares, SumMasked):
         for name in pair:
             wait_for(answered[kind, name], f"{kind.__name__} of {name}")
-        _signal(devices, stop, *pair)
-        _signal(devices, go_on, "device-0")
+        _signal(devices, STOP, *pair)
+        _signal(devices, GO_ON, "device-0")
         wait_for(answered[kind, "device-0"], f"{kind.__name__} of device-0")
         if kind is not SumMasked:
-            _signal(devices, stop, "device-0")
-            _signal(devices, go_on, *pair)
+            _signal(devices, STOP, "device-0")
+            _signal(devices, GO_ON, *pair)
     wait_for(answered[SumReveal, "device-0"], "the reveal of device-0")
     assert not stage.query("select 1 from results where device = '(sum)'")
     coordinator.kill()
     coordinator.wait()
-    _signal(devices, go_on, *pair)
-    coordinator = stage.coordinator(broker="mosquitto", resume=True)
+    _signal(devices, GO_ON, *pair)
+    return stage.coordinator(broker="mosquitto", resume=True)
 
-    wait_for(observer.find(Result, since_start=True, device="device-0", round=2, kind="train"), "round 2")
-    _signal(devices, stop, "device-0")
+
+def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage) -> None:
+    """kill -9 of the coordinator while it waits for reveals, and in the next round while it waits for keys."""
+    stage = four
+    coordinator = stage.coordinator(values={**VALUES, "secure": True}, broker="mosquitto")
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    observer = stage.observer()
+    devices = {name: stage.device(name) for name in NAMES}
+    _stop_before_the_sum(observer, devices, 1)
+    coordinator = _kill_at_the_reveals(stage, observer, coordinator, devices)
+
+    _stop_before_the_sum(observer, devices, 2)
     invited = SumId("run", 2, "train", 1)
     wait_for(observer.find(SumKeys, since_start=True, device="device-1", sum=invited), "keys of device-1")
     coordinator.kill()
     coordinator.wait()
-    _signal(devices, go_on, "device-0")
+    _signal(devices, GO_ON, "device-0")
     coordinator = stage.coordinator(broker="mosquitto", resume=True)
     stage.finish_run(coordinator, devices)
 
@@ -103,7 +124,7 @@ def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage
     shown = stage.show()["rounds"]
 
     stage.out = stage.folder / "plain"
-    plain_run = stage.coordinator(values=values, broker="mosquitto")
+    plain_run = stage.coordinator(values=VALUES, broker="mosquitto")
     stage.finish_run(plain_run, {name: stage.device(name, "--state", str(stage.folder / name)) for name in NAMES})
     plain = map_tensors(stage.out / "run" / "model.safetensors")
     assert bound < 1e-6
@@ -145,3 +166,42 @@ def test_device_that_is_killed_in_the_sum_does_not_stop_it(four: Stage) -> None:
     }
     assert not [line for line in lines if line.get("form") == "single"]
     assert "in sums of devices" in said(stage, "edge_client.cli", "status", *state["device-0"])
+
+
+@pytest.mark.slow
+def test_private_run_ends_with_an_epsilon(four: Stage) -> None:
+    """Devices add the noise inside the sum, and epsilon is that of the sum that was made."""
+    stage = four
+    private = {"noise_multiplier": 0.5, "clip": 1.0, "delta": 1e-3}
+    coordinator = stage.coordinator(values={**VALUES, "secure": True, "privacy": private}, broker="mosquitto")
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    stage.finish_run(coordinator, {name: stage.device(name) for name in NAMES})
+    rounds = stage.report()["rounds"]
+    spent = [entry["epsilon"] for entry in rounds]
+    assert 0 < spent[0] < spent[1]
+    sums = [entry["sum"] for entry in rounds]
+    assert [added["devices"] for added in sums] == [4, 4]
+    # noise is sized for three devices, the fewest that can make a sum of four, and four have added it
+    assert [added["noise_multiplier"] for added in sums] == pytest.approx([0.5 * (4 / 3) ** 0.5] * 2)
+    assert f"epsilon {spent[1]:.3g}" in said(stage, "coordinator.cli", "show", "run", "--runs", str(stage.out))
+
+
+@pytest.mark.slow
+def test_solution_is_the_same_to_the_last_bit_though_the_coordinator_is_killed(four: Stage) -> None:
+    """kill -9 of the coordinator in the one round of a secure run with `analytic`, beside a calm run."""
+    stage, observed = four, {"method": "analytic", "options": {"batch_size": 8}, "rounds": 1, "secure": True}
+    coordinator = stage.coordinator(values={**VALUES, **observed}, broker="mosquitto")
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    observer = stage.observer()
+    devices = {name: stage.device(name) for name in NAMES}
+    _stop_before_the_sum(observer, devices, 1)
+    coordinator = _kill_at_the_reveals(stage, observer, coordinator, devices)
+    stage.finish_run(coordinator, devices)
+    assert "round 1: the secure sum continues" in stage.log("coordinator")
+    assert [metrics["devices"] for metrics in _list_metrics(stage, "train")] == [4.0]
+    solution = stage.model()
+
+    stage.out = stage.folder / "calm"
+    calm = stage.coordinator(values={**VALUES, **observed}, broker="mosquitto")
+    stage.finish_run(calm, {name: stage.device(name, "--state", str(stage.folder / name)) for name in NAMES})
+    assert stage.model() == solution

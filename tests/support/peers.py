@@ -62,20 +62,21 @@ class Peer:
         transport.subscribe(f"{prefix}ctl/{name}/+", 1)
         transport.open()
 
-    def data_topic(self, digest: str) -> str:
-        return f"{self._prefix}data/{self.name}/{blob_level(digest)}"
+    def data_topic(self, digest: str, sender: str = "") -> str:
+        return f"{self._prefix}data/{sender or self.name}/{blob_level(digest)}"
 
     def dedicated_topic(self, peer: str, digest: str) -> str:
         return f"{self._prefix}lane/{peer}/{blob_level(digest)}"
 
     def fetch(self, manifest: Manifest, sender: "Peer") -> None:
+        self.fetch_from(sender.name, manifest)
+
+    def fetch_from(self, sender: str, manifest: Manifest) -> None:
         def finish(*ended: Any) -> None:
             self.finished.append(ended)
 
-        digest = manifest.digest
-        self.exchange.fetch(
-            manifest, sender.name, sender.data_topic(digest), finish, sender.dedicated_topic(self.name, digest)
-        )
+        data, dedicated = self.data_topic(manifest.digest, sender), self.dedicated_topic(self.name, manifest.digest)
+        self.exchange.fetch(manifest, sender, data, finish, dedicated)
 
     @property
     def has_ended(self) -> bool:
@@ -90,12 +91,12 @@ class Peer:
     def sent_chunks(self) -> float:
         return self.transport.sent_bytes / CHUNK_BYTES
 
-    def step(self) -> bool:
-        """Handle what came and let time pass; False when nothing came."""
+    def step(self, wait_s: float = 0.0) -> bool:
+        """Handle what came and let time pass; False when nothing came, after a wait for it."""
         busy = False
         for _ in range(self.events_per_step):
             try:
-                event = self.transport.inbox.get_nowait()
+                event = self.transport.inbox.get(timeout=0.0 if busy else wait_s)
             except Empty:
                 break
             busy = True

@@ -9,7 +9,7 @@ import msgspec
 
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import Record, open_record
-from coordinator.record.tables import RefusalRecord, SavedState, TaskRecord
+from coordinator.record.tables import ANNOUNCED, SUM, RefusalRecord, SavedState, TaskRecord
 from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member, read_status
 from coordinator.run_view import RunLine, RunView
 from fedvit.resources import Budget, ResourceUse
@@ -83,6 +83,33 @@ def line(run: RunView) -> RunLine:
     return RunLine(rounds=len(run.rounds), bytes=123_456_789, **fields)
 
 
+def summed_run(folder: Path) -> Record:
+    """A run of two rounds with secure sums; the first sum lost two devices, and the second one an attempt."""
+    made = open_record(folder)
+    made.runs.create(RUN, {"method": "fedavg", "model": "vit_tiny", "secure": True, "rounds": 2})
+    for number, summed, figures in (
+        (1, 10, {"sum_attempt": 1.0, "sum_left_shares": 1.0, "sum_left_masked": 1.0, "sum_clipped": 3.0}),
+        (2, 12, {"sum_attempt": 2.0, "sum_left_reveal": 2.0, "sum_clipped": 0.0}),
+    ):
+        names = [name_of(place) for place in range(1, 13)]
+        made.rounds.open(RUN, number, names)
+        for name in names:
+            add_result(made, name, Result(RUN, number, "train", 0, {ANNOUNCED: 20.0}, ResourceUse()))
+        metrics = {"devices": float(summed), "loss": 0.5}
+        add_result(made, SUM, Result(RUN, number, "train", 20 * summed, metrics, ResourceUse()))
+        figures = {"sum_devices": float(summed), "sum_error_bound": 1e-6, **figures}
+        made.rounds.close(RUN, number, SavedState({}, None, {}), figures)
+    return made
+
+
+SUM_LINES = [
+    "secure sums of updates, images, losses and right answers; revealed of a single device: none",
+    "updates of 10 to 12 devices in each of 2 sums; devices that left, by step: keys 0, shares 1, masked 1, reveal 2; "
+    "attempts that failed: 1",
+]
+"""Description of the sums of `summed_run` in every view."""
+
+
 # --- a large fleet --------------------------------------------------------------------------------------
 
 FLEET_RUN = "20261121-060000-fedavg-cd34"
@@ -116,9 +143,9 @@ def fleet_run(folder: Path, devices: int = 500, rounds: int = 3, refusals: int =
                 FLEET_RUN, RefusalRecord(1 + number % rounds, names[number % 7], "train", "a number is not finite <b>")
             )
     for number in (1, 2):
-        made.devices.add_strike(FLEET_RUN, number, names[2], "a number is not finite")
-    made.devices.add_strike(FLEET_RUN, 1, names[3], "a number is not finite")
-    made.devices.add_quarantine(FLEET_RUN, names[3], 1, None, "1 strike")
+        made.strikes.add(FLEET_RUN, number, names[2], "a number is not finite")
+    made.strikes.add(FLEET_RUN, 1, names[3], "a number is not finite")
+    made.strikes.add_quarantine(FLEET_RUN, names[3], 1, None, "1 strike")
     write_members(folder / FLEET_RUN, names)
     write_status(folder / FLEET_RUN, names[devices // 2 :], rounds + 1)
     return made

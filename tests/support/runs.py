@@ -228,8 +228,8 @@ class Stage:
         self._graph_cache = graph_cache
         self._thread: threading.Thread | None = None
 
-    def fake(self, name: str, on_task: Answer = honest, **options: Any) -> Fake:
-        device = Fake(self, name, **options)
+    def fake(self, name: str, on_task: Answer = honest, *, kind: type[Fake] = Fake, **options: Any) -> Fake:
+        device = kind(self, name, **options)
         device.on_task = on_task
         self.fakes.append(device)
         return device

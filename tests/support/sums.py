@@ -1,10 +1,12 @@
 """Secure sums in memory: devices and a coordinator that answer each other, with devices that drop out."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from coordinator.rounds.sums import ATTEMPTS
 from fedvit.errors import BadPayload, EmptyCohort, NotAllowed
 from fedvit.secure.attempt import Attempt, begin_attempt
 from fedvit.secure.device import DeviceSum
@@ -82,6 +84,7 @@ class Played(NamedTuple):
     total: Vector | None
     reason: str
     masked: dict[str, bytes]
+    again: Sequence[str] = ()  # devices of another attempt
 
 
 def play(
@@ -90,7 +93,7 @@ def play(
     *,
     sum_id: SumId = SUM,
     drops: Callable[[str, str], bool] = lambda device, step: False,
-    late: Callable[[str], bool] = lambda device: False,
+    may_repeat: bool = False,
 ) -> Played:
     """Play one attempt. `drops(device, step)`: whether the device does not answer in this step, nor later."""
     words, exact = (len(part) for part in next(iter(devices.values())).payload)
@@ -112,7 +115,8 @@ def play(
                     server.take_masked(device, answer)
                 else:
                     server.take(device, answer)
-            server.close_step()
+            if again := server.close_step(may_repeat=may_repeat):
+                return Played(server, None, "another attempt", masked, again)
         return Played(server, server.unmask(), "", masked)
     except EmptyCohort as error:
         return Played(server, None, str(error), masked)
@@ -155,15 +159,37 @@ def count_revealed(devices: Mapping[str, MemoryDevice]) -> int:
     return both
 
 
-def play_drawn(seed: int) -> Drawn:
-    """Play a sum of 3 to 60 devices, of which 0 to 30 % drop out in each step."""
+def play_attempts(
+    devices: Mapping[str, MemoryDevice],
+    make_terms: Callable[[int], SumTerms],
+    *,
+    drops: Callable[[str, str], bool],
+    most: int = ATTEMPTS,
+) -> Played:
+    """Play attempts at a sum as a coordinator does: each with the devices that are left of the one before."""
+    for attempt in range(1, most + 1):
+        sum_id = msgspec.structs.replace(SUM, attempt=attempt)
+        played = play(devices, make_terms(len(devices)), sum_id=sum_id, drops=drops, may_repeat=attempt < most)
+        if not played.again:
+            break
+        devices = {name: devices[name] for name in played.again}
+    return played
+
+
+def play_drawn(seed: int, neighbours: Sequence[int] = (4, 6, 8), attempts: int = ATTEMPTS) -> Drawn:
+    """Play a sum of 3 to 60 devices, of which 0 to 30 % drop out in each step, and stay away."""
     draw = np.random.default_rng(seed)
     count, bits = int(draw.integers(3, 61)), int(draw.choice([16, 24, 32]))
     rates = dict(zip(STEPS, draw.uniform(0.0, 0.3, 4) * draw.integers(0, 2, 4), strict=True))
     devices = make_devices(count, bits=bits, seed=seed)
     gone = {(name, step) for name in devices for step in STEPS if draw.random() < rates[step]}
-    terms = make_terms(count, int(draw.choice([4, 6, 8])), bits)
-    played = play(devices, terms, drops=lambda device, step: (device, step) in gone)
+    degree = int(draw.choice(neighbours))
+    played = play_attempts(
+        devices,
+        lambda left: make_terms(left, degree, bits),
+        drops=lambda device, step: (device, step) in gone,
+        most=attempts,
+    )
     if played.total is None:
         return Drawn(False, not played.reason, count_revealed(devices))
     summed = [devices[name] for name in played.server.state.masked]

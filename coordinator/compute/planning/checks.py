@@ -36,8 +36,6 @@ def check_region(config: RunConfig, where: str) -> None:
         raise ConfigError(
             "FV2202", f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens"
         )
-    if config.secure:
-        raise ConfigError("FV2202", f"{where}: secure: the devices of a region cannot be added up in secret yet")
     if config.variants:
         raise ConfigError(
             "FV2202", f"{where}: variants: a region's devices train the tensors that the centre's task names"

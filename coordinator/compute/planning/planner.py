@@ -320,8 +320,7 @@ def make_plan(
     """Build the model and the parts of Programs; blobs that devices fetch are stored in `blobs`.
 
     `start` is the state that an earlier run ended with; with `budgets`, tensors for smaller configurations are
-    included. The same arguments always give the same Program,
-    byte for byte.
+    included. The same arguments always give the same Program, byte for byte.
     """
     progress(f"building {config.model}")
     base = make_method(config.method, config.options)
@@ -335,25 +334,7 @@ def make_plan(
     )
     if start is not None:
         _begin_at(vit, start)  # also twins of the model begin there
-    methods = [_method_for(config, pattern).in_round(1, config.rounds) for pattern in ("", *config.variants)]
-    if budgets or config.budget.limits() != Budget():
-        methods += [
-            replace(method, **{trade_off.option: value})
-            for method in list(methods)
-            for trade_off in trade_offs(method, vit)
-            for value, _ in trade_off.values
-        ]
-    values: Tensors = {}
-    groups: dict[str, list[str]] = {}
-    for method in methods:
-        values |= {name: np.ascontiguousarray(value.numpy()) for name, value in method.tensors(vit).items()}
-        for group, (role, names) in method.groups(vit).items():
-            if not names or not role.from_server_each_round or role is Role.GENERATED:
-                continue
-            if groups.setdefault(group, names) != names:
-                raise ConfigError(
-                    "FV1116", f"variants of method {config.method!r} disagree on what is in group {group!r}"
-                )
+    values, groups = _collect_tensors(config, vit, _list_methods(config, vit, budgets=budgets))
     if start is not None:
         values = _start(values, start)
     rule = server_rule_of(base, vit)
@@ -373,6 +354,38 @@ def make_plan(
         cache=cache,
         progress=progress,
     )
+
+
+def _list_methods(config: RunConfig, vit: PatchViT, *, budgets: bool) -> list[Method]:
+    """Return the method of every kind of device, with `budgets` also those of smaller configurations."""
+    methods = [_method_for(config, pattern).in_round(1, config.rounds) for pattern in ("", *config.variants)]
+    if not budgets and config.budget.limits() == Budget():
+        return methods
+    return methods + [
+        replace(method, **{trade_off.option: value})
+        for method in methods
+        for trade_off in trade_offs(method, vit)
+        for value, _ in trade_off.values
+    ]
+
+
+def _collect_tensors(config: RunConfig, vit: PatchViT, methods: list[Method]) -> tuple[Tensors, dict[str, list[str]]]:
+    """Return the values of all tensors, and the names of those in each group that the server sends.
+
+    Raises ConfigError if methods disagree on a group.
+    """
+    values: Tensors = {}
+    groups: dict[str, list[str]] = {}
+    for method in methods:
+        values |= {name: np.ascontiguousarray(value.numpy()) for name, value in method.tensors(vit).items()}
+        for group, (role, names) in method.groups(vit).items():
+            if not names or not role.from_server_each_round or role is Role.GENERATED:
+                continue
+            if groups.setdefault(group, names) != names:
+                raise ConfigError(
+                    "FV1116", f"variants of method {config.method!r} disagree on what is in group {group!r}"
+                )
+    return values, groups
 
 
 def _private(phase: Train, privacy: PrivacyConfig) -> Train:

@@ -1,7 +1,7 @@
 """Check of runs that add up their devices' results in secret."""
 
 from coordinator.config.run import RunConfig
-from coordinator.config.sums import LEAST_DEVICES
+from coordinator.config.sums import LEAST_DEVICES, SUM_CODECS
 from fedvit.errors import ConfigError
 from fedvit.roles import NONE, Role
 from fedvit.secure.noise import LEAST_STEPS, count_noise_steps, find_range
@@ -32,9 +32,7 @@ def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_
             config.privacy.deterministic_noise
         ),
         **_check_noise(config),
-        "updates: a sum has numbers of its own instead of codecs for updates; set sums.bits = 16 or 24": (
-            {config.updates.up, *config.updates.up_groups.values()} != {NONE}
-        ),
+        **_check_codecs(config),
     }
     for key, allowed in (("aggregator", "mean"), ("clip_norm", None), ("reject_scale", None), ("max_weight", None)):
         value = getattr(robust, key)
@@ -44,6 +42,20 @@ def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError("FV1024", f"secure = true: {reason}")
+
+
+def _check_codecs(config: RunConfig) -> dict[str, bool]:
+    """Return whether a sum cannot have the codecs of updates, by the reason."""
+    up, codecs = config.updates.up, " or ".join(repr(name) for name in SUM_CODECS)
+    return {
+        "updates.up_groups: all numbers of a sum have one form; set updates.up": bool(config.updates.up_groups),
+        f"updates.up = {up!r}: a sum has the same numbers of every device; set {codecs}": (
+            up != NONE and up not in SUM_CODECS
+        ),
+        f"updates.up = {up!r}: the noise of [privacy] decides on the integers of a sum; leave it out": (
+            up != NONE and bool(config.privacy.noise_multiplier)
+        ),
+    }
 
 
 def _check_noise(config: RunConfig) -> dict[str, bool]:

@@ -128,7 +128,7 @@ def test_activity_is_that_of_the_status_file(api: Api, tmp_path: Path) -> None:
 def test_devices_are_labelled_released_invited_and_revoked(api: Api, store: Record, deployment: Deployment) -> None:
     assert api.send("PATCH", "/devices/a/labels", {"set": {"site": "berlin"}}, "operator")["labels"]["site"] == "berlin"
     assert api.send("PATCH", "/devices/a/labels", {"remove": ["site"]})["labels"] == {}
-    store.devices.add_strike(RUN, 1, "a", "a number is not finite")
+    store.strikes.add(RUN, 1, "a", "a number is not finite")
     assert api.get(f"/runs/{RUN}/standings", "viewer")[0]["strikes"] == 1
     assert api.send("POST", f"/runs/{RUN}/release", {"devices": ["a"]}, "operator")[0]["strikes"] == 0
     assert api.get("/devices/a/logs") == []

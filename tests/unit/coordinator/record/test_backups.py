@@ -177,12 +177,12 @@ def test_strikes_and_what_followed_are_put_back(record: BackedUp) -> None:
         record.backups.note(Struck("b", number, "nonsense"))
         record.quarantine.strike("b", number, "nonsense")
         record.play(number)
-    assert record.store.devices.read_current_quarantines(RUN, 4)
+    assert record.store.strikes.read_current_quarantines(RUN, 4)
     record.lose(1)
-    assert not record.store.devices.read_strikes(RUN)
+    assert not record.store.strikes.read_all(RUN)
     record.resume()
-    assert [(entry.round, entry.spent) for entry in record.store.devices.read_strikes(RUN)] == [(2, True), (3, True)]
-    assert record.store.devices.read_current_quarantines(RUN, 4)["b"].until_round == 53
+    assert [(entry.round, entry.spent) for entry in record.store.strikes.read_all(RUN)] == [(2, True), (3, True)]
+    assert record.store.strikes.read_current_quarantines(RUN, 4)["b"].until_round == 53
 
 
 def test_without_copies_there_are_no_notes(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def play_run(store: Record, run: str, rounds: int, results: dict[tuple[int, str]
         store.rounds.close(run, number, SavedState({"g": f"blake3:{number:064x}"}, None, {}), figures)
         add_result(store, "a", Result(run, number, "evaluate", 4, {"correct": float(number % 5)}, ResourceUse()))
         store.rounds.close_evaluation(run, number)
-        store.devices.add_strike(run, number, "b", "NaN")
+        store.strikes.add(run, number, "b", "NaN")
 
 
 def lasting(store: Record, run: str, before: int) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def lasting(store: Record, run: str, before: int) -> dict[str, Any]:
             store.rounds.read_mean_accuracy(run), summary.mean_accuracy, store.rounds.read_accuracy(run, before),
         ),
         "privacy": store.rounds.count_figures(run, ["dp_noise_multiplier", "dp_population"]),
-        "faults": (store.devices.read_strikes(run), store.devices.read_quarantines(run)),
+        "faults": (store.strikes.read_all(run), store.strikes.read_quarantines(run)),
         "going on": (
             store.rounds.read_newest_closed(run), store.rounds.read_open(run),
             store.tasks.read_unanswered(run), store.rounds.find_last(run), store.tasks.find_uploads_since(run, before),

@@ -1328,7 +1328,7 @@ def test_failures_are_no_strikes(stage: Stage) -> None:
     stage.start(devices=2, rounds=3, robust={"strikes": 1})
     assert stage.finish() == "finished"
     assert unable.tasks() == [1, 2, 3]
-    assert stage.store.devices.read_strikes("r") == []
+    assert stage.store.strikes.read_all("r") == []
 
 
 def test_no_noise_is_no_privacy_and_no_other_bit(stage: Stage, first: Tensors) -> None:

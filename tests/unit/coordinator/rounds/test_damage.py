@@ -168,7 +168,7 @@ def test_a_damaged_blob_changes_no_tensor(
         flip(file, keep_date=False)
     assert_equal(scene.end(), calm(method))
     assert any(str(file) in line and held in line and "damaged" in line for line in stage.lines), stage.lines
-    assert stage.store.devices.read_strikes("r") == []
+    assert stage.store.strikes.read_all("r") == []
     assert stage.refusals("b") == []
     assert scene.a.tasks() == ([1, 2, 2, 3] if kind == "upload" else [1, 2, 3])
     about_a = stage.refusals("a")
@@ -203,7 +203,7 @@ def test_damage_that_only_a_receiver_sees_is_not_charged_to_it(
     assert_equal(scene.end(), calm("fedavg"))
     assert any(str(file) in line and "damaged" in line for line in stage.lines)
     assert stage.refusals("b") == stage.refusals("a") == []
-    assert stage.store.devices.read_strikes("r") == []
+    assert stage.store.strikes.read_all("r") == []
 
 
 def test_a_device_whose_own_disk_fails_is_not_excused(stage: Stage) -> None:
@@ -245,7 +245,7 @@ def test_features_of_an_earlier_round_that_are_damaged_are_left_out_and_named(st
     [refusal] = scene.refusals("b")
     assert "its upload of an earlier round is damaged on the coordinator's disk" in refusal
     assert scene.store.rounds.read_all("r")[1].figures["stored_devices"] == 1.0
-    assert scene.store.devices.read_strikes("r") == []
+    assert scene.store.strikes.read_all("r") == []
 
 
 def test_a_state_that_cannot_be_made_anew_stops_the_run(stage: Stage, calm: Callable[[str], Tensors]) -> None:
@@ -533,8 +533,8 @@ def test_no_flipped_byte_of_a_record_goes_unnoticed(stage: Stage) -> None:
                 store.runs.read_all(),
                 store.rounds.read_all("r"),
                 store.tasks.read_results("r"),
-                store.devices.read_strikes("r"),
-                store.devices.read_quarantines("r"),
+                store.strikes.read_all("r"),
+                store.strikes.read_quarantines("r"),
             )
         finally:
             store.close()

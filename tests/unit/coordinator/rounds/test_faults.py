@@ -128,7 +128,7 @@ def test_result_of_another_task_is_no_strike_and_the_task_is_sent_again(stage: S
     assert stage.refusals("a") == [
         f"train: it is of task another, expected is {again.task}: the task is sent again",
     ]
-    assert stage.store.devices.read_strikes("r") == []
+    assert stage.store.strikes.read_all("r") == []
     assert_moved_by(stage, first, 1.0)
 
 

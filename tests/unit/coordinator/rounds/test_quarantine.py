@@ -48,7 +48,7 @@ def test_work_that_is_done_again_counts_once(store: Record) -> None:
     """After kill -9 the same round is closed once more, and finds the same outliers."""
     quarantine = of(store)
     assert [quarantine.strike("pi", 1, "too long") for _ in range(3)] == [False, False, False]
-    assert len(store.devices.read_strikes("r")) == 1
+    assert len(store.strikes.read_all("r")) == 1
 
 
 def test_quarantine_of_some_rounds_ends_automatically(store: Record) -> None:
@@ -67,30 +67,30 @@ def test_after_a_quarantine_strikes_are_counted_anew(store: Record) -> None:
 def test_a_release_is_heard_at_once(store: Record) -> None:
     quarantine = of(store, limit=1)
     quarantine.strike("pi", 1, "too long")
-    assert store.devices.release("r", "pi")
+    assert store.strikes.release("r", "pi")
     assert quarantine.admitted(["pi"], 1) == ["pi"]
-    assert not store.devices.release("r", "pi"), "there is nothing more to release"
+    assert not store.strikes.release("r", "pi"), "there is nothing more to release"
 
 
 def test_a_release_forgets_strikes(store: Record) -> None:
     quarantine = of(store)
     quarantine.strike("pi", 1, "too long")
-    assert store.devices.release("r", "pi")
+    assert store.strikes.release("r", "pi")
     assert not quarantine.strike("pi", 2, "too long")
 
 
 def test_a_limit_of_0_counts_none(store: Record) -> None:
     quarantine = of(store, limit=0)
     assert not quarantine.strike("pi", 1, "too long")
-    assert store.devices.read_strikes("r") == []
+    assert store.strikes.read_all("r") == []
 
 
 def test_quarantines_that_hold_in_a_round_are_in_the_record(store: Record) -> None:
     """So the compute side leaves out what such a device had uploaded earlier."""
     quarantine = of(store, limit=1, rounds=2)
-    assert store.devices.read_current_quarantines("r", 2) == {}
+    assert store.strikes.read_current_quarantines("r", 2) == {}
     quarantine.strike("pi", 1, "too long")
-    assert [[*store.devices.read_current_quarantines("r", number)] for number in (1, 2, 3, 4)] == [
+    assert [[*store.strikes.read_current_quarantines("r", number)] for number in (1, 2, 3, 4)] == [
         ["pi"],
         ["pi"],
         ["pi"],

@@ -81,7 +81,7 @@ def test_recovery_asks_again_for_an_upload_that_was_damaged_here(parts: Parts, w
     assert parts.recovery.damaged_of(stored) == stored
     parts.recovery.ask_again_for(stored, 1)
     assert parts.state.store.tasks.read_results("r") == []
-    assert parts.state.store.devices.read_strikes("r") == []
+    assert parts.state.store.strikes.read_all("r") == []
     [refusal] = parts.refusals("pi")
     assert refusal.endswith("it is asked again")
     with pytest.raises(Damaged, check=has_code("FV1621")):

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from coordinator.record.tables import SUM
 from coordinator.rounds.coordinator import Cancelled
 from coordinator.rounds.leading import Owner
 from coordinator.rounds.regional import RegionLead
@@ -19,6 +20,7 @@ from fedvit.transport.memory import MemoryTransport
 from fedvit.wire.messages import Cancel, Task
 from fleet.region import CentreLink
 from tests.support.runs import Configure, Fake, Stage, silent
+from tests.support.summing import SummingFake
 from tests.support.waiting import wait_until
 
 SAMPLES = {"a": 3, "b": 41, "c": 7, "d": 500}
@@ -49,10 +51,10 @@ class World:
         self.regions: dict[str, Stage] = {}
         self.links: dict[str, CentreLink] = {}
 
-    def region(self, name: str, *devices: str, least: int = 1) -> Stage:
+    def region(self, name: str, *devices: str, least: int = 1, kind: type[Fake] = Fake) -> Stage:
         stage = self.regions[name] = self._new(self._folder / name)
         for device in devices:
-            stage.fake(device, drawn, samples=SAMPLES[device])
+            stage.fake(device, drawn, samples=SAMPLES[device], kind=kind)
         self.join(name, least)
         return stage
 
@@ -125,6 +127,50 @@ def test_regions_train_as_one_coordinator_with_all_devices(world: World, stage: 
         "north": {"correct": 10, "devices": 2}, "south": {"correct": 10, "devices": 2}
     }  # fmt: skip
     assert not world.centre.refusals("north")
+
+
+def test_devices_of_a_region_are_added_up_in_secret(world: World, stage: Stage) -> None:
+    """The centre gets the mean of the region as before, and the region has no number of a single device."""
+    north = world.region("north", "a", "b", "c", kind=SummingFake)
+    north.start(devices=3, rounds=2, secure=True)
+    world.region("south", "d").start(rounds=2)
+    world.centre.start(devices=2, rounds=2)
+    assert world.finish() == ["finished"] * 3
+    for name, samples in SAMPLES.items():
+        stage.fake(name, drawn, samples=samples)
+    stage.start(devices=4, rounds=2)
+    assert stage.finish() == "finished"
+
+    for name, value in stage.model().items():
+        np.testing.assert_allclose(world.centre.model()[name], value, atol=1e-6, err_msg=name)
+    results = north.store.tasks.read_results("r", 2, "train") + north.store.tasks.read_results("r", 2, "evaluate")
+    assert {result.device for result in results} == {"a", "b", "c", SUM}
+    assert not any(result.upload or result.samples for result in results if result.device != SUM)
+    [trained] = [one for one in world.centre.store.tasks.read_results("r", 2, "train") if one.device == "north"]
+    assert (trained.samples, trained.metrics) == (51, {"loss": pytest.approx(0.5), "devices": 3})
+    [tested] = [one for one in world.centre.store.tasks.read_results("r", 2, "evaluate") if one.device == "north"]
+    assert tested.metrics == {"correct": 15, "devices": 3}
+    assert [entry.figures["sum_devices"] for entry in north.store.rounds.read_all("r")] == [3, 3]
+
+
+def test_regions_are_added_up_in_secret(world: World, stage: Stage) -> None:
+    """The centre learns the sum of its regions only."""
+    for number, device in enumerate(("a", "b", "c")):
+        world.region(f"region-{number}", device).start(rounds=2)
+    world.centre.start(devices=3, rounds=2, secure=True)
+    assert world.finish() == ["finished"] * 4
+    for device in ("a", "b", "c"):
+        stage.fake(device, drawn, samples=SAMPLES[device])
+    stage.start(devices=3, rounds=2)
+    assert stage.finish() == "finished"
+
+    for name, value in stage.model().items():
+        np.testing.assert_allclose(world.centre.model()[name], value, atol=1e-6, err_msg=name)
+    trained = {result.device: result for result in world.centre.store.tasks.read_results("r", 2, "train")}
+    assert trained.pop(SUM).samples == 51
+    assert not any(result.upload or result.samples for result in trained.values())
+    tested = {result.device: result for result in world.centre.store.tasks.read_results("r", 2, "evaluate")}
+    assert (tested.pop(SUM).samples, {result.samples for result in tested.values()}) == (15, {0})
 
 
 def test_region_announces_devices_that_join_later(world: World) -> None:

@@ -33,29 +33,30 @@ from tests.support.parts import Parts
 from tests.support.sums import MemoryDevice, make_terms
 from tests.unit.coordinator.rounds.conftest import MakeParts
 
-NAMES = ("a", "b", "c", "d")
+NAMES = "abcd"
 Spoil = Callable[[str, FromCoordinator], bool]
 """Return True if a device does not answer a message."""
 
 
 class Scene:
-    """Four devices have trained in a round. Each has 20 images and the update (0.1, 0.2) times its number."""
+    """Devices have trained in a round. Each has 20 images and the update (0.1, 0.2) times its number."""
 
-    def __init__(self, parts: Parts, spoil: Spoil) -> None:
+    def __init__(self, parts: Parts, spoil: Spoil, names: str) -> None:
         self.parts = parts
         self.wrong_size = ""  # the device whose masked numbers have another size
         self._spoil = spoil
+        self._names = names
         program = msgspec.structs.replace(parts.work.program, secure=True, v=SECURE_VERSION)
-        work = dict.fromkeys(NAMES, parts.work._replace(program=program))
-        parts.arrive(*NAMES)
-        parts.state.store.rounds.open("r", 1, list(NAMES), 4)
-        self.opened = OpenRound(RoundPlan("r", 1, "train", list(NAMES), 4, work))
+        work = dict.fromkeys(names, parts.work._replace(program=program))
+        parts.arrive(*names)
+        parts.state.store.rounds.open("r", 1, list(names), len(names))
+        self.opened = OpenRound(RoundPlan("r", 1, "train", list(names), len(names), work))
         parts.trainer.open(self.opened)
-        results = [(name, Result("r", 1, "train", 0, {}, ResourceUse()), 1) for name in NAMES]
+        results = [(name, Result("r", 1, "train", 0, {}, ResourceUse()), 1) for name in names]
         parts.state.add_results(parts.state.store.tasks.add_results(results))
         self.devices = {
-            name: MemoryDevice(name, make_vector("train", _payload(number), make_terms(4), [number]))
-            for number, name in enumerate(NAMES, 1)
+            name: MemoryDevice(name, make_vector("train", _payload(number), make_terms(len(names)), [number]))
+            for number, name in enumerate(names, 1)
         }
         parts.state.send = self.send
 
@@ -64,7 +65,7 @@ class Scene:
         if self._spoil(device, message) or not isinstance(message, SumInvite | SumPeers | SumInbox | SumAsk):
             return
         if isinstance(message, SumInvite):  # the terms decide on the integers
-            number = NAMES.index(device) + 1
+            number = self._names.index(device) + 1
             self.devices[device].payload = make_vector("train", _payload(number), message.terms, [number])
         answer = self.devices[device].answer(message)
         if isinstance(answer, bytes):
@@ -83,9 +84,9 @@ def _payload(number: int) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def make_scene(make_parts: MakeParts) -> Callable[[Spoil], Scene]:
-    def make(spoil: Spoil = lambda device, message: False) -> Scene:
+    def make(spoil: Spoil = lambda device, message: False, names: str = NAMES) -> Scene:
         values = {"secure": True, "devices": 3, "sums": {"step_s": 0.3}, "rejoin_grace_s": 0.1}
-        return Scene(make_parts(**values), spoil)
+        return Scene(make_parts(**values), spoil, names)
 
     return make
 
@@ -130,6 +131,17 @@ def test_failed_sum_says_why_and_the_next_attempt_has_another_number(make_scene:
     scene.add_up()
     attempts = {device.kept.invite.sum.attempt for device in scene.devices.values() if device.kept}
     assert attempts == {2}
+
+
+@pytest.mark.parametrize("step", [SumPeers, SumInbox])
+def test_sum_begins_again_with_the_devices_that_are_left(
+    make_scene: Callable[..., Scene], step: type[FromCoordinator]
+) -> None:
+    """Two of five leave, of which four are needed; a sum of the other three succeeds."""
+    scene = make_scene(lambda device, message: device in "ce" and isinstance(message, step), "abcde")
+    scene.add_up()
+    [added] = [result for result in scene.parts.state.results(1, "train") if result.device == SUM]
+    assert (added.metrics["devices"], added.metrics["attempt"]) == (3.0, 2.0)
 
 
 def test_answers_out_of_turn_change_nothing(make_scene: Callable[..., Scene]) -> None:

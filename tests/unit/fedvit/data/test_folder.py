@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from fedvit.data.folder import DeviceData
+from fedvit.data.split import RandomSplit
 from fedvit.errors import ConfigError, DataError
 from tests.support.codes import has_code
 
@@ -63,13 +64,13 @@ class TestLayouts:
 
     def test_the_seed_decides_the_split(self, tmp_path: Path) -> None:
         put(tmp_path / "a", *make_numbered(40))
-        first, again, other = (DeviceData.open(tmp_path, seed=seed).test.paths for seed in (3, 3, 4))
+        first, again, other = (DeviceData.open(tmp_path, split=RandomSplit(seed=seed)).test.paths for seed in (3, 3, 4))
         assert first == again
         assert first != other
 
     def test_train_without_test_is_split_too(self, tmp_path: Path) -> None:
         put(tmp_path / "train/a", *make_numbered(10))
-        data = DeviceData.open(tmp_path, test_share=0.3)
+        data = DeviceData.open(tmp_path, split=RandomSplit(0.3))
         assert (len(data.train), len(data.test)) == (7, 3)
 
     def test_a_class_may_be_named_train(self, tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ class TestLayouts:
     def test_a_share_that_is_none(self, tmp_path: Path) -> None:
         put(tmp_path / "a", *make_numbered(2))
         with pytest.raises(ConfigError, check=has_code("FV1408", "1.5")):
-            DeviceData.open(tmp_path, test_share=1.5)
+            DeviceData.open(tmp_path, split=RandomSplit(1.5))
 
 
 class TestRefusals:

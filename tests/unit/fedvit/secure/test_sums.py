@@ -13,12 +13,22 @@ from fedvit.secure.fixed_point import decode_mean, encode_values, find_error_bou
 from fedvit.secure.keys import Binding, KeyPair
 from fedvit.secure.masks import add_masks
 from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
-from fedvit.secure.server import SumServer, SumState
+from fedvit.secure.server import STEPS, SumServer, SumState
 from fedvit.secure.shamir import SHARE_BYTES, join_shares
 from fedvit.secure.vectors import Vector, unpack_vector
 from fedvit.wire.messages import SumAsk, SumId, SumInbox, SumInvite, SumPeers, SumShares
 from tests.support.codes import has_code
-from tests.support.sums import SUM, MemoryDevice, add_payloads, make_devices, make_terms, play, play_drawn
+from tests.support.sums import (
+    SUM,
+    MemoryDevice,
+    add_payloads,
+    count_revealed,
+    make_devices,
+    make_terms,
+    play,
+    play_attempts,
+    play_drawn,
+)
 
 WORDS, EXACT = 40, 3
 SCHEDULES, PARTS = 500, 10
@@ -28,7 +38,21 @@ SCHEDULES, PARTS = 500, 10
 def test_drawn_schedules_give_the_right_sum_or_a_reason(part: int) -> None:
     drawn = [play_drawn(seed) for seed in range(part, SCHEDULES, PARTS)]
     assert not any(one.is_wrong or one.revealed for one in drawn)
-    assert sum(one.has_sum for one in drawn) > len(drawn) / 4
+    assert sum(one.has_sum for one in drawn) > len(drawn) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [300, 1000])
+def test_large_groups_have_a_sum_though_devices_leave_in_each_step(count: int) -> None:
+    draw, devices = np.random.default_rng(count), make_devices(count, words=8)
+    gone = {(name, step) for name in devices for step in STEPS if draw.random() < 0.02}
+    played = play_attempts(
+        devices, lambda left: make_terms(left, 20), drops=lambda device, step: (device, step) in gone
+    )
+    assert played.total is not None
+    right = add_payloads([devices[name] for name in played.server.state.masked], 32)
+    assert all(map(np.array_equal, played.total, right))
+    assert count_revealed(devices) == 0
 
 
 def test_repeated_attempt_has_new_keys_and_the_same_sum() -> None:
@@ -41,6 +65,24 @@ def test_repeated_attempt_has_new_keys_and_the_same_sum() -> None:
     assert second.total is not None
     assert np.array_equal(second.total.words, add_payloads(list(devices.values()), 32).words)
     assert not {*first.masked.values()} & {*second.masked.values()}
+
+
+@pytest.mark.parametrize("step", STEPS[:3])
+def test_attempt_begins_again_with_the_devices_that_are_left(step: str) -> None:
+    """Four of twelve devices leave, and another one in the last step: one attempt alone has too few shares."""
+    devices = make_devices(12, seed=11)
+    left = {(f"pi-{number}", step) for number in range(4)} | {("pi-4", "reveal")}
+    alone = play(devices, make_terms(12, 11), drops=lambda device, step: (device, step) in left)
+    assert (alone.total is None) == (step != "keys")
+    devices = make_devices(12, seed=11)
+    played = play_attempts(
+        devices, lambda count: make_terms(count, 11), drops=lambda device, step: (device, step) in left
+    )
+    assert played.total is not None
+    assert played.server.state.sum.attempt == (1 if step == "keys" else 2)
+    rest = [device for name, device in devices.items() if name not in {f"pi-{number}" for number in range(4)}]
+    assert np.array_equal(played.total.words, add_payloads(rest, 32).words)
+    assert count_revealed(devices) == 0
 
 
 def test_numbers_in_a_sum_are_not_added_again() -> None:

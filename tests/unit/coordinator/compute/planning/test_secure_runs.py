@@ -35,7 +35,9 @@ def test_methods_whose_server_takes_the_mean_can_be_secure(configure: Configure,
         ({"privacy": {"noise_multiplier": 0.5, "clip": 1.0, "deterministic_noise": True}}, "deterministic_noise"),
         ({"privacy": {"noise_multiplier": 0.5, "clip": 1.0}, "devices": 2000, "sums": {"bits": 16}}, "sums.bits"),
         ({"privacy": {"noise_multiplier": 0.5, "clip": 1e9}}, "privacy.clip"),
-        ({"updates": {"up": "int8"}}, "sums.bits"),
+        ({"updates": {"up": "top_k:share=0.1"}}, "the same numbers of every device"),
+        ({"updates": {"up_groups": {"shared": "int8"}}}, "updates.up_groups"),
+        ({"updates": {"up": "int8"}, "privacy": {"noise_multiplier": 0.5, "clip": 1.0}}, "updates.up"),
     ],
 )
 def test_settings_that_need_single_updates_are_refused(

@@ -1,5 +1,6 @@
 """From a run's record to its report: a record made by hand."""
 
+import io
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime
@@ -8,10 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from coordinator.config import make_config
 from coordinator.record.record import Record, open_record
-from coordinator.record.tables import DeviceTotals, RefusalRecord, SavedState, TaskRecord
+from coordinator.record.tables import SUM, DeviceTotals, RefusalRecord, SavedState, TaskRecord
 from coordinator.run_view import FeatureRound, view_device
 from coordinator.views.report.document import (
     ClassAccuracy,
@@ -24,12 +26,13 @@ from coordinator.views.report.document import (
 )
 from coordinator.views.report.page import run_page
 from coordinator.views.report.words import feature_words
+from coordinator.views.terminal import draw_report, draw_run
 from fedvit.errors import ConfigError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from profiles.prediction import Expected
 from tests.support.codes import has_code
-from tests.support.records import add_result
+from tests.support.records import SUM_LINES, add_result, summed_run
 from tests.support.reports import cost, prediction, run_report
 
 RUN = "20261122-eftvit"
@@ -135,6 +138,28 @@ def test_report_shows_what_features_tell_of_class_distributions(runs: Path) -> N
     [line] = feature_words(report.run)
     assert line.startswith("12 features in 2 uploads in round 2; 1 with more of one class")
     assert line in run_page(report)
+
+
+def test_report_and_show_describe_secure_sums(tmp_path: Path) -> None:
+    """Sizes, devices that left by step, failed attempts; and no number of a single device."""
+    with closing(summed_run(tmp_path)) as made:
+        report = read_report(made, made.runs.read_all()[0].id)
+    assert [(entry.sum.devices, entry.sum.attempt, entry.sum.clipped) for entry in report.run.rounds if entry.sum] == [
+        (10, 1, 3), (12, 2, 0),
+    ]  # fmt: skip
+    page, console = run_page(report), Console(file=io.StringIO(), width=200)
+    console.print(draw_run(report.run, 200), draw_report(report, 200))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    for line in SUM_LINES:
+        assert line in page
+        assert shown.count(line) == 2
+    document = msgspec.json.decode(encode_report(report))
+    assert [entry["sum"]["left"] for entry in document["rounds"]] == [
+        {"keys": 0, "shares": 1, "masked": 1, "reveal": 0}, {"keys": 0, "shares": 0, "masked": 0, "reveal": 2},
+    ]  # fmt: skip
+    assert [entry.accepted for entry in report.run.rounds] == [12, 12]
+    assert SUM not in {one.device for one in report.devices}
 
 
 @pytest.mark.parametrize(("load_per_core", "warns"), [(None, False), (0.1, False), (4.0, True)])

@@ -103,8 +103,8 @@ def test_admin_keeps_the_service_tidy_from_another_machine(
     for name, start in (("first", {}), ("second", {"start_from": "first"})):
         store.runs.submit(name, {"method": "fedavg", "rounds": 1, **start})
         store.runs.cancel(name)
-    store.devices.add_strike(RUN, 1, "a", "noise")
-    store.devices.add_quarantine(RUN, "a", 1, 9, "noise")
+    store.strikes.add(RUN, 1, "a", "noise")
+    store.strikes.add_quarantine(RUN, "a", 1, 9, "noise")
 
     def same(*words: str) -> str:
         """What a command prints, which must be the same on both machines."""

@@ -10,6 +10,7 @@ from fedvit import command_line
 from fedvit.errors import ConfigError
 
 COMMANDS = {
+    "adopt": "Admit devices that ask for it in the local network, each after its code was typed here.",
     "audit": "Show who changed runs or devices, when, and from where.",
     "backup": "Keep copies of runs and a deployment, also while they are served.",
     "boards": "List the boards that costs can be predicted for, or all data of one.",
@@ -28,6 +29,7 @@ COMMANDS = {
     "plan": "Choose the configuration of a method that fits the budgets of boards.",
     "profile": "Predict what a method costs on boards.",
     "quarantine": "List devices with strikes or in quarantine, or release some.",
+    "release": "Offer PACKAGES of one version in FOLDER, and sign the list that devices read.",
     "renew": "Renew the certificates of the broker and the coordinator.",
     "report": "Report a run: accuracy, bytes, time, memory, energy; predicted beside measured.",
     "restore": "Write the runs and the deployment of a backup to new folders.",

@@ -8,8 +8,8 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 kind=${1:-} what=${2:-}
 case $kind in
-  edge) unit=fedvit-edge.service name=fedvit programs=edge-client extras=prometheus state="fedvit-edge" ;;
-  server) unit=fedvit-coordinator.service name=fedvit-server programs="coordinator fleet" \
+  edge) unit=fedvit-edge.service more="fedvit-update.service fedvit-update.timer" name=fedvit programs=edge-client extras=prometheus,discovery state="fedvit-edge" ;;
+  server) unit=fedvit-coordinator.service more="" name=fedvit-server programs="coordinator fleet" \
     extras=server,dashboard,postgresql,prometheus,s3 state="fedvit" ;;
   *) echo "usage: install.sh edge|server WHEEL|--remove|--purge; the first word is '$kind'" >&2; exit 2 ;;
 esac
@@ -22,10 +22,10 @@ fi
 systemd() { [ -z "$units$root" ] || [ -n "$root" ] || [ ! -d /run/systemd/system ] || systemctl "$@"; }
 
 if [ "$what" = --remove ] || [ "$what" = --purge ]; then
-  [ -z "$units" ] || systemd disable --now "$unit" 2> /dev/null || true
+  [ -z "$units" ] || systemd disable --now "$unit" ${more##* } 2> /dev/null || true
   for program in $programs; do rm -f "$bin/$program"; done
   rm -rf "$to" "$to.new" "$to.old"
-  [ -z "$units" ] || rm -f "$units/$unit"
+  [ -z "$units" ] || for each in $unit $more; do rm -f "$units/$each"; done
   if [ "$what" = --purge ] && [ -n "$settings" ]; then
     rm -rf "$settings" "$root/var/lib/$state" "$root/var/lib/private/$state" "$root/var/cache/$state" "$root/var/cache/private/$state"
   fi
@@ -58,6 +58,10 @@ if [ -f "$constraints" ]; then set -- -c "$constraints"; else set --; fi
 for script in "$to.new"/bin/*; do
   [ -L "$script" ] || sed -i "1s#$to.new/#${to#"$root"}/#" "$script"
 done
+if [ "$kind" = edge ]; then  # with it edge-client update can install versions beside this one
+  install -m 0755 "$here/debian/edge/program" "$to.new/bin/edge-client"
+  [ ! -f "$to/update.json" ] || cp -p "$to/update.json" "$to.new/"
+fi
 rm -rf "$to.old"
 [ ! -e "$to" ] || mv "$to" "$to.old"
 mv "$to.new" "$to" && rm -rf "$to.old"
@@ -65,7 +69,7 @@ for program in $programs; do ln -sf "${to#"$root"}/bin/$program" "$bin/$program"
 
 if [ -n "$units" ]; then
   mkdir -p "$units" "$settings"
-  sed "s#/opt/fedvit/#/opt/$name/#" "$here/systemd/$unit" > "$units/$unit"
+  for each in $unit $more; do sed "s#/opt/fedvit/#/opt/$name/#" "$here/systemd/$each" > "$units/$each"; done
   if [ "$kind" = edge ]; then source=$here/debian/edge/edge.env; else source=$here/debian/server/service.toml; fi
   [ -e "$settings/$(basename "$source")" ] || install -m 0600 "$source" "$settings/"
   systemd daemon-reload

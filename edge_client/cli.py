@@ -23,6 +23,7 @@ COMMANDS = {
     "profile": "Measure this device: speed, memory, disk, temperature, power, the connection to the broker.",
     "rm": "Remove the vaults of RUNS, also of the newest.",
     "status": "Show what this device is doing: its last round, images, files that cannot be used, memory, last error.",
+    "update": "Install a newer version from SOURCE, a folder or URL of coordinator release, if its signature is right.",
 }
 """The commands and the first sentences of their help. Each is in the module of its name."""
 
@@ -51,3 +52,7 @@ def cli(context: click.Context, /, **options: Any) -> None:
 def main() -> None:
     """Entry point of the console script."""
     command_line.run(cli, "edge-client")
+
+
+if __name__ == "__main__":  # as the starter of an installation does
+    main()

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import click
+import msgspec
 
 from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
@@ -95,6 +96,11 @@ class LazyGroup(Group):
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")
 
 
+def print_json(document: Any) -> None:
+    """Print a document as indented JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
+
+
 def _set_log_format(_: click.Context, __: click.Parameter, chosen: str) -> None:
     os.environ[FORMAT_VARIABLE] = chosen
 
@@ -131,7 +137,7 @@ def run(command: click.Command, name: str) -> None:
     raise_limit()
     guard_streams()
     try:
-        command.main(standalone_mode=False)
+        command.main(prog_name=name, standalone_mode=False)
     except FedvitError as error:
         click.echo(f"{name}: {error} [{error.code}]", err=True)
         sys.exit(error.exit_code)

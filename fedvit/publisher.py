@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from fedvit import minisign
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write, storage_failed
 from fedvit.known_graphs import SignedGraphs, read_signatures, write_signatures
@@ -54,6 +55,10 @@ class PublisherKey:
     def sign(self, digest: str) -> bytes:
         """Return the signature of a graph's digest."""
         return self._key.sign(_PURPOSE + digest.encode())
+
+    def sign_file(self, content: bytes, comment: str) -> str:
+        """Return minisign's signature file of a content, with a comment of one line."""
+        return minisign.sign(self._key, content, comment)
 
 
 def is_signed_by(publisher: PublicKey, digest: str, signature: bytes) -> bool:

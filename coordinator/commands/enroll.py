@@ -6,16 +6,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import click
-import msgspec
 
 from coordinator.commands.flags import deployment_flag
 from coordinator.operations.devices import LocalDevices, check_policy
 from coordinator.operations.documents import Invitation
-from coordinator.security.first_boot import check_boot_files, write_boot_files
+from coordinator.security.first_boot import UpdateSource, check_boot_files, write_boot_files
 from coordinator.security.folder import Deployment
 from coordinator.security.service import is_served, served
-from fedvit.command_line import Command, amount, json_flag
+from fedvit.command_line import Command, amount, json_flag, print_json
 from fedvit.errors import ConfigError, LinkDown
+from fedvit.minisign import parse_any_key
 from fedvit.policy import read_policy_file
 from fedvit.quantities import format_seconds, parse_seconds
 from fedvit.wire.enrolment import Token
@@ -69,6 +69,8 @@ MOST_NAMED = 20
     metavar="DEB",
     help="With --boot: fedvit-edge_*.deb for the board.",
 )
+@click.option("--updates", metavar="SOURCE", help="With --boot: folder or URL of releases that the board looks into.")
+@click.option("--update-key", metavar="KEY", help="With --updates: public key of the releases that it installs.")
 @json_flag
 def enroll(
     names: tuple[str, ...],
@@ -80,6 +82,8 @@ def enroll(
     policy: Path | None,
     boot: Path | None,
     package: Path | None,
+    updates: str | None,
+    update_key: str | None,
     as_json: bool,
 ) -> None:
     """Print a token with which one device can join, once, under NAME; for several names one for each."""
@@ -92,23 +96,26 @@ def enroll(
     text = "" if policy is None else check_policy_file(policy)
     if (boot is None) != (package is None):
         raise ConfigError("FV1330", "--boot and --package belong together: give both, or neither")
+    if (updates is None) != (update_key is None) or (updates and not boot):
+        raise ConfigError("FV1330", "--updates and --update-key belong together, and need --boot")
+    releases = UpdateSource(updates, parse_any_key(update_key)) if updates and update_key else None
     if boot and package:
         if len(names) > 1:
             raise click.UsageError("--boot writes one card: name one device")
         check_boot_files(boot, package)
     made = LocalDevices(deployment).invite_all(names, valid, replaces=replace, policy=text)
     if boot and package:
-        for file in write_boot_files(boot, names[0], made[0].token, package):
+        for file in write_boot_files(boot, names[0], made[0].token, package, releases):
             click.echo(f"wrote {file}", err=True)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(made if len(made) > 1 else made[0])).decode())
+        print_json(made if len(made) > 1 else made[0])
     else:
         for line in _describe(made, valid, on_card=boot is not None):
             click.echo(line, err=not line.startswith(JOIN))
     if made[0].publisher:
         click.echo(f"it will run graphs of publisher {made[0].publisher}", err=True)
     if wait:
-        _wait_for_devices(deployment, {Token.parse(one.token).id: one.device for one in made}, valid)
+        wait_for_devices(deployment, {Token.parse(one.token).id: one.device for one in made}, valid)
 
 
 def _describe(made: Sequence[Invitation], valid_s: float, *, on_card: bool) -> Iterator[str]:
@@ -130,7 +137,7 @@ def check_policy_file(file: Path) -> str:
     return text
 
 
-def _wait_for_devices(deployment: Deployment, devices: dict[str, str], valid_s: float) -> None:
+def wait_for_devices(deployment: Deployment, devices: dict[str, str], valid_s: float) -> None:
     """Wait until each of these devices has joined, by the ids of their tokens."""
     until, waiting = time.monotonic() + valid_s, dict(devices)
     with ExitStack() as stack:

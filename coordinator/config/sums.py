@@ -20,8 +20,8 @@ class SumsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bits: Annotated[
         Literal[16, 24, 32],
         Meta(
-            description="Bits of a number: fewer are sent faster, and rounded more coarsely. With `updates.up`, those of "
-            "the first round."
+            description="Bits of a number: fewer are sent faster, and rounded more coarsely. With `updates.up`, those "
+            "of the first round."
         ),
     ] = 32
     neighbours: Annotated[

@@ -5,12 +5,13 @@ cloud-init reads them (the data source NoCloud, which Raspberry Pi OS and Ubuntu
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
+from fedvit.public_keys import PublicKey
 
 USER_DATA = "user-data"
 FORMER = "user-data.before-fedvit"
@@ -23,8 +24,19 @@ OURS = HEAD + b"\n# written by coordinator enroll\n"
 MAX_BYTES = 1 << 20
 
 
-def write_boot_files(folder: Path, device: str, token: str, package: Path) -> list[Path]:
+class UpdateSource(NamedTuple):
+    """Where a board looks for newer versions of its software, and whose it installs."""
+
+    source: str  # folder or URL of coordinator release, as the board sees it
+    key: PublicKey
+
+
+def write_boot_files(
+    folder: Path, device: str, token: str, package: Path, updates: UpdateSource | None = None
+) -> list[Path]:
     """Write what lets `device` install a package and join with `token` at its first start; return the written files.
+
+    With `updates` the board's root pins their key then, and starts the timer.
 
     User data that is there already, as of an imaging program, is kept beside it, and extended. Raises ConfigError if
     the folder or the package is missing, or the user data is not cloud-init's.
@@ -40,7 +52,7 @@ def write_boot_files(folder: Path, device: str, token: str, package: Path) -> li
     if "hostname" not in settings:
         settings["hostname"] = device
     settings.setdefault("write_files", []).append({"path": TOKEN_FILE, "permissions": "0600", "content": f"{token}\n"})
-    settings.setdefault("runcmd", []).extend(make_commands(package.name))
+    settings.setdefault("runcmd", []).extend(make_commands(package.name, updates))
     atomic_write(file, OURS, yaml.safe_dump(settings, sort_keys=False, width=120).encode())
     meta_data = folder / "meta-data"
     if not meta_data.exists():
@@ -59,11 +71,15 @@ def check_boot_files(folder: Path, package: Path) -> None:
     _read(folder / USER_DATA)
 
 
-def make_commands(package: str) -> list[list[str]]:
-    """Make the commands of the first start: they install the package, and start its services."""
+def make_commands(package: str, updates: UpdateSource | None = None) -> list[list[str]]:
+    """Make the commands of the first start: they install the package, and start its services and its updates."""
     places = " ".join(f"{folder}/{package}" for folder in BOOT_FOLDERS)
     install = f'for each in {places}; do if [ -e "$each" ]; then apt-get install --yes "$each"; break; fi; done'
-    return [["sh", "-c", install], ["systemctl", "enable", "--now", "fedvit-join.service", "fedvit-edge.service"]]
+    commands = [["sh", "-c", install], ["systemctl", "enable", "--now", "fedvit-join.service", "fedvit-edge.service"]]
+    if updates:
+        commands.append(["edge-client", "update", updates.source, "--update-key", updates.key])
+        commands.append(["systemctl", "enable", "--now", "fedvit-update.timer"])
+    return commands
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds Debian packages from a wheel of fedvit, for each of the given pairs of architecture and Python:
 #   deploy/debian/build.sh WHEEL OUT PYTHON [arm64:3.11 amd64:3.13 ...]
+# fedvit-edge-VERSION-pyXY-MACHINE.zip has the same for `edge-client update` (coordinator release publishes it).
 # fedvit-edge holds a whole environment below /opt/fedvit, so a device needs no package index; fedvit-server (for all
 # machines) holds the wheel, and installs torch and what else it needs when it is installed itself.
 # PYTHON is an interpreter with uv, click-man and this wheel's dependencies. Two builds are equal bit by bit.
@@ -44,14 +45,16 @@ edge() {
   packages=$to/opt/fedvit/lib/python$2/site-packages
   mkdir -p "$to"/{DEBIAN,etc/fedvit,usr/bin,usr/lib/systemd/system,srv/fedvit/images,opt/fedvit/bin} "$packages"
   "${python%/*}/uv" pip install --quiet --target "$packages" --python-version "$2" --python-platform "$machine-manylinux_2_28" \
-    --only-binary :all: --no-compile-bytecode -c "$root/constraints.txt" "$wheel" prometheus-client
+    --only-binary :all: --no-compile-bytecode -c "$root/constraints.txt" "$wheel" prometheus-client zeroconf
   rm -rf "$packages"/{bin,.lock} "$packages"/fleet "$packages"/coordinator
   find "$packages" -name direct_url.json -delete
+  "$python" -P -m fedvit.releases "$packages" "$out/fedvit-edge-$version-py${2/./}-$machine.zip"
+  echo "$out/fedvit-edge-$version-py${2/./}-$machine.zip"
   ln -s /usr/bin/python3 "$to/opt/fedvit/bin/python"
   printf 'home = /usr/bin\ninclude-system-site-packages = false\nversion = %s\n' "$2" > "$to/opt/fedvit/pyvenv.cfg"
   install -m 0755 "$here/edge/program" "$to/opt/fedvit/bin/edge-client"
   install -m 0755 "$here/edge/edge-client" "$to/usr/bin/edge-client"
-  install -m 0644 "$root"/deploy/systemd/fedvit-{edge,join}.service "$to/usr/lib/systemd/system/"
+  install -m 0644 "$root"/deploy/systemd/fedvit-{{edge,join,update}.service,update.timer} "$to/usr/lib/systemd/system/"
   install -m 0600 "$here/edge/edge.env" "$to/etc/fedvit/edge.env"
   cp "$here"/edge/{postinst,prerm,postrm} "$to/DEBIAN/"
   echo /etc/fedvit/edge.env > "$to/DEBIAN/conffiles"

@@ -16,6 +16,7 @@ from edge_client.health.guard import Guard, memory_message
 from edge_client.health.private_paths import PrivatePaths
 from edge_client.health.recent_log import RecentLog
 from edge_client.health.status import StatusFile
+from edge_client.health.trial import Trial
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
 from edge_client.link.endpoint import Endpoint, endpoint_of
 from edge_client.link.identity import Renewal
@@ -26,6 +27,7 @@ from edge_client.sandbox.sandbox import Sandbox
 from edge_client.settings import DeviceSettings
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.disk import DEFAULT_SHARE
+from edge_client.storage.installed import Installation
 from edge_client.storage.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
 from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
@@ -92,10 +94,26 @@ def serve(settings: DeviceSettings) -> None:
         if monitor.url:
             log.info("metrics", extra={"url": monitor.url})
         notifier.ready()
+        installation = Installation.find()
+        trial = Trial(installation) if installation else None
+        if trial:
+            trial.begin()
+
+        def turn() -> None:
+            loop.turn()
+            if trial:
+                execution = agent.current.execution
+                trial.look(agent.history, is_working=execution is not None and execution.working)
+                if execution is None and trial.is_over():
+                    log.info("another version is installed: it is started next")
+                    stop.set()
+
         try:
-            reason = agent.serve(stop, once=settings.once, on_turn=loop.turn)
+            reason = agent.serve(stop, once=settings.once, on_turn=turn)
         finally:
             notifier.stopping()
+            if trial:
+                trial.close()
             if tracing:
                 tracing.close()
     log.info("device leaves", extra={"reason": reason})

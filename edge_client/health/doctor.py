@@ -17,6 +17,7 @@ from edge_client.health.machine_checks import (
     check_kernels,
     check_memory,
     check_sandbox,
+    check_training,
 )
 from edge_client.health.state_checks import check_data, check_files, check_policy, check_state
 
@@ -24,6 +25,7 @@ CHECKS: tuple[Callable[[DoctorContext], Iterator[Finding]], ...] = (
     check_engine,
     check_kernels,
     check_sandbox,
+    check_training,
     check_memory,
     check_disk,
     check_clock,

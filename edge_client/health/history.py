@@ -33,12 +33,16 @@ class History:
     def __init__(self) -> None:
         self.task: LastTask | None = None
         self.error: LastError | None = None
+        self.failure: Exception | None = None  # of the newest task that ended; None: it did not fail
         self.peak_rss_bytes: int | None = None  # of the newest task that was done
 
     def note_error(self, what: str) -> None:
         self.error = LastError(what=what, at_s=time.time())
 
-    def note_end(self, task: Task, outcome: str, result: Result | None = None) -> None:
+    def note_end(
+        self, task: Task, outcome: str, result: Result | None = None, failure: Exception | None = None
+    ) -> None:
+        self.failure = failure
         self.task = LastTask(
             run=task.run,
             round=task.round,

@@ -122,6 +122,22 @@ def check_sandbox(context: DoctorContext) -> Iterator[Finding]:
         )
 
 
+def check_training(context: DoctorContext) -> Iterator[Finding]:
+    """Train one step in a process of its own, with everything that a task needs but the broker."""
+    command = [context.interpreter, "-P", "-m", "edge_client.owner.tiny_step"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = describe_error(error)
+    else:
+        problem = _exit_reason(done.returncode, done.stderr) if done.returncode else ""
+    if problem:
+        hint = "install fedvit anew; if that does not help, report it with edge-client bugreport"
+        yield Finding(check="training", level="error", what=f"a training step fails: {problem}", hint=hint)
+    else:
+        yield Finding(check="training", level="ok", what="a training step of a tiny model gives the right numbers")
+
+
 def check_memory(context: DoctorContext) -> Iterator[Finding]:
     here, limit = host(context.root), context.policy.budget.memory_bytes
     available, whole = here.available_bytes, here.ram_bytes

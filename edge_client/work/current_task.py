@@ -209,7 +209,7 @@ class CurrentTask:
         log.error("task failed", extra=fields, exc_info=not isinstance(error, FedvitError) and error)
         reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
         self._history.note_error(f"round {task.round} of {task.run}: {reason}")
-        self._history.note_end(task, "failed")
+        self._history.note_end(task, "failed", failure=error)
         self.drop()
         broke, use = (error.broke, error.use) if isinstance(error, Exceeded) else (None, None)
         self._answers.fail(task, reason, broke, use)

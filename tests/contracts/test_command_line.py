@@ -50,10 +50,14 @@ WITH_JSON = {
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
-    *(f"coordinator {name}" for name in ("bugreport", "dashboard", "init", "serve", "sign", "start", "token")),
+    *(
+        f"coordinator {name}"
+        for name in ("adopt", "bugreport", "dashboard", "init", "release", "serve", "sign", "start", "token")
+    ),
     "edge-client bugreport",
     "edge-client join",
     "edge-client label",
+    "edge-client update",
     "fleet host",
     "fleet region",
 }

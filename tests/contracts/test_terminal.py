@@ -37,6 +37,7 @@ IN_FILE = ATTACK.encode().decode("utf-8", "surrogateescape") + "\udcff"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 LINES: dict[str, list[list[str]]] = {
+    "coordinator adopt": [["--deployment", "no {attack}"]],
     "coordinator audit": [["--runs", "runs"], ["--runs", "runs", "--json"], ["--runs", "{attack}"]],
     "coordinator backup": [["{attack}", "--runs", "{attack}"]],
     "coordinator boards": [["{attack}"]],
@@ -63,6 +64,7 @@ LINES: dict[str, list[list[str]]] = {
         ["{attack}", "--runs", "runs", "--json"],
         ["{attack}", "--runs", "runs", "--release", "{attack}"],
     ],
+    "coordinator release": [["{attack}", "{attack}.zip", "--key", "{attack}"]],
     "coordinator renew": [["--deployment", "no {attack}"]],
     "coordinator report": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator restore": [["{attack}", "--runs", "new"]],
@@ -103,6 +105,7 @@ LINES: dict[str, list[list[str]]] = {
         ["--data", "images", "--state", "state"],
         ["--data", "images", "--state", "state", "--json"],
     ],
+    "edge-client update": [["--update-key", "{attack}"]],
     "fleet demo": [["--method", "{attack}"]],
     "fleet experiment": [["{attack}"]],
     "fleet host": [["--parts", "{attack}", "--devices", "1", "--state", "hosted", "--broker", "{attack}"]],

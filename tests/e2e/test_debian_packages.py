@@ -4,10 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from coordinator.operations.releasing import publish
+from fedvit.publisher import PublisherKey
+from fedvit.releases import pack_folder
 from tests.support.programs import Stage
 
 pytestmark = pytest.mark.slow
@@ -44,7 +48,7 @@ def test_two_builds_are_equal(built: tuple[Path, Path]) -> None:
     one, two = built
     names = sorted(path.name for path in one.iterdir())
     assert names == sorted(path.name for path in two.iterdir())
-    assert len(names) == 2
+    assert len(names) == 3
     for name in names:
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
@@ -73,9 +77,8 @@ def test_package_is_whole(built: tuple[Path, Path], tmp_path: Path, name: str) -
             assert not [folder for folder in builder if folder.encode() + b"/" in text], path
 
 
-def test_installed_device_trains(built: tuple[Path, Path], stage: Stage) -> None:
-    """The environment below /opt/fedvit is enough, with processes for graphs; nothing comes from this test's own."""
-    installed = stage.folder / "installed"
+def install(built: tuple[Path, Path], installed: Path) -> list[str]:
+    """Unpack the device's package; return the beginning of a command line in which it is below /opt."""
     subprocess.run(["dpkg-deb", "--extract", find_package(built[0], "fedvit-edge"), installed], check=True)
     python = installed / "opt/fedvit/bin/python"
     assert os.readlink(python) == "/usr/bin/python3"
@@ -86,8 +89,14 @@ def test_installed_device_trains(built: tuple[Path, Path], stage: Stage) -> None
     settings.write_text(settings.read_text().replace("/usr/bin", str(Path(sys.base_prefix) / "bin")))
 
     enter = ["unshare", "--map-root-user", "--mount", "sh", "-ec", ENTER, "sh", str(installed / "opt/fedvit")]
-    clean = ["env", "-i", f"FEDVIT_STATE={stage.folder / 'state'}", "PATH=/usr/bin:/bin"]
-    program = [*enter, *clean, "sh", str(installed / "usr/bin/edge-client")]
+    state = installed.parent / "state"
+    clean = ["env", "-i", f"FEDVIT_STATE={state}", f"FEDVIT_TRIAL={state / 'trial'}", "PATH=/usr/bin:/bin"]
+    return [*enter, *clean, "sh", str(installed / "usr/bin/edge-client")]
+
+
+def test_installed_device_trains(built: tuple[Path, Path], stage: Stage) -> None:
+    """The environment below /opt/fedvit is enough, with processes for graphs; nothing comes from this test's own."""
+    program = install(built, stage.folder / "installed")
     coordinator = stage.coordinator("--devices", "1", "--rounds", "1")
     where = [
         "--broker",
@@ -106,3 +115,34 @@ def test_installed_device_trains(built: tuple[Path, Path], stage: Stage) -> None
         ("packaged", "train"),
     ]
     assert (stage.folder / "state").is_dir()
+
+
+def test_installed_device_updates_itself(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """The package that is built beside it goes beside it, under another version, and is left again."""
+    program = install(built, tmp_path / "installed")
+    [package] = built[0].glob("fedvit-edge-*.zip")
+    python, machine = package.stem.split("-")[-2:]
+    with zipfile.ZipFile(package) as archive:
+        archive.extractall(tmp_path / "newer")
+    [file] = (tmp_path / "newer").glob("fedvit-*.dist-info/METADATA")
+    version = file.parent.name.removesuffix(".dist-info").removeprefix("fedvit-")
+    file.write_text(file.read_text().replace(f"Version: {version}", "Version: 99.0.0", 1))
+    file.parent.rename(file.parent.with_name("fedvit-99.0.0.dist-info"))
+    newer = tmp_path / f"fedvit-edge-99.0.0-{python}-{machine}.zip"
+    pack_folder(tmp_path / "newer", newer)
+    key = PublisherKey.create(tmp_path / "release.key")
+    releases = publish(tmp_path / "releases", "stable", [newer], {}, key)
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("--version").split()[-1] == version
+    output = run("update", str(tmp_path / "releases"), "--update-key", key.public)
+    assert "99.0.0 is installed" in output
+    assert run("--version").split()[-1] == "99.0.0"
+    run("update", "--back")
+    assert run("--version").split()[-1] == version
+    [offer] = releases.offers
+    print(output, f"packed {offer.packages[0].size}, unpacked {offer.packages[0].unpacked} bytes")

@@ -30,7 +30,8 @@ def mosquitto(folder: Path, *lines: str, password: str | None = None, tls: bool 
     base = configuration("127.0.0.1", address, folder / "passwords").splitlines()
     text = [line for line in base if line.split()[0] not in given] + list(lines)
     if tls:
-        text += _certificate(folder)
+        certificate, key = make_certificate(folder)
+        text += [f"certfile {certificate}", f"keyfile {key}"]
     (folder / "mosquitto.conf").write_text("\n".join(text) + "\n")
     command = [str(program), "-c", str(folder / "mosquitto.conf")]
     broker = Broker("mosquitto", address, BrokerProgram(command, {}, folder / "log"))
@@ -65,8 +66,8 @@ def served(address: Address, federation: str = "home") -> Iterator[list[str]]:
         router.close()
 
 
-def _certificate(folder: Path) -> list[str]:
-    """A self-signed certificate for localhost."""
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Make a self-signed certificate for localhost; return it and its key."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
         [
@@ -77,4 +78,4 @@ def _certificate(folder: Path) -> list[str]:
         check=True,
         capture_output=True,
     )
-    return [f"certfile {certificate}", f"keyfile {key}"]
+    return certificate, key

@@ -136,7 +136,7 @@ def test_every_rate_is_measured(measured: Speed) -> None:
     sizes = [(rate.kind, rate.batch, rate.rows, rate.inner, rate.columns) for rate in measured.products]
     assert sizes == list(PRODUCTS)
     assert set(measured.bytes_per_s) == set(PASSES)
-    assert {"chain", *BY_NUMPY, *PASSES} == set(probe_graphs.GRAPHS)
+    assert {"chain", "step", *BY_NUMPY, *PASSES} == set(probe_graphs.GRAPHS)
     rates = [rate.flops_per_s for rate in measured.products] + list(measured.bytes_per_s.values())
     assert all(np.isfinite(rate) and rate > 0 for rate in rates)
     assert measured.node_s > 0

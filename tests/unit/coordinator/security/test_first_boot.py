@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.security.first_boot import FORMER, TOKEN_FILE, USER_DATA, make_commands, write_boot_files
+from coordinator.security.first_boot import FORMER, TOKEN_FILE, USER_DATA, UpdateSource, make_commands, write_boot_files
 from fedvit.errors import ConfigError
 from tests.support.codes import has_code
 
@@ -52,6 +52,15 @@ def test_empty_partition(partition: Path, package: Path) -> None:
     assert settings["write_files"] == [{"path": TOKEN_FILE, "permissions": "0600", "content": "fedvit1-abc\n"}]
     assert settings["runcmd"] == make_commands(package.name)
     assert (partition / "meta-data").read_text() == "instance-id: fedvit-pi-1\n"
+
+
+def test_board_that_updates_itself(partition: Path, package: Path) -> None:
+    """Its root pins the key, before the device trains."""
+    updates = UpdateSource("https://server/releases", "ed25519:" + 43 * "A")
+    write_boot_files(partition, "pi-1", "fedvit1-abc", package, updates)
+    *_, pin, timer = read_user_data(partition)["runcmd"]
+    assert pin == ["edge-client", "update", updates.source, "--update-key", updates.key]
+    assert timer == ["systemctl", "enable", "--now", "fedvit-update.timer"]
 
 
 def test_settings_of_an_imaging_program_stay(partition: Path, package: Path) -> None:

@@ -9,10 +9,10 @@ from edge_client.health.doctor_context import DoctorContext
 
 def test_all_checks_are_made_one_after_the_other(context: DoctorContext, digits: Path) -> None:
     found = [*run_checks(replace(context, data=digits))]
-    assert len(CHECKS) == 16
+    assert len(CHECKS) == 17
     assert [finding.check for finding in found] == [
-        "engine", "kernels", "sandbox", "memory", "disk", "clock", "temperature", "throttling", "battery", "policy",
-        "state", "files", "vault key", "identity", "data", "broker",
+        "engine", "kernels", "sandbox", "training", "memory", "disk", "clock", "temperature", "throttling", "battery",
+        "policy", "state", "files", "vault key", "identity", "data", "broker",
     ]  # fmt: skip
     assert worst(found) == "error"
     assert worst(found[:-1]) == "ok"

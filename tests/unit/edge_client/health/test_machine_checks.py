@@ -19,6 +19,7 @@ from edge_client.health.machine_checks import (
     check_kernels,
     check_memory,
     check_sandbox,
+    check_training,
 )
 from fedvit.policy import Policy, TrainPolicy
 from fedvit.transport.address import Address
@@ -68,6 +69,16 @@ def test_the_sandbox(context: DoctorContext, tmp_path: Path, script: str | None,
     """This machine's kernel can confine a process; one that cannot says what is missing."""
     [found] = check_sandbox(replace(context, interpreter=dying(tmp_path, script)) if script else context)
     assert (found.level, words in found.what) == (level, True)
+
+
+def test_a_training_step(context: DoctorContext, tmp_path: Path) -> None:
+    """It is a real one here; elsewhere its process dies or finds other numbers."""
+    [found] = check_training(context)
+    assert found.level == "ok"
+    wrong = "echo 'DeviceTrouble: a training step gives wrong numbers' >&2; exit 1"
+    for script, words in ((ILLEGAL, "SIGILL"), (wrong, "wrong numbers")):
+        [found] = check_training(replace(context, interpreter=dying(tmp_path, script)))
+        assert (found.level, words in found.what) == ("error", True)
 
 
 def test_kernels_that_are_not_installed(context: DoctorContext, monkeypatch: pytest.MonkeyPatch) -> None:

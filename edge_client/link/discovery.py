@@ -1,0 +1,53 @@
+"""Finds coordinators in the local network that may adopt devices, by mDNS."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedvit.errors import ConfigError, LinkDown
+from fedvit.wire.adoption import SERVICE
+
+SEARCH_S = 3.0
+"""Time in which coordinators answer."""
+ANSWER_MS = 2000
+
+
+class Coordinator(NamedTuple):
+    """A coordinator that announces itself; anybody in the network can claim to be one, which the code shows."""
+
+    name: str
+    host: str
+    port: int
+
+
+def find_coordinators(search_s: float = SEARCH_S, interfaces: Sequence[str] | None = None) -> list[Coordinator]:
+    """Return the coordinators that answer, by name; `interfaces` are addresses of this device, None: all.
+
+    Raises ConfigError without the package zeroconf, LinkDown without a network.
+    """
+    try:
+        from zeroconf import InterfaceChoice, ServiceBrowser, Zeroconf
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "FV1342",
+            f"to look for coordinators needs the package {error.name}: pip install 'fedvit[discovery]', or name one: "
+            "`edge-client join --from HOST`",
+        ) from None
+    names: set[str] = set()
+    try:
+        zeroconf = Zeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
+    except OSError as error:
+        raise LinkDown("FV1342", f"this device has no network: {error.strerror}; connect it and try again") from error
+    try:
+        handler = lambda name, **_: names.add(name)  # noqa: E731
+        browser = ServiceBrowser(zeroconf, SERVICE, handlers=[handler])
+        time.sleep(search_s)
+        browser.cancel()
+        found = []
+        for name in sorted(names):
+            info = zeroconf.get_service_info(SERVICE, name, ANSWER_MS)
+            if info and info.port and (addresses := info.parsed_addresses()):
+                found.append(Coordinator(name.removesuffix(f".{SERVICE}"), addresses[0], info.port))
+        return found
+    finally:
+        zeroconf.close()

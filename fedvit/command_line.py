@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import click
+import msgspec
 
 from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
@@ -93,6 +94,11 @@ class LazyGroup(Group):
 
 
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")
+
+
+def print_json(document: Any) -> None:
+    """Print a document as indented JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
 
 
 def _set_log_format(_: click.Context, __: click.Parameter, chosen: str) -> None:

@@ -87,8 +87,8 @@ def render_page() -> str:
             remedy = explanation.remedy
             if explanation.page:
                 remedy = f"{remedy.removesuffix('.')} ([{explanation.page}]({explanation.page}))."
-            texts = f"### {code}: {explanation.title}", explanation.meaning, remedy
-            lines += [f"\n{text}\n" for text in texts if text]
+            texts = f"**{code}: {explanation.title}.**", explanation.meaning, remedy
+            lines.append(f"\n{' '.join(text for text in texts if text)}\n")
     return "".join(lines)
 
 

@@ -1,10 +1,9 @@
 """`coordinator boards`: lists boards and their data."""
 
 import click
-import msgspec
 
 from coordinator.compute.planning.boards import board_page, boards_table, entries, entry
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from profiles.catalogue import in_mode
 from profiles.report.console import Console
 
@@ -18,7 +17,7 @@ def boards(id: str | None, as_json: bool) -> None:
     board = in_mode(id)[0] if id else None
     if as_json:
         data = entry(board) if board else entries()
-        click.echo(msgspec.json.format(msgspec.json.encode(data)).decode())
+        print_json(data)
         return
     console = Console()
     console.print(board_page(board) if board else boards_table(console.width))

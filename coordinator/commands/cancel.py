@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import click
-import msgspec
 
 from coordinator.commands.flags import runs_flag
+from coordinator.commands.run_change import print_change
 from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
@@ -18,10 +18,5 @@ from fedvit.files import private_files
 @private_files()
 def cancel(run: str, folder: Path, as_json: bool) -> None:
     """Cancel RUN: at once if it is queued, within seconds if it is being served. It cannot be resumed."""
-
     with open_runs(folder, writes=True) as runs:
-        changed = runs.cancel(run)
-    if as_json:
-        click.echo(msgspec.json.encode({"run": run, "status": changed.status}).decode())
-    else:
-        click.echo(f"run {run}: {changed.done}")
+        print_change(runs.cancel(run), "status", as_json=as_json)

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import click
-import msgspec
 
 from coordinator.commands.flags import deployment_flag
 from coordinator.operations.devices import LocalDevices, check_policy
@@ -14,7 +13,7 @@ from coordinator.operations.documents import Invitation
 from coordinator.security.first_boot import UpdateSource, check_boot_files, write_boot_files
 from coordinator.security.folder import Deployment
 from coordinator.security.service import is_served, served
-from fedvit.command_line import Command, amount, json_flag
+from fedvit.command_line import Command, amount, json_flag, print_json
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.minisign import parse_any_key
 from fedvit.policy import read_policy_file
@@ -109,7 +108,7 @@ def enroll(
         for file in write_boot_files(boot, names[0], made[0].token, package, releases):
             click.echo(f"wrote {file}", err=True)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(made if len(made) > 1 else made[0])).decode())
+        print_json(made if len(made) > 1 else made[0])
     else:
         for line in _describe(made, valid, on_card=boot is not None):
             click.echo(line, err=not line.startswith(JOIN))

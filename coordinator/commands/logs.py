@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import click
-import msgspec
 
 from coordinator.commands.flags import runs_flag
 from coordinator.operations.opening import open_runs
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError
 from fedvit.terminal import escape_line
 
@@ -22,7 +21,7 @@ def logs(device: str, folder: Path, run: str | None, as_json: bool) -> None:
     with open_runs(folder) as runs:
         found = runs.read_logs(device, run)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return
     if not found:
         where = f"run {run!r}" if run else f"any run of {folder}"

@@ -4,11 +4,10 @@ from importlib import import_module
 from typing import Any
 
 import click
-import msgspec
 
 from coordinator.commands.flags import key_value
 from coordinator.compute.planning.method_entry import STORED_CLASSES, page, read_stored_entries, table
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_model, check_model_options, find_packaged_methods, method_classes
 from fedvit.known_values import check_model_values, check_settings
@@ -66,6 +65,6 @@ def methods(name: str | None, names: tuple[str, ...], model: str, classes: int, 
         entries |= {entry.name: entry for entry in computed}
     shown = [entries[each] for each in wanted]
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
+        print_json(shown)
         return
     Console().print(page(shown[0], model, classes) if name else table(shown, model, classes))

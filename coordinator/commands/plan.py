@@ -14,7 +14,7 @@ from coordinator.commands.sign import PATH, sign_graphs
 from coordinator.compute.planning.forecast import write_forecast
 from coordinator.config import RunConfig, make_config
 from coordinator.record.opening import open_existing_record
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.files import private_files
 from profiles.report.console import Console
@@ -66,7 +66,7 @@ def plan(run: str | None, folder: Path, key: Path | None, file: Path, as_json: b
     if run:
         write_forecast(folder / run, profiling.forecast_of(wanted, chosen))
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(chosen)).decode())
+        print_json(chosen)
     else:
         console = Console()
         report = import_module("coordinator.compute.planning.plan_report")

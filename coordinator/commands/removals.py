@@ -1,9 +1,9 @@
 """Output of the commands that remove something."""
 
 import click
-import msgspec
 
 from coordinator.record.retention import Removal
+from fedvit.command_line import print_json
 from fedvit.terminal import escape_line
 
 keep_mirrors_flag = click.option(
@@ -13,7 +13,7 @@ keep_mirrors_flag = click.option(
 
 def print_removals(removed: "list[Removal]", as_json: bool, verb: str) -> None:
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(removed)).decode())
+        print_json(removed)
         return
     for entry in removed:
         where = entry.path or f"record of run {entry.run}"

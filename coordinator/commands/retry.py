@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import click
-import msgspec
 
 from coordinator.commands.flags import runs_flag
+from coordinator.commands.run_change import print_change
 from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
@@ -19,8 +19,4 @@ from fedvit.files import private_files
 def retry(run: str, folder: Path, as_json: bool) -> None:
     """Let a service serve the failed RUN again: from its newest round, or from the queue if it has none."""
     with open_runs(folder, writes=True) as runs:
-        changed = runs.retry(run)
-    if as_json:
-        click.echo(msgspec.json.encode({"run": run, "status": changed.status}).decode())
-    else:
-        click.echo(f"run {run}: {changed.done}")
+        print_change(runs.retry(run), "status", as_json=as_json)

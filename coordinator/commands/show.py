@@ -17,7 +17,7 @@ from coordinator.record.retention import lock_run
 from coordinator.run_view import RunView, show_document
 from coordinator.views.terminal import MOST_ROUNDS, draw_run
 from coordinator.views.trackers.following import check_writers, make_writers, write_all
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.quantities import format_count
@@ -54,7 +54,7 @@ def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any
     with open_runs(folder) as runs:
         view = runs.read(run, accuracy_of=None if as_json else MOST_ROUNDS)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(show_document(view))).decode())
+        print_json(show_document(view))
         return
     print_run(view)
 

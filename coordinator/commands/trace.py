@@ -10,7 +10,7 @@ import msgspec
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import open_existing_record
 from coordinator.views.trace import RoundTrace, TaskTrace, TraceStep, read_trace
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError
 from fedvit.task_names import KINDS
 from fedvit.terminal import escape_line
@@ -49,7 +49,7 @@ def trace(task: str, folder: Path, logs: tuple[Path, ...], as_json: bool) -> Non
     tasks = [one for one in found.tasks if kind in (None, one.kind) and attempt in (None, one.attempt)]
     found = msgspec.structs.replace(found, tasks=tasks)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return
     if device is not None and not tasks:
         raise ConfigError("FV1629", f"nothing is known of task {task!r}: {device} was not asked in round {number}")

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import runs_flag
-from coordinator.commands.pause import print_pause
+from coordinator.commands.run_change import print_change
 from coordinator.operations.opening import open_runs
 from fedvit.command_line import Command, json_flag
 from fedvit.files import private_files
@@ -19,4 +19,4 @@ from fedvit.files import private_files
 def unpause(run: str, folder: Path, as_json: bool) -> None:
     """Let the paused RUN open rounds again. A run whose process has ended needs `coordinator start --resume`, too."""
     with open_runs(folder, writes=True) as runs:
-        print_pause(runs.unpause(run), as_json)
+        print_change(runs.unpause(run), "paused_at", as_json=as_json)

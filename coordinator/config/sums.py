@@ -18,7 +18,11 @@ class SumsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float, Meta(ge=1e-6, le=1e6, description="Numbers of an update are clipped to [-range, range].")
     ] = 4.0
     bits: Annotated[
-        Literal[16, 24, 32], Meta(description="Bits of a number: fewer are sent faster, and rounded more coarsely.")
+        Literal[16, 24, 32],
+        Meta(
+            description="Bits of a number: fewer are sent faster, and rounded more coarsely. With `updates.up`, those "
+            "of the first round."
+        ),
     ] = 32
     neighbours: Annotated[
         int, Meta(ge=2, le=128, description="Other devices with which a device has masks in common.")

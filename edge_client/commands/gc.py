@@ -3,12 +3,11 @@
 from typing import Any
 
 import click
-import msgspec
 
 from edge_client.commands.options import program_options, read_settings
 from edge_client.storage.retention import collect, lines, lock_states, remove_strays
 from edge_client.storage.state import existing_state, lock_state, state_base, stray_states
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 
 
 @click.command(
@@ -46,4 +45,7 @@ def command(
         state = existing_state(settings)
         with lock_states(state, lock_state):
             report = collect(state, keep_runs=settings.policy.train.keep_runs or 1, dry_run=dry_run)
-    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(lines(report))

@@ -5,12 +5,11 @@ from datetime import datetime
 from typing import Any
 
 import click
-import msgspec
 
 from edge_client.commands.options import program_options, read_settings
 from edge_client.storage.ledger import Ledger, LedgerLine
 from edge_client.storage.state import state_folder
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError
 from fedvit.quantities import format_bytes, parse_seconds
 from fedvit.terminal import escape_line
@@ -50,7 +49,7 @@ def command(context: click.Context, /, *, since_s: float, as_json: bool, **own: 
     settings = read_settings(context, own)
     read = Ledger(state_folder(settings.data, settings.state)).read(since_s)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(list(read))).decode())
+        print_json(list(read))
         return
     for line in read:
         click.echo(describe_line(line))

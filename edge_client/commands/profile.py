@@ -4,12 +4,11 @@ import secrets
 from typing import Any
 
 import click
-import msgspec
 
 from edge_client.commands.options import DEVICE_OPTIONS, program_options, read_settings
 from edge_client.link.endpoint import endpoint_of, state_and_name
 from edge_client.owner.profile import Installation, measure_self, table
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.wire.topics import Topics
 from profiles.probes.speed import measure_speed
 
@@ -42,4 +41,7 @@ def command(context: click.Context, /, *, fresh: bool, as_json: bool, **own: Any
         lambda what: click.echo(f"measuring: {what}", err=True),
         fresh=fresh,
     )
-    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else table(report))
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(table(report))

@@ -3,12 +3,11 @@
 from typing import Any
 
 import click
-import msgspec
 
 from edge_client.commands.options import program_options, read_settings
 from edge_client.storage.retention import lines, lock_states, remove_runs
 from edge_client.storage.state import existing_state, lock_state
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 
 
 @click.command(
@@ -30,4 +29,7 @@ def command(
     state = existing_state(read_settings(context, own))
     with lock_states(state, lock_state):
         report = remove_runs(state, list(dict.fromkeys(runs)), force=force, dry_run=dry_run)
-    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else lines(report))
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(lines(report))

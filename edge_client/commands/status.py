@@ -9,7 +9,7 @@ from edge_client.commands.options import program_options, read_settings
 from edge_client.health.status import lines, read_status
 from edge_client.storage.ledger import Ledger, describe_sent, midnight_s, sum_lines
 from edge_client.storage.state import in_use, state_folder, status_file
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.policy import find_narrowness
 
 
@@ -33,7 +33,7 @@ def command(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
     sent = sum_lines(Ledger(folder).read(midnight_s()))
     if as_json:
         shown = {**msgspec.to_builtins(status), "running": running, "sent": msgspec.to_builtins(sent)}
-        click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
+        print_json(shown)
     else:
         policy = find_narrowness(settings.policy) or f"methods: {settings.policy.describe_methods()}"
         click.echo(lines(status, running=running, more=(("today", describe_sent(sent)), ("policy", policy))))

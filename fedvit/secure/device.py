@@ -68,6 +68,7 @@ class DeviceSum:
         self._keep = keep
         self._credentials = credentials
         self._least = max(min_cohort, LEAST_DEVICES)
+        self._agreed: dict[str, bytes] = {}  # secrets in common with neighbours, from which keys of shares follow
 
     def answer_invite(self) -> SumKeys:
         """Return the device's public keys, signed if it has a certificate."""
@@ -223,7 +224,9 @@ class DeviceSum:
 
     def _share_key(self, sender: str, receiver: str) -> bytes:
         peer = receiver if sender == self._device else sender
-        return self._binding.derive(self._share_pair.agree(self._peer(peer).share_key), "shares", sender, receiver)
+        if peer not in self._agreed:
+            self._agreed[peer] = self._share_pair.agree(self._peer(peer).share_key)
+        return self._binding.derive(self._agreed[peer], "shares", sender, receiver)
 
     def _unseal_shares(self, inbox: SumInbox) -> dict[str, bytes]:
         """Return both shares of each neighbour. Raises BadPayload."""

@@ -67,11 +67,6 @@ class KeyPair:
         return self._agreed[public]
 
 
-def find_public_key(secret: bytes) -> bytes:
-    """Return the X25519 public key of a private one."""
-    return KeyPair(secret).public
-
-
 def agree(secret: bytes, public: bytes) -> bytes:
     """Return what two devices have in common, each with its private and the other's public key. Raises BadPayload."""
     return KeyPair(secret).agree(public)

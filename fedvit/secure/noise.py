@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fedvit.secure.fixed_point import BLOCK_VALUES, Words, find_step
+from fedvit.secure.fixed_point import Words, find_step
 from fedvit.secure.neighbours import count_least_devices
 from fedvit.tensors import Array
 from fedvit.wire.messages import SumNoise, SumTerms
@@ -31,6 +31,8 @@ LEAST_STEPS = 4.0
 """Standard deviation of a device's noise, in steps, from which on the rounding costs no privacy."""
 TAIL = 8.0
 """Standard deviations of the noise that fit into the range: more in one number have a probability of 1e-15."""
+BLOCK_VALUES = 1 << 18
+"""Numbers that are drawn at a time. Another number would give another noise for the same key."""
 COUNT_STEPS = 1 << 20
 """Steps of a noisy count of devices."""
 

@@ -239,14 +239,14 @@ class SumServer:
 
         Devices that left count against the threshold of their neighbours until an attempt begins without them. After
         the shares that costs a message, so that it is worth half of the reserve. After the masked numbers it costs
-        another upload, so that the reserve must be used up.
+        another upload, so that only a third of the reserve may be left.
         """
         if step not in ("shares", "masked"):
             return False
         holders = count_holders(len(self.waiting), self.state.terms.neighbours)
         again = holders - count_needed_holders(holders)
         reserve, _ = find_least_reserve(self._neighbours, self.waiting)
-        return reserve < (again / 2 if step == "shares" else min(again, 1))
+        return reserve < (again / 2 if step == "shares" else again / 3)
 
     def _describe_left(self) -> str:
         left = [f"{device}: {reason}" for device, reason in sorted(self.refused.items())]

@@ -37,7 +37,7 @@ def count_bytes(words: int, exact: int, bits: int) -> int:
 
 def pack_vector(vector: Vector, bits: int) -> bytes:
     """Pack a vector: its words with `bits` each, then its exact integers, all little-endian."""
-    return pack_words(vector.words, bits) + vector.exact.astype("<u8").tobytes()
+    return b"".join((pack_words(vector.words, bits), vector.exact.astype("<u8", copy=False).tobytes()))
 
 
 def unpack_vector(content: bytes, words: int, exact: int, bits: int) -> Vector:
@@ -49,11 +49,11 @@ def unpack_vector(content: bytes, words: int, exact: int, bits: int) -> Vector:
     return Vector(unpack_words(content[:end], bits), np.frombuffer(content[end:], "<u8").astype(np.uint64))
 
 
-def pack_words(words: Words, bits: int) -> bytes:
-    """Pack words with `bits` each."""
+def pack_words(words: Words, bits: int) -> bytes | memoryview:
+    """Pack words with `bits` each. With 32 bits, they are not copied."""
     if bits == 24:
-        return words.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
-    return words.astype(f"<u{bits // 8}").tobytes()
+        return words.astype("<u4", copy=False).view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+    return words.astype(f"<u{bits // 8}", copy=False).data.cast("B")
 
 
 def unpack_words(content: bytes, bits: int) -> Words:

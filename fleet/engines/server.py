@@ -44,6 +44,7 @@ class TorchServer:
         self._screen = Screen.of(trainer.config.robust)
         self._sent: dict[str, Reference] = {}
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
+        self._largest: float | None = None  # in the newest sum, if it has a codec
         self._unsaved: set[str] = set()  # names of those that no checkpoint holds, instead of digests
 
     def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
@@ -112,7 +113,9 @@ class TorchServer:
         layout = Layout.of_program(program, "train")
         images, devices, denominator = max(one.images for one in trained), len(trained), find_denominator(config)
         find = self._store, self._run, config, number
-        terms = make_terms(layout, config, devices, images, find_noise(*find), find_largest(*find))
+        # the record has the round before only after a checkpoint, which a run resumes from
+        largest = find_largest(*find) if self._largest is None else self._largest
+        terms = make_terms(layout, config, devices, images, find_noise(*find), largest)
 
         def make_noise() -> NoiseShare | None:
             stream = MaskStream(secrets.token_bytes(KEY_BYTES))
@@ -121,6 +124,7 @@ class TorchServer:
         vector = add_plainly(payloads, terms, config.seed, number, make_noise)
         total = read_training(layout, vector, terms, denominator)
         figures = describe_training(total, terms, denominator, began=devices, summed=devices)
+        self._largest = figures.get("largest")
         name = f"{SUM}/{number}"
         self._uploads[name] = total.mean
         return Upload(SUM, total.samples, name, partial(self._load, name)), {"devices": float(devices), **figures}

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,7 +20,6 @@ from fleet.experiments.settings import (
     divide_method,
     divide_named,
     list_points,
-    read_experiment,
     read_tune,
 )
 from fleet.partitions import make_partition
@@ -56,14 +54,6 @@ class _Comparison(NamedTuple):
     method: str
     partition: str
     rule: tuple[str, dict[str, Any]]  # the partition's kind and all its options
-
-
-def read_grid(file: Path, dataset: str | None = None) -> Grid:
-    """Read and check an experiment, and plan its grid; `dataset` replaces the file's.
-
-    Raises ConfigError naming the file, the key and what is allowed.
-    """
-    return plan_grid(read_experiment(file, dataset))
 
 
 def plan_grid(file: ExperimentFile) -> Grid:

@@ -1,7 +1,6 @@
 """The page on the predicted cost of a method's variants on devices."""
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import TypeVar
 
 from fedvit.resources import Budget, BudgetKind
@@ -243,36 +242,35 @@ def _phase_label(variant: str, phase: MemoryPhase, *, many: bool) -> str:
 
 _VARIANT_COLUMNS = (
     Column("variant", "variant", lambda variant: variant.label),
-    *(
-        Column(name, heading, attrgetter(f"cost.{name}"))
-        for name, heading in {
+    *columns(
+        {
             "kept_patches": "patches kept",
             "batch_size": "batch",
             "run_size": "of a run",
             "parameters_trained": "trained",
             "parameters_frozen": "frozen",
             "parameters_local": "stays local",
-        }.items()
+        },
+        "cost",
     ),
     Column("flops", "forward / image", lambda variant: per_image(variant.cost, variant.cost.flops_forward)),
     Column("flops", "backward / image", lambda variant: per_image(variant.cost, variant.cost.flops_backward)),
-    *(
-        Column(name, heading, attrgetter(f"cost.{name}"))
-        for name, heading in {
+    *columns(
+        {
             "steps": "steps",
             "flops_round": "FLOP / round",
             "flops_evaluate": "FLOP / test image",
             "bytes_once": "once",
             "bytes_down": "down",
             "bytes_up": "up",
-        }.items()
+        },
+        "cost",
     ),
 )
 _PREDICTION_COLUMNS = (
     *columns({"device": "device", "variant": "variant"}),
-    *(
-        Column(name, heading, attrgetter(f"prediction.{name}"))
-        for name, heading in {
+    *columns(
+        {
             "step_s": "step",
             "train_s": "training",
             "evaluate_s": "testing",
@@ -280,7 +278,8 @@ _PREDICTION_COLUMNS = (
             "peak_rss_bytes": "peak memory",
             "power_w": "power",
             "energy_j": "energy",
-        }.items()
+        },
+        "prediction",
     ),
     Column("over", "over", lambda row: ", ".join(BUDGETS[kind] for kind in row.prediction.over) or "nothing"),
 )

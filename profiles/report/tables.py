@@ -8,6 +8,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rich import box
@@ -52,9 +53,9 @@ class Column(NamedTuple):
         return self.value(row) if self.value else getattr(row, self.name)
 
 
-def columns(headings: dict[str, str]) -> list[Column]:
-    """Make columns from attributes of a row and their headings."""
-    return [Column(name, heading) for name, heading in headings.items()]
+def columns(headings: dict[str, str], part: str = "") -> list[Column]:
+    """Make columns from attributes of a row, or of one of its parts, and their headings."""
+    return [Column(name, heading, attrgetter(f"{part}.{name}") if part else None) for name, heading in headings.items()]
 
 
 def clock(at: str | None) -> str:

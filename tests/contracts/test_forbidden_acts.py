@@ -8,7 +8,6 @@ receives everything.
 import secrets
 import socket
 import ssl
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,6 @@ from paho.mqtt.enums import MQTTProtocolVersion
 
 from coordinator.security.authority import DAY_S, Authority
 from coordinator.security.folder import COORDINATOR, Deployment, make_token
-from coordinator.security.service import served
 from fedvit.transport.address import Address
 from fedvit.transport.base import Will
 from fedvit.wire.enrolment import (
@@ -43,7 +41,7 @@ from fedvit.wire.enrolment import (
 )
 from fedvit.wire.topics import Topics
 from tests.support.access import FOR_ALL, MAY_PUBLISH, WIDEST, Parties, list_filters, list_targets, list_topics
-from tests.support.deployments import make_deployment, make_device, make_request
+from tests.support.deployments import make_deployment, make_device, make_request, serve_deployment
 from tests.support.mqtt_client import Client
 from tests.support.waiting import wait_until
 
@@ -68,18 +66,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("acts")
     deployment = make_deployment(folder / "deployment")
     attacker, victim = (make_device(deployment, folder / "keys", name) for name in (ATTACKER, VICTIM))
-    parties, over = Parties(HOME, ATTACKER, VICTIM, attacker, victim, deployment.address), threading.Event()
-    with served(deployment, lambda _: None) as service:
-
-        def watch() -> None:
-            while not over.wait(0.02):
-                service.watch()
-
-        thread = threading.Thread(target=watch, name="watch")
-        thread.start()
+    parties = Parties(HOME, ATTACKER, VICTIM, attacker, victim, deployment.address)
+    with serve_deployment(deployment):
         yield Stage(deployment, folder, parties)
-        over.set()
-        thread.join()
 
 
 def make_payload() -> bytes:

@@ -1,9 +1,9 @@
 """Fixtures of the end-to-end tests: data, a graph cache, the undisturbed run, and a stage for each test."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,15 +26,28 @@ def parts(shared: Path) -> Path:
     return make_once(shared / "e2e" / "data", lambda folder: deal_digits(folder / "parts", DEVICES)) / "parts"
 
 
+CalmRun = Callable[[str, Mapping[str, Any]], bytes]
+
+
 @pytest.fixture(scope="session")
-def undisturbed(shared: Path, parts: Path, graph_cache: Path) -> bytes:
-    """The final tensors of a run to which nothing happened, in memory."""
-    folders = [parts / name for name in DEVICES]
-    out = make_once(
-        shared / "e2e" / "undisturbed",
-        lambda out: simulate(RunRequest(folders, CONFIG, out=out, run="calm", graph_cache=graph_cache)),
-    )
-    return (out / "calm" / "model.safetensors").read_bytes()
+def calm_run(shared: Path, parts: Path, graph_cache: Path) -> CalmRun:
+    """Return a function that makes a run without a fault, once for each name, and returns its final tensors."""
+
+    def make(name: str, values: Mapping[str, Any]) -> bytes:
+        folders = [parts / device for device in DEVICES]
+        out = make_once(
+            shared / "e2e" / name,
+            lambda out: simulate(RunRequest(folders, dict(values), out=out, run="calm", graph_cache=graph_cache)),
+        )
+        return (out / "calm" / "model.safetensors").read_bytes()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def undisturbed(calm_run: CalmRun) -> bytes:
+    """The final tensors of the usual run without a fault."""
+    return calm_run("undisturbed", CONFIG)
 
 
 @pytest.fixture

@@ -3,15 +3,12 @@
 import json
 import random
 import shutil
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from fedvit.errors import ConfigError
-from fleet.request import RunRequest
-from fleet.simulate import simulate
 from tests.e2e.test_deployment import join_device, make_deployment
-from tests.support.once import make_once
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, said, wait_for
 
 VALUES = {**CONFIG, "method": "fedavg", "options": {"epochs": 4, "batch_size": 8, "lr": 1e-3}}
@@ -20,14 +17,9 @@ CASES = [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed i
 
 
 @pytest.fixture
-def calm(shared: Path, parts: Path, graph_cache: Path) -> bytes:
+def calm(calm_run: Callable[..., bytes]) -> bytes:
     """Return the final tensors of the same run without a fault."""
-    folders = [parts / name for name in DEVICES]
-    out = make_once(
-        shared / "e2e" / "calm-without-personal-tensors",
-        lambda out: simulate(RunRequest(folders, VALUES, out=out, run="calm", graph_cache=graph_cache)),
-    )
-    return (out / "calm" / "model.safetensors").read_bytes()
+    return calm_run("calm-without-personal-tensors", VALUES)
 
 
 @pytest.mark.parametrize("seed", CASES)

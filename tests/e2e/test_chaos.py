@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from fleet.processes import last_line
-from fleet.request import RunRequest
-from fleet.simulate import simulate
 from tests.support.federation import BROKER, COORDINATOR, PATIENCE_S, SCENARIO, Fault, Federation, count_duplicates
-from tests.support.once import make_once
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 from tests.support.proxy import Network
 
@@ -43,14 +40,9 @@ ROOM_BYTES = 8192
 
 
 @pytest.fixture(scope="session")
-def reference(shared: Path, parts: Path, graph_cache: Path) -> bytes:
+def reference(calm_run: Callable[..., bytes]) -> bytes:
     """The tensors of a run without faults."""
-    folders = [parts / name for name in DEVICES]
-    out = make_once(
-        shared / "e2e" / "calm",
-        lambda out: simulate(RunRequest(folders, VALUES, out=out, run="calm", graph_cache=graph_cache)),
-    )
-    return (out / "calm" / "model.safetensors").read_bytes()
+    return calm_run("calm", VALUES)
 
 
 @pytest.fixture

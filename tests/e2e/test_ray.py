@@ -24,12 +24,12 @@ from fleet.clusters.cluster import connect
 from fleet.devices import virtual_devices
 from fleet.experiments.cell import CellOptions, run_cell
 from fleet.experiments.folder import CellFolder
-from fleet.experiments.grid import read_grid
 from fleet.experiments.scheduler import Dealer
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 from profiles.report.curves import RoundFigures
 from tests.support.codes import has_code
+from tests.support.experiments import read_grid
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, Stage, open_to_others, toml, wait_for
 

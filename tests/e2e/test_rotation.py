@@ -13,7 +13,8 @@ import pytest
 from cryptography import x509
 
 from coordinator.security.broker.process import claim_port
-from tests.support.programs import Stage, program, said, wait_for
+from tests.support.programs import WAIT_S, Stage, program, said, wait_for
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +127,11 @@ def test_many_virtual_devices_with_certificates_and_labels(stage: Stage) -> None
         name: "munich" if int(name.split("-")[1]) % 2 else "berlin" for name in names if name < "device-2"
     }
     fleet.command("rotate-authority")
-    wait_for(lambda: f"rotated: {len(names)} devices" in stage.log("service"), "the end of the rotation")
+    wait_until(
+        lambda: f"rotated: {len(names)} devices" in stage.log("service"),
+        lambda: f"the rotation has not ended: {stage.log('service')[-4000:]}",
+        wait_s=2 * WAIT_S,
+    )
     some = names[:3]
     labelled = json.loads(
         said(stage, "coordinator.cli", "label", *some, "site=rome", "--runs", str(stage.out), "--json")

@@ -25,6 +25,19 @@ from fedvit.wire.messages import (
     Result,
     ResultAck,
     RunEnded,
+    SumAsk,
+    SumId,
+    SumInbox,
+    SumInvite,
+    SumKeys,
+    SumMasked,
+    SumNoise,
+    SumPeers,
+    SumPublicKeys,
+    SumRefused,
+    SumReveal,
+    SumShares,
+    SumTerms,
     Task,
     UrlPiece,
     UseDedicatedTopic,
@@ -69,6 +82,9 @@ USE = ResourceUse(
 )  # fmt: skip
 
 
+KEYS = SumPublicKeys(bytes(range(32)), bytes(32), bytes(range(16)), b"certificate", b"signature")
+
+
 def make_hello(instance: str, classes: tuple[str, ...]) -> Hello:
     return Hello(instance, "0.1.0", PROFILE, classes, 120, 30, {"site": "berlin"}, 1)
 
@@ -94,6 +110,12 @@ def list_device_messages(instance: str, classes: tuple[str, ...], task: Task, up
         BlobPut(upload.digest, 0, 1, stored=True),
         BlobAck(upload.digest),
         BlobAck(task.program),
+        SumKeys(name_sum(task), KEYS, bytes(32)),
+        SumShares(name_sum(task), {"a": bytes(82)}, bytes(32)),
+        SumMasked(name_sum(task), upload),
+        SumMasked(name_sum(task), upload, b"masked"),
+        SumReveal(name_sum(task), {"a": bytes(33)}),
+        SumRefused(name_sum(task), "its numbers are in a sum already"),
     ]
 
 
@@ -116,7 +138,15 @@ def list_coordinator_messages(instance: str, task: Task, stored: str) -> list[An
         BlobUrl(stored, "http://127.0.0.1:9/b/1?X=1"),
         BlobAck(stored),
         UseDedicatedTopic(task.blobs[0].digest),
+        SumInvite(name_sum(task), SumTerms(task.program, 4, 2, 24, 2.5, 463, SumNoise(1.0, 0.8, 2.5))),
+        SumPeers(name_sum(task), {"a": bytes(range(16)), "b": bytes(16)}, {"a": KEYS, "b": KEYS}),
+        SumInbox(name_sum(task), {"b": bytes(82)}),
+        SumAsk(name_sum(task), ("a", "b"), ("c",)),
     ]
+
+
+def name_sum(task: Task) -> SumId:
+    return SumId(task.run, task.round, task.kind, 1)
 
 
 def _add_delta_chain(task: Task, base: str) -> Task:

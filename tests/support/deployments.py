@@ -1,7 +1,8 @@
 """Deployments on free ports, and certificates of every kind: enrolled, expired, foreign."""
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from coordinator.security.broker.mosquitto import find_mosquitto, run_mosquitto
 from coordinator.security.broker.process import Broker, claim_port
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
+from coordinator.security.service import Service, served
 from fedvit.transport.address import Address
 
 
@@ -42,6 +44,25 @@ def run_broker(deployment: Deployment) -> Iterator[Broker]:
         yield broker
     finally:
         broker.stop()
+
+
+@contextmanager
+def serve_deployment(deployment: Deployment, operator_log: Callable[[str], None] = lambda _: None) -> Iterator[Service]:
+    """Serve a deployment within the block, as `coordinator start` does."""
+    ended = threading.Event()
+    with served(deployment, operator_log) as service:
+
+        def watch() -> None:
+            while not ended.wait(0.02):
+                service.watch()
+
+        thread = threading.Thread(target=watch, name="watch")
+        thread.start()
+        try:
+            yield service
+        finally:
+            ended.set()
+            thread.join()
 
 
 def make_request(

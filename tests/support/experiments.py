@@ -12,10 +12,11 @@ from coordinator.record.rounds import RecordedRounds
 from coordinator.rounds.display import Display
 from fleet.experiments.cell import CellOptions, run_cell
 from fleet.experiments.folder import LOG_FILE, CellFolder
-from fleet.experiments.grid import read_grid
+from fleet.experiments.grid import Grid, plan_grid
 from fleet.experiments.outcome import make_outcome
 from fleet.experiments.scheduler import Launcher, run_cells
 from fleet.experiments.search import Schedule
+from fleet.experiments.settings import read_experiment
 from profiles.report.experiment import ExperimentOutcome
 
 
@@ -24,6 +25,11 @@ def written_experiment(folder: Path, text: str) -> Path:
     file = folder / "tiny.toml"
     file.write_text(text)
     return file
+
+
+def read_grid(file: Path, dataset: str | None = None) -> Grid:
+    """Plan the grid of a file, as `fleet experiment` does."""
+    return plan_grid(read_experiment(file, dataset))
 
 
 class Here:

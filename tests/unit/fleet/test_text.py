@@ -11,11 +11,11 @@ from edge_client.owner.trained import load_own_model
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.models import TEXT
 from fleet.devices import device_folders
-from fleet.experiments.grid import read_grid
 from fleet.partition import DealSettings, deal
 from fleet.request import RunOutcome, RunRequest
 from fleet.simulate import simulate
 from tests.support.codes import has_code
+from tests.support.experiments import read_grid
 from tests.support.plays import TEXT_MODEL, write_play
 
 

@@ -56,7 +56,14 @@ from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.enrolment import FROM_DEVICE, JoinRequest, RenewRequest, Token, encode_enrolment, seal
 from fedvit.wire.topics import Topics
 from tests.support.codes import has_code
-from tests.support.deployments import change_beginning, make_deployment, make_device, make_request, run_broker
+from tests.support.deployments import (
+    change_beginning,
+    make_deployment,
+    make_device,
+    make_request,
+    run_broker,
+    serve_deployment,
+)
 from tests.support.mqtt_client import Client, make_context
 from tests.support.waiting import wait_until
 
@@ -79,18 +86,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A deployment that is being served, as by `coordinator start`."""
     said: list[str] = []
     deployment = make_deployment(tmp_path_factory.mktemp("served") / "deployment")
-    ended = threading.Event()
-    with served(deployment, said.append) as service:
-
-        def watch() -> None:
-            while not ended.wait(0.02):
-                service.watch()
-
-        thread = threading.Thread(target=watch, name="watch")
-        thread.start()
+    with serve_deployment(deployment, said.append) as service:
         yield Stage(deployment, service, said)
-        ended.set()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from coordinator.security.folder import Deployment, make_token
 from coordinator.security.own_certificates import renew_own
 from coordinator.security.rotating import begin_rotation, finish_rotation, read_rotation
 from coordinator.security.rotations import RotationRows
-from coordinator.security.service import Service, served
+from coordinator.security.service import Service
 from edge_client.link import identity as identity_module
 from edge_client.link import join as join_module
 from edge_client.link.identity import Identity
@@ -33,7 +32,7 @@ from fedvit.errors import BadPayload, ConfigError, PeerRefused
 from fedvit.transport.address import tls_context
 from fedvit.wire.enrolment import Renewed, RenewRequest, decode_enrolment, encode_enrolment
 from tests.support.codes import has_code
-from tests.support.deployments import make_deployment, make_request
+from tests.support.deployments import make_deployment, make_request, serve_deployment
 from tests.support.mqtt_client import Client
 from tests.support.rotations import HOME, check_files, join_device, list_trusted, run_device
 from tests.support.waiting import wait_until
@@ -62,18 +61,9 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(join_module, "AGAIN_S", 0.2)
     monkeypatch.setattr(identity_module, "REQUEST_INTERVAL_S", 0.5)
     said: list[str] = []
-    deployment, ended = make_deployment(tmp_path / "deployment"), threading.Event()
-    with served(deployment, said.append) as service:
-
-        def watch() -> None:
-            while not ended.wait(0.02):
-                service.watch()
-
-        thread = threading.Thread(target=watch, name="watch")
-        thread.start()
+    deployment = make_deployment(tmp_path / "deployment")
+    with serve_deployment(deployment, said.append) as service:
         yield Stage(deployment, service, said)
-        ended.set()
-        thread.join()
 
 
 def run(deployment: Deployment, *arguments: str) -> Result:

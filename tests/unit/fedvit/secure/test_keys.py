@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.security.authority import Authority
 from fedvit.errors import BadPayload
-from fedvit.secure.keys import Binding, MaskStream, agree, find_public_key, seal, unseal
+from fedvit.secure.keys import Binding, KeyPair, MaskStream, agree, seal, unseal
 from fedvit.secure.masks import BLOCK_WORDS, add_masks
 from fedvit.secure.shamir import join_shares, split_secret
 from fedvit.secure.signing import Credentials
@@ -26,7 +26,7 @@ from tests.support.sums import SUM, MemoryDevice, make_terms, make_vector, play
 def test_keys_of_fixed_secrets() -> None:
     """The stream is that of RFC 8439, appendix A.1."""
     one, other = bytes(range(32)), bytes(range(32, 64))
-    assert agree(one, find_public_key(other)) == agree(other, find_public_key(one))
+    assert agree(one, KeyPair(other).public) == agree(other, KeyPair(one).public)
     zeros = MaskStream(bytes(32)).read(64)
     assert zeros.hex().startswith("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7")
 

@@ -41,6 +41,20 @@ def test_drawn_schedules_give_the_right_sum_or_a_reason(part: int) -> None:
     assert sum(one.has_sum for one in drawn) > len(drawn) / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [300, 1000])
+def test_large_groups_have_a_sum_though_devices_leave_in_each_step(count: int) -> None:
+    draw, devices = np.random.default_rng(count), make_devices(count, words=8)
+    gone = {(name, step) for name in devices for step in STEPS if draw.random() < 0.02}
+    played = play_attempts(
+        devices, lambda left: make_terms(left, 20), drops=lambda device, step: (device, step) in gone
+    )
+    assert played.total is not None
+    right = add_payloads([devices[name] for name in played.server.state.masked], 32)
+    assert all(map(np.array_equal, played.total, right))
+    assert count_revealed(devices) == 0
+
+
 def test_repeated_attempt_has_new_keys_and_the_same_sum() -> None:
     devices = make_devices(6, seed=1)
     drops = {("pi-0", "masked"), ("pi-1", "masked"), ("pi-2", "masked"), ("pi-3", "masked")}

@@ -13,9 +13,9 @@ import pytest
 from fedvit.errors import ConfigError, StorageFailed
 from fleet.clusters.programs import ProgramJob, pack, pause, run_program, unpack
 from fleet.clusters.resources import NodeRequest, RayTable, Resources
-from fleet.experiments.grid import read_grid
 from fleet.processes import Fleet
 from tests.support.codes import has_code
+from tests.support.experiments import read_grid
 from tests.unit.fleet.experiments.test_experiment import FILE, written
 
 

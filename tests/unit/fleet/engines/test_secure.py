@@ -59,6 +59,21 @@ def test_both_engines_have_the_sum_of_a_plain_run(folders: list[Path], tmp_path:
         assert np.allclose(models["torch"][name], models["onnx"][name], atol=1e-4)
 
 
+def test_simulated_codec_has_the_range_of_the_round_before(folders: list[Path], tmp_path: Path) -> None:
+    models = {}
+    for name, values in (("plain", {}), ("int8", {"secure": True, "updates": {"up": "int8"}})):
+        request = RunRequest(folders, {**VALUES, "rounds": 2, **values}, out=tmp_path / name, run="run", engine="torch")
+        models[name] = load_file(simulate(request).folder / "model.safetensors")
+    with closing(open_record(tmp_path / "int8")) as store:
+        first, second = (entry.figures for entry in store.rounds.read_all("run"))
+    assert first["sum_error_bound"] < 1e-6
+    # 16 bits for four times the mean of the largest numbers; a device has about 32 of 72 images
+    step = 4 * first["sum_largest"] / (32767 // DEVICES)
+    assert second["sum_error_bound"] == pytest.approx(DEVICES * step * 32 / 72, rel=0.1)
+    for name, value in models["plain"].items():
+        assert np.abs(models["int8"][name] - value).max() <= second["sum_error_bound"] + 1e-4
+
+
 def test_noise_in_a_sum_is_that_of_epsilon_and_clip_follows_the_updates(folders: list[Path], tmp_path: Path) -> None:
     """The clip moves down to the updates, and epsilon is that of the noise that was added."""
     private = {"noise_multiplier": 0.01, "clip": 2.0, "clip_quantile": 0.5, "clip_rate": 1.0}

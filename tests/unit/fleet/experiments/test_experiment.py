@@ -30,7 +30,6 @@ from fleet.commands.experiment import experiment_command
 from fleet.experiments.cells import Grid
 from fleet.experiments.command import select_cells, write_results
 from fleet.experiments.folder import FinishedCell, read_progress
-from fleet.experiments.grid import read_grid
 from fleet.experiments.outcome import find_leader, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.report_tables import describe_spread
@@ -38,7 +37,7 @@ from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult, ExperimentOutcome
 from tests.support.codes import has_code
 from tests.support.event_files import steps
-from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
+from tests.support.experiments import ExperimentRun, read_grid, run_experiment, written_experiment
 from tests.support.forked import Forked
 from tests.support.reports import experiment_outcome
 from tests.support.tiny import TINY_MODEL

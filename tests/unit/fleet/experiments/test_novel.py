@@ -11,10 +11,9 @@ from safetensors.numpy import load_file
 from fedvit.errors import ConfigError
 from fedvit.models import SMALL, build_vit
 from fleet.experiments.cells import NovelDevices
-from fleet.experiments.grid import read_grid
 from fleet.experiments.report import html_report, markdown_report
 from tests.support.codes import has_code
-from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
+from tests.support.experiments import ExperimentRun, read_grid, run_experiment, written_experiment
 from tests.support.tiny import TINY_MODEL
 
 FILE = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fleet.experiments.cells import Grid, GridCell
-from fleet.experiments.grid import read_grid
+from tests.support.experiments import read_grid
 
 FOLDER = Path(__file__).parents[4] / "fleet" / "experiments"
 FEDTP = sorted((FOLDER / "fedtp").glob("*.toml"))

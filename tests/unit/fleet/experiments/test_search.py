@@ -18,14 +18,13 @@ from fleet.commands.experiment import experiment_command
 from fleet.experiments.cells import Grid, GridCell, as_text
 from fleet.experiments.command import select_cells
 from fleet.experiments.folder import RESULT_FILE, FinishedCell
-from fleet.experiments.grid import read_grid
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.search import Schedule, list_rounds, search_state
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult
 from tests.support.codes import has_code
-from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
+from tests.support.experiments import ExperimentRun, read_grid, run_experiment, written_experiment
 from tests.support.forked import Forked
 
 WAIT_S = 240.0

@@ -75,7 +75,7 @@ def add_entry(connection: Connection, act: str, subject: str, details: str = "",
     first_id: int | None = connection.execute(select(func.min(table.c.id))).scalar()
     if last and last.id - int(first_id or 0) + 1 >= KEPT + SLACK:
         last = _trim(connection, table, last)
-    _append(connection, table, last, current_actor(), act, subject, details)
+    _append(connection, table, last, act, subject, details)
 
 
 def read_entries(connection: Connection, newest: int | None = None, *, table: Table = AUDIT) -> list[AuditEntry]:
@@ -133,12 +133,14 @@ def _trim(connection: Connection, table: Table, last: AuditEntry) -> AuditEntry:
     oldest = last.id - KEPT + 1
     connection.execute(delete(table).where(table.c.id < oldest))
     first = _read(connection, table, table.c.id == oldest)[0]
-    return _append(connection, table, last, Actor("fedvit", "rule"), TRIM, str(oldest - 1), first.former)
+    with acting_as(Actor("fedvit", "rule")):
+        return _append(connection, table, last, TRIM, str(oldest - 1), first.former)
 
 
 def _append(
-    connection: Connection, table: Table, last: AuditEntry | None, actor: Actor, act: str, subject: str, details: str
+    connection: Connection, table: Table, last: AuditEntry | None, act: str, subject: str, details: str
 ) -> AuditEntry:
+    actor = current_actor()
     entry = AuditEntry(
         id=last.id + 1 if last else 1,
         at=now(),

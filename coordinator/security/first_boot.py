@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 20
 
 
 class UpdateSource(NamedTuple):
-    """Where a board looks for newer versions of its software, and whose it installs."""
+    """Folder and key of the newer versions that a board installs."""
 
     source: str  # folder or URL of coordinator release, as the board sees it
     key: PublicKey

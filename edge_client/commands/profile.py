@@ -7,7 +7,7 @@ import click
 
 from edge_client.commands.options import DEVICE_OPTIONS, program_options, read_settings
 from edge_client.link.endpoint import endpoint_of, state_and_name
-from edge_client.owner.profile import Installation, measure_self, table
+from edge_client.owner.profile import ProfileTarget, measure_self, table
 from fedvit.command_line import Command, json_flag, print_json
 from fedvit.wire.topics import Topics
 from profiles.probes.speed import measure_speed
@@ -29,7 +29,7 @@ def command(context: click.Context, /, *, fresh: bool, as_json: bool, **own: Any
     endpoint = endpoint_of(settings)
     state, device = state_and_name(settings, endpoint)
     report = measure_self(
-        Installation(
+        ProfileTarget(
             state=state,
             address=endpoint.address,
             client_id=f"{device}-{secrets.token_hex(4)}",

@@ -29,7 +29,9 @@ MOST_EXAMPLES = 5
 """Files that are named for each reason."""
 
 
-class ClassCount(Struct, frozen=True):
+class ClassImages(Struct, frozen=True):
+    """Images of one class."""
+
     train: int
     test: int
 
@@ -51,7 +53,7 @@ class Doing(Struct, frozen=True, kw_only=True):
     total_steps: int | None = None
     last: LastTask | None = None
     last_error: LastError | None = None
-    classes: dict[str, ClassCount]
+    classes: dict[str, ClassImages]
     unusable: dict[str, Unusable]  # by reason
 
 
@@ -150,7 +152,7 @@ class StatusFile:
                 for part in (data.train, data.test)
             ]
             counts = zip(data.classes, *both, strict=True)
-            classes = {name: ClassCount(train, test) for name, train, test in counts}
+            classes = {name: ClassImages(train, test) for name, train, test in counts}
             self._counted = _Counted(data, failed, classes, unusable(data))
         return self._counted
 
@@ -158,7 +160,7 @@ class StatusFile:
 class _Counted(NamedTuple):
     data: DeviceData
     failed: int
-    classes: dict[str, ClassCount]
+    classes: dict[str, ClassImages]
     unusable: dict[str, Unusable]
 
 

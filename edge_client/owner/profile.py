@@ -55,7 +55,7 @@ class SelfReport(Struct, frozen=True, kw_only=True):
     not_measured: dict[str, str]
 
 
-class Installation(Struct, frozen=True, kw_only=True):
+class ProfileTarget(Struct, frozen=True, kw_only=True):
     """The state folder and the broker of a device."""
 
     state: Path | None
@@ -67,7 +67,7 @@ class Installation(Struct, frozen=True, kw_only=True):
 
 
 def measure_self(
-    installation: Installation,
+    target: ProfileTarget,
     measure: Measure,
     report_step: Report,
     *,
@@ -75,7 +75,7 @@ def measure_self(
     root: Path = ROOT,
 ) -> SelfReport:
     """Measure the device, which takes seconds; `report_step` gets the name of each part. Raises StorageFailed."""
-    threads, policy = installation.threads, installation.policy
+    threads, policy = target.threads, target.policy
     base_rss_bytes = resident_bytes()
     why: dict[str, str] = {}
     sensors = Sensors.find(root)
@@ -86,21 +86,21 @@ def measure_self(
     celsius, slowing = sensors.thermometer.celsius(), sensors.brakes.read()
     report_step("compute speed")
     began = time.monotonic()
-    busy_w, compute = _power(sensors, lambda: find_speed(installation.state, threads, measure, fresh=fresh))
+    busy_w, compute = _power(sensors, lambda: find_speed(target.state, threads, measure, fresh=fresh))
     if compute.speed is None:
         why["compute speed"] = compute.origin.removeprefix("not measured: ")
     if time.monotonic() - began < IDLE_S:  # too short to measure the power under load
         busy_w = None
     report_step("disk")
     disk = None
-    if installation.state is None:
+    if target.state is None:
         why["disk"] = "neither --data nor --state is given"
     else:
-        disk = measure_disk(installation.state)
-    report_step(f"connection to the broker {installation.address}")
+        disk = measure_disk(target.state)
+    report_step(f"connection to the broker {target.address}")
     round_trip_s = None
     try:
-        round_trip_s = measure_round_trip(installation.address, installation.client_id, installation.probe_topic)
+        round_trip_s = measure_round_trip(target.address, target.client_id, target.probe_topic)
     except FedvitError as error:
         why["broker"] = str(error)
     return SelfReport(
@@ -110,9 +110,9 @@ def measure_self(
         base_rss_bytes=base_rss_bytes,
         speed=compute.speed,
         speed_origin=compute.origin,
-        free_disk_bytes=free_disk_bytes(installation.state) if installation.state else None,
+        free_disk_bytes=free_disk_bytes(target.state) if target.state else None,
         disk=disk,
-        broker=str(installation.address),
+        broker=str(target.address),
         round_trip_s=round_trip_s,
         temperature_c=celsius,
         zones=sensors.thermometer.zones(),

@@ -25,6 +25,8 @@ ENVIRONMENT = dict(
 
 CAMERA = "fedvit-camera.service"
 """The only unit that starts no program of the project, but a script of `deploy/`."""
+UPDATE = "fedvit-update.service"
+"""The only unit that runs as root, since versions of the software belong to root."""
 UNITS = [unit for unit in sorted(DEPLOY.glob("systemd/*.service")) if unit.name != CAMERA]
 
 
@@ -98,7 +100,7 @@ def test_an_option_that_is_not_there_is_noticed() -> None:
 
 
 def test_all_files_were_looked_into() -> None:
-    assert len(of_services()) == 3
+    assert len(of_services()) == 4
     assert len(of_containers()) == 11
     assert len(of_the_page()) >= 5
 
@@ -112,7 +114,13 @@ def test_camera_starts_a_script_that_is_there_and_writes_where_pictures_wait() -
     assert {"NoNewPrivileges=yes", "ProtectSystem=full", "CapabilityBoundingSet="} <= set(text.splitlines())
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_update_changes_nothing_but_versions() -> None:
+    settings = dict(re.findall(r"^([A-Za-z]+)=(.*)$", (DEPLOY / "systemd" / UPDATE).read_text(), re.MULTILINE))
+    assert (settings["ProtectSystem"], settings["ReadWritePaths"]) == ("strict", "/opt/fedvit")
+    assert settings["NoNewPrivileges"] == "yes"
+
+
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.name != UPDATE], ids=lambda unit: unit.stem)
 def test_services_give_up_what_they_do_not_need(unit: Path) -> None:
     given = re.findall(r"^([A-Za-z]+)=(.*)$", unit.read_text(), re.MULTILINE)
     settings = dict(given)

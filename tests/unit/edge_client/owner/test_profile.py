@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.security.broker import Broker, start_broker
-from edge_client.owner.profile import Installation, SelfReport, measure_self, table
+from edge_client.owner.profile import ProfileTarget, SelfReport, measure_self, table
 from fedvit.errors import OverBudget
 from fedvit.policy import Policy, TrainPolicy
 from fedvit.resources import ProductRate, Speed
@@ -34,8 +34,8 @@ def dead(threads: int) -> Speed:
     raise OverBudget("FV0008", "the process was ended by SIGILL")
 
 
-def place(address: Address, state: Path | None, policy: Policy | None = None, threads: int = 1) -> Installation:
-    return Installation(
+def place(address: Address, state: Path | None, policy: Policy | None = None, threads: int = 1) -> ProfileTarget:
+    return ProfileTarget(
         state=state,
         address=address,
         client_id="pi-1",

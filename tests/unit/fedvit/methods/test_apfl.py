@@ -10,7 +10,7 @@ from torch import Tensor
 from fedvit.methods import make_method
 from fedvit.methods.apfl import ALPHA, APFL, CODES_DECAY, TWIN
 from fedvit.methods.base import Images, Method
-from fedvit.methods.calculus import Named, TorchCalculus
+from fedvit.methods.calculus import Named
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, whole_step
@@ -188,16 +188,6 @@ def test_the_code_mixes_at_the_end_of_a_round(vit: PatchViT, alpha: float, optim
 
 
 # --- any form -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["paper", "code"])
-@pytest.mark.parametrize("options", [{}, {"optimizer": "adamw", "clip_norm": 0.5}])
-def test_the_trace_takes_the_step_that_torch_takes(vit: PatchViT, form: str, options: dict[str, Any]) -> None:
-    method = make_method("apfl", {"form": form, **options})
-    for phase in method.phases(vit):
-        inputs = inputs_of(method, vit, phase)
-        want = whole_step(method, vit, phase, TorchCalculus)(inputs)
-        assert_close({n: v.detach() for n, v in whole_step(method, vit, phase)(inputs).items()}, want)
 
 
 @pytest.mark.parametrize("form", ["paper", "code"])

@@ -171,18 +171,6 @@ def test_it_is_fedavgs_gradient_after_one_plain_step(vit: PatchViT, optimizer: d
     torch.testing.assert_close(outputs["metric/loss"], (4 * before + 3 * after) / 7, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("order", ["first", "hessian_free"])
-@pytest.mark.parametrize("options", [MOMENTUM, {**ADAMW, "clip_norm": 0.5}])
-def test_the_trace_takes_the_step_that_torch_takes(vit: PatchViT, order: str, options: dict[str, Any]) -> None:
-    method = make_method("per_fedavg", {"order": order, **options})
-    for phase in (training(method, vit), adaptation(method, vit)):
-        inputs = inputs_of(method, vit, phase, labels=[0, 1, 2, 0, 1, 2, 0, 1], weight=[1] * 5 + [0] * 3)
-        got, want = (whole_step(method, vit, phase, *by)(inputs) for by in ((), (TorchCalculus,)))
-        assert got.keys() == want.keys()
-        for name, value in want.items():
-            torch.testing.assert_close(got[name].detach(), value, rtol=1e-6, atol=1e-10)
-
-
 def test_hessian_free_is_the_gradient_through_the_adaptation(vit: PatchViT) -> None:
     """Autograd of f2(x - a grad f1(x)) on a model that is no parabola; without the Hessian it is another step."""
     steps: dict[str, dict[str, Tensor]] = {}

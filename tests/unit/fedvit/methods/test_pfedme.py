@@ -10,7 +10,7 @@ from torch import Tensor
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method
 from fedvit.methods.base import Images, Method
-from fedvit.methods.calculus import Named, TorchCalculus
+from fedvit.methods.calculus import Named
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.pfedme import TWIN, PFedMe
 from fedvit.methods.rules.weighted_mean import WeightedMean
@@ -158,15 +158,6 @@ def test_theta_answers(vit: PatchViT) -> None:
     tensors = {name.removeprefix("tensor/"): value for name, value in inputs.items() if name.startswith("tensor/")}
     want = FedAvg().predict(vit, twin(inputs), images, None)
     torch.testing.assert_close(method.predict(vit, tensors, images, None), want, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("options", [{}, {"inner_steps": 1}, {"weight_decay": 0.001, "clip_norm": 0.5}])
-def test_the_trace_takes_the_step_that_torch_takes(vit: PatchViT, options: dict[str, Any]) -> None:
-    method = make_method("pfedme", options)
-    (phase,) = method.phases(vit)
-    inputs = inputs_of(method, vit)
-    got, want = (whole_step(method, vit, phase, *by)(inputs) for by in ((), (TorchCalculus,)))
-    assert_close({name: value.detach() for name, value in got.items()}, want)
 
 
 def test_no_tensor_is_dead(vit: PatchViT) -> None:

@@ -10,7 +10,7 @@ kind=${1:-} what=${2:-}
 case $kind in
   edge) unit=fedvit-edge.service more="fedvit-update.service fedvit-update.timer" name=fedvit programs=edge-client extras=prometheus,discovery state="fedvit-edge" ;;
   server) unit=fedvit-coordinator.service more="" name=fedvit-server programs="coordinator fleet" \
-    extras=server,dashboard,postgresql,prometheus,s3 state="fedvit" ;;
+    extras=server,dashboard,discovery,postgresql,prometheus,s3 state="fedvit" ;;
   *) echo "usage: install.sh edge|server WHEEL|--remove|--purge; the first word is '$kind'" >&2; exit 2 ;;
 esac
 if [ "$(id -u)" = 0 ]; then

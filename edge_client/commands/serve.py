@@ -61,6 +61,8 @@ def serve(settings: DeviceSettings) -> None:
     log_fields = dict[str, object]()
     configure_logging(level=logging.WARNING if settings.quiet else logging.INFO, fields=log_fields)
     launcher = Launcher()  # before there are threads, keys and connections
+    # only a service is started again: its manager waits for a word of it
+    installation = Installation.find() if "NOTIFY_SOCKET" in os.environ else None
     notifier = Notifier.from_environment()
     data, memory_bytes = settings.data_folder, settings.policy.train.memory
     endpoint = endpoint_of(settings)
@@ -94,7 +96,6 @@ def serve(settings: DeviceSettings) -> None:
         if monitor.url:
             log.info("metrics", extra={"url": monitor.url})
         notifier.ready()
-        installation = Installation.find()
         trial = Trial(installation) if installation else None
         if trial:
             trial.begin()

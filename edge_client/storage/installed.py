@@ -24,6 +24,7 @@ FOLDER_VARIABLE, VERSION_VARIABLE, MARKS_VARIABLE = "FEDVIT_INSTALLED", "FEDVIT_
 """Set by the starter: the installation, the started version's folder below it, the file of marks."""
 OWN = "."
 """The environment that the installation began with."""
+MAX_MARKS_CHARACTERS = 1 << 20
 CURRENT, FORMER, VERSIONS = "current", "former", "versions"
 
 
@@ -76,6 +77,7 @@ class Installation:
 
     def _read_marks(self) -> list[str]:
         try:
-            return self.marks.read_text(errors="replace").splitlines()
+            with self.marks.open(errors="replace") as file:
+                return file.read(MAX_MARKS_CHARACTERS).splitlines()
         except OSError:
             return []

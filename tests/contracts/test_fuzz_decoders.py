@@ -16,7 +16,17 @@ from coordinator.rounds.validation import check_upload
 from fedvit.errors import FedvitError
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import decode_program, encode_program
+from fedvit.releases import Offer, Package, ReleaseList, choose_offer, decode_list, encode_list
 from fedvit.tensors import map_tensors, pack, unpack
+from fedvit.wire.adoption import (
+    AskAdoption,
+    GrantToken,
+    OfferAdoption,
+    RefuseAdoption,
+    RevealNumber,
+    decode_adoption,
+    encode_adoption,
+)
 from fedvit.wire.messages import AnyMessage, Manifest, Task, decode
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk, decode_chunk
 from tests.support.corpus import list_coordinator_messages, list_device_messages
@@ -26,6 +36,22 @@ from tests.support.mutations import damage_bytes, damage_chunk, damage_message, 
 pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
+ADOPTION = [
+    encode_adoption(message)
+    for message in (
+        AskAdoption(1, "pi-3", bytes(32)),
+        OfferAdoption("home at server", bytes(32), bytes(32)),
+        RevealNumber(bytes(32)),
+        GrantToken(bytes(300)),
+        RefuseAdoption("no"),
+    )
+]
+PACKAGE = Package(
+    file="a.zip", version="0.2.0", python="3.11", machine="aarch64", sha256=64 * "a", size=1000, unpacked=3000
+)
+RELEASES = encode_list(
+    ReleaseList(channel="stable", serial=7, offers=(Offer(version="0.2.0", labels={"a": "b"}, packages=(PACKAGE,)),))
+)
 CPU_S = 1.0
 """Most processor time for a message; milliseconds are usual."""
 MEMORY_BYTES = 16_000_000
@@ -72,12 +98,14 @@ def make_targets(scene: Scene) -> dict[str, Target]:
             [upload], damage_tensors, make_file_reader(lambda path: check_upload(path, program, "upload"))
         ),
         "graph": Target(graphs, damage_bytes, make_file_reader(check_self_contained)),
+        "adoption": Target(ADOPTION, damage_bytes, decode_adoption),
+        "releases": Target([RELEASES], damage_bytes, lambda raw: choose_offer(decode_list(raw, "stable.json"), {})),
     }
 
 
 TARGETS = (
     "message", "message from noise", "chunk", "program", "program's bytes", "tensors", "tensors in a file", "upload",
-    "graph",
+    "graph", "adoption", "releases",
 )  # fmt: skip
 
 

@@ -67,24 +67,19 @@ def _kill_at_the_reveals(
 ) -> Forked:
     """Kill the coordinator while it waits for reveals, and resume it; device-0 is stopped and has a result.
 
-    Devices are stopped in turn, so that each step waits for one of them.
+    While some devices run, the others are stopped, so that the step after their next answer waits for these.
     """
-    answered = {
-        (kind, name): observer.find(kind, since_start=True, device=name)
-        for kind in (SumKeys, SumShares, SumMasked, SumReveal)
-        for name in NAMES
-    }
-    pair = "device-2", "device-3"
-    for kind in (SumKeys, SumShares, SumMasked):
-        for name in pair:
-            wait_for(answered[kind, name], f"{kind.__name__} of {name}")
-        _signal(devices, STOP, *pair)
-        _signal(devices, GO_ON, "device-0")
-        wait_for(answered[kind, "device-0"], f"{kind.__name__} of device-0")
-        if kind is not SumMasked:
-            _signal(devices, STOP, "device-0")
-            _signal(devices, GO_ON, *pair)
-    wait_for(answered[SumReveal, "device-0"], "the reveal of device-0")
+    first, pair = ["device-0"], ["device-2", "device-3"]
+    for running, stopped, kind in (
+        (pair, first, SumKeys),
+        (first, pair, SumShares),
+        (pair, first, SumMasked),
+        (first, pair, SumReveal),
+    ):
+        _signal(devices, STOP, *stopped)
+        _signal(devices, GO_ON, *running)
+        for name in running:
+            wait_for(observer.find(kind, since_start=True, device=name), f"{kind.__name__} of {name}")
     assert not stage.query("select 1 from results where device = '(sum)'")
     coordinator.kill()
     coordinator.wait()

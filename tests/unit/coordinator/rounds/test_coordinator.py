@@ -235,12 +235,12 @@ def test_classes_are_those_of_the_first_devices(stage: Stage) -> None:
     assert stage.store.runs.read("r").classes == CLASSES
     late = stage.fake("late", classes=("0", "7"))
     stage.drive(lambda: bool(late.got(Refused)))
-    [refused] = late.got(Refused)
+    refused = late.got(Refused)[0]
     assert (refused.instance, refused.final) == (late.instance, True)
     assert refused.reason == "its class folder '7' is not among this run's 3 classes: 0, 1, 2"
     [said] = [line for line in stage.lines if line.startswith("the run has")]
     assert said.startswith("the run has 3 classes: '0', '1', '2', as announced by 'a', 'b'; set `classes` in the")
-    assert stage.refusals("late") == [f"hello: {refused.reason}"]
+    assert set(stage.refusals("late")) == {f"hello: {refused.reason}"}
     assert f"late was refused: {refused.reason}" in stage.lines
     assert late.got(Task) == []
 
@@ -270,7 +270,7 @@ def test_first_device_cannot_announce_thousands_of_classes(stage: Stage, first: 
     flood = stage.fake("flood", classes=tuple(map(str, range(8000))))
     stage.start(classes=(), max_classes=3)
     stage.drive(lambda: bool(flood.got(Refused)))
-    [refused] = flood.got(Refused)
+    refused = flood.got(Refused)[0]
     assert refused.final
     assert refused.reason == (
         "it has 8000 class folders, and this run allows 3 from devices; its operator can list `classes`, "
@@ -447,7 +447,7 @@ def test_a_hello_that_cannot_be_read_is_answered(stage: Stage) -> None:
     device.hello = msgspec.structs.replace(device.hello, classes=("x" * 256, "y"))
     stage.start(classes=())
     stage.drive(lambda: bool(device.got(Refused)))
-    [refused] = device.got(Refused)
+    refused = device.got(Refused)[0]
     assert (refused.instance, refused.final) == (device.instance, True)
     assert "length <= 255" in refused.reason
     assert stage.refusals("a")[0].startswith("message: a message of ")
@@ -621,11 +621,11 @@ def test_device_that_cannot_take_part_is_refused(stage: Stage, announced: dict[s
     device = stage.fake("a", **announced)
     stage.start()
     stage.drive(lambda: bool(device.got(Refused)))
-    [refused] = device.got(Refused)
+    refused = device.got(Refused)[0]  # a device may greet twice: when it connects, and when it hears of a coordinator
     assert refused.final
     assert refused.instance == device.instance
     assert named in refused.reason
-    assert stage.refusals("a") == [f"hello: {refused.reason}"]
+    assert set(stage.refusals("a")) == {f"hello: {refused.reason}"}
     assert device.got(Welcome) == []
 
 

@@ -127,6 +127,19 @@ def test_starter_without_marks_file(tmp_path: Path) -> None:
     assert start(tmp_path, [], links=(NEW,), FEDVIT_TRIAL=str(tmp_path / "no" / "trial"))[0] == NEW
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_starter_reads_no_other_file_than_marks(tmp_path: Path, kind: str) -> None:
+    """A service that was taken over cannot make root's programs wait."""
+    place = tmp_path / "place"
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "link":
+        place.symlink_to("/dev/zero")
+    else:
+        place.mkdir()
+    assert start(tmp_path, [], links=(NEW, OLD), FEDVIT_TRIAL=str(place), **SERVICE)[0] == NEW
+
+
 def test_link_is_durable_when_it_is_set(tmp_path: Path) -> None:
     """One rename, and a sync of its folder. Marks are appended without a sync: a lost one costs a start."""
     installation = Installation(tmp_path / "root", "versions/0.2.0", tmp_path / "trial")

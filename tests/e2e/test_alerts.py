@@ -88,12 +88,13 @@ def test_alerts_of_a_takeover_and_of_a_lost_record(stage: Stage, hosts: Hosts) -
     )
     wait_for(lambda: max(prometheus.values("fedvit_leader_term"), default=0) > term, "the new term to be scraped")
     serve("third")
+    wait_for(lambda: condition(ports["third"]) == (200, "standby", set()), "the new standby")
     wait_for(lambda: "FedvitNoStandby" not in prometheus.firing(), "the new standby to be seen")
     for name in ("second", "third"):
         hosts.links.cut(name)
     wait_for(lambda: {"FedvitNoLeader", "FedvitRecordUnreadable"} <= prometheus.firing(), "alerts of the record")
-    assert condition(ports["second"]) == (503, "leader", {"record"})
-    assert condition(ports["third"]) == (503, "standby", {"record"})
+    wait_for(lambda: condition(ports["second"]) == (503, "leader", {"record"}), "the leader without its record")
+    wait_for(lambda: condition(ports["third"]) == (503, "standby", {"record"}), "the standby without its record")
     for name in ("second", "third"):
         hosts.links.mend(name)
     wait_for(lambda: "FedvitNoLeader" not in prometheus.firing(), "a leader again")

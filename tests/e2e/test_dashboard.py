@@ -522,6 +522,7 @@ def fitting(tab: Tab, width: int, shown: str, where: str) -> dict[str, Any]:
 
 
 def check_every_screen(tab: Tab, page: str, shown: str) -> None:
+    tab.remove_alike()
     for width in WIDTHS:
         for dark in (False, True):
             tab.resize(width, dark=dark)

@@ -122,15 +122,19 @@ class Tab:
             if not node.get("ignored")
         ]
 
+    def remove_alike(self) -> None:
+        """Remove the later ones of many equal rows and bars: to look at each of hundreds takes so long that the page
+        loses its connection, and is loaded anew."""
+        self.evaluate(f"document.querySelectorAll({json.dumps(ALIKE)}).forEach(one => one.remove())")
+
     def violations(self) -> list[str]:
         """What axe-core finds in the page: rules of WCAG 2.1 to level AA, and its best practices.
 
-        The later ones of many equal rows and bars are removed before: axe-core takes long for each of them. A
-        connection may be lost while it looks.
+        A connection may be lost while it looks.
         """
         within = {"exclude": [[".nicegui-error-popup"]]}
         rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]}
-        self.evaluate(f"document.querySelectorAll({json.dumps(ALIKE)}).forEach(one => one.remove())")
+        self.remove_alike()
         self.evaluate(files("axe_core_python").joinpath("axe.min.js").read_text())
         found = self.evaluate(
             f"axe.run({json.dumps(within)}, {json.dumps(rules)}).then(found => found.violations.flatMap("

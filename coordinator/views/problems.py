@@ -127,7 +127,7 @@ def _find_in_run(working: WorkingRun, folder: Path) -> Iterator[Problem]:
     if status and status.store_trouble:
         text = f"The object store of run {name} cannot be used: {status.store_trouble.rstrip('.')}."
         yield Problem(
-            "bad", text, "Check its address, its keys and its space; the run then goes on by itself.", run=name
+            "bad", text, "Check its address, its keys and its space; the run then resumes automatically.", run=name
         )
     if run.paused_at:
         unpause = command("coordinator", "unpause", name, runs=folder)

@@ -206,7 +206,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run=ATTACK, round=1, kind="train", outcome=ATTACK, metrics={ATTACK: 1.0}, ended_s=1.0
         ),
         last_error=device_status.LastError(what=ATTACK, at_s=1.0),
-        classes={ATTACK: device_status.ClassCount(1, 2)},
+        classes={ATTACK: device_status.ClassImages(1, 2)},
         unusable={ATTACK: device_status.Unusable(1, (ATTACK,))},
     )  # fmt: skip
     shown = device_status.Status(

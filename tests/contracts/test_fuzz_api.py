@@ -43,6 +43,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.
         yield made.exclude(path_regex=SLOW)
 
 
+@pytest.mark.slow
 def test_drawn_requests_are_answered_as_the_document_says(document: schemathesis.BaseSchema) -> None:
     """Valid and invalid ones, of every endpoint."""
     for found in document.get_all_operations():

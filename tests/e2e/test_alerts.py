@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from coordinator.security.broker.process import claim_port
 from tests.support.hosts import Hosts
 from tests.support.programs import DEVICES, Stage, program, said, wait_for
@@ -101,6 +103,7 @@ def test_alerts_of_a_takeover_and_of_a_lost_record(stage: Stage, hosts: Hosts) -
     wait_for(lambda: "FedvitRecordUnreadable" not in prometheus.firing(), "the record again")
 
 
+@pytest.mark.slow
 def test_alerts_of_a_lost_store_a_pause_and_a_queue_that_stands(stage: Stage, tmp_path: Path) -> None:
     """One run with a mirror, that is paused later; then another run waits for its turn."""
     port = claim_port()

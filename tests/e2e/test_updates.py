@@ -27,6 +27,8 @@ from tests.support.installations import PYTHON, Device, Publisher, describe, dra
 from tests.support.programs import Stage, wait_for
 from tests.support.shifted_clock import ShiftedClock
 
+KILLS = 20
+
 
 @pytest.fixture(scope="module")
 def publisher(tmp_path_factory: pytest.TempPathFactory) -> Publisher:
@@ -54,22 +56,18 @@ def check_done(done: "subprocess.CompletedProcess[str]") -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("count", "seed"), [pytest.param(2, 1, id="two"), pytest.param(20, 2, id="twenty", marks=pytest.mark.slow)]
-)
-def test_killed_update_leaves_one_working_version(
-    device: Device, publisher: Publisher, releases: Path, count: int, seed: int
-) -> None:
+@pytest.mark.slow
+def test_killed_update_leaves_one_working_version(device: Device, publisher: Publisher, releases: Path) -> None:
     """Also a killed way back. Afterwards both go through, as if nothing had happened."""
     check_done(first_update(device, publisher, releases))
     kills, versions = 0, set()
-    for moment in itertools.cycle(draw_kills(count, seed)):
+    for moment in itertools.cycle(draw_kills(KILLS, seed=2)):
         is_new = device.read_version() == "0.2.0"
         done = device.update("--back" if is_new else "--retry", FEDVIT_KILL_AT=moment)
         assert done.returncode in (0, -9), (moment, done.stderr)
         kills += done.returncode == -9
         versions.add(device.read_version())
-        if kills == count:
+        if kills == KILLS:
             break
     assert versions == {"0.1.0", "0.2.0"}
     if device.read_version() == "0.1.0":
@@ -189,6 +187,7 @@ def web_server(releases: Path) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_update_from_a_web_server(device: Device, publisher: Publisher, releases: Path, web_server: str) -> None:
     done = device.update(web_server, "--update-key", publisher.key.public)
     assert done.returncode == 0, done.stderr
@@ -286,6 +285,7 @@ class Service:
         return json.loads(file.read_text())["software"] if file.exists() else None
 
 
+@pytest.mark.slow
 def test_service_switches_between_tasks_and_stays_after_its_first_one(
     stage: Stage, device: Device, publisher: Publisher, releases: Path
 ) -> None:

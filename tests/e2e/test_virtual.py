@@ -6,6 +6,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from coordinator.security.broker.process import PICKED_PORTS
 from fleet.devices import virtual_devices
 from fleet.request import RunRequest
@@ -38,6 +40,7 @@ def hosts(folder: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_host_comes_back_and_changes_no_bit(stage: Stage, graph_cache: Path) -> None:
     """40 devices in two processes, one of which is killed in a round: the tensors are those of the run in memory.
 

@@ -139,6 +139,7 @@ def report(graph_cache: Path) -> dict[str, Any]:
     return dict(json.loads(msgspec.json.encode(report)))
 
 
+@pytest.mark.slow
 def test_sides_have_all_figures(report: dict[str, Any]) -> None:
     (case,) = report["cases"]
     assert (case["name"], case["compute"], case["batch_size"]) == ("eftvit-vitb", "int8", 2)

@@ -67,6 +67,7 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"[a-z]{2,}", text))
 
 
+@pytest.mark.slow
 def test_page_shows_the_tables_of_its_run(page: Executed) -> None:
     assert "run first: fedper on vit_small_images, finished, 3 of 3 rounds, seed 0" in page.printed
     assert page.printed.count("run(): unknown method 'fedav'; did you mean 'fedavg'") == 1

@@ -80,6 +80,7 @@ def attention(qkv: Any, scale: float) -> tuple[Any, Any, Any, Any, Any]:
     size=st.sampled_from([0.1, 1.0, 10.0]),
     seed=st.integers(0, 2**16),
 )
+@pytest.mark.slow
 def test_attention_and_its_gradient_of_any_shape(
     packages: dict[str, Path], kind: str, images: int, tokens: int, heads: int, width: int, size: float, seed: int
 ) -> None:

@@ -121,6 +121,7 @@ def test_run_that_was_killed_ends_with_the_same_bits(folders: list[Path], tmp_pa
     assert not any(line.startswith(("round   1", "round   2")) for line in resumed.lines)
 
 
+@pytest.mark.slow
 def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def test_generator_gets_an_embedding_and_learns_where_it_is_asked_to(
     assert {name.split("/")[1] for name in after.keys() - before.keys()} == {device}
 
 
+@pytest.mark.slow
 def test_engine_of_devices_trains_novel_ones_too(tmp_path: Path, graph_cache: Path) -> None:
     """A method with a head of its own, and one whose novel devices train nothing."""
     head, *methods = FILE.partition("[methods.fedbabu]")[0].split("[methods.fedavg]")

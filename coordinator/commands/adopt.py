@@ -10,7 +10,7 @@ from coordinator.commands.enroll import check_policy_file, wait_for_devices
 from coordinator.commands.flags import deployment_flag
 from coordinator.operations.devices import LocalDevices
 from coordinator.security.adoption import AdoptionWindow, Applicant
-from coordinator.security.announcing import announced
+from coordinator.security.announcing import announce_listener
 from coordinator.security.folder import Deployment
 from fedvit.command_line import Command, amount
 from fedvit.errors import ConfigError, FedvitError
@@ -55,7 +55,7 @@ def adopt(folder: Path, listen: str, window: float, count: int, replace: bool, p
     devices, joined = LocalDevices(deployment), 0
     with ExitStack() as stack:
         opened = stack.enter_context(AdoptionWindow(name, address.host, port))
-        stack.enter_context(announced(name, opened.host, opened.port, lambda line: click.echo(line, err=True)))
+        stack.enter_context(announce_listener(name, opened.host, opened.port, lambda line: click.echo(line, err=True)))
         click.echo(
             f"for {format_seconds(window)} devices may ask at {opened.host}:{opened.port}; on each: edge-client join",
             err=True,

@@ -13,7 +13,7 @@ EVERYWHERE = ("", "0.0.0.0")
 
 
 @contextlib.contextmanager
-def announced(name: str, host: str, port: int, report: Callable[[str], None]) -> Iterator[bool]:
+def announce_listener(name: str, host: str, port: int, report: Callable[[str], None]) -> Iterator[bool]:
     """Announce a listener within the block; False without the package zeroconf or a network, as `report` then says."""
     try:
         from zeroconf import InterfaceChoice, ServiceInfo, Zeroconf

@@ -71,7 +71,7 @@ class Installation:
         return self.started != OWN and f"{name} start" in marks and f"{name} done" not in marks
 
     def is_proven(self) -> bool:
-        """Tell whether this version has done a task, or there is no service that would say so."""
+        """Return True once this version has done a task, and where no service would say so."""
         marks = self._read_marks()
         return self.started == OWN or not marks or f"{Path(self.started).name} done" in marks
 

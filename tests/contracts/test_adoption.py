@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import pytest
 
 from coordinator.security.adoption import AdoptionWindow, Applicant
-from coordinator.security.announcing import announced
+from coordinator.security.announcing import announce_listener
 from edge_client.link.adoption import Agreed, ask_adoption
 from edge_client.link.discovery import find_coordinators
 from fedvit.errors import BadPayload, FedvitError, LinkDown, PeerRefused
@@ -217,7 +217,7 @@ def test_token_for_a_stranger_is_of_no_use_to_the_device(window: AdoptionWindow)
 
 
 def test_stranger_cannot_choose_its_number_later(window: AdoptionWindow) -> None:
-    """It is bound by its commitment, before it knows the device's number."""
+    """Its commitment binds it before it knows the device's number."""
     relay = Relay(window.port, changes_number=True)
     device = Device(relay.port)
     wait_for_applicant(window)
@@ -319,8 +319,8 @@ def test_messages_are_those_of_this_version() -> None:
 def test_coordinators_are_found_while_they_announce_themselves() -> None:
     lines: list[str] = []
     with (
-        announced("home at one", LOCALHOST, 1234, lines.append) as first,
-        announced("home at one", LOCALHOST, 1235, lines.append) as second,
+        announce_listener("home at one", LOCALHOST, 1234, lines.append) as first,
+        announce_listener("home at one", LOCALHOST, 1235, lines.append) as second,
     ):
         assert first, lines
         assert second, lines

@@ -107,7 +107,7 @@ def test_admin_keeps_the_service_tidy_from_another_machine(
     store.strikes.add_quarantine(RUN, "a", 1, 9, "noise")
 
     def same(*words: str) -> str:
-        """What a command prints, which must be the same on both machines."""
+        """Run a command on both machines; it must print the same."""
         one, other = run_command(*words, *here), run_command(*there, *words)
         assert (one.returncode, one.stdout) == (other.returncode, other.stdout), other.stderr
         return other.stdout

@@ -42,7 +42,7 @@ from tests.support.records import (
     begin_run,
     expected,
     fleet_run,
-    summed_run,
+    make_summed_run,
     write_members,
     write_status,
 )
@@ -406,7 +406,7 @@ def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_run_shows_its_secure_sums(browser: Browser, tmp_path: Path) -> None:
-    summed_run(tmp_path).close()
+    make_summed_run(tmp_path).close()
     with served(tmp_path) as address, browser.tab() as tab:
         let_in(browser, tmp_path, address)
         tab.go(f"{address}/run?run={RUN}", "document.querySelectorAll('#sums li').length == 2")

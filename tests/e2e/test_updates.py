@@ -153,7 +153,7 @@ def test_staged_roll_out_by_label(device: Device, publisher: Publisher, releases
 
 @pytest.mark.slow
 def test_version_that_fails_its_checks_is_not_switched_to(device: Device, publisher: Publisher, releases: Path) -> None:
-    """It is not fetched again, until the owner says so or a newer one comes."""
+    """The device fetches it again only if the owner says so, or if a newer one comes."""
     broken = "raise SystemExit('this build is broken')"
     publish(releases, "stable", [publisher.pack("0.3.1", broken=broken)], {}, publisher.key)
     describe(first_update(device, publisher, releases), "FV1466", "0.3.1", "broken")

@@ -83,7 +83,7 @@ def line(run: RunView) -> RunLine:
     return RunLine(rounds=len(run.rounds), bytes=123_456_789, **fields)
 
 
-def summed_run(folder: Path) -> Record:
+def make_summed_run(folder: Path) -> Record:
     """A run of two rounds with secure sums; the first sum lost two devices, and the second one an attempt."""
     made = open_record(folder)
     made.runs.create(RUN, {"method": "fedavg", "model": "vit_tiny", "secure": True, "rounds": 2})
@@ -107,7 +107,7 @@ SUM_LINES = [
     "updates of 10 to 12 devices in each of 2 sums; devices that left, by step: keys 0, shares 1, masked 1, reveal 2; "
     "attempts that failed: 1",
 ]
-"""Description of the sums of `summed_run` in every view."""
+"""Description of the sums of `make_summed_run` in every view."""
 
 
 # --- a large fleet --------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def write_members(folder: Path, names: list[str]) -> None:
 
 
 def write_status(folder: Path, waiting: Sequence[str] = (), number: int = 0, **changes: Any) -> None:
-    """As of now; without devices the one that is there, as of now, with `changes`."""
+    """Write a status of now; without devices, the one that is there with `changes`."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
     awaited = [
         AtWork(

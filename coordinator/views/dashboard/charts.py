@@ -52,7 +52,7 @@ def lines(x: Sequence[float], named: Mapping[str, Values], *, x_name: str, y_nam
         _line(name, [[x[place], values[place]] for place in kept], COLOURS[number % len(COLOURS)])
         for number, (name, values) in enumerate(named.items())
     ]
-    return _bound(_frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}, named.values())
+    return _limit_axis(_frame(x_name, y_name) | {"series": series, "legend": _legend(list(named))}, named.values())
 
 
 def overlay_lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str, y_name: str) -> Options:
@@ -62,7 +62,7 @@ def overlay_lines(curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name
         for number, (name, points) in enumerate(curves.items())
     ]
     values = [[value for _, value in points] for points in curves.values()]
-    return _bound(_frame(x_name, y_name) | {"series": series, "legend": _legend(list(curves))}, values)
+    return _limit_axis(_frame(x_name, y_name) | {"series": series, "legend": _legend(list(curves))}, values)
 
 
 def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name: str, y_name: str) -> Options:
@@ -79,7 +79,7 @@ def band(x: Sequence[float], mean: Values, low: Values, high: Values, *, x_name:
         },
         _line("mean", [[x[place], mean[place]] for place in kept], COLOURS[0]),
     ]  # fmt: skip
-    return _bound(
+    return _limit_axis(
         _frame(x_name, y_name) | {"series": series, "legend": _legend(["mean", "range over devices"])}, [high]
     )
 
@@ -117,7 +117,7 @@ def scale(value: float | None, unit: float) -> float | None:
     return None if value is None else round(value / unit, 3)
 
 
-def _bound(options: Options, lines: Iterable[Values]) -> Options:
+def _limit_axis(options: Options, lines: Iterable[Values]) -> Options:
     """Let the axis of accuracies end at 1."""
     values = [value for line in lines for value in line if value is not None]
     if options["yAxis"]["name"] == "accuracy" and all(value <= 1.0 for value in values):

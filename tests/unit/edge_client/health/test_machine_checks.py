@@ -72,7 +72,7 @@ def test_the_sandbox(context: DoctorContext, tmp_path: Path, script: str | None,
 
 
 def test_a_training_step(context: DoctorContext, tmp_path: Path) -> None:
-    """It is a real one here; elsewhere its process dies or finds other numbers."""
+    """A real step; its process then dies, or finds other numbers."""
     [found] = check_training(context)
     assert found.level == "ok"
     wrong = "echo 'DeviceTrouble: a training step gives wrong numbers' >&2; exit 1"

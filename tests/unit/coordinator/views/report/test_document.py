@@ -32,7 +32,7 @@ from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from profiles.prediction import Expected
 from tests.support.codes import has_code
-from tests.support.records import SUM_LINES, add_result, summed_run
+from tests.support.records import SUM_LINES, add_result, make_summed_run
 from tests.support.reports import cost, prediction, run_report
 
 RUN = "20261122-eftvit"
@@ -142,7 +142,7 @@ def test_report_shows_what_features_tell_of_class_distributions(runs: Path) -> N
 
 def test_report_and_show_describe_secure_sums(tmp_path: Path) -> None:
     """Sizes, devices that left by step, failed attempts; and no number of a single device."""
-    with closing(summed_run(tmp_path)) as made:
+    with closing(make_summed_run(tmp_path)) as made:
         report = read_report(made, made.runs.read_all()[0].id)
     assert [(entry.sum.devices, entry.sum.attempt, entry.sum.clipped) for entry in report.run.rounds if entry.sum] == [
         (10, 1, 3), (12, 2, 0),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedvit.tensors import map_tensors
-from fedvit.wire.messages import Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares, Task
+from fedvit.wire.messages import Hello, Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares, Task
 from tests.e2e.test_deployment import make_deployment
 from tests.support.federation import deal_digits
 from tests.support.forked import Forked
@@ -47,11 +47,19 @@ def _signal(devices: "dict[str, subprocess.Popen[bytes]]", number: int, *names: 
         devices[name].send_signal(number)
 
 
-def _stop_before_the_sum(observer: Observer, devices: "dict[str, subprocess.Popen[bytes]]", number: int) -> None:
+def _stop_before_the_sum(
+    stage: Stage, observer: Observer, devices: "dict[str, subprocess.Popen[bytes]]", number: int
+) -> None:
     """Stop device-0 a moment before the sum of a round's training begins, since a device that is stopped for long is
-    not invited. Until then the last result, that of device-1, is held back."""
-    wait_for(observer.find(Task, since_start=True, device="device-1", round=number, kind="train"), "a task of device-1")
+    not invited.
+
+    The run is paused before this round. Device-1 is stopped before it has a task, which holds its result back.
+    """
+    wait_for(lambda: f"paused by the operator before round {number};" in stage.log("coordinator"), "the pause")
+    for name in sorted(devices):
+        wait_for(observer.find(Hello, since_start=True, device=name), f"the hello of {name}")
     _signal(devices, STOP, "device-1")
+    stage.command("unpause", "run", "--runs", str(stage.out))
     for name in sorted(devices.keys() - {"device-1"}):
         result = observer.find(Result, since_start=True, device=name, round=number, kind="train")
         wait_for(result, f"the result of {name}")
@@ -60,12 +68,9 @@ def _stop_before_the_sum(observer: Observer, devices: "dict[str, subprocess.Pope
 
 
 def _kill_at_the_reveals(
-    stage: Stage,
-    observer: Observer,
-    coordinator: Forked,
-    devices: "dict[str, subprocess.Popen[bytes]]",
-) -> Forked:
-    """Kill the coordinator while it waits for reveals, and resume it; device-0 is stopped and has a result.
+    stage: Stage, observer: Observer, coordinator: Forked, devices: "dict[str, subprocess.Popen[bytes]]"
+) -> None:
+    """Kill the coordinator while it waits for reveals; device-0 is stopped and has a result.
 
     While some devices run, the others are stopped, so that the step after their next answer waits for these.
     """
@@ -84,7 +89,10 @@ def _kill_at_the_reveals(
     coordinator.kill()
     coordinator.wait()
     _signal(devices, GO_ON, *pair)
-    return stage.coordinator(broker="mosquitto", resume=True)
+
+
+def _pause(stage: Stage) -> None:
+    stage.command("pause", "run", "--runs", str(stage.out))
 
 
 def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage) -> None:
@@ -92,12 +100,15 @@ def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage
     stage = four
     coordinator = stage.coordinator(values={**VALUES, "secure": True}, broker="mosquitto")
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    _pause(stage)
     observer = stage.observer()
     devices = {name: stage.device(name) for name in NAMES}
-    _stop_before_the_sum(observer, devices, 1)
-    coordinator = _kill_at_the_reveals(stage, observer, coordinator, devices)
+    _stop_before_the_sum(stage, observer, devices, 1)
+    _kill_at_the_reveals(stage, observer, coordinator, devices)
+    _pause(stage)
+    coordinator = stage.coordinator(broker="mosquitto", resume=True)
 
-    _stop_before_the_sum(observer, devices, 2)
+    _stop_before_the_sum(stage, observer, devices, 2)
     invited = SumId("run", 2, "train", 1)
     wait_for(observer.find(SumKeys, since_start=True, device="device-1", sum=invited), "keys of device-1")
     coordinator.kill()
@@ -187,10 +198,12 @@ def test_solution_is_the_same_to_the_last_bit_though_the_coordinator_is_killed(f
     stage, observed = four, {"method": "analytic", "options": {"batch_size": 8}, "rounds": 1, "secure": True}
     coordinator = stage.coordinator(values={**VALUES, **observed}, broker="mosquitto")
     wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    _pause(stage)
     observer = stage.observer()
     devices = {name: stage.device(name) for name in NAMES}
-    _stop_before_the_sum(observer, devices, 1)
-    coordinator = _kill_at_the_reveals(stage, observer, coordinator, devices)
+    _stop_before_the_sum(stage, observer, devices, 1)
+    _kill_at_the_reveals(stage, observer, coordinator, devices)
+    coordinator = stage.coordinator(broker="mosquitto", resume=True)
     stage.finish_run(coordinator, devices)
     assert "round 1: the secure sum continues" in stage.log("coordinator")
     assert [metrics["devices"] for metrics in _list_metrics(stage, "train")] == [4.0]

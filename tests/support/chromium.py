@@ -79,9 +79,14 @@ class Tab:
         )
 
     def go(self, address: str, until: str = "document.querySelector('h1')") -> None:
-        """Open a page, and wait for what it shows."""
+        """Open a page, and wait for what it shows and for its connection.
+
+        Before the handshake a page of NiceGUI keeps each event with a timer of its own, so that the server may get
+        the press of a button before the text that was typed first.
+        """
         self.send("Page.navigate", url=address)
-        self.until(f"document.readyState == 'complete' && location.href != 'about:blank' && !!({until})")
+        loaded = "document.readyState == 'complete' && location.href != 'about:blank'"
+        self.until(f"{loaded} && (!window.socket || window.did_handshake) && !!({until})")
 
     def text(self, of: str = "main") -> str:
         found: str = self.evaluate(f"document.querySelector({json.dumps(of)})?.innerText ?? ''")

@@ -33,6 +33,7 @@ from fleet.partition import write_device_folders
 from fleet.partitions import deal_out, make_partition
 from fleet.request import RunRequest
 from fleet.simulate import simulate
+from profiles.program_cost import PricedProgram
 
 ANALYTIC, CENTRAL, FLEET = "analytic", "central", "analytic-fleet"
 GRADIENTS = {"optimizer": "sgd", "momentum": 0.9, "batch_size": 16, "epochs": 1}
@@ -100,6 +101,7 @@ class _Plans:
     def __init__(self, settings: AnalyticSettings, classes: tuple[str, ...]) -> None:
         self._settings, self._classes = settings, classes
         self._by_method: dict[str, Plan] = {}
+        self._prices: dict[str, PricedProgram] = {}
 
     def get(self, name: str) -> Plan:
         """Return the plan of a method, which does not depend on its learning rate."""
@@ -112,9 +114,11 @@ class _Plans:
 
     def count_flops(self, name: str, images: Sequence[int]) -> float:
         """Count the FLOPs of a round's training on the mean device, of devices with so many images."""
-        plan = self.get(name)
-        priced = plan.priced(plan.method)
-        return mean(priced.cost(images=count, test_images=0).flops_round for count in images)
+        method = name.partition(" ")[0]
+        if method not in self._prices:
+            plan = self.get(name)
+            self._prices[method] = plan.priced(plan.method)
+        return mean(self._prices[method].cost(images=count, test_images=0).flops_round for count in images)
 
 
 class _Seed:
@@ -137,14 +141,17 @@ class _Seed:
         return _deal(self._samples, self._settings, self._seed, self._home / "parts")
 
     @cached_property
+    def _images(self) -> list[int]:
+        return [len(DeviceData.open(folder).train) for folder in self._folders]
+
+    @cached_property
     def _data(self) -> list[DeviceFeatures]:
         plan = self._plans.get(ANALYTIC)
         return [read_features(plan, DeviceData.open(folder)) for folder in self._folders]
 
     def _choose_share(self, name: str) -> tuple[float, float]:
         """Return the share of its images that a method may read for the FLOPs of ANALYTIC, and its GFLOP a device."""
-        images = [len(DeviceData.open(folder).train) for folder in self._folders]
-        own, budget = (self._plans.count_flops(each, images) for each in (name, ANALYTIC))
+        own, budget = (self._plans.count_flops(each, self._images) for each in (name, ANALYTIC))
         share = min(1.0, budget / own)
         return share, share * own * FROZEN.get(name, 1) / 1e9
 

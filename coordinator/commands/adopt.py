@@ -9,7 +9,7 @@ import click
 from coordinator.commands.enroll import check_policy_file, wait_for_devices
 from coordinator.commands.flags import deployment_flag
 from coordinator.security.adoption import Applicant
-from coordinator.security.adoption_desk import RELAYED, TOKEN_S, TRIES, grant, open_window
+from coordinator.security.adoption_service import RELAYED, TOKEN_S, TRIES, grant, open_window
 from coordinator.security.announcing import announce_listener
 from coordinator.security.folder import Deployment
 from fedvit.command_line import Command, amount

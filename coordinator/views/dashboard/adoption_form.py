@@ -6,7 +6,7 @@ from collections.abc import Callable
 from nicegui import ui
 
 from coordinator.record.record import Record
-from coordinator.security.adoption_desk import AdoptionDesk
+from coordinator.security.adoption_service import AdoptionService
 from coordinator.views.dashboard.actions import change
 from coordinator.views.dashboard.frame import Part, Site, follow
 from fedvit.errors import FedvitError
@@ -16,7 +16,7 @@ WINDOW_S = 600.0
 """How long devices may ask."""
 
 
-async def show_form(site: Site, desk: AdoptionDesk) -> None:
+async def show_form(site: Site, service: AdoptionService) -> None:
     """Show the form, which follows the window: anybody may have opened it, and devices come and go."""
     state, outcome = Part("enrol.html", "window"), Part("enrol.html", "outcome")
 
@@ -36,14 +36,14 @@ async def show_form(site: Site, desk: AdoptionDesk) -> None:
         await refresh()
 
     def let_ask() -> str:
-        desk.open(str(place.value or "").strip(), WINDOW_S)
+        service.open(str(place.value or "").strip(), WINDOW_S)
         return "devices may ask"
 
     def admit() -> str:
-        return f"{desk.admit(str(code.value or ''), replaces=bool(replaces.value))} may join: answer yes there"
+        return f"{service.admit(str(code.value or ''), replaces=bool(replaces.value))} may join: answer yes there"
 
     def close() -> str:
-        desk.close()
+        service.close()
         return "devices may not ask any more"
 
     with ui.element("div") as closed:
@@ -51,21 +51,21 @@ async def show_form(site: Site, desk: AdoptionDesk) -> None:
         place.props("outlined dense").classes("search")
         with ui.element("div").classes("buttons"):
             ui.button("Let devices ask", on_click=lambda: act(let_ask))
-    with ui.element("div") as asking:
+    with ui.element("div") as decision:
         code = ui.input("Code on the screen of the device").props("outlined dense").classes("search")
         replaces = ui.checkbox("It replaces the device of this name")
         with ui.element("div").classes("buttons"):
             ui.button("Admit", on_click=lambda: act(admit))
-            ui.button("Refuse", on_click=lambda: act(lambda: f"{desk.refuse()} is refused")).props("outline")
+            ui.button("Refuse", on_click=lambda: act(lambda: f"{service.refuse()} is refused")).props("outline")
     with ui.element("div").classes("buttons") as opened:
         ui.button("Let no device ask", on_click=lambda: act(close)).props("outline")
 
     async def refresh() -> None:
-        seen = desk.state
+        seen = service.state
         left_s = None if seen.closes_at is None else max(0.0, seen.closes_at - time.monotonic())
         closed.set_visibility(left_s is None)
         opened.set_visibility(left_s is not None)
-        asking.set_visibility(bool(seen.device))
+        decision.set_visibility(bool(seen.device))
         state.show(seen=seen, left_s=left_s)
 
     await follow(refresh)

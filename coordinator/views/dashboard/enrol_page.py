@@ -68,5 +68,5 @@ async def show(site: Site) -> None:
 
         with ui.element("div").classes("buttons"):
             ui.button("Make a token", on_click=enrol)
-        if site.desk:
-            await show_form(site, site.desk)
+        if site.adoptions:
+            await show_form(site, site.adoptions)

@@ -14,7 +14,7 @@ from nicegui import ui
 from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
 from coordinator.rounds.status import LiveStatus, read_status
-from coordinator.security.adoption_desk import AdoptionDesk
+from coordinator.security.adoption_service import AdoptionService
 from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import JoinedDevice
@@ -73,9 +73,9 @@ class Site:
         return RegistryReader(self.deployment) if self.deployment else None
 
     @cached_property
-    def desk(self) -> AdoptionDesk | None:
+    def adoptions(self) -> AdoptionService | None:
         """The window in which devices ask for adoption; None without a deployment."""
-        return AdoptionDesk(self.deployment) if self.deployment else None
+        return AdoptionService(self.deployment) if self.deployment else None
 
     def read_joined(self) -> dict[str, JoinedDevice]:
         """Return the devices that have joined the deployment, by name; none without a deployment."""

@@ -45,7 +45,7 @@ def grant(applicant: Applicant, deployment: Deployment, *, replaces: bool, polic
 
 
 @dataclass(frozen=True)
-class DeskState:
+class AdoptionState:
     """The window, as a page shows it."""
 
     closes_at: float | None = None  # monotonic; None while no device may ask
@@ -55,7 +55,7 @@ class DeskState:
     device_address: str = ""
 
 
-class AdoptionDesk:
+class AdoptionService:
     """Opens a window for a time, and admits a device after its code was typed. Any thread may call it.
 
     One device asks at a time. It waits until somebody has decided, it has gone, or the window has closed.
@@ -66,7 +66,7 @@ class AdoptionDesk:
         self._deciding = threading.Lock()
         self._applicant: Applicant | None = None
         self._tries = 0
-        self.state = DeskState()
+        self.state = AdoptionState()
 
     def open(self, listen: str, window_s: float) -> None:
         """Let devices ask at HOST[:PORT] for `window_s` seconds. Raises ConfigError."""
@@ -74,7 +74,7 @@ class AdoptionDesk:
             if self.state.closes_at is not None:
                 raise ConfigError("FV1342", f"devices may ask already, at {self.state.place}")
             window = open_window(self._deployment, listen)
-            self.state = DeskState(time.monotonic() + window_s, f"{window.host}:{window.port}")
+            self.state = AdoptionState(time.monotonic() + window_s, f"{window.host}:{window.port}")
         threading.Thread(target=self._serve, args=(window,), name="adoption", daemon=True).start()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class AdoptionDesk:
                     if not self._is_open():
                         break
         finally:
-            self.state = DeskState()
+            self.state = AdoptionState()
 
     def _wait_for_decision(self, applicant: Applicant) -> None:
         with self._deciding:

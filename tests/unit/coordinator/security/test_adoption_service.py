@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.security.adoption_desk import TRIES, AdoptionDesk, DeskState
+from coordinator.security.adoption_service import TRIES, AdoptionService, AdoptionState
 from coordinator.security.broker.process import claim_port
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
@@ -27,97 +27,97 @@ def deployment(tmp_path: Path) -> Deployment:
 
 
 @pytest.fixture
-def desk(deployment: Deployment) -> Iterator[AdoptionDesk]:
-    desk = AdoptionDesk(deployment)
-    desk.open(f"{LOCALHOST}:{claim_port()}", WINDOW_S)
-    yield desk
-    end(desk)
+def service(deployment: Deployment) -> Iterator[AdoptionService]:
+    service = AdoptionService(deployment)
+    service.open(f"{LOCALHOST}:{claim_port()}", WINDOW_S)
+    yield service
+    end(service)
 
 
-def end(desk: AdoptionDesk) -> None:
-    desk.close()
-    wait_until(lambda: desk.state == DeskState(), lambda: f"the window stays: {desk.state}")
+def end(service: AdoptionService) -> None:
+    service.close()
+    wait_until(lambda: service.state == AdoptionState(), lambda: f"the window stays: {service.state}")
 
 
-def ask(desk: AdoptionDesk, name: str = "pi-3") -> tuple[Device, str]:
+def ask(service: AdoptionService, name: str = "pi-3") -> tuple[Device, str]:
     """A device that asks, and its code."""
-    device = Device(int(desk.state.place.rpartition(":")[2]), name)
+    device = Device(int(service.state.place.rpartition(":")[2]), name)
     code = device.read_code()
-    wait_until(lambda: desk.state.device == name, lambda: f"{name} is not shown: {desk.state}")
+    wait_until(lambda: service.state.device == name, lambda: f"{name} is not shown: {service.state}")
     return device, code
 
 
-def test_device_gets_a_token_for_its_name_after_its_code_was_typed(desk: AdoptionDesk, deployment: Deployment) -> None:
-    device, code = ask(desk)
-    assert desk.state.device_address == LOCALHOST
-    assert desk.admit(code, replaces=False) == "pi-3"
+def test_device_gets_a_token_after_its_code_was_typed(service: AdoptionService, deployment: Deployment) -> None:
+    device, code = ask(service)
+    assert service.state.device_address == LOCALHOST
+    assert service.admit(code, replaces=False) == "pi-3"
     token = Token.parse(str(device.end()))
     assert token.device == "pi-3"
     with deployment.registry.read() as rows:
         assert [one.id for one in rows.tokens.read_all()] == [token.id]
-    assert desk.state.device == ""
-    other, code = ask(desk, "pi-4")
-    assert desk.admit(code.replace(" ", ""), replaces=False) == "pi-4"
+    assert service.state.device == ""
+    other, code = ask(service, "pi-4")
+    assert service.admit(code.replace(" ", ""), replaces=False) == "pi-4"
     assert Token.parse(str(other.end())).device == "pi-4"
 
 
-def test_device_is_refused_after_wrong_codes(desk: AdoptionDesk, deployment: Deployment) -> None:
-    device, code = ask(desk)
+def test_device_is_refused_after_wrong_codes(service: AdoptionService, deployment: Deployment) -> None:
+    device, code = ask(service)
     wrong = f"{(int(code.replace(' ', '')) + 1) % 10**6:06d}"
     for _ in range(TRIES):
         with pytest.raises(ConfigError, check=has_code("FV1341", wrong)):
-            desk.admit(wrong, replaces=False)
+            service.admit(wrong, replaces=False)
     with pytest.raises(ConfigError, check=has_code("FV1342", "no device asks")):
-        desk.admit(code, replaces=False)
+        service.admit(code, replaces=False)
     assert has_code("FV1342", f"{TRIES} wrong codes")(device.end())  # type: ignore[arg-type]
     with deployment.registry.read() as rows:
         assert rows.tokens.read_all() == []
 
 
-def test_device_is_refused_by_hand_and_when_the_window_closes(desk: AdoptionDesk) -> None:
-    device, _ = ask(desk)
-    assert desk.refuse() == "pi-3"
+def test_device_is_refused_by_hand_and_when_the_window_closes(service: AdoptionService) -> None:
+    device, _ = ask(service)
+    assert service.refuse() == "pi-3"
     assert has_code("FV1342", "not typed")(device.end())  # type: ignore[arg-type]
-    device, _ = ask(desk)
-    end(desk)
+    device, _ = ask(service)
+    end(service)
     assert has_code("FV1342", "in time")(device.end())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, check=has_code("FV1342", "no device asks")):
-        desk.refuse()
+        service.refuse()
 
 
-def test_name_that_is_taken_is_replaced_only_if_asked(desk: AdoptionDesk, deployment: Deployment) -> None:
+def test_name_that_is_taken_is_replaced_only_if_asked(service: AdoptionService, deployment: Deployment) -> None:
     with deployment.change() as rows:
         rows.put_device("pi-3", Certificate("1f", 0.0, 1e12), 0.0)
-    device, code = ask(desk)
+    device, code = ask(service)
     with pytest.raises(ConfigError, check=has_code("FV1306", "pi-3")):
-        desk.admit(code, replaces=False)
+        service.admit(code, replaces=False)
     refusal = device.end()
     assert has_code("FV1342", "operator reads why")(refusal)  # type: ignore[arg-type]
     assert str(deployment.folder) not in str(refusal)
-    device, code = ask(desk)
-    assert desk.admit(code, replaces=True) == "pi-3"
+    device, code = ask(service)
+    assert service.admit(code, replaces=True) == "pi-3"
     assert Token.parse(str(device.end())).device == "pi-3"
 
 
-def test_window_is_opened_once(desk: AdoptionDesk) -> None:
-    with pytest.raises(ConfigError, check=has_code("FV1342", desk.state.place)):
-        desk.open(f"{LOCALHOST}:{claim_port()}", WINDOW_S)
-    end(desk)
-    desk.open(f"{LOCALHOST}:{claim_port()}", WINDOW_S)
-    device, code = ask(desk)
-    desk.admit(code, replaces=False)
+def test_window_is_opened_once(service: AdoptionService) -> None:
+    with pytest.raises(ConfigError, check=has_code("FV1342", service.state.place)):
+        service.open(f"{LOCALHOST}:{claim_port()}", WINDOW_S)
+    end(service)
+    service.open(f"{LOCALHOST}:{claim_port()}", WINDOW_S)
+    device, code = ask(service)
+    service.admit(code, replaces=False)
     assert isinstance(device.end(), str)
 
 
 def test_window_closes_by_itself(deployment: Deployment) -> None:
-    desk = AdoptionDesk(deployment)
-    desk.open(f"{LOCALHOST}:{claim_port()}", 1.0)
-    wait_until(lambda: desk.state == DeskState(), lambda: f"the window stays: {desk.state}")
+    service = AdoptionService(deployment)
+    service.open(f"{LOCALHOST}:{claim_port()}", 1.0)
+    wait_until(lambda: service.state == AdoptionState(), lambda: f"the window stays: {service.state}")
 
 
 def test_address_that_cannot_be_used_is_named(deployment: Deployment) -> None:
-    desk = AdoptionDesk(deployment)
+    service = AdoptionService(deployment)
     for listen in ("", "192.0.2.1:8886", f"{LOCALHOST}:x"):
         with pytest.raises(ConfigError, check=has_code("FV1342", listen)):
-            desk.open(listen, WINDOW_S)
-        assert desk.state == DeskState()
+            service.open(listen, WINDOW_S)
+        assert service.state == AdoptionState()

@@ -20,7 +20,7 @@ async def show_form(site: Site, service: AdoptionService) -> None:
     """Show the form, which follows the window: anybody may have opened it, and devices come and go."""
     state, outcome = Part("enrol.html", "window"), Part("enrol.html", "outcome")
 
-    async def act(decide: Callable[[], str]) -> None:
+    async def act(decide: Callable[[], str], *, is_shown: bool = True) -> None:
         def do(_: Record) -> str:
             done.append(decide())
             return done[0]
@@ -32,7 +32,7 @@ async def show_form(site: Site, service: AdoptionService) -> None:
             outcome.show(error=str(error), done=None)
         else:
             code.value = ""
-            outcome.show(error=None, done=done[0])
+            outcome.show(error=None, done=done[0] if is_shown else None)
         await refresh()
 
     def let_ask() -> str:
@@ -50,7 +50,7 @@ async def show_form(site: Site, service: AdoptionService) -> None:
         place = ui.input("Address at which devices may ask", value=f"0.0.0.0:{ADOPTION_PORT}")
         place.props("outlined dense").classes("search")
         with ui.element("div").classes("buttons"):
-            ui.button("Let devices ask", on_click=lambda: act(let_ask))
+            ui.button("Let devices ask", on_click=lambda: act(let_ask, is_shown=False))
     with ui.element("div") as decision:
         code = ui.input("Code on the screen of the device").props("outlined dense").classes("search")
         replaces = ui.checkbox("It replaces the device of this name")
@@ -58,7 +58,7 @@ async def show_form(site: Site, service: AdoptionService) -> None:
             ui.button("Admit", on_click=lambda: act(admit))
             ui.button("Refuse", on_click=lambda: act(lambda: f"{service.refuse()} is refused")).props("outline")
     with ui.element("div").classes("buttons") as opened:
-        ui.button("Let no device ask", on_click=lambda: act(close)).props("outline")
+        ui.button("Let no device ask", on_click=lambda: act(close, is_shown=False)).props("outline")
 
     async def refresh() -> None:
         seen = service.state

@@ -19,8 +19,7 @@ from coordinator.config import RunConfig
 from coordinator.record.record import open_record
 from fedvit.command_line import Command
 from tests.support.command_lines import PROGRAMS, parse
-
-WAIT_S = 120
+from tests.support.waiting import WAIT_S
 
 
 def _commands() -> dict[str, click.Command]:

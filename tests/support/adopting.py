@@ -6,8 +6,8 @@ from queue import SimpleQueue
 
 from edge_client.link.adoption import Agreed, ask_adoption
 from fedvit.errors import FedvitError
+from tests.support.waiting import WAIT_S
 
-WAIT_S = 60.0
 LOCALHOST = "127.0.0.1"
 
 

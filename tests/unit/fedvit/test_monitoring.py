@@ -28,6 +28,7 @@ from fedvit.monitoring import (
 from fedvit.timings import LoopWatch
 from tests.support.codes import has_code
 from tests.support.command_lines import PROGRAMS
+from tests.support.waiting import WAIT_S
 
 FREE = ListenAddress("127.0.0.1", 0)
 
@@ -44,7 +45,7 @@ class Wrong(Collector):
 
 def ask_page(monitor: Monitor, page: str) -> tuple[int, str]:
     try:
-        with urlopen(monitor.url.replace("/metrics", page), timeout=60) as answer:
+        with urlopen(monitor.url.replace("/metrics", page), timeout=WAIT_S) as answer:
             return answer.status, answer.read().decode()
     except HTTPError as error:
         return error.code, error.read().decode()
@@ -90,10 +91,12 @@ def test_page_is_only_for_those_who_have_the_password(page: str, tmp_path: Path)
         monitor.show(lambda: make_watched(One()))
         for headers in ({}, basic("another"), {"Authorization": "Basic \xff"}, {"Authorization": f"Bearer {PASSWORD}"}):
             with pytest.raises(HTTPError) as refused:
-                urlopen(Request(monitor.url.replace("/metrics", page), headers=headers), timeout=60)
+                urlopen(Request(monitor.url.replace("/metrics", page), headers=headers), timeout=WAIT_S)
             assert (refused.value.code, refused.value.read()) == (401, b"")
         if page != "/other":
-            with urlopen(Request(monitor.url.replace("/metrics", page), headers=basic(PASSWORD)), timeout=60) as answer:
+            with urlopen(
+                Request(monitor.url.replace("/metrics", page), headers=basic(PASSWORD)), timeout=WAIT_S
+            ) as answer:
                 assert answer.status == 200
 
 

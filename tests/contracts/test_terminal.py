@@ -106,6 +106,7 @@ LINES: dict[str, list[list[str]]] = {
         ["--data", "images", "--state", "state", "--json"],
     ],
     "edge-client update": [["--update-key", "{attack}"]],
+    "fleet bugreport": [["--runs", "runs", "--out", "{attack}"]],
     "fleet demo": [["--method", "{attack}"]],
     "fleet experiment": [["{attack}"]],
     "fleet host": [["--parts", "{attack}", "--devices", "1", "--state", "hosted", "--broker", "{attack}"]],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedvit.tensors import map_tensors
-from fedvit.wire.messages import Hello, Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares, Task
+from fedvit.wire.messages import Hello, Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares
 from tests.e2e.test_deployment import make_deployment
 from tests.support.federation import deal_digits
 from tests.support.forked import Forked

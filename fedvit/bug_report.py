@@ -179,8 +179,9 @@ class BugReport:
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, text in self._files.items():
                 archive.writestr(name, text)
-        atomic_write(path, content.getvalue(), private=True)
-        return content.tell()
+        packed = content.getvalue()
+        atomic_write(path, packed, private=True)
+        return len(packed)
 
 
 def print_and_write(report: BugReport, path: Path) -> None:

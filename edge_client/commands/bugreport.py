@@ -45,7 +45,7 @@ def command(context: click.Context, /, *, out: Path, log: Path | None, **own: An
     report = BugReport(
         find_private_names(settings.data),
         folders=[settings.data] if settings.data else (),
-        secrets=[settings.broker] if settings.broker else (),
+        secrets=[secret for secret in (settings.broker, settings.home and settings.home.password) if secret],
     )
     report.add_machine()
     report.add_object("settings.json", {**vars(settings), "policy": msgspec.to_builtins(settings.policy)})

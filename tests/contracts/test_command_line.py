@@ -55,6 +55,7 @@ WITHOUT_JSON = {
         for name in ("adopt", "bugreport", "dashboard", "init", "release", "serve", "sign", "start", "token")
     ),
     "edge-client bugreport",
+    "edge-client home",
     "edge-client join",
     "edge-client label",
     "edge-client update",

@@ -95,6 +95,7 @@ LINES: dict[str, list[list[str]]] = {
     ],
     "edge-client export": [["run", "--data", "images", "--state", "{attack}"]],
     "edge-client gc": [["--data", "images", "--state", "{attack}"]],
+    "edge-client home": [["--home", "{attack}", "--state", "state"]],
     "edge-client join": [["fedvit1-", "{attack}"]],
     "edge-client label": [["--data", "nothing{attack}", "--state", "state"]],
     "edge-client ledger": [["--state", "state"], ["--state", "state", "--json"]],

@@ -12,7 +12,17 @@ from edge_client.health.history import LastError
 from edge_client.health.status import ClassImages, Doing, Status, Unusable
 from tests.support.planted import LINES, WORDS, find_planted, read_report
 
-OWN = ["pa55word", "hedgehog", "Füchse am Tag", "blackbird", "garden-pictures", "party", "notes of mine", "gone.heic"]
+OWN = [
+    "pa55word",
+    "h0mely",
+    "hedgehog",
+    "Füchse am Tag",
+    "blackbird",
+    "garden-pictures",
+    "party",
+    "notes of mine",
+    "gone.heic",
+]
 """Of this test: a password, folders and files of the owner."""
 
 
@@ -58,6 +68,7 @@ def test_report_holds_no_planted_secret(tmp_path: Path, monkeypatch: pytest.Monk
     (programs / "journalctl").chmod(0o755)
     monkeypatch.setenv("PATH", str(programs), prepend=":")
     monkeypatch.setenv("FEDVIT_BROKER", "mqtt://ann:pa55word@127.0.0.1:1")
+    monkeypatch.setenv("FEDVIT_HOME_BROKER", "mqtt://ann:h0mely@127.0.0.1:1")
     out = tmp_path / "report.zip"
     command = [
         "--data", str(images), "--state", str(state), "--policy", str(tmp_path / "policy.toml"),

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard, memory_message
+from edge_client.health.home import Home
 from edge_client.health.private_paths import PrivatePaths
 from edge_client.health.recent_log import RecentLog
 from edge_client.health.status import StatusFile
@@ -96,12 +97,17 @@ def serve(settings: DeviceSettings) -> None:
         if monitor.url:
             log.info("metrics", extra={"url": monitor.url})
         notifier.ready()
+        home = Home(settings.home, agent.link.identity, sensors) if settings.home else None
+        if home:
+            home.start()
         trial = Trial(installation) if installation else None
         if trial:
             trial.begin()
 
         def turn() -> None:
             loop.turn()
+            if home:
+                home.look(agent.state)
             if trial:
                 execution = agent.current.execution
                 trial.look(agent.history, is_working=execution is not None and execution.working)
@@ -113,6 +119,8 @@ def serve(settings: DeviceSettings) -> None:
             reason = agent.serve(stop, once=settings.once, on_turn=turn)
         finally:
             notifier.stopping()
+            if home:
+                home.close(agent.state())
             if trial:
                 trial.close()
             if tracing:

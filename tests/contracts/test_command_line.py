@@ -54,9 +54,11 @@ WITHOUT_JSON = {
         for name in ("adopt", "bugreport", "dashboard", "init", "release", "serve", "sign", "start", "token")
     ),
     "edge-client bugreport",
+    "edge-client home",
     "edge-client join",
     "edge-client label",
     "edge-client update",
+    "fleet bugreport",
     "fleet host",
     "fleet region",
 }
@@ -68,12 +70,12 @@ WITH_RUNS = {
         "submit", "trace",
         "unpause", "wait",
     )),
-    "fleet region", "fleet run",
+    "fleet bugreport", "fleet region", "fleet run",
 }  # fmt: skip
 """Commands that read or make runs of a folder."""
 WITH_OUT = {
     "coordinator bugreport", "coordinator export", "coordinator profile", "coordinator report", "edge-client bugreport",
-    "edge-client export", "fleet demo", "fleet experiment", "fleet partition",
+    "edge-client export", "fleet bugreport", "fleet demo", "fleet experiment", "fleet partition",
 }  # fmt: skip
 """Commands that write a file or a folder of their own."""
 

@@ -41,6 +41,16 @@ CONFIG: dict[str, Any] = {
     "deadline_s": 120.0,
     "rejoin_grace_s": 60.0,
 }
+SUMMED: dict[str, Any] = {
+    **CONFIG,
+    "method": "fedavg",
+    "options": {"epochs": 2, "batch_size": 8, "lr": 1e-3},
+    "variants": {},
+    "rounds": 2,
+    "rejoin_grace_s": 120.0,  # devices that are stopped for long may lose their link
+    "sums": {"step_s": 600.0},
+}
+"""A run whose updates can be added up in secret."""
 DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
 """Parts of the names of files that a device never maps into its memory."""
 USUAL_UMASK = 0o022

@@ -57,6 +57,7 @@ WITHOUT_JSON = {
     "edge-client bugreport",
     "edge-client join",
     "edge-client label",
+    "edge-client page",
     "edge-client update",
     "fleet host",
     "fleet region",

@@ -107,7 +107,7 @@ def test_damaged_picture_is_explained_and_skipped(tab: Tab, home: Home) -> None:
     file.write_bytes(file.read_bytes()[:40])
     with page_process(home) as address:
         open_page(tab, address, "/label", "document.querySelector('.banner.bad')")
-        assert "cannot read image unlabelled/0000.png" in tab.text()
+        assert "Cannot read image unlabelled/0000.png" in tab.text()
         assert tab.evaluate("[...document.querySelectorAll('[data-label]')].every(one => one.disabled)")
         tab.press("1")
         tab.press(" ")

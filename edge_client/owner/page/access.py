@@ -53,9 +53,12 @@ class PageAccess:
 
         Browsers send the origin of each POST.
         """
-        if (origin or method == "POST") and urlsplit(origin or "").netloc != host:
+        try:
+            if (origin or method == "POST") and urlsplit(origin or "").netloc != host:
+                return False
+            return self.password is not None or is_loopback(urlsplit(f"//{host}").hostname or "")
+        except ValueError:  # neither is an address
             return False
-        return self.password is not None or is_loopback(_host_name(host))
 
     def has_session(self, cookies: str) -> bool:
         """Return True if one of the cookies is a session."""
@@ -93,10 +96,3 @@ class PageAccess:
         valid = [(known, end) for known, end in self._sessions.items() if end > now]
         self._sessions = dict([*valid[1 - MOST_SESSIONS :], (token, now + SESSION_S)])
         return f"{self.cookie}={token}; Max-Age={SESSION_S:.0f}; Path=/; HttpOnly; SameSite=Strict"
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""

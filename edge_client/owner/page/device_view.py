@@ -41,7 +41,7 @@ class DeviceView:
             name,
             name,
             "/",
-            part("now", _describe_now(status, is_running, reason), self._show_pause(is_running)),
+            part("now", _describe_now(status, is_running, reason), self._show_pause(status if is_running else None)),
             part("past", tag("dl", _describe_past(status), class_="list") if status else None),
             part("left", tag("h2", "What left today"), self._describe_left()),
             part("images", tag("h2", "Pictures"), _describe_images(status, waiting)),
@@ -58,7 +58,8 @@ class DeviceView:
             every_s=REFRESH_S,
         )
 
-    def _show_pause(self, is_running: bool) -> Element:
+    def _show_pause(self, running: Status | None) -> Element:
+        """Return the button; `running` is the status of a device that runs."""
         if (began_s := self._pause.began_s()) is None:
             note = "A pause lets the task under way end. After it the device takes none, also after a restart."
             return tag(
@@ -68,7 +69,9 @@ class DeviceView:
                 method="post", action="/pause", class_="pause",
             )  # fmt: skip
         since = f"Paused by you since {format_time(began_s)}. "
-        more = "It takes no task." if is_running else "It takes no task when it runs again."
+        more = "It takes no task when it runs again."
+        if running:
+            more = "It ends the task under way, and takes no other." if running.doing.run else "It takes no task."
         return tag(
             "form",
             tag("p", since, more),

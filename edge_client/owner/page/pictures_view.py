@@ -142,7 +142,8 @@ def _find_damage(pictures: Pictures, path: Path) -> str | None:
     try:
         pictures.draw(path, LARGE)
     except DataError as error:
-        return str(error).replace(f"{pictures.folder}/", "")
+        reason = str(error).replace(f"{pictures.folder}/", "")
+        return f"{reason[:1].upper()}{reason[1:]}"
     return None
 
 

@@ -1,6 +1,7 @@
 """The server of the owner's page: what it answers to whom."""
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +28,7 @@ from fedvit.small_server import ListenAddress, SmallHandler, SmallServer
 
 log = logging.getLogger(__name__)
 
-LONGEST_FORM = 4096
+LONGEST_FORM, MOST_FIELDS = 4096, 20
 HTML, JSON, TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 HEADERS = (
     (
@@ -193,7 +194,7 @@ def show_login(what: str, *, is_wrong: bool = False) -> bytes:
     """Return the page that asks for the password, or for the token of the address."""
     wrong = tag("p", f"The {what} is wrong.", class_="banner bad", role="alert") if is_wrong else None
     field = {"name": "secret", "type": "password", "autocomplete": "current-password", "required": True}
-    hint = "The address that edge-client page printed contains it." if what == "token" else None
+    hint = ("The address that ", tag("code", "edge-client page"), " printed contains it.") if what == "token" else None
     return document(
         "Sign in",
         tag(
@@ -207,7 +208,7 @@ def show_login(what: str, *, is_wrong: bool = False) -> bytes:
                 tag("button", "Sign in"),
                 method="post", action="/login", class_="login",
             ),
-            tag("p", hint, class_="note") if hint else None,
+            tag("p", *hint, class_="note") if hint else None,
         ),
     )  # fmt: skip
 
@@ -254,8 +255,12 @@ class _Handler(SmallHandler):
         self.answer(answer.status, answer.kind, answer.body, (*HEADERS, *answer.headers))
 
     def _find_answer(self, method: str) -> Answer:
-        access, address = self.server.page.access, urlsplit(self.path)
-        query = dict(parse_qsl(address.query, max_num_fields=20))
+        access = self.server.page.access
+        try:
+            address = urlsplit(self.path)
+            query = dict(parse_qsl(address.query, max_num_fields=MOST_FIELDS))
+        except ValueError:
+            return Answer(400, TEXT, b"This address cannot be read.\n")
         if not access.is_expected(method, self.headers.get("Host", ""), self.headers.get("Origin")):
             return Answer(403, TEXT, b"This address is not served.\n")
         if method == "GET" and address.path in _ASSETS:
@@ -286,15 +291,16 @@ class _Handler(SmallHandler):
 
     def _read_form(self) -> dict[str, str] | None:
         """Read the body of a form; None if it is none, or too long."""
-        length = self.headers.get("Content-Length", "")
+        text = self.headers.get("Content-Length", "")
+        length = int(text) if re.fullmatch(r"[0-9]{1,5}", text) else LONGEST_FORM + 1
         kind = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        if not length.isdigit() or int(length) > LONGEST_FORM or kind != "application/x-www-form-urlencoded":
+        if length > LONGEST_FORM or kind != "application/x-www-form-urlencoded":
             return None
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        body = self.rfile.read(length)
+        if len(body) < length:
             return None
         try:
-            return dict(parse_qsl(body.decode("ascii"), max_num_fields=20))
+            return dict(parse_qsl(body.decode("ascii"), max_num_fields=MOST_FIELDS))
         except ValueError:
             return None
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -23,8 +23,19 @@ if TYPE_CHECKING:
 
 IDLE_S = 300.0
 """The model is dropped when nobody has asked for so long."""
+FRESH_S = 30.0
+"""Time in which a model is used although the device may have a newer one of the same run."""
+TRIES, AGAIN_S = 5, 0.5
 LEAST_FREE_BYTES = 300_000_000
 """Available memory below which no model is loaded: the device needs it for its work."""
+
+
+class LoadedModel(NamedTuple):
+    """A model in memory."""
+
+    run: str
+    loaded_at: float  # monotonic
+    guesser: "Guesser"
 
 
 class NoGuess(FedvitError):
@@ -46,7 +57,7 @@ class Guesses:
         self._state = state
         self._available_bytes = available_bytes
         self._lock = threading.Lock()
-        self._model: tuple[tuple[str, int], Guesser] | None = None  # of a run and a round
+        self._model: LoadedModel | None = None
         self._used_at = 0.0  # monotonic
 
     def guess(self, path: Path) -> "Guess":
@@ -68,25 +79,36 @@ class Guesses:
             self._lock.release()
 
     def _load(self) -> "Guesser":
+        """Return the newest model, or one of the same run that is seconds old: a device that trains makes many."""
         try:
-            vault = Vault(self._state / "vault")
-            note = vault.newest_task(run) if (run := next(iter(vault.runs()), None)) else None
-        except (FedvitError, OSError) as error:
-            raise NoGuess("FV1424", f"the vault cannot be read: {error}") from error
-        if run is None or note is None:
+            run = next(iter(Vault(self._state / "vault").runs()), None)
+        except OSError as error:
+            raise NoGuess("FV1424", f"the vault cannot be read: {error.strerror}") from error
+        if run is None:
             raise NoGuess("FV1424", "this device has no model yet")
-        if self._model and self._model[0] == (run, note.round):
-            return self._model[1]
-        self._model = None
+        known = self._model
+        if known and known.run == run and time.monotonic() - known.loaded_at < FRESH_S:
+            return known.guesser
+        self._model = None  # it and the next one need not fit into the memory together
         if (free := self._available_bytes()) < LEAST_FREE_BYTES:
             raise NoGuess("FV1424", f"only {format_bytes(free)} of memory are free, which the device needs")
-        try:
-            guesser = self._make()
-        except (FedvitError, OSError) as error:
-            raise NoGuess("FV1424", str(error)) from error
+        guesser = self._try_to_make()
+        self._model = LoadedModel(run, time.monotonic(), guesser)
+        return guesser
+
+    def _try_to_make(self) -> "Guesser":
+        """Load the newest model, again if a task of the device replaced its tensors meanwhile. Raises NoGuess."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                guesser = self._make()
+            except (FedvitError, OSError) as error:
+                if attempt == TRIES:
+                    raise NoGuess("FV1424", str(error)) from error
+                time.sleep(AGAIN_S)
+            else:
+                break
         if guesser is None:
             raise NoGuess("FV1424", "this device has no model yet")
-        self._model = ((run, note.round), guesser)
         return guesser
 
     def _make(self) -> "Guesser | None":

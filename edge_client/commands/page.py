@@ -14,7 +14,8 @@ import click
 
 from edge_client.commands.options import program_options, read_settings
 from edge_client.owner.page.access import PageAccess
-from edge_client.owner.page.server import Page, PageServer
+from edge_client.owner.page.routes import Page
+from edge_client.owner.page.server import PageServer
 from edge_client.storage.state import state_folder
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError

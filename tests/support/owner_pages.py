@@ -16,7 +16,8 @@ from PIL import Image
 
 from edge_client.health.status import ClassImages, Doing, Status
 from edge_client.owner.page.access import PageAccess
-from edge_client.owner.page.server import Page, PageServer
+from edge_client.owner.page.routes import Page
+from edge_client.owner.page.server import PageServer
 from edge_client.settings import DeviceSettings
 from edge_client.storage.state import device_id, status_file
 from fedvit.policy import Policy

@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element
 
 from edge_client.health.readiness import Readiness
 from edge_client.health.status import Status, read_status
-from edge_client.owner.page.html import Child, part, render, tag
+from edge_client.owner.page.html import Child, make_part, render, tag
 from edge_client.owner.page.use import LedgerUse
 from edge_client.settings import DeviceSettings
 from edge_client.storage.ledger import describe_sent
@@ -41,11 +41,13 @@ class DeviceView:
             name,
             name,
             "/",
-            part("now", _describe_now(status, is_running, reason), self._show_pause(status if is_running else None)),
-            part("past", tag("dl", _describe_past(status), class_="list") if status else None),
-            part("left", tag("h2", "What left today"), self._describe_left()),
-            part("images", tag("h2", "Pictures"), _describe_images(status, waiting)),
-            part("limits", tag("h2", "Hours and budgets"), self._describe_limits(status, is_running)),
+            make_part(
+                "now", _describe_now(status, is_running, reason), self._show_pause(status if is_running else None)
+            ),
+            make_part("past", tag("dl", _describe_past(status), class_="list") if status else None),
+            make_part("left", tag("h2", "What left today"), self._describe_left()),
+            make_part("images", tag("h2", "Pictures"), _describe_images(status, waiting)),
+            make_part("limits", tag("h2", "Hours and budgets"), self._describe_limits(status, is_running)),
             tag("h2", "What may leave"),
             tag("dl", self._describe_policy(), class_="list"),
             tag(
@@ -87,29 +89,29 @@ class DeviceView:
     def _describe_policy(self) -> Iterator[Element]:
         for line in describe_policy(self._settings.policy):
             name, _, text = line.partition(": ")
-            yield row(name[:1].upper() + name[1:], text)
+            yield make_row(name[:1].upper() + name[1:], text)
 
     def _describe_limits(self, status: Status | None, is_running: bool) -> Element:
         policy = self._settings.policy
         train = policy.train
         not_now = Readiness(policy=policy, pause=self._pause).not_now()
-        rows = [row("Takes a task now", f"no: {not_now.reason}" if not_now else "yes")]
+        rows = [make_row("Takes a task now", f"no: {not_now.reason}" if not_now else "yes")]
         hours = [str(train.hours)] if train.hours else []
         hours += [f"not {train.quiet_hours}"] if train.quiet_hours else []
-        rows.append(row("Hours", ", ".join(hours) or "any time"))
+        rows.append(make_row("Hours", ", ".join(hours) or "any time"))
         sent_bytes = self._use.read().bytes_of_24_hours
-        rows.append(_budget("Results in 24 hours", sent_bytes, policy.send.max_bytes_per_day))
+        rows.append(_show_budget("Results in 24 hours", sent_bytes, policy.send.max_bytes_per_day))
         used = status.rss_bytes if status and is_running else 0
         memory = status.memory_budget_bytes if status and is_running else train.memory
-        rows.append(_budget("Memory", used, memory))
+        rows.append(_show_budget("Memory", used, memory))
         stored_bytes = sum(folder_bytes(self._state / name) for name in ("vault", "blobs"))
-        rows.append(_budget("Disk", stored_bytes, train.disk))
+        rows.append(_show_budget("Disk", stored_bytes, train.disk))
         if train.min_battery is not None:
-            rows.append(row("Battery", f"{train.min_battery} % at least, or a charger"))
+            rows.append(make_row("Battery", f"{train.min_battery} % at least, or a charger"))
         if train.max_temperature is not None:
-            rows.append(row("Temperature", f"{train.max_temperature:g} °C at most when a task begins"))
+            rows.append(make_row("Temperature", f"{train.max_temperature:g} °C at most when a task begins"))
         if train.round_deadline is not None:
-            rows.append(row("Time of a round", f"{format_seconds(train.round_deadline)} at most"))
+            rows.append(make_row("Time of a round", f"{format_seconds(train.round_deadline)} at most"))
         return tag("dl", rows, class_="list")
 
 
@@ -139,13 +141,13 @@ def _describe_past(status: Status) -> Iterator[Element]:
         details += [f"{name} {value:.4g}" for name, value in last.metrics.items()]
         kind = "trained" if last.kind == "train" else "tested"
         what = f"{kind} in round {last.round} of {last.run}: {last.outcome}"
-        yield row("Last task", f"{', '.join([what, *details])} ({format_time(last.ended_s)})")
+        yield make_row("Last task", f"{', '.join([what, *details])} ({format_time(last.ended_s)})")
     else:
-        yield row("Last task", "none since the start")
+        yield make_row("Last task", "none since the start")
     if error := doing.last_error:
-        yield row("Last error", f"{error.what} ({format_time(error.at_s)})")
-    yield row("Coordinator", f"{status.broker}, federation {status.federation}")
-    yield row("Software", f"fedvit {status.software}")
+        yield make_row("Last error", f"{error.what} ({format_time(error.at_s)})")
+    yield make_row("Coordinator", f"{status.broker}, federation {status.federation}")
+    yield make_row("Software", f"fedvit {status.software}")
 
 
 def _describe_images(status: Status | None, waiting: int) -> Iterator[Element]:
@@ -165,16 +167,16 @@ def _describe_images(status: Status | None, waiting: int) -> Iterator[Element]:
         yield tag("p", tag("a", f"Label {format_count(waiting, 'picture')}", href="/label", class_="action"))
 
 
-def row(name: str, *content: Child | Sequence[Child]) -> Element:
+def make_row(name: str, *content: Child | Sequence[Child]) -> Element:
     """Return a row of a list of names and values."""
     return tag("div", tag("dt", name), tag("dd", *content))
 
 
-def _budget(name: str, used: float, limit: float | None) -> Element:
+def _show_budget(name: str, used: float, limit: float | None) -> Element:
     if limit is None:
-        return row(name, f"{format_bytes(used)}, no limit" if used else "no limit")
+        return make_row(name, f"{format_bytes(used)}, no limit" if used else "no limit")
     label = f"{format_bytes(used)} of {format_bytes(limit)}"
-    return row(name, label, tag("meter", value=min(used, limit), max=limit, aria_label=f"{name}: {label}"))
+    return make_row(name, label, tag("meter", value=min(used, limit), max=limit, aria_label=f"{name}: {label}"))
 
 
 def format_time(seconds: float) -> str:

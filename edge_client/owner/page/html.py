@@ -43,15 +43,15 @@ def _append(element: Element, child: Child) -> None:
             element.text = (element.text or "") + text
 
 
-def part(name: str, *children: Child | Iterable[Child], **attributes: Any) -> Element:
+def make_part(name: str, *children: Child | Iterable[Child], **attributes: Any) -> Element:
     """Return an element that the script replaces when the page is fetched again."""
     return tag("div", *children, id=name, data_part=True, **attributes)
 
 
-def link(path: str, **query: str) -> str:
+def make_link(path: str, **query: str) -> str:
     """Return an address of the page.
 
-    >>> link("/image", name=quote_name("cat/\\udcff.png"))
+    >>> make_link("/image", name=quote_name("cat/\\udcff.png"))
     '/image?name=cat%252F%25FF.png'
     """
     return f"{path}?{urlencode(query)}" if query else path
@@ -70,7 +70,7 @@ def unquote_name(text: str) -> str:
 def render(title: str, device: str, here: str, *content: Child, every_s: float | None = None) -> bytes:
     """Return a page; `here` is its path among PAGES, `every_s` the time after which its parts are fetched again."""
     links = [tag("a", text, href=path, aria_current="page" if path == here else None) for path, text in PAGES.items()]
-    return document(
+    return render_document(
         title,
         tag("a", "Skip to the content", href="#content", class_="skip"),
         tag("header", tag("nav", tag("strong", device), links, aria_label="Pages")),
@@ -78,7 +78,7 @@ def render(title: str, device: str, here: str, *content: Child, every_s: float |
     )
 
 
-def document(title: str, *body: Child) -> bytes:
+def render_document(title: str, *body: Child) -> bytes:
     """Return a document without the links to the pages."""
     page = tag(
         "html",

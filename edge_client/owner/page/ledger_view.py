@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from xml.etree.ElementTree import Element
 
-from edge_client.owner.page.html import link, render, tag
+from edge_client.owner.page.html import make_link, render, tag
 from edge_client.storage.ledger import Kind, Ledger, LedgerLine
 from fedvit.quantities import format_bytes
 
@@ -70,6 +70,6 @@ def _describe(line: LedgerLine) -> Element:
 def link_pages(path: str, page: int, pages: int, **query: str) -> Iterator[Element]:
     """Yield links to the neighbours of a page, if there are several."""
     if pages > 1:
-        before = tag("a", "Before", href=link(path, **query, page=str(page - 1))) if page > 1 else None
-        behind = tag("a", "Next", href=link(path, **query, page=str(page + 1))) if page < pages else None
+        before = tag("a", "Before", href=make_link(path, **query, page=str(page - 1))) if page > 1 else None
+        behind = tag("a", "Next", href=make_link(path, **query, page=str(page + 1))) if page < pages else None
         yield tag("nav", [before, tag("span", f"page {page} of {pages}"), behind], class_="pages", aria_label="More")

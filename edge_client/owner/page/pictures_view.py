@@ -5,7 +5,7 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from edge_client.owner.labelling import KEYS, SKIP, UNDO
-from edge_client.owner.page.html import link, part, quote_name, render, tag
+from edge_client.owner.page.html import make_link, make_part, quote_name, render, tag
 from edge_client.owner.page.ledger_view import link_pages
 from edge_client.owner.page.pictures import LARGE, SMALL, Pictures
 from fedvit.data.layout import UNLABELLED
@@ -22,7 +22,7 @@ def show_pictures(pictures: Pictures, name: str, label: str | None, page: int) -
         folders = pictures.open()
         waiting = folders.list_waiting()
     except DataError as error:
-        return render("Pictures", name, "/pictures", *content, _banner(str(error)))
+        return render("Pictures", name, "/pictures", *content, _make_banner(str(error)))
     of_class: list[list[Path]] = [[] for _ in folders.classes]
     for path, index in folders.images:
         of_class[index].append(path)
@@ -31,7 +31,7 @@ def show_pictures(pictures: Pictures, name: str, label: str | None, page: int) -
     chips = [
         tag(
             "a", text or "no label", tag("small", f" {len(paths)}"),
-            href=link("/pictures", of=quote_name(text)) if text else "/pictures",
+            href=make_link("/pictures", of=quote_name(text)) if text else "/pictures",
             aria_current="page" if text == (label or "") else None,
         )
         for text, paths in groups.items()
@@ -52,10 +52,11 @@ def show_pictures(pictures: Pictures, name: str, label: str | None, page: int) -
 
 def _show_small(pictures: Pictures, path: Path) -> Element:
     own = pictures.name_of(path)
-    waits = own.startswith(f"{UNLABELLED}/")
-    target = link("/label", picture=quote_name(path.name)) if waits else link("/picture", name=quote_name(own))
+    target = make_link("/picture", name=quote_name(own))
+    if own.startswith(f"{UNLABELLED}/"):
+        target = make_link("/label", picture=quote_name(path.name))
     image = tag(
-        "img", src=link("/image", name=quote_name(own), side=str(SMALL)), alt=path.name, loading="lazy",
+        "img", src=make_link("/image", name=quote_name(own), side=str(SMALL)), alt=path.name, loading="lazy",
         width=SMALL, height=SMALL,
     )  # fmt: skip
     return tag("li", tag("a", image, href=target))
@@ -70,8 +71,8 @@ def show_picture(pictures: Pictures, name: str, picture: str) -> bytes:
         "/pictures",
         tag("h1", path.name),
         tag("p", "Labelled ", tag("b", path.parent.name), "."),
-        part("work", *_show_large(pictures, path), class_="work"),
-        tag("p", tag("a", f"All of {path.parent.name}", href=link("/pictures", of=quote_name(path.parent.name)))),
+        make_part("work", *_show_large(pictures, path), class_="work"),
+        tag("p", tag("a", f"All of {path.parent.name}", href=make_link("/pictures", of=quote_name(path.parent.name)))),
     )
 
 
@@ -85,7 +86,7 @@ def show_labelling(pictures: Pictures, name: str, wanted: str, after: str, troub
         folders = pictures.open_classes()
         waiting = folders.list_waiting()
     except DataError as error:
-        return render("Label pictures", name, "/pictures", heading, _banner(str(error)))
+        return render("Label pictures", name, "/pictures", heading, _make_banner(str(error)))
     names = [path.name for path in waiting]
     place = names.index(wanted) if wanted in names else next((i for i, own in enumerate(names) if own > after), 0)
     keys = tag("label", tag("input", type="checkbox", id="keys", checked=True), " Keys label the picture")
@@ -95,8 +96,8 @@ def show_labelling(pictures: Pictures, name: str, wanted: str, after: str, troub
         name,
         "/pictures",
         heading,
-        part("said", _banner(trouble) if trouble else _show_newest(pictures), role="status"),
-        part("work", *work, class_="work"),
+        make_part("said", _make_banner(trouble) if trouble else _show_newest(pictures), role="status"),
+        make_part("work", *work, class_="work"),
         tag("p", keys, class_="note keys"),
     )
 
@@ -130,11 +131,11 @@ def _show_work(pictures: Pictures, classes: Sequence[str], waiting: Sequence[Pat
 def _show_large(pictures: Pictures, path: Path) -> Iterator[Element]:
     own = pictures.name_of(path)
     if damage := _find_damage(pictures, path):
-        yield _banner(damage)
+        yield _make_banner(damage)
         return
-    source = link("/image", name=quote_name(own), side=str(LARGE))
+    source = make_link("/image", name=quote_name(own), side=str(LARGE))
     yield tag("div", tag("img", src=source, alt=f"Picture {path.name}", class_="large"), class_="frame")
-    yield tag("p", id="guess", role="status", data_guess=link("/guess", name=quote_name(own)))
+    yield tag("p", id="guess", role="status", data_guess=make_link("/guess", name=quote_name(own)))
 
 
 def _find_damage(pictures: Pictures, path: Path) -> str | None:
@@ -168,5 +169,5 @@ def _make_act(act: str, key: str, shown: str, *, disabled: bool = False) -> Elem
     return tag("button", texts, name="act", value=act, data_key=key, disabled=disabled)
 
 
-def _banner(text: str) -> Element:
+def _make_banner(text: str) -> Element:
     return tag("p", text, class_="banner bad")

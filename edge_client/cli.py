@@ -19,6 +19,7 @@ COMMANDS = {
     "label": "Show the images in FOLDER/unlabelled one by one, and move each into the class folder whose key is "
     "pressed.",
     "ledger": "List what has left this device, and the tasks that it refused.",
+    "page": "Serve the owner's page: what this device does, what left it, labels for its pictures, a pause.",
     "predict": "Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all "
     "images in it.",
     "profile": "Measure this device: speed, memory, disk, temperature, power, the connection to the broker.",

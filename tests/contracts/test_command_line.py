@@ -57,6 +57,7 @@ WITHOUT_JSON = {
     "edge-client home",
     "edge-client join",
     "edge-client label",
+    "edge-client page",
     "edge-client update",
     "fleet bugreport",
     "fleet host",

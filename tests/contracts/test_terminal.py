@@ -99,6 +99,7 @@ LINES: dict[str, list[list[str]]] = {
     "edge-client join": [["fedvit1-", "{attack}"]],
     "edge-client label": [["--data", "nothing{attack}", "--state", "state"]],
     "edge-client ledger": [["--state", "state"], ["--state", "state", "--json"]],
+    "edge-client page": [["--data", "images", "--listen", "{attack}"]],
     "edge-client predict": [["images", "--bundle", "{attack}"]],
     "edge-client profile": [["{attack}"]],
     "edge-client rm": [["run", "--data", "images", "--state", "{attack}"]],

@@ -107,10 +107,11 @@ class Tab:
 
     def press(self, key: str) -> None:
         codes = {"Tab": 9, "Enter": 13, "ArrowRight": 39, "ArrowDown": 40}
-        more = {"text": "\r"} if key == "Enter" else {}
+        code = codes.get(key) or ord(key.upper())
+        more = {"text": "\r" if key == "Enter" else key} if key == "Enter" or len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
             self.send(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key],
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code,
                 **(more if kind == "keyDown" else {}),
             )  # fmt: skip
 

@@ -15,21 +15,20 @@ from prometheus_client.registry import Collector
 
 from fedvit.errors import ConfigError
 from fedvit.monitoring import (
-    AT_ONCE,
     HUNG_S,
     Cause,
     Condition,
-    ListenAddress,
     Monitor,
     Watched,
-    parse_listen,
     serve_metrics,
 )
+from fedvit.small_server import ListenAddress, SmallServer, parse_listen
 from fedvit.timings import LoopWatch
 from tests.support.codes import has_code
 from tests.support.command_lines import PROGRAMS
 from tests.support.waiting import WAIT_S
 
+AT_ONCE = SmallServer.at_once
 FREE = ListenAddress("127.0.0.1", 0)
 
 

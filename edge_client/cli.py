@@ -11,6 +11,7 @@ from fedvit import command_line
 
 COMMANDS = {
     "bugreport": "Write a ZIP file for the report of a fault: versions, settings, status, checks, the last log lines.",
+    "certify": "Try this board: checks, speed, three training programs, a limit of memory, heat, kill -9 and resume.",
     "doctor": "Check whether this device can take part, with a hint for each problem.",
     "export": "Write this device's own model of RUN as ONNX files that work without the coordinator.",
     "gc": "Remove the vaults of finished runs except the newest, blobs that no run needs, and incomplete files.",

@@ -89,6 +89,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator trace": [["{attack}.1", "--runs", "runs"], ["{attack}.1", "--runs", "runs", "--json"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
     "edge-client bugreport": [["--broker", "127.0.0.1:1", "--state", "state", "--out", "{attack}"]],
+    "edge-client certify": [["--check", "{attack}"]],
     "edge-client doctor": [
         ["--data", "images", "--state", "state"],
         ["--data", "images", "--state", "state", "--json"],

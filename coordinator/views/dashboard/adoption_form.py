@@ -13,7 +13,7 @@ from fedvit.errors import FedvitError
 from fedvit.wire.adoption import ADOPTION_PORT
 
 WINDOW_S = 600.0
-"""How long devices may ask."""
+"""Time for which devices may ask."""
 
 
 async def show_form(site: Site, service: AdoptionService) -> None:

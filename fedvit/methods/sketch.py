@@ -17,8 +17,8 @@ def sketch_features(features_BD: Tensor, count: int) -> Tensor:
     if count == width:
         return features_BD
     signed_BD = features_BD * torch.tensor(_scale_signs(width, count).tolist(), device=features_BD.device)
-    first: Tensor
-    first, *others = signed_BD.split(count, dim=1)
+    parts: tuple[Tensor, ...] = signed_BD.split(count, dim=1)
+    first, *others = parts
     for part in others:
         rest = first[:, part.shape[1] :]
         first = (
@@ -37,6 +37,6 @@ def expand_weights(weights: npt.NDArray[np.float64], width: int) -> npt.NDArray[
 
 
 def _scale_signs(width: int, count: int) -> npt.NDArray[np.float64]:
-    signs = np.random.default_rng(width).choice([-1.0, 1.0], width)
+    signs: npt.NDArray[np.float64] = np.random.default_rng(width).choice([-1.0, 1.0], width)
     scaled: npt.NDArray[np.float64] = signs * (count / width) ** 0.5
     return scaled

@@ -26,7 +26,7 @@ from fedvit.errors import FedvitError
 from fedvit.wire.messages import AnyMessage, decode
 from fleet.processes import program as program
 from tests.support.forked import Forked
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 DEVICES = ("device-0", "device-1", "device-2")
 ROUNDS = 3
@@ -51,7 +51,6 @@ SUMMED: dict[str, Any] = {
     "sums": {"step_s": 600.0},
 }
 """A run whose updates can be added up in secret."""
-WAIT_S = 240.0
 DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
 """Parts of the names of files that a device never maps into its memory."""
 USUAL_UMASK = 0o022
@@ -282,7 +281,7 @@ def toml(values: dict[str, Any]) -> str:
 def said(stage: Stage, module: str, *arguments: str) -> str:
     """Standard output of a command that succeeds."""
     done = subprocess.run(
-        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=60
+        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=WAIT_S
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

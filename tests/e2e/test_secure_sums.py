@@ -112,12 +112,17 @@ def _pause(stage: Stage) -> None:
     stage.command("pause", "run", "--runs", str(stage.out))
 
 
+def _pause_before_devices_join(stage: Stage) -> None:
+    """Pause a run as soon as it is in the record, which is a moment after its broker has started."""
+    wait_for(lambda: "waiting for 4 devices" in stage.log("coordinator"), "the run")
+    _pause(stage)
+
+
 def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage) -> None:
     """kill -9 of the coordinator while it waits for reveals, and in the next round while it waits for keys."""
     stage = four
     coordinator = stage.coordinator(values={**VALUES, "secure": True}, broker="mosquitto")
-    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
-    _pause(stage)
+    _pause_before_devices_join(stage)
     observer = stage.observer()
     devices = {name: stage.device(name) for name in NAMES}
     _stop_before_the_sum(stage, observer, devices, 1)
@@ -162,8 +167,7 @@ def test_sum_goes_on_though_the_broker_is_killed(four: Stage, graph_cache: Path)
     """kill -9 of the broker while the coordinator waits for keys in round 1, and for reveals in round 2."""
     stage, values = four, {**VALUES, "secure": True, "rounds": 3}
     coordinator = stage.coordinator(values=values, broker="mosquitto")
-    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
-    _pause(stage)
+    _pause_before_devices_join(stage)
     observer = stage.observer()
     devices = {name: stage.device(name) for name in NAMES}
     _stop_before_the_sum(stage, observer, devices, 1)
@@ -243,8 +247,7 @@ def test_solution_is_the_same_to_the_last_bit_though_the_coordinator_is_killed(f
     """kill -9 of the coordinator in the one round of a secure run with `analytic`, beside a calm run."""
     stage, observed = four, {"method": "analytic", "options": {"batch_size": 8}, "rounds": 1, "secure": True}
     coordinator = stage.coordinator(values={**VALUES, **observed}, broker="mosquitto")
-    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
-    _pause(stage)
+    _pause_before_devices_join(stage)
     observer = stage.observer()
     devices = {name: stage.device(name) for name in NAMES}
     _stop_before_the_sum(stage, observer, devices, 1)

@@ -183,9 +183,10 @@ build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kerne
 	@CXX=aarch64-linux-gnu-g++ $(BIN)/python kernels/compile.py build/arm/kernels/fedvit_kernels/libfedvit_kernels.so
 	@touch $@
 
-# after a change of methods or models: what `coordinator methods` shows of them
+# after a change of methods or models: what `coordinator methods` shows of them, and what `edge-client certify` runs
 methods: install
 	@$(BIN)/python -c "from coordinator.compute.planning.catalogue import store_entries; store_entries()"
+	@$(BIN)/python -c "from coordinator.compute.planning.trials import store_trials; store_trials()"
 
 # after a change of methods, models or their export: the digests of graphs that devices know without a publisher
 own-graphs: install

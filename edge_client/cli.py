@@ -11,6 +11,7 @@ from fedvit import command_line
 
 COMMANDS = {
     "bugreport": "Write a ZIP file for the report of a fault: versions, settings, status, checks, the last log lines.",
+    "certify": "Try this board: checks, speed, three training programs, a limit of memory, heat, kill -9 and resume.",
     "doctor": "Check whether this device can take part, with a hint for each problem.",
     "export": "Write this device's own model of RUN as ONNX files that work without the coordinator.",
     "gc": "Remove the vaults of finished runs except the newest, blobs that no run needs, and incomplete files.",
@@ -19,6 +20,7 @@ COMMANDS = {
     "label": "Show the images in FOLDER/unlabelled one by one, and move each into the class folder whose key is "
     "pressed.",
     "ledger": "List what has left this device, and the tasks that it refused.",
+    "page": "Serve the owner's page: what this device does, what left it, labels for its pictures, a pause.",
     "predict": "Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all "
     "images in it.",
     "profile": "Measure this device: speed, memory, disk, temperature, power, the connection to the broker.",

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedvit.errors import ConfigError
-from fedvit.monitoring import ListenAddress
 from fedvit.policy import Policy
+from fedvit.small_server import ListenAddress
 from fedvit.transport.address import Address
 from profiles.probes.host import fast_cores
 

@@ -100,7 +100,8 @@ class Sandbox:
     """Runs graphs as `Runtime` does, but in a process that is confined and can be killed.
 
     The process can read files below `readable`, which are those of graphs, weights and images. `memory_bytes` is the
-    budget of the device, its own process included; None: no budget.
+    budget of the device, its own process included; None: no budget. Without `own_kernels` the optional kernels are not
+    used, even if they are installed.
     """
 
     def __init__(
@@ -111,11 +112,13 @@ class Sandbox:
         provider: str = CPU,
         readable: Iterable[Path],
         memory_bytes: int | None = None,
+        own_kernels: bool = True,
     ) -> None:
         self._launcher = launcher
         self._threads, self._provider = threads, provider
         self._readable = frozenset(path.resolve() for path in readable)
         self._memory_bytes = memory_bytes
+        self._own_kernels = own_kernels
         self._graphs: dict[str, Path] = {}
         self._process: GraphProcess | None = None
         self._warned = False
@@ -244,7 +247,9 @@ class Sandbox:
         return self._process
 
     def _start(self, readable: frozenset[Path]) -> GraphProcess:
-        limits = Limits(self._threads, self._provider, readable, self._count_growth_bytes())
+        limits = Limits(
+            self._threads, self._provider, readable, self._count_growth_bytes(), own_kernels=self._own_kernels
+        )
         try:
             process = GraphProcess(*self._launcher.launch(), limits)
             process.connection.send_bytes(pickle.dumps(limits))

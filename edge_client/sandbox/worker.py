@@ -52,6 +52,7 @@ class Limits:
     provider: str
     readable: frozenset[Path]  # folders and files
     growth_bytes: int | None  # memory that it may allocate; None: any
+    own_kernels: bool = True  # where they are installed
 
 
 def serve_requests(connection: Connection) -> None:
@@ -80,7 +81,7 @@ def list_libraries() -> list[Path]:
 class _GraphWorker:
     def __init__(self, connection: Connection, limits: Limits) -> None:
         self._connection = connection
-        self._runtime = Runtime(limits.threads, limits.provider)
+        self._runtime = Runtime(limits.threads, limits.provider, limits.own_kernels)
         self._images = _KnownImages()
 
     def serve(self) -> None:

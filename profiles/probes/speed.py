@@ -21,6 +21,8 @@ from fedvit.errors import DeviceTrouble
 from fedvit.resources import ProductKind, ProductRate, Speed
 
 GRAPHS = Path(__file__).parent / "graphs"
+TRIALS = Path(__file__).parent / "trials"
+"""Programs of whole training steps, for `edge-client certify`."""
 PATIENCE_S = 120.0
 
 PRODUCTS: tuple[tuple[ProductKind, int, int, int, int], ...] = (
@@ -53,6 +55,11 @@ LEAST_RUNS, MOST_RUNS, ENOUGH_S = 4, 24, 0.12
 
 class ProbeTooSlow(DeviceTrouble):
     """The probe was given up after PATIENCE_S."""
+
+
+def find_trial_graph(digest: str, folder: Path = TRIALS) -> Path:
+    """Return the file of a graph of TRIALS."""
+    return folder / f"{digest.partition(':')[2]}.onnx"
 
 
 def measure_speed(threads: int) -> Speed:

@@ -19,8 +19,7 @@ from coordinator.config import RunConfig
 from coordinator.record.record import open_record
 from fedvit.command_line import Command
 from tests.support.command_lines import PROGRAMS, parse
-
-WAIT_S = 120
+from tests.support.waiting import WAIT_S
 
 
 def _commands() -> dict[str, click.Command]:
@@ -44,7 +43,7 @@ WITH_JSON = {
         "rotate-authority", "runs", "show", "status", "submit", "trace", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
-        "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
+        "certify", "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
     )),
     *(f"fleet {name}" for name in ("demo", "experiment", "explain", "partition", "run")),
 }  # fmt: skip
@@ -58,6 +57,7 @@ WITHOUT_JSON = {
     "edge-client home",
     "edge-client join",
     "edge-client label",
+    "edge-client page",
     "edge-client update",
     "fleet bugreport",
     "fleet host",
@@ -76,7 +76,7 @@ WITH_RUNS = {
 """Commands that read or make runs of a folder."""
 WITH_OUT = {
     "coordinator bugreport", "coordinator export", "coordinator profile", "coordinator report", "edge-client bugreport",
-    "edge-client export", "fleet bugreport", "fleet demo", "fleet experiment", "fleet partition",
+    "edge-client certify", "edge-client export", "fleet bugreport", "fleet demo", "fleet experiment", "fleet partition",
 }  # fmt: skip
 """Commands that write a file or a folder of their own."""
 

@@ -89,6 +89,7 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator trace": [["{attack}.1", "--runs", "runs"], ["{attack}.1", "--runs", "runs", "--json"]],
     "coordinator wait": [["{attack}", "--runs", "runs", "--timeout", "0.1s"]],
     "edge-client bugreport": [["--broker", "127.0.0.1:1", "--state", "state", "--out", "{attack}"]],
+    "edge-client certify": [["--check", "{attack}"]],
     "edge-client doctor": [
         ["--data", "images", "--state", "state"],
         ["--data", "images", "--state", "state", "--json"],
@@ -99,6 +100,7 @@ LINES: dict[str, list[list[str]]] = {
     "edge-client join": [["fedvit1-", "{attack}"]],
     "edge-client label": [["--data", "nothing{attack}", "--state", "state"]],
     "edge-client ledger": [["--state", "state"], ["--state", "state", "--json"]],
+    "edge-client page": [["--data", "images", "--listen", "{attack}"]],
     "edge-client predict": [["images", "--bundle", "{attack}"]],
     "edge-client profile": [["{attack}"]],
     "edge-client rm": [["run", "--data", "images", "--state", "{attack}"]],

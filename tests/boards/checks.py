@@ -244,7 +244,7 @@ def test_clock_without_battery(scene: Scene) -> None:
 
 
 def test_memory_limit_of_the_unit(scene: Scene) -> None:
-    """The kernel kills the service in a task, since its limit is too small; with the usual one it goes on by itself."""
+    """The kernel kills the service, since its limit is too small; with the usual one it resumes automatically."""
     site, board = scene.site, scene.board
     values = {**RUN, "rounds": 3}
     site.start_run("memory", values)
@@ -283,7 +283,7 @@ def test_slow_and_lossy_network(scene: Scene) -> None:
 
 
 def test_full_disk(scene: Scene) -> None:
-    """A task fails with its reason, and the run after three; when there is room again, the board goes on by itself."""
+    """A task fails with its reason, and the run after three; with room again, the board resumes automatically."""
     site, board = scene.site, scene.board
     site.start_run("full", {**RUN, "rounds": 4})
     site.wait_for_rounds("full", 1)

@@ -7,6 +7,7 @@ train by gradients get as many FLOPs on each device: those with a longer step se
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from bench.frozen_features import DeviceFeatures, FeatureModel, Features, FrozenRounds, read_features
+from bench.kept_figures import Figures, KeptFigures
 from bench.machine import describe_machine
 from bench.reporting import Progress, Report
 from coordinator.compute.planning.planner import Plan, make_plan
@@ -23,6 +25,7 @@ from coordinator.config import make_config
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.layout import TRAIN
+from fedvit.methods import make_method
 from fleet.datasets import read_dataset
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts
@@ -37,11 +40,12 @@ GRADIENTS = {"optimizer": "sgd", "momentum": 0.9, "batch_size": 16, "epochs": 1}
 METHODS: dict[str, dict[str, Any]] = {
     ANALYTIC: {"batch_size": 16},
     "personal_analytic": {"batch_size": 16},
-    "fed_head": {**GRADIENTS, "lr": 0.01},
+    **{f"fed_head lr {lr}": {**GRADIENTS, "lr": lr} for lr in (0.01, 0.1, 1.0)},
     "fedper": {**GRADIENTS, "lr": 0.003},
     "fedperfix": {**GRADIENTS, "lr": 0.003},
 }
-FROZEN = {ANALYTIC: 1, "personal_analytic": 2, "fed_head": 1}
+"""Options by the method's name, which a learning rate may follow."""
+FROZEN = {name: 2 if name == "personal_analytic" else 1 for name in METHODS if not name.startswith("fedper")}
 """Rounds of the methods that leave the backbone as it is."""
 
 
@@ -57,58 +61,126 @@ class AnalyticSettings(Struct, frozen=True, kw_only=True):
     trained: int = 5  # of the seeds, with which methods that train the backbone are measured; 0: no run of a fleet
 
 
-def run_analytic_bench(settings: AnalyticSettings, progress: Progress = lambda line: None) -> Report:
-    """Measure every method with every seed. Raises DataError and ConfigError for settings that cannot be used."""
+def run_analytic_bench(
+    settings: AnalyticSettings, progress: Progress = lambda line: None, keep: Path | None = None
+) -> Report:
+    """Measure every method with every seed. Figures are stored in the file `keep`, and not measured again.
+
+    Raises DataError and ConfigError for settings that cannot be used.
+    """
     samples = read_dataset(str(settings.data), settings.image_size)
     assert not isinstance(samples, Texts)
-    accuracies: dict[str, list[float]] = {name: [] for name in (CENTRAL, FLEET, *METHODS)}
-    gaps, gflop = list[float](), dict[str, float]()
-    bytes_per_device: int | None = None
-    names = list(METHODS) if settings.trained else list(FROZEN)
-
-    def note(seed: int, name: str, accuracy: float) -> None:
-        accuracies[name].append(accuracy)
-        progress(f"seed {seed}: {name} {accuracy:.3f}")
-
-    with tempfile.TemporaryDirectory(prefix="fleet-bench-") as blobs:
-        plans = {name: _plan(name, settings, samples.classes, Path(blobs)) for name in names}
-    priced = {name: plan.priced(plan.method) for name, plan in plans.items()} if settings.trained else {}
+    kept = KeptFigures(keep, msgspec.to_builtins(msgspec.structs.replace(settings, seeds=0, trained=0), enc_hook=str))
+    plans = _Plans(settings, samples.classes)
+    by_name: dict[str, list[Figures]] = {name: [] for name in (CENTRAL, FLEET, *METHODS)}
+    gaps = list[float]()
     for seed in range(settings.seeds):
+        names = [*FROZEN, CENTRAL]
+        names += [FLEET] if seed == 0 and settings.trained else []
+        names += [name for name in METHODS if name not in FROZEN and seed < settings.trained]
         with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
-            home = Path(folder)
-            folders = _deal(samples, settings, seed, home / "parts")
-            data = [read_features(plans[ANALYTIC], DeviceData.open(folder)) for folder in folders]
-            flops = {name: _count_flops(one, data) for name, one in priced.items()}
-            shares = dict.fromkeys(FROZEN, 1.0) | {name: min(1.0, flops[ANALYTIC] / flops[name]) for name in flops}
-            gflop = {name: shares[name] * flops[name] * FROZEN.get(name, 1) / 1e9 for name in flops}
-            for name, rounds in FROZEN.items():
-                run = FrozenRounds(plans[name].method, FeatureModel(plans[name].vit), seed)
-                for number in range(1, rounds + 1):
-                    run.run_round(number, [_cut(one.train, shares[name]) for one in data])
-                note(seed, name, run.measure_accuracy([one.test for one in data]))
-                if name == ANALYTIC:
-                    note(seed, CENTRAL, solve_in_one_place(data, len(samples.classes), run.figures["ridge"]))
-                    gaps.append(100 * abs(accuracies[CENTRAL][-1] - accuracies[ANALYTIC][-1]))
-            if seed == 0 and settings.trained:
-                values = {**_settings(ANALYTIC, settings, seed), "secure": True}
-                outcome = simulate(RunRequest(folders, values, out=home / "runs", run=FLEET, at_once=2))
-                [entry] = outcome.summary.rounds
-                note(seed, FLEET, entry.accuracy_weighted or 0.0)
-                gaps.append(100 * abs(accuracies[CENTRAL][-1] - accuracies[FLEET][-1]))
-                bytes_per_device = max(device.bytes_up for device in outcome.summary.devices)
+            bench = _Seed(samples, settings, seed, plans, kept, Path(folder))
             for name in names:
-                if name in FROZEN or seed >= settings.trained:
-                    continue
-                own = _keep_share(folders, shares[name], home / f"parts-{name}", seed)
-                values = _settings(name, settings, seed)
-                outcome = simulate(RunRequest(own, values, out=home / "runs", run=name, engine="torch"))
-                note(seed, name, outcome.summary.rounds[-1].accuracy_weighted or 0.0)
-    results = [{"name": name, **_summarize(values), "device_gflop": gflop.get(name)}
-               for name, values in accuracies.items() if values]  # fmt: skip
+                figures = bench.measure(name)
+                by_name[name].append(figures)
+                progress(f"seed {seed}: {name} {figures['accuracy']:.3f}")
+        central = by_name[CENTRAL][-1]["accuracy"]
+        gaps += [100 * abs(central - by_name[name][-1]["accuracy"]) for name in (ANALYTIC, FLEET) if name in names]
+    results = [{"name": name, **_summarize(values)} for name, values in by_name.items() if values]
     return {
         "machine": describe_machine(), "settings": msgspec.to_builtins(settings, enc_hook=str),
-        "gap_points": max(gaps), "bytes_per_device": bytes_per_device, "rounds": FROZEN[ANALYTIC], "results": results,
+        "gap_points": max(gaps),
+        "bytes_per_device": max((int(figures["bytes_up"]) for figures in by_name[FLEET]), default=None),
+        "rounds": FROZEN[ANALYTIC], "results": results,
     }  # fmt: skip
+
+
+class _Plans:
+    """Plans of the methods, each made when it is needed."""
+
+    def __init__(self, settings: AnalyticSettings, classes: tuple[str, ...]) -> None:
+        self._settings, self._classes = settings, classes
+        self._by_method: dict[str, Plan] = {}
+        self._prices: dict[str, PricedProgram] = {}
+
+    def get(self, name: str) -> Plan:
+        """Return the plan of a method, which does not depend on its learning rate."""
+        method = name.partition(" ")[0]
+        if method not in self._by_method:
+            with tempfile.TemporaryDirectory(prefix="fleet-bench-") as blobs:
+                config = make_config(_settings(name, self._settings, 0), "bench").run
+                self._by_method[method] = make_plan(config, self._classes, BlobStore(Path(blobs)))
+        return self._by_method[method]
+
+    def count_flops(self, name: str, images: Sequence[int]) -> float:
+        """Count the FLOPs of a round's training on the mean device, of devices with so many images."""
+        method = name.partition(" ")[0]
+        if method not in self._prices:
+            plan = self.get(name)
+            self._prices[method] = plan.priced(plan.method)
+        return mean(self._prices[method].cost(images=count, test_images=0).flops_round for count in images)
+
+
+class _Seed:
+    """One repetition. Images are dealt out, and features computed, when a figure is missing."""
+
+    def __init__(
+        self, samples: Samples, settings: AnalyticSettings, seed: int, plans: _Plans, kept: KeptFigures, home: Path
+    ) -> None:
+        self._samples, self._settings, self._seed = samples, settings, seed
+        self._plans, self._kept, self._home = plans, kept, home
+
+    def measure(self, name: str) -> Figures:
+        """Return the figures of a method, its accuracy first; kept ones are not measured again."""
+        ways = {CENTRAL: self._measure_central, FLEET: self._measure_fleet}
+        default = self._measure_frozen if name in FROZEN else self._measure_trained
+        return self._kept.measure(f"{self._seed} {name}", partial(ways.get(name, default), name))
+
+    @cached_property
+    def _folders(self) -> list[Path]:
+        return _deal(self._samples, self._settings, self._seed, self._home / "parts")
+
+    @cached_property
+    def _images(self) -> list[int]:
+        return [len(DeviceData.open(folder).train) for folder in self._folders]
+
+    @cached_property
+    def _data(self) -> list[DeviceFeatures]:
+        plan = self._plans.get(ANALYTIC)
+        return [read_features(plan, DeviceData.open(folder)) for folder in self._folders]
+
+    def _choose_share(self, name: str) -> tuple[float, float]:
+        """Return the share of its images that a method may read for the FLOPs of ANALYTIC, and its GFLOP a device."""
+        own, budget = (self._plans.count_flops(each, self._images) for each in (name, ANALYTIC))
+        share = min(1.0, budget / own)
+        return share, share * own * FROZEN.get(name, 1) / 1e9
+
+    def _measure_frozen(self, name: str) -> Figures:
+        share, gflop = self._choose_share(name)
+        method = make_method(name.partition(" ")[0], METHODS[name])
+        run = FrozenRounds(method, FeatureModel(self._plans.get(ANALYTIC).vit), self._seed)
+        for number in range(1, FROZEN[name] + 1):
+            run.run_round(number, [_cut(one.train, share) for one in self._data])
+        accuracy = run.measure_accuracy([one.test for one in self._data])
+        return {"accuracy": accuracy, "device_gflop": gflop} | {"ridge": run.figures.get("ridge", 0.0)}
+
+    def _measure_central(self, _: str) -> Figures:
+        ridge = self.measure(ANALYTIC)["ridge"]
+        return {"accuracy": solve_in_one_place(self._data, len(self._samples.classes), ridge)}
+
+    def _measure_fleet(self, name: str) -> Figures:
+        values = {**_settings(ANALYTIC, self._settings, self._seed), "secure": True}
+        summary = simulate(RunRequest(self._folders, values, out=self._home / "runs", run=name, at_once=2)).summary
+        [entry] = summary.rounds
+        sent = max(device.bytes_up for device in summary.devices)
+        return {"accuracy": entry.accuracy_weighted or 0.0, "bytes_up": float(sent)}
+
+    def _measure_trained(self, name: str) -> Figures:
+        share, gflop = self._choose_share(name)
+        own = _keep_share(self._folders, share, self._home / f"share {name}", self._seed)
+        values = _settings(name, self._settings, self._seed)
+        outcome = simulate(RunRequest(own, values, out=self._home / "runs", run=name.replace(" ", "-"), engine="torch"))
+        return {"accuracy": outcome.summary.rounds[-1].accuracy_weighted or 0.0, "device_gflop": gflop}
 
 
 def _deal(samples: Samples, settings: AnalyticSettings, seed: int, out: Path) -> list[Path]:
@@ -142,23 +214,15 @@ def _keep_share(folders: Sequence[Path], share: float, out: Path, seed: int) -> 
 
 def _settings(name: str, settings: AnalyticSettings, seed: int) -> dict[str, Any]:
     return {
-        "method": name, "options": METHODS[name], "model": settings.model, "rounds": 1, "seed": seed,
+        "method": name.partition(" ")[0], "options": METHODS[name], "model": settings.model, "rounds": 1, "seed": seed,
         "model_options": {"image_size": settings.image_size}, "pretrained": str(settings.weights), "cohort": 1.0,
     }  # fmt: skip
 
 
-def _plan(name: str, settings: AnalyticSettings, classes: tuple[str, ...], home: Path) -> Plan:
-    config = make_config(_settings(name, settings, 0), "bench").run
-    return make_plan(config, classes, BlobStore(home / "blobs"))
-
-
-def _count_flops(priced: PricedProgram, data: Sequence[DeviceFeatures]) -> float:
-    """Count the FLOPs of a round's training on the mean device."""
-    return mean(priced.cost(images=len(one.train.labels), test_images=0).flops_round for one in data)
-
-
-def _summarize(accuracies: Sequence[float]) -> Mapping[str, Any]:
-    return {"accuracy": mean(accuracies), "accuracy_std": pstdev(accuracies), "seeds": len(accuracies)}
+def _summarize(seeds: Sequence[Figures]) -> Mapping[str, Any]:
+    accuracies = [figures["accuracy"] for figures in seeds]
+    known = {"device_gflop": mean(figures["device_gflop"] for figures in seeds)} if "device_gflop" in seeds[0] else {}
+    return {"accuracy": mean(accuracies), "accuracy_std": pstdev(accuracies), "seeds": len(accuracies), **known}
 
 
 def solve_in_one_place(data: Sequence[DeviceFeatures], classes: int, ridge: float) -> float:

@@ -81,12 +81,13 @@ def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) 
 @click.option("--classes-per-device", type=click.IntRange(min=1), default=2, help="Not of a data set with domains.")
 @click.option("--seeds", type=click.IntRange(min=1), default=5, help="Repetitions with other images.")
 @click.option("--trained", type=click.IntRange(min=0), default=5, help="Seeds with methods that train it; 0: no fleet.")
+@click.option("--keep", type=click.Path(path_type=Path), help="File of figures, from which a stopped bench goes on.")
 @json_flag
 @out_flag
-def analytic_command(as_json: bool, out: Path | None, **flags: Any) -> None:
+def analytic_command(as_json: bool, out: Path | None, keep: Path | None, **flags: Any) -> None:
     """Compare the head of one round of sums with the central regression, and with methods of gradients."""
     settings = AnalyticSettings(**flags)
-    measure(lambda log: run_analytic_bench(settings, log), as_json, out)
+    measure(lambda log: run_analytic_bench(settings, log, keep), as_json, out)
 
 
 @bench_command.command("cap")

@@ -17,11 +17,13 @@ from bench.machine import describe_machine
 from bench.reporting import Progress, Report
 from bench.rounds import IMAGES, Fleets, Sampled, choose_storage, measure_duration, sample_run
 from coordinator.record.tables import SUM
+from coordinator.rounds.sums import ATTEMPTS
 from fedvit.secure.device import DeviceSum
+from fedvit.secure.neighbours import choose_degree
 from fedvit.secure.vectors import Vector
 from profiles.probes.host import usable_cores
+from tests.support.sums import Group, has_hollow_sum, make_terms, play, play_drawn
 from tests.support.sums import make_devices as make_memory_devices
-from tests.support.sums import make_terms, play, play_drawn
 
 MODEL: dict[str, Any] = {
     "method": "fedavg",
@@ -31,6 +33,12 @@ MODEL: dict[str, Any] = {
 """An update of 1.4 MB."""
 LARGE_WORDS = 87_000_000 // 4
 NEIGHBOURS = 20
+GROUPS = [
+    Group(1000, choose_degree(1000, expected, NEIGHBOURS), leaving, leave_again)
+    for expected, leaving in ((0.0, 0.02), (0.0, 0.05), (0.05, 0.05))
+    for leave_again in (False, True)
+]
+"""Sums of which a share of devices leaves in each step, without and with more neighbours for it."""
 
 
 def run_secure_bench(*, devices: int, rounds: int, schedules: int, progress: Progress) -> Report:
@@ -53,6 +61,7 @@ def run_secure_bench(*, devices: int, rounds: int, schedules: int, progress: Pro
         outcome = play_drawn(seed)
         wrong, revealed = wrong + outcome.is_wrong, revealed + outcome.revealed
         failed += not outcome.has_sum
+    groups = [_play_group(group, max(1, schedules // 5)) for group in GROUPS]
     device_s = time_work(_make_large_mask())
     plain_bytes, secure_bytes = _count_bytes(plain), _count_bytes(secure)
     plain_s, secure_s = _measure_round(plain), _measure_round(secure)
@@ -71,6 +80,7 @@ def run_secure_bench(*, devices: int, rounds: int, schedules: int, progress: Pro
         "failed_sums": failed,
         "wrong_sums": wrong,
         "singles_revealed": revealed,
+        "groups": groups,
     }
 
 
@@ -84,6 +94,15 @@ def _count_bytes(seen: Sampled) -> float:
     uses = [result.use for result in results if result.device != SUM]
     sizes = [(use.sent_bytes or 0) + (use.received_bytes or 0) for use in uses]
     return float(np.median(sizes))
+
+
+def _play_group(group: Group, plays: int) -> Report:
+    """Return the shares of drawn sums of a group that succeed in one attempt, and in up to `ATTEMPTS`."""
+    shares = {
+        f"attempts_{most}": np.mean([has_hollow_sum(group, seed, most) for seed in range(plays)])
+        for most in (1, ATTEMPTS)
+    }
+    return {**group._asdict(), "plays": plays, **{name: float(share) for name, share in shares.items()}}
 
 
 def _measure_round(seen: Sampled) -> float:

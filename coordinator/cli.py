@@ -14,7 +14,7 @@ COMMANDS = {
     "audit": "Show who changed runs or devices, when, and from where.",
     "backup": "Keep copies of runs and a deployment, also while they are served.",
     "boards": "List the boards that costs can be predicted for, or all data of one.",
-    "bugreport": "Write a ZIP file for the report of a fault: versions, configuration, rounds and logs.",
+    "bugreport": "Write a ZIP file for the report of a fault: versions, configuration, rounds, problems and logs.",
     "cancel": "Cancel a run; it cannot be resumed.",
     "dashboard": "Show runs and devices in a browser, as they happen.",
     "devices": "List the devices of a deployment.",

@@ -78,9 +78,8 @@ class Agent:
         self.worker = worker
         self.session = Session(link, storage)
         self.history = History()
-        self.current = CurrentTask(
-            self.session, storage, worker, readiness or Readiness(policy=policy), self.history, tracing
-        )
+        self._readiness = readiness or Readiness(policy=policy)
+        self.current = CurrentTask(self.session, storage, worker, self._readiness, self.history, tracing)
         self.sums = SecureSums(
             link, storage, policy.send, link.renewal.identity if link.renewal else None, worker.begin_work
         )
@@ -153,6 +152,8 @@ class Agent:
             return "no connection to the broker"
         if session.refusal is not None:
             return f"not accepted yet: {session.refusal}"
+        if execution is None and self._readiness.is_paused():
+            return "paused by its owner"
         if session.epoch is None:
             return "waiting for a coordinator"
         if execution is None:

@@ -15,10 +15,12 @@ COMMANDS = {
     "doctor": "Check whether this device can take part, with a hint for each problem.",
     "export": "Write this device's own model of RUN as ONNX files that work without the coordinator.",
     "gc": "Remove the vaults of finished runs except the newest, blobs that no run needs, and incomplete files.",
+    "home": "Show how this device appears in Home Assistant, or remove it from there.",
     "join": "Join a deployment with the one-time TOKEN of coordinator enroll.",
     "label": "Show the images in FOLDER/unlabelled one by one, and move each into the class folder whose key is "
     "pressed.",
     "ledger": "List what has left this device, and the tasks that it refused.",
+    "page": "Serve the owner's page: what this device does, what left it, labels for its pictures, a pause.",
     "predict": "Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all "
     "images in it.",
     "profile": "Measure this device: speed, memory, disk, temperature, power, the connection to the broker.",

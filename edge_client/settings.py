@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedvit.errors import ConfigError
-from fedvit.monitoring import ListenAddress
 from fedvit.policy import Policy
+from fedvit.small_server import ListenAddress
+from fedvit.transport.address import Address
 from profiles.probes.host import fast_cores
 
 
@@ -30,6 +31,7 @@ class DeviceSettings:
     once: bool
     quiet: bool
     metrics_address: ListenAddress | None
+    home: Address | None  # the home's own broker, on which the device shows itself
     policy: Policy
 
     @classmethod
@@ -37,7 +39,7 @@ class DeviceSettings:
         """Return the settings from the parameters of the command line."""
         same = ("broker", "data", "device", "state", "provider", "federation", "ca_file", "test_share", "labels")
         return cls(
-            **{name: flags[name] for name in (*same, "vault_key", "once", "quiet", "metrics_address")},
+            **{name: flags[name] for name in (*same, "vault_key", "once", "quiet", "metrics_address", "home")},
             threads=flags["threads"] or fast_cores(),
             measures_speed=flags["profile"],
             policy=policy,

@@ -6,26 +6,20 @@ Served in threads of their own; the program's state is only read.
 """
 
 import base64
-import errno
 import hmac
 import importlib.util
 import logging
-import os
-import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler
+from contextlib import contextmanager
 from pathlib import Path
-from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 import msgspec
 
 from fedvit.errors import ConfigError
-from fedvit.files import private_files
+from fedvit.small_server import LOOPBACK, ListenAddress, SmallHandler, SmallServer, parse_listen
 from fedvit.timings import LoopWatch
 
 if TYPE_CHECKING:
@@ -38,14 +32,8 @@ VARIABLE = "FEDVIT_PROMETHEUS"
 PASSWORD_VARIABLE = "FEDVIT_PROMETHEUS_PASSWORD_FILE"
 SHORTEST_PASSWORD = 16
 """Characters; long enough that guesses need not be slowed down."""
-LOOPBACK = "127.0.0.1"
-_UNIX = "unix:"
 HUNG_S = 60.0
 """A loop that has not turned for this time hangs."""
-AT_ONCE = 16
-"""Requests that are served at a time; further ones are dropped."""
-SILENT_S = 10.0
-"""A connection that sends nothing for this time is closed."""
 
 Role = Literal["leader", "standby", "run", "device"]
 """Part of a program: a service that leads or stands by, the coordinator of one run, or a device."""
@@ -71,34 +59,6 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 STARTING = Condition(ready=False, causes=(Cause("starting", "the program is starting"),))
-
-
-class ListenAddress(NamedTuple):
-    """A TCP port, or the path of a Unix socket, which only its owner can open."""
-
-    host: str = ""
-    port: int = 0
-    socket_path: Path | None = None
-    password_file: Path | None = None
-
-
-def parse_listen(text: str) -> ListenAddress:
-    """Read the address of `--prometheus`. Raises ConfigError.
-
-    >>> [parse_listen(text)[:2] for text in ("9108", "0.0.0.0:9108", "[::1]:0")]
-    [('127.0.0.1', 9108), ('0.0.0.0', 9108), ('::1', 0)]
-    >>> parse_listen("unix:/run/fedvit.socket").socket_path
-    PosixPath('/run/fedvit.socket')
-    """
-    if (path := text.removeprefix(_UNIX)) != text and path:
-        return ListenAddress(socket_path=Path(path))
-    found = re.fullmatch(r"(?:([^:\[\]]+):|\[(.+)\]:)?(\d{1,5})", text)
-    if found is None or int(found[3]) > 65535:
-        raise ConfigError(
-            "FV1021",
-            f"--prometheus {text!r}: expected unix:PATH, PORT or HOST:PORT, with a port from 0 (a free one) to 65535",
-        )
-    return ListenAddress(found[1] or found[2] or LOOPBACK, int(found[3]))
 
 
 def _read_option(context: click.Context, _: click.Parameter, text: str | None) -> ListenAddress | None:
@@ -193,32 +153,20 @@ def serve_metrics(address: ListenAddress | None) -> Iterator[Monitor]:
         server.server_close()
 
 
-class _Server(ThreadingMixIn, TCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, address: ListenAddress) -> None:
+class _Server(SmallServer):
+    def __init__(self, listen: ListenAddress) -> None:
         from prometheus_client import CollectorRegistry, ProcessCollector
 
         self.watched: Watched | None = None  # None while the program starts
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._free = threading.BoundedSemaphore(AT_ONCE)
-        self.password = _read_password(address.password_file) if address.password_file else None
-        self._socket_path = address.socket_path
-        if address.socket_path is not None:
-            self.address_family = socket.AF_UNIX
-        elif ":" in address.host:
-            self.address_family = socket.AF_INET6
-        where = f"{_UNIX}{address.socket_path}" if address.socket_path else f"{address.host}:{address.port}"
-        server_address: Any = str(address.socket_path) if address.socket_path else (address.host, address.port)
+        self.password = _read_password(listen.password_file) if listen.password_file else None
         try:
-            super().__init__(server_address, _Handler)
+            super().__init__(listen, _Handler)
         except OSError as error:
+            where = f"unix:{listen.socket_path}" if listen.socket_path else f"{listen.host}:{listen.port}"
             raise ConfigError("FV1021", f"--prometheus {where} cannot be opened: {error.strerror or error}") from None
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        self.url = where if address.socket_path else f"http://{host}:{self.server_address[1]}/metrics"
+        self.url = self.address if listen.socket_path else f"{self.address}/metrics"
 
     def show(self, watched: Watched) -> None:
         """Serve another state from now on."""
@@ -226,41 +174,6 @@ class _Server(ThreadingMixIn, TCPServer):
             self.registry.unregister(self.watched.collector)
         self.registry.register(watched.collector)
         self.watched = watched
-
-    def server_bind(self) -> None:
-        """Bind; a Unix socket is for its owner only from its first moment on, and replaces one that nobody serves."""
-        if self._socket_path is None:
-            super().server_bind()
-            return
-        with socket.socket(socket.AF_UNIX) as former, suppress(ConnectionRefusedError, FileNotFoundError):
-            former.connect(str(self._socket_path))
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        if self._socket_path.is_socket():
-            self._socket_path.unlink()
-        with private_files():
-            super().server_bind()
-        self._socket_path.chmod(0o600)
-
-    def server_close(self) -> None:
-        """Stop listening."""
-        super().server_close()
-        if self._socket_path is not None:
-            self._socket_path.unlink(missing_ok=True)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves in the middle needs no line in the log."""
 
     def metrics(self) -> tuple[int, str, bytes]:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -278,18 +191,13 @@ class _Server(ThreadingMixIn, TCPServer):
         return 200 if condition.ready else 503, "application/json", msgspec.json.encode(condition) + b"\n"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(SmallHandler):
     server: _Server
-    timeout = SILENT_S
-    server_version, sys_version = "fedvit", ""
 
     def do_GET(self) -> None:
         """Answer a page, to clients that have the password."""
         if self.server.password is not None and not self._has(self.server.password):
-            self.send_response(401)
-            self.send_header("WWW-Authenticate", 'Basic realm="fedvit"')
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(401, "text/plain", b"", [("WWW-Authenticate", 'Basic realm="fedvit"')])
             return
         pages = {"/metrics": self.server.metrics, "/healthz": self.server.healthz, "/readyz": self.server.readyz}
         page = pages.get(self.path.partition("?")[0])
@@ -298,11 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # the program itself must not be disturbed
             log.exception("metrics not served")
             status, kind, body = 500, "text/plain", f"{type(error).__name__}: {error}\n".encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.answer(status, kind, body)
 
     def _has(self, password: str) -> bool:
         """Return True if the request has the password, under any user name."""
@@ -312,6 +216,3 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             given = b""
         return hmac.compare_digest(given, password.encode())
-
-    def log_message(self, *_: object) -> None:
-        """Scrapes are not logged."""

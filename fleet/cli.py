@@ -7,6 +7,8 @@ import click
 from fedvit import command_line
 
 COMMANDS = {
+    "bugreport": "Write a ZIP file for the report of a fault: versions, configuration, rounds, logs of coordinator and "
+    "devices.",
     "demo": "Partition handwritten digits over devices, and train on them with real processes over MQTT.",
     "experiment": "Run the grid that FILE describes, over a network in memory; finished cells are not run again.",
     "host": "Host virtual devices in this process, each with its own name, vault and connection.",

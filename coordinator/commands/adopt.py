@@ -8,21 +8,15 @@ import click
 
 from coordinator.commands.enroll import check_policy_file, wait_for_devices
 from coordinator.commands.flags import deployment_flag
-from coordinator.operations.devices import LocalDevices
-from coordinator.security.adoption import AdoptionWindow, Applicant
+from coordinator.security.adoption import Applicant
+from coordinator.security.adoption_service import RELAYED, TOKEN_S, TRIES, grant, open_window
 from coordinator.security.announcing import announce_listener
 from coordinator.security.folder import Deployment
 from fedvit.command_line import Command, amount
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.quantities import format_seconds, parse_seconds
-from fedvit.transport.address import Address
 from fedvit.wire.adoption import ADOPTION_PORT
 from fedvit.wire.enrolment import Token
-
-TOKEN_S = 600.0
-"""Validity of the token that a device gets."""
-TRIES = 3
-RELAYED = "If its screen does show this code, somebody relays between both: refuse here, and answer no there"
 
 
 @click.command(
@@ -49,27 +43,26 @@ def adopt(folder: Path, listen: str, window: float, count: int, replace: bool, p
     """
     deployment = Deployment.open(folder)
     text = check_policy_file(policy) if policy else ""
-    address = Address.parse(f"mqtt://{listen}")
-    port = address.port if ":" in listen else ADOPTION_PORT
-    name = f"{deployment.settings.federation} at {deployment.address.host}"
-    devices, joined = LocalDevices(deployment), 0
+    joined = 0
     with ExitStack() as stack:
-        opened = stack.enter_context(AdoptionWindow(name, address.host, port))
-        stack.enter_context(announce_listener(name, opened.host, opened.port, lambda line: click.echo(line, err=True)))
+        opened = stack.enter_context(open_window(deployment, listen))
+        stack.enter_context(
+            announce_listener(opened.coordinator, opened.host, opened.port, lambda line: click.echo(line, err=True))
+        )
         click.echo(
             f"for {format_seconds(window)} devices may ask at {opened.host}:{opened.port}; on each: edge-client join",
             err=True,
         )
         for applicant in opened.wait(time.monotonic() + window):
-            if applicant and (invited := _ask_for_code(applicant, devices, text, replaces=replace)):
-                wait_for_devices(deployment, {Token.parse(invited).id: applicant.device}, TOKEN_S)
+            if applicant and (token := _ask_for_code(applicant, deployment, text, replaces=replace)):
+                wait_for_devices(deployment, {token.id: applicant.device}, TOKEN_S)
                 joined += 1
             if joined == count:
                 return
     raise ConfigError("FV1342", f"{joined} of {count} devices were adopted within {format_seconds(window)}")
 
 
-def _ask_for_code(applicant: Applicant, devices: LocalDevices, policy: str, *, replaces: bool) -> str | None:
+def _ask_for_code(applicant: Applicant, deployment: Deployment, policy: str, *, replaces: bool) -> Token | None:
     """Let the operator type the code; return the token that the device got, None if it is not adopted."""
     click.echo(f"{applicant.device} at {applicant.address} asks to join", err=True)
     for _ in range(TRIES):
@@ -83,10 +76,8 @@ def _ask_for_code(applicant: Applicant, devices: LocalDevices, policy: str, *, r
             click.echo(f"not the code of the device that asks: type it again. {RELAYED}", err=True)
             continue
         try:
-            token = devices.invite(applicant.device, TOKEN_S, replaces=replaces, policy=policy).token
-            applicant.grant(token)
+            token = grant(applicant, deployment, replaces=replaces, policy=policy)
         except FedvitError as error:
-            applicant.refuse(str(error))
             click.echo(f"{applicant.device} was not adopted: {error} [{error.code}]", err=True)
             return None
         click.echo(f"the code is right: {applicant.device} may join; answer yes there", err=True)

@@ -15,7 +15,6 @@ import click
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import open_to_watch
 from coordinator.security.api_tokens import ApiTokens
-from coordinator.security.broker import is_loopback
 from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.serving.backup import BackupFolder
@@ -24,6 +23,7 @@ from coordinator.views.dashboard.reader import RecordReader
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
+from fedvit.hosts import is_loopback
 
 PORT = 8090
 PASSWORD = "FEDVIT_DASHBOARD_PASSWORD"

@@ -25,8 +25,17 @@ class SumsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 32
     neighbours: Annotated[
-        int, Meta(ge=2, le=128, description="Other devices with which a device has masks in common.")
+        int, Meta(ge=2, le=128, description="Other devices with which a device has masks in common, at least.")
     ] = 20
+    leaving: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=0.1,
+            description="Share of the devices that is expected to leave in each step: a device then has as many more "
+            "neighbours as a sum needs.",
+        ),
+    ] = 0.0
     step_s: Annotated[float, Meta(gt=0, le=86400, description="Seconds to wait for devices in each step of a sum.")] = (
         120.0
     )

@@ -15,8 +15,9 @@ from coordinator.http_api.routes import IDENTITY, Routes
 from coordinator.http_api.site import ApiSite
 from coordinator.record.audit import Actor, acting_as
 from coordinator.security.api_tokens import ApiUser
-from coordinator.security.credentials import ApiCredentials, Forbidden, network_of
+from coordinator.security.credentials import ApiCredentials, Forbidden
 from fedvit.errors import FedvitError
+from fedvit.hosts import network_of
 
 ROOT = "/api/v1"
 """Begins the path of every endpoint."""

@@ -10,6 +10,7 @@ from coordinator.record.privacy import compute_cohort_size
 from coordinator.record.record import Record
 from fedvit.secure.fixed_point import choose_bits, find_error_bound
 from fedvit.secure.layout import Layout, TrainedSum
+from fedvit.secure.neighbours import choose_degree
 from fedvit.secure.noise import find_multiplier, find_range
 from fedvit.wire.messages import SumNoise, SumTerms
 
@@ -34,14 +35,15 @@ def make_terms(
 
     `largest`: mean of the devices' largest numbers, if it has a codec.
     """
-    sums = config.sums
-    terms = SumTerms(layout.digest, max(1, devices), sums.neighbours, sums.bits, sums.range, max(1, images))
+    sums, devices = config.sums, max(1, devices)
+    degree = choose_degree(devices, sums.leaving, sums.neighbours)
+    terms = SumTerms(layout.digest, devices, degree, sums.bits, sums.range, max(1, images))
     if largest is not None:
-        bits = choose_bits(SUM_CODECS[config.updates.up], terms.devices)
+        bits = choose_bits(SUM_CODECS[config.updates.up], devices)
         return replace(terms, bits=bits, range=min(sums.range, max(HEADROOM * largest, _CLIPS[0])))
     if noise is None:
         return terms
-    return replace(terms, range=find_range(noise, terms.devices, sums.neighbours), max_weight=1, noise=noise)
+    return replace(terms, range=find_range(noise, devices, degree), max_weight=1, noise=noise)
 
 
 def find_noise(store: Record, run: str, config: RunConfig, number: int) -> SumNoise | None:

@@ -78,7 +78,7 @@ class AdoptionWindow:
 
     def __init__(self, coordinator: str, host: str, port: int) -> None:
         """Raises ConfigError if the port cannot be used."""
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         try:
             self._socket = socket.create_server((host, port), backlog=WAITING_DEVICES)
         except OSError as error:
@@ -116,8 +116,8 @@ class AdoptionWindow:
         check_version(ask)
         check_name(ask.device, "the device's name")
         pair, own_number = make_key_pair(), make_number()
-        commitment = commit(ask, self._coordinator, pair.public, own_number)
-        offer = OfferAdoption(self._coordinator, pair.public, commitment)
+        commitment = commit(ask, self.coordinator, pair.public, own_number)
+        offer = OfferAdoption(self.coordinator, pair.public, commitment)
         send_frame(link, encode_adoption(offer))
         number = _receive(link, RevealNumber).number
         send_frame(link, encode_adoption(RevealNumber(own_number)))

@@ -6,7 +6,6 @@ one.
 
 import asyncio
 import hmac
-import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -76,16 +75,3 @@ class ApiCredentials:
         finally:
             self._busy.discard(address)
         return None
-
-
-def network_of(host: str | None) -> str:
-    """Return a client's address; of IPv6 its network, of which one client has all addresses.
-
-    >>> network_of("192.0.2.7"), network_of("2001:db8::7"), network_of(None)
-    ('192.0.2.7', '2001:db8::/64', '')
-    """
-    try:
-        client = ipaddress.ip_address(host or "")
-    except ValueError:
-        return ""
-    return str(client if client.version == 4 else ipaddress.ip_network((client, 64), strict=False))

@@ -13,7 +13,7 @@ from coordinator.config import RunConfig, StartConfig, check_settings, make_conf
 from fedvit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedvit.monitoring import ListenAddress
+    from fedvit.small_server import ListenAddress
 
 
 @dataclass(frozen=True)

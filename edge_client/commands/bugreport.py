@@ -1,6 +1,7 @@
 """`edge-client bugreport`: packs what is needed to find a fault on this device."""
 
 import subprocess
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from edge_client.health.doctor import lines, run_checks
 from edge_client.health.status import read_status
 from edge_client.settings import DeviceSettings
 from edge_client.storage.state import state_folder, status_file
-from fedvit.bug_report import BugReport
+from fedvit.bug_report import BugReport, print_and_write
 from fedvit.command_line import Command
+from fedvit.data.layout import TEST, TRAIN, UNLABELLED
 from fedvit.errors import FedvitError
 
 UNIT = "fedvit-edge.service"
 JOURNAL = ("journalctl", "--unit", UNIT, "--lines", "2000", "--no-pager", "--output", "short-iso")
 PATIENCE_S = 20.0
 MOST_DECODED = 20
+MOST_NAMES = 200_000
+"""Files of the owner whose names are looked for."""
 
 
 @click.command(
@@ -38,22 +42,25 @@ def command(context: click.Context, /, *, out: Path, log: Path | None, **own: An
     It has no images, names of files and classes, keys, passwords, tokens or addresses. Look into it before you send it.
     """
     settings = read_settings(context, own)
-    report = BugReport(find_private_words(settings.data))
+    report = BugReport(
+        find_private_names(settings.data),
+        folders=[settings.data] if settings.data else (),
+        secrets=[secret for secret in (settings.broker, settings.home and settings.home.password) if secret],
+    )
     report.add_machine()
     report.add_object("settings.json", {**vars(settings), "policy": msgspec.to_builtins(settings.policy)})
     click.echo("checking this device", err=True)
     add_checks(report, settings)
     report.add("log.txt", read_journal()) if log is None else report.add_file("log.txt", log)
-    names = report.write(out)
-    click.echo(f"{out}: {', '.join(names)}; look into it before you send it")
+    print_and_write(report, out)
 
 
-def find_private_words(data: Path | None) -> set[str]:
-    """Find the names of an owner's folders: the path of the images, and each class."""
+def find_private_names(data: Path | None) -> set[str]:
+    """Find the names of an owner's class folders and files, of which messages may name one without its path."""
     if data is None:
         return set()
-    folders = (path for path in (*data.glob("*/"), *data.glob("*/*/")) if path.is_dir())
-    return {str(data), str(data.absolute())} | {path.name for path in folders} - {"train", "test", "unlabelled"}
+    names = {path.name for path in islice(data.rglob("*"), MOST_NAMES)}
+    return names - {TRAIN, TEST, UNLABELLED}
 
 
 def add_checks(report: BugReport, settings: DeviceSettings) -> None:

@@ -1,16 +1,13 @@
 """`edge-client label`: gives unlabelled images their class."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from edge_client.commands.options import program_options, read_settings
-from edge_client.storage.state import read_device_id, split_file, state_folder
+from edge_client.storage.state import read_device_id, state_folder
 from fedvit.command_line import Command
-from fedvit.data.folder import DeviceData
-from fedvit.data.split import KeptSplit, RandomSplit
-from fedvit.errors import ConfigError, DataError, FedvitError
+from fedvit.errors import FedvitError
 
 
 @click.command(
@@ -26,21 +23,17 @@ def command(context: click.Context, /, **own: Any) -> None:
     The model of the device's newest run guesses the class. In a terminal, also over SSH.
     """
 
-    from edge_client.owner.label import Guesser, Labelling, newest_guesser, run, summary  # onnxruntime takes seconds
+    from edge_client.owner.guessing import Guesser, newest_guesser  # onnxruntime takes seconds
+    from edge_client.owner.label import run, summary
+    from edge_client.owner.labelling import Labelling, open_images
 
     settings = read_settings(context, own)
-    data: Path | None = settings.data
-    if data is None:
-        raise ConfigError("FV1402", "--data is missing: the folder with this device's images")
+    data = settings.data_folder
     labelling = Labelling(data)
     state = state_folder(data, settings.state)
     guesser: Guesser | None = None
     if (state / "device-id").is_file():
-        split = KeptSplit.load(split_file(state), settings.test_share) or RandomSplit(settings.test_share)
-        try:
-            images = DeviceData.open(data, split=split)
-        except DataError:
-            images = None  # nothing is labelled yet
+        images = open_images(settings, state)
         try:
             guesser = newest_guesser(
                 device=read_device_id(state / "device-id"),

@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from edge_client.settings import DeviceSettings
 from edge_client.storage.state import state_base
@@ -15,8 +17,10 @@ from fedvit.command_line import LOG_FORMAT, SectionOption, amount
 from fedvit.errors import ConfigError
 from fedvit.labels import parse_label
 from fedvit.quantities import parse_bytes, parse_celsius, parse_flops, parse_seconds
+from fedvit.transport.address import Address
 from fedvit.wire.messages import MAX_LABELS
 
+HOME_VARIABLE = "FEDVIT_HOME_BROKER"
 BROKER_VARIABLE = "FEDVIT_BROKER"
 """In the environment: the broker's address, which may hold a password that a command line would show to all users."""
 
@@ -33,6 +37,38 @@ def _labels(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> di
     if len(labels) > MAX_LABELS:
         raise ConfigError("FV1415", f"{len(labels)} labels are given with --label, a device can have {MAX_LABELS}")
     return labels
+
+
+def _keep_home_password(context: click.Context, _: click.Parameter, file: Path | None) -> None:
+    """Read the password of the home's broker. Raises ConfigError if there is none."""
+    if file is None:
+        return
+    try:
+        password = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("FV1471", f"the password of the home's broker in {file} cannot be read: {error}") from error
+    context.meta[HOME_VARIABLE] = password
+
+
+def _read_home(context: click.Context, option: click.Parameter, text: str | None) -> Address | None:
+    """Read the address of the home's broker. Raises ConfigError."""
+    if not text:
+        return None
+    try:
+        address = Address.parse(text)
+    except ConfigError as error:
+        raise ConfigError(error.code, f"--home: {error}") from error
+    if password := context.meta.get(HOME_VARIABLE):
+        if address.user is None:
+            raise ConfigError("FV1471", "--home-password-file needs a user in --home: mqtt://USER@HOST")
+        return replace(address, password=password)
+    if address.password and context.get_parameter_source(str(option.name)) == ParameterSource.COMMANDLINE:
+        click.echo(
+            "warning: other users of this machine can read the password of --home; use --home-password-file, or set "
+            f"{HOME_VARIABLE}",
+            err=True,
+        )
+    return address
 
 
 _WATCHING = "Watching the device"
@@ -223,6 +259,25 @@ OPTIONS = (
     SectionOption(["--quiet"], is_flag=True, help="Log warnings and errors only."),
     SectionOption(["--prometheus", "metrics_address"], section=_WATCHING, **monitoring.OPTION),
     SectionOption(["--prometheus-password-file"], section=_WATCHING, **monitoring.PASSWORD_OPTION),
+    SectionOption(
+        ["--home"],
+        section=_WATCHING,
+        envvar=HOME_VARIABLE,
+        callback=_read_home,
+        metavar="mqtt://USER@HOST",
+        help="Broker of this home: Home Assistant shows the device there, with its round, accuracy and sensors. Or set "
+        f"{HOME_VARIABLE}, also with a password.",
+    ),
+    SectionOption(
+        ["--home-password-file"],
+        section=_WATCHING,
+        envvar="FEDVIT_HOME_PASSWORD_FILE",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=_keep_home_password,
+        is_eager=True,  # before --home
+        expose_value=False,
+        help="File with the password for --home.",
+    ),
     SectionOption(["--log-format"], section=_WATCHING, **LOG_FORMAT),
     SectionOption(
         ["--logs/--no-logs", "sends_logs"],

@@ -13,7 +13,9 @@ from msgspec.structs import replace
 
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard, memory_message
+from edge_client.health.home import Home
 from edge_client.health.private_paths import PrivatePaths
+from edge_client.health.readiness import Readiness
 from edge_client.health.recent_log import RecentLog
 from edge_client.health.status import StatusFile
 from edge_client.health.trial import Trial
@@ -28,6 +30,7 @@ from edge_client.settings import DeviceSettings
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.disk import DEFAULT_SHARE
 from edge_client.storage.installed import Installation
+from edge_client.storage.pause import Pause
 from edge_client.storage.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
 from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
@@ -96,12 +99,17 @@ def serve(settings: DeviceSettings) -> None:
         if monitor.url:
             log.info("metrics", extra={"url": monitor.url})
         notifier.ready()
+        home = Home(settings.home, agent.link.identity, sensors) if settings.home else None
+        if home:
+            home.start()
         trial = Trial(installation) if installation else None
         if trial:
             trial.begin()
 
         def turn() -> None:
             loop.turn()
+            if home:
+                home.look(agent.state)
             if trial:
                 execution = agent.current.execution
                 trial.look(agent.history, is_working=execution is not None and execution.working)
@@ -113,6 +121,8 @@ def serve(settings: DeviceSettings) -> None:
             reason = agent.serve(stop, once=settings.once, on_turn=turn)
         finally:
             notifier.stopping()
+            if home:
+                home.close(agent.state())
             if trial:
                 trial.close()
             if tracing:
@@ -184,8 +194,9 @@ def build_agent(
     )
     worker = TaskExecutor(link, storage, sandbox, guard, policy)
     status = StatusFile(status_file(state), identity, broker=str(endpoint.address))
-    train = replace(policy.train, keep_runs=policy.train.keep_runs or KEEP_RUNS)
-    return Agent(link, storage, worker, replace(policy, train=train), status=status, tracing=tracing)
+    policy = replace(policy, train=replace(policy.train, keep_runs=policy.train.keep_runs or KEEP_RUNS))
+    readiness = Readiness(policy=policy, pause=Pause(state))
+    return Agent(link, storage, worker, policy, readiness=readiness, status=status, tracing=tracing)
 
 
 def attach_recent_log(private: PrivatePaths, data: DeviceData) -> RecentLog:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from edge_client.storage.pause import Pause
 from fedvit.policy import Policy
 from profiles.probes.battery import Battery, battery
 from profiles.probes.thermal import Thermometer
@@ -38,10 +39,17 @@ class Readiness:
     celsius: Callable[[], float | None] = read_celsius
     battery: Callable[[], Battery | None] = battery
     clock: Callable[[], datetime.datetime] = datetime.datetime.now
+    pause: Pause | None = None  # None: its owner cannot pause it
+
+    def is_paused(self) -> bool:
+        """Return True while the owner has paused the device."""
+        return self.pause is not None and self.pause.is_on()
 
     def not_now(self) -> NotNow | None:
         """Return the reason why a task cannot start now; None if it can."""
         policy = self.policy.train
+        if self.is_paused():
+            return NotNow("paused by its owner", BUSY_AGAIN_S)
         if policy.busy_file is not None and policy.busy_file.exists():
             return NotNow(f"busy: {policy.busy_file} exists", BUSY_AGAIN_S)
         now = self.clock()

@@ -1,153 +1,26 @@
-"""`edge-client label`: a person gives unlabelled images their class, with one key for each."""
+"""`edge-client label`: a person gives unlabelled images their class in a terminal, with one key for each."""
 
 import os
 import shutil
-import string
 import sys
 import termios
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from edge_client.owner.trained import load_own_model
-from edge_client.storage.vault import Vault
-from export.bundle.measure import RunGraph, are_probabilities, as_input
-from fedvit.data.folder import DeviceData
-from fedvit.data.images import Pixels, header_problem, is_image_name, read_image, read_thumbnail
-from fedvit.data.layout import TRAIN, UNLABELLED, find_layout, read_tree
+from edge_client.owner.guessing import Guess, Guesser
+from edge_client.owner.labelling import ACCEPT, KEYS, QUIT, SKIP, UNDO, Labelling
+from fedvit.data.images import Pixels, read_thumbnail
 from fedvit.errors import ConfigError, DataError
-from fedvit.program import Batch
 from fedvit.quantities import format_count
 from fedvit.terminal import escape_line, write_styled
 
-SKIP, UNDO, QUIT, ACCEPT = " ", "u", "q", "\n"
-KEYS = [key for key in string.digits[1:] + "0" + string.ascii_letters if key not in (UNDO, QUIT)]
 _ESCAPE = "\x1b"
 _TEXT_LINES = 8
 """Terminal lines below the image."""
-
-
-class Guess(NamedTuple):
-    label: str
-    probability: float
-
-
-Guesser = Callable[[Path], Guess]
-"""Raises DataError when the image cannot be read."""
-
-
-def newest_guesser(
-    *, device: str, state: Path, data: DeviceData | None, threads: int, vault_key: Path | None = None
-) -> Guesser | None:
-    """Return the guesser of this device's newest run; None if the device has taken part in no run.
-
-    Raises ConfigError when the model is not whole here, and StorageFailed.
-    """
-    runs = Vault(state / "vault").runs()
-    if not runs:
-        return None
-    trained, _ = load_own_model(runs[0], device=device, state=state, data=data, threads=threads, vault_key=vault_key)
-    graph = RunGraph(trained.graph, trained.values, trained.batch, threads)
-    return lambda path: _guess(graph, trained.batch, trained.classes, path)
-
-
-def _guess(graph: RunGraph, batch: Batch, classes: Sequence[str], path: Path) -> Guess:
-    answers_BC = graph(as_input(read_image(path, batch.image_size)[None], batch))
-    [answers_C] = answers_BC
-    if not are_probabilities(answers_BC):
-        answers_C = np.exp(answers_C - answers_C.max())
-        answers_C /= answers_C.sum()
-    best = int(answers_C.argmax())
-    return Guess(classes[best], float(answers_C[best]))
-
-
-class Labelling:
-    """The unlabelled images of a device's folder, by name; the first that waits is `current`.
-
-    An image is moved by one rename, so that the device never sees half of it. Raises DataError when the folder has no
-    class folders or cannot be listed, or an image cannot be moved.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        tree = read_tree(folder, 2)
-        tree.folders.pop(UNLABELLED, None)
-        layout = find_layout(tree, str(folder))
-        self.classes = layout.classes
-        self.labelled = 0
-        self._target = folder / TRAIN if layout.divided else folder
-        waiting = sorted(path for path in self._list_unlabelled(folder) if is_image_name(path.name))
-        self.unreadable = [(path, reason) for path in waiting if (reason := header_problem(path))]
-        unreadable = {path for path, _ in self.unreadable}
-        self._waiting = [path for path in waiting if path not in unreadable]
-        self._place = 0
-        self._decisions: list[Path | None] = []  # for each image before `current`: where it is now; None: skipped
-
-    def _list_unlabelled(self, folder: Path) -> list[Path]:
-        try:
-            return [path for path in (folder / UNLABELLED).iterdir() if path.is_file()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise DataError("FV1402", f"cannot list folder {folder / UNLABELLED}: {error.strerror}") from error
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def number(self) -> int:
-        """Return the number of the current image, from 1."""
-        return self._place + 1
-
-    @property
-    def current(self) -> Path | None:
-        return self._waiting[self._place] if self._place < len(self._waiting) else None
-
-    def label(self, name: str) -> None:
-        """Move the current image into a class folder; an image of the same name there stays as it is."""
-        assert self.current is not None
-        place = free_name(self._target / name / self.current.name)
-        _move(self.current, place)
-        self._decisions.append(place)
-        self._place += 1
-        self.labelled += 1
-
-    def skip(self) -> None:
-        """Leave the current image where it is."""
-        self._decisions.append(None)
-        self._place += 1
-
-    def undo(self) -> None:
-        """Take back the newest label or skip, if there is one."""
-        if not self._decisions:
-            return
-        place = self._decisions.pop()
-        self._place -= 1
-        if place is not None:
-            self.labelled -= 1
-            _move(place, self._waiting[self._place])
-
-
-def free_name(path: Path) -> Path:
-    """The path itself, or the first of NAME-2, NAME-3, ... that no file has."""
-    free, number = path, 2
-    while os.path.lexists(free):
-        free, number = path.with_name(f"{path.stem}-{number}{path.suffix}"), number + 1
-    return free
-
-
-def _move(source: Path, target: Path) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(source, target)
-    except OSError as error:
-        raise DataError("FV1413", f"cannot move {source} to {target}: {error.strerror}") from error
-
-
-# --- the terminal -------------------------------------------------------------------------------------
 
 
 def run(labelling: Labelling, guesser: Guesser | None) -> None:

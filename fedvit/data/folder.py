@@ -3,7 +3,7 @@
 import math
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from fedvit.data.frigate import is_frigate_folder, read_frigate
 from fedvit.data.images import DECODED_BYTES, Flags, Indices, Pixels, header_problem, is_image_name, read_image
-from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN, UNLABELLED, Layout, find_layout, read_tree
+from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN, Found, Layout, read_class_folders
 from fedvit.data.split import DEFAULT_SPLIT, KeptSplit, RandomSplit
 from fedvit.data.text import SETTINGS, is_text_folder, read_texts, text_file
 from fedvit.errors import DataError
@@ -20,7 +21,6 @@ from fedvit.program import Batch
 from fedvit.resources import IMAGE_CACHE_BYTES
 
 _Labelled = tuple[list[Path], Indices]
-_CLASS_LEVELS = 2  # train/<class>/ below the folder
 
 NEW_CLASS = "of a class that the run does not have"
 UNKNOWN_TYPE = "of an unknown type"
@@ -168,6 +168,10 @@ class TextSplit(Split):
         return None
 
 
+READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Found]], ...] = ((is_frigate_folder, read_frigate),)
+"""Readers of folders that have no class folders: whether one is for a folder, and what it finds there."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceData:
     """The class folders of a device, or its text; labels are indices into `classes`."""
@@ -181,6 +185,7 @@ class DeviceData:
     passed_over: tuple[Path, ...] = ()  # files that are not in a class folder, or have an unknown format
     has_test_folder: bool = False
     checked: Mapping[Path, CheckedFile]
+    found: Found | None = None  # None: text
 
     @property
     def counts(self) -> tuple[tuple[str, ...], int, int]:
@@ -216,20 +221,16 @@ class DeviceData:
             )
         if is_text_folder(folder):
             return cls._open_text(folder, before)
-        tree = read_tree(folder, _CLASS_LEVELS)
-        tree.folders.pop(UNLABELLED, None)
-        layout = find_layout(tree, str(folder))
+        found = next((read for is_its, read in READERS if is_its(folder)), read_class_folders)(folder)
+        layout = found.layout
         images = [*layout.train, *(layout.test or ())]
         checked = _check_files([path for path, _ in images], decoded_bytes, before.checked if before else {})
         held = {layout.classes[label] for path, label in images if checked[path].problem is None}
         known = tuple(name for name in layout.classes if name in held and (classes is None or name in classes))
         empty = tuple(name for name in layout.classes if name not in held)
-        used = {path for path, _ in images}
-        passed_over = tuple(sorted(path for path in tree.everything() if path not in used))
-        now = (checked, known, empty, passed_over)
-        if before and (before.checked, before.classes, before.empty, before.passed_over) == now:
+        if before and (before.checked, before.classes, before.empty, before.found) == (checked, known, empty, found):
             return before
-        unusable: list[tuple[Path, str]] = []
+        unusable = list(found.unusable)
         parts = _divide(folder, layout, known, checked, split, unusable)
         train, test = (Split(labels, Files(paths, cache_bytes, decoded_bytes)) for paths, labels in parts)
         if before:
@@ -243,7 +244,8 @@ class DeviceData:
             test=test,
             empty=empty,
             unusable=tuple(unusable),
-            passed_over=passed_over,
+            passed_over=found.passed_over,
+            found=found,
             has_test_folder=layout.test is not None,
             checked=checked,
         )

@@ -87,12 +87,12 @@ def read_image(path: Path, size: int, file: BinaryIO | None = None, *, decoded_b
     return np.array(square, dtype=np.uint8)
 
 
-def read_thumbnail(path: Path, width: int, height: int) -> Pixels:
+def read_thumbnail(path: Path, width: int, height: int, *, decoded_bytes: int = DECODED_BYTES) -> Pixels:
     """Decode one image for people: upright, RGB, in its own proportions, as large as fits into `width` x `height`.
 
     Raises DataError as `read_image`.
     """
-    image = _decode(path, None, max(width, height), DECODED_BYTES)
+    image = _decode(path, None, max(width, height), decoded_bytes)
     return np.array(ImageOps.contain(image, (width, height)), dtype=np.uint8)
 
 

@@ -15,6 +15,7 @@ from fedvit.errors import DataError
 File = TypeVar("File")
 
 TRAIN, TEST = "train", "test"
+_CLASS_LEVELS = 2  # train/<class>/ below the folder
 PARTITION_FILE = "partition.json"
 """Lies beside the devices' folders that `fleet partition` made."""
 UNLABELLED = "unlabelled"
@@ -45,6 +46,24 @@ class Layout(Generic[File]):
     train: list[tuple[File, int]]
     test: list[tuple[File, int]] | None  # None: there is no test folder
     divided: bool  # class folders are in train/ and test/
+
+
+@dataclass(frozen=True)
+class Found:
+    """A device's folder as a reader found it: the layout, and the files that are not used."""
+
+    layout: Layout[Path]
+    unusable: tuple[tuple[Path, str], ...] = ()  # images without a class, with the reason
+    passed_over: tuple[Path, ...] = ()  # files that are no images in a class folder
+
+
+def read_class_folders(folder: Path) -> Found:
+    """Find the images in class folders. Raises DataError."""
+    tree = read_tree(folder, _CLASS_LEVELS)
+    tree.folders.pop(UNLABELLED, None)
+    layout = find_layout(tree, str(folder))
+    used = {path for path, _ in (*layout.train, *(layout.test or ()))}
+    return Found(layout, passed_over=tuple(sorted(path for path in tree.everything() if path not in used)))
 
 
 def is_hidden(name: str) -> bool:

@@ -26,6 +26,7 @@ from fedvit.methods.base import (
 )
 from fedvit.methods.calculus import Calculus, Named
 from fedvit.methods.parts import HEAD
+from fedvit.methods.sketch import expand_weights, sketch_features
 from fedvit.models.vit import PatchViT
 from fedvit.program import Draw, Role, Train
 from fedvit.secure import SUM
@@ -55,7 +56,9 @@ class Analytic(Method):
     that secure sums and regions need nothing else. A device that comes again replaces its own sums; new ones are
     added, and `forget` removes some. A secure sum replaces everything before it. One batch in `hold_out` is
     summed apart: the lambda is that with the smallest squared error on these images, and the head is then solved from
-    all. Every image is read once; options of gradients (`epochs`, `lr`, `optimizer`, ...) have no effect.
+    all. With `sketch` the features are first added up to fewer numbers, for wide backbones: the head is a slightly
+    worse one of the same shape. Every image is read once; options of gradients (`epochs`, `lr`, `optimizer`, ...) have
+    no effect.
     Source: Fed3R (Fani et al., ICML 2024, arXiv:2406.01116): W = (sum G_k + lambda I)^-1 sum M_k over devices k; AFL
     (Zhuang et al., arXiv:2405.16240) gives the same W by its absolute aggregation law. Differs from both: lambda is in
     units of the mean square of a feature, and one of several is chosen by held-out sums.
@@ -70,6 +73,7 @@ class Analytic(Method):
     hold_out: Annotated[int, Meta(ge=2)] = 10  # of this many batches one chooses the lambda
     bias: bool = False  # of the head: it needs the number of images of each class, which is then sent, too
     forget: tuple[str, ...] = ()  # names or patterns of devices whose sums are removed
+    sketch: Annotated[int, Meta(ge=1)] | None = None  # numbers in place of a feature's in the sums; None: all of them
 
     @property
     def reads_text(self) -> bool:
@@ -79,7 +83,8 @@ class Analytic(Method):
 
     def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
         classes, width = vit.tensors()["head.weight"].shape
-        shapes = {GRAM: (count_gram_values(width),), MOMENTS: (width + self.bias, classes)}
+        count = count_sent(width, self.sketch)
+        shapes = {GRAM: (count_gram_values(count),), MOMENTS: (count + self.bias, classes)}
         return {f"{part}.{name}": torch.zeros(shape) for part in (FITTED, HELD_OUT) for name, shape in shapes.items()}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
@@ -100,7 +105,8 @@ class Analytic(Method):
             return features, vit.head(features)
 
         features, logits = run_model(vit, fixed, body)
-        batch = sum_products(features, inputs.labels, inputs.weight, logits.shape[1], bias=self.bias)
+        sent = sketch_features(features, count_sent(features.shape[1], self.sketch))
+        batch = sum_products(sent, inputs.labels, inputs.weight, logits.shape[1], bias=self.bias)
         held_out = self._hold_out(calculus.inputs["hyper/step"], inputs)
         new: dict[str, Tensor] = {}
         for part, share in ((FITTED, 1 - held_out), (HELD_OUT, held_out)):
@@ -110,7 +116,7 @@ class Analytic(Method):
                 total, lost = add_compensated(total, lost, share * value)
                 images = images + inputs.weight.sum()
                 calculus.slots |= {f"{TOTAL}/{name}": total, f"{LOST}/{name}": lost, f"{IMAGES}/{name}": images}
-                new[name] = total / (images.clamp(min=1) * find_unit(kind, features.shape[1]))
+                new[name] = total / (images.clamp(min=1) * find_unit(kind, sent.shape[1]))
         return StepResult(inputs.mean(cross_entropy(logits, inputs.labels)), new, {})
 
     def _hold_out(self, step: Tensor, inputs: StepInputs) -> Tensor:
@@ -127,7 +133,7 @@ class Analytic(Method):
     # --- the server's half ----------------------------------------------------------------------------
 
     def server_rule(self, vit: PatchViT) -> ServerRule:
-        return RidgeRegression(lambdas=self.lambdas, bias=self.bias, forget=self.forget)
+        return RidgeRegression(lambdas=self.lambdas, bias=self.bias, forget=self.forget, sketch=self.sketch)
 
 
 def sum_products(features_BD: Tensor, labels: Tensor, weight: Tensor, classes: int, *, bias: bool) -> dict[str, Tensor]:
@@ -138,6 +144,11 @@ def sum_products(features_BD: Tensor, labels: Tensor, weight: Tensor, classes: i
     rows = [features_BD[:, first : first + SIDE].T @ features_BD[:, first:] for first in range(0, width, SIDE)]
     augmented_BD = torch.cat([features_BD, weight.unsqueeze(1)], dim=1) if bias else features_BD
     return {GRAM: torch.cat([row.flatten() for row in rows]), MOMENTS: augmented_BD.T @ chosen_BC}
+
+
+def count_sent(width: int, sketch: int | None) -> int:
+    """Return the numbers of a feature in the sums."""
+    return width if sketch is None else min(width, sketch)
 
 
 def find_unit(kind: str, width: int) -> float:
@@ -226,6 +237,7 @@ class RidgeRegression(ServerRule):
     lambdas: tuple[float, ...]
     bias: bool
     forget: tuple[str, ...] = ()
+    sketch: int | None = None
 
     @property
     def why_never_late(self) -> None:
@@ -249,6 +261,7 @@ class RidgeRegression(ServerRule):
         if not by_device:
             raise EmptyCohort("FV1502", f"round {context.round}: no device's sums are left")
         width = state.tensors["head.weight"].shape[1]
+        count = count_sent(width, self.sketch)
         names = [f"{part}.{name}" for part in (FITTED, HELD_OUT) for name in (GRAM, MOMENTS)]
         totals: dict[str, Floats] = {name: np.zeros(state.tensors[name].shape) for name in names}
         for device in sorted(by_device):
@@ -259,10 +272,11 @@ class RidgeRegression(ServerRule):
                 total += images * value.astype(np.float64)
                 memory[f"{SUMS}{device}/{name}"] = value
         fitted, held_out = (
-            Sums.of(totals[f"{part}.{GRAM}"], totals[f"{part}.{MOMENTS}"], width) for part in (FITTED, HELD_OUT)
+            Sums.of(totals[f"{part}.{GRAM}"], totals[f"{part}.{MOMENTS}"], count) for part in (FITTED, HELD_OUT)
         )
         strength = self._choose(fitted, held_out)
         solved = self.make_tensors(fitted + held_out, strength, sum(kept.images for kept in by_device.values()))
+        solved["head.weight"] = expand_weights(solved["head.weight"].T, width).T
         tensors = {name: solved.get(name, value).astype(value.dtype) for name, value in state.tensors.items()}
         kept_bytes = sum(value.nbytes for name, value in memory.items() if name.startswith(SUMS))
         figures = {"ridge": strength, "kept_devices": float(len(by_device)), "kept_bytes": float(kept_bytes)}

@@ -59,6 +59,8 @@ class PersonalAnalytic(Analytic):
     def __post_init__(self) -> None:
         if self.bias:
             raise ConfigError("FV1104", "option bias = True: the personal head has no bias; leave it out")
+        if self.sketch is not None:
+            raise ConfigError("FV1104", f"option sketch = {self.sketch}: a device needs all sums; leave it out")
 
     # --- tensors --------------------------------------------------------------------------------------
 

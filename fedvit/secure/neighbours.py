@@ -5,7 +5,13 @@ those next to it. So nobody who chose a nonce before the others were known can c
 """
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping
+
+from fedvit.wire.messages import MAX_NEIGHBOURS
+
+MOST_FAILURES = 0.01
+"""Probability with which an attempt at a sum may fail because devices leave."""
 
 
 def digest_roster(roster: Mapping[str, bytes]) -> bytes:
@@ -60,6 +66,30 @@ def count_least_devices(devices: int, degree: int) -> int:
     most = holders - needed
     least = holders - -(-most // 2) - most
     return max(needed, -(-devices * least // (least + most)))
+
+
+def choose_degree(devices: int, leaving: float, least: int) -> int:
+    """Choose the number of neighbours, `least` or more, for sums of which this share of devices leaves in each step.
+
+    An attempt then fails with a probability of at most `MOST_FAILURES`, unless even the most neighbours are too few.
+
+    >>> [choose_degree(devices, 0.05, 20) for devices in (20, 100, 1000)], choose_degree(1000, 0.0, 20)
+    ([20, 59, 77], 20)
+    """
+    most = max(least, min(MAX_NEIGHBOURS, devices - 1))
+    degrees = range(least, most + 1)
+    return next((degree for degree in degrees if bound_failures(devices, degree, leaving) <= MOST_FAILURES), most)
+
+
+def bound_failures(devices: int, degree: int, leaving: float) -> float:
+    """Return a bound of the probability that an attempt fails: that a device has too few holders who reveal shares.
+
+    Of the devices that have sent keys, this share leaves in each of the other three steps.
+    """
+    holders, stays = count_holders(devices, degree), (1 - leaving) ** 3
+    needed = count_needed_holders(holders)
+    fails = sum(math.comb(holders, left) * stays**left * (1 - stays) ** (holders - left) for left in range(needed))
+    return fails if holders == devices else min(1.0, devices * fails)
 
 
 def count_holders(devices: int, degree: int) -> int:

@@ -9,16 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import pytest
 
 from coordinator.security.adoption import AdoptionWindow, Applicant
 from coordinator.security.announcing import announce_listener
-from edge_client.link.adoption import Agreed, ask_adoption
+from edge_client.link.adoption import ask_adoption
 from edge_client.link.discovery import find_coordinators
-from fedvit.errors import BadPayload, FedvitError, LinkDown, PeerRefused
+from fedvit.errors import BadPayload, LinkDown, PeerRefused
 from fedvit.secure.adopting import make_key_pair, make_number
 from fedvit.transport.frames import receive_frame, send_frame
 from fedvit.wire.adoption import (
@@ -36,37 +35,10 @@ from fedvit.wire.adoption import (
     make_code,
     make_transcript,
 )
+from tests.support.adopting import LOCALHOST, WAIT_S, Device
 from tests.support.codes import has_code
 
-WAIT_S = 60.0
 TOKEN = "fedvit1-a-token"
-LOCALHOST = "127.0.0.1"
-
-
-@dataclass
-class Device:
-    """A device that asks for adoption in a thread of its own, and the person in front of it."""
-
-    port: int
-    name: str = "pi-3"
-    says_yes: bool = True
-    shown: "SimpleQueue[Agreed]" = field(default_factory=SimpleQueue)
-    outcome: "SimpleQueue[str | FedvitError]" = field(default_factory=SimpleQueue)
-
-    def __post_init__(self) -> None:
-        threading.Thread(target=self._ask, daemon=True).start()
-
-    def _ask(self) -> None:
-        try:
-            self.outcome.put(ask_adoption(LOCALHOST, self.port, self.name, self.shown.put, lambda _: self.says_yes))
-        except FedvitError as error:
-            self.outcome.put(error)
-
-    def read_code(self) -> str:
-        return self.shown.get(timeout=WAIT_S).code
-
-    def end(self) -> str | FedvitError:
-        return self.outcome.get(timeout=WAIT_S)
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from coordinator.config import RunConfig
 from coordinator.record.record import open_record
 from fedvit.command_line import Command
 from tests.support.command_lines import PROGRAMS, parse
-
-WAIT_S = 120
+from tests.support.waiting import WAIT_S
 
 
 def _commands() -> dict[str, click.Command]:
@@ -55,9 +54,12 @@ WITHOUT_JSON = {
         for name in ("adopt", "bugreport", "dashboard", "init", "release", "serve", "sign", "start", "token")
     ),
     "edge-client bugreport",
+    "edge-client home",
     "edge-client join",
     "edge-client label",
+    "edge-client page",
     "edge-client update",
+    "fleet bugreport",
     "fleet host",
     "fleet region",
 }
@@ -69,12 +71,12 @@ WITH_RUNS = {
         "submit", "trace",
         "unpause", "wait",
     )),
-    "fleet region", "fleet run",
+    "fleet bugreport", "fleet region", "fleet run",
 }  # fmt: skip
 """Commands that read or make runs of a folder."""
 WITH_OUT = {
     "coordinator bugreport", "coordinator export", "coordinator profile", "coordinator report", "edge-client bugreport",
-    "edge-client certify", "edge-client export", "fleet demo", "fleet experiment", "fleet partition",
+    "edge-client certify", "edge-client export", "fleet bugreport", "fleet demo", "fleet experiment", "fleet partition",
 }  # fmt: skip
 """Commands that write a file or a folder of their own."""
 

@@ -15,6 +15,7 @@ from fedvit.errors import LinkDown
 from fedvit.transport.urls import download, upload
 from fedvit.wire.messages import Manifest
 from tests.support.codes import has_code
+from tests.support.waiting import WAIT_S
 
 PIECE = bytes(64 * 1024)
 END_BYTES = 256 << 20
@@ -138,7 +139,7 @@ def test_coordinator_reads_a_piece_up_to_its_size(
 
     try:
         store.read_upload("pi", Manifest("blake3:" + "ab" * 32, 100, 1024), 0, 100, take)
-        assert done.wait(60)
+        assert done.wait(WAIT_S)
     finally:
         store.close()
     assert server.sent_bytes < BUFFERS_BYTES

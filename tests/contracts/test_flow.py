@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole batches": {"micro_batch": 4},
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "analytic sketch": ("analytic", {"sketch": 3}),
     "apfl code": ("apfl", {"form": "code"}),
     "fedperfix concat": ("fedperfix", {"mode": "concat"}),
     "fedtp encoder": ("fedtp", {"parts": "encoder"}),

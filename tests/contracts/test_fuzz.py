@@ -89,7 +89,7 @@ class Serving:
             assert self.thread.is_alive(), f"it ended: {self.error!r}"
             return self._inbox.empty()
 
-        wait_until(is_idle, "it does not handle its messages", wait_s=WAIT_S, pause_s=0.001)
+        wait_until(is_idle, "it does not handle its messages", pause_s=0.001)
         assert self.thread.ident is not None
         spent_s = time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
         assert spent_s - self._spent_s < BATCH_CPU_S

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import WAIT_S
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fedvit", "export", "profiles", "edge_client", "coordinator", "fleet", "bench")
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
@@ -82,7 +84,7 @@ def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
     for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
         (source / name).symlink_to(ROOT / name)
     built = subprocess.run(
-        [*command, str(tmp_path)], cwd=source, check=True, capture_output=True, text=True, timeout=120
+        [*command, str(tmp_path)], cwd=source, check=True, capture_output=True, text=True, timeout=WAIT_S
     )
     assert "absent from the `packages` configuration" not in built.stdout + built.stderr
     [file] = tmp_path.glob("*.whl")

@@ -151,7 +151,7 @@ def test_nothing_can_be_published_before_the_link_is_up(world: World) -> None:
     early = world.new_transport("early")
     assert not early.publish(p + "a", b"too early")
     early.open()
-    while not isinstance(early.inbox.get(timeout=30), Connected):
+    while not isinstance(early.inbox.get(timeout=WAIT_S), Connected):
         pass
     assert early.publish(p + "a", b"now")
     assert listener.messages(1) == [(p + "a", b"now")]
@@ -346,7 +346,7 @@ def test_the_bulk_link_exists_while_bulk_moves(mqtt_world: MqttWorld, monkeypatc
     assert threads() == []
     for _ in range(2):
         transport.listen(topic, sink)
-        assert sink.said.get(timeout=30) == topic
+        assert sink.said.get(timeout=WAIT_S) == topic
         assert len(threads()) == 1
         transport.stop_listening(topic)
         wait_until(lambda: threads() == [])
@@ -367,10 +367,10 @@ def test_an_inbox_that_fails_does_not_end_the_link(mqtt_world: MqttWorld) -> Non
     mqtt_world.clients.append(transport)
     transport.subscribe(mqtt_world.prefix + "a", 1)
     transport.open()
-    assert isinstance(inbox.get(timeout=30), Connected)
+    assert isinstance(inbox.get(timeout=WAIT_S), Connected)
     for payload in (b"1", b"2"):
         transport.publish(mqtt_world.prefix + "a", payload)
-    assert inbox.get(timeout=30) == Received(mqtt_world.prefix + "a", b"2")
+    assert inbox.get(timeout=WAIT_S) == Received(mqtt_world.prefix + "a", b"2")
 
 
 def test_small_messages_are_not_held_back(mqtt_world: MqttWorld) -> None:
@@ -396,7 +396,7 @@ def test_each_failed_attempt_says_why(host: str, words: str, unused_port: int) -
     transport = MqttTransport(inbox, Address(host, unused_port), "client")
     transport.open()
     for _ in range(2):
-        event = inbox.get(timeout=30)
+        event = inbox.get(timeout=WAIT_S)
         assert isinstance(event, Disconnected)
         assert event.reason.startswith(f"{host}:{unused_port}: ")
         assert re.search(words, event.reason)
@@ -410,7 +410,7 @@ def test_something_that_is_no_broker_is_named(unused_port: int) -> None:
         transport.open()
         for _ in BOTH_VERSIONS:  # it may be one that closes at an MQTT version which it does not know
             server.accept()[0].close()
-        assert inbox.get(timeout=30) == Disconnected(f"127.0.0.1:{unused_port}: closed without an MQTT answer")
+        assert inbox.get(timeout=WAIT_S) == Disconnected(f"127.0.0.1:{unused_port}: closed without an MQTT answer")
         transport.close()
 
 
@@ -448,7 +448,7 @@ def test_a_broker_that_takes_less_says_so_before_anything_is_sent(tmp_path: Path
         inbox: SimpleQueue[Any] = SimpleQueue()
         transport = MqttTransport(inbox, broker.address, "client")
         transport.open()
-        assert isinstance(inbox.get(timeout=30), Connected)
+        assert isinstance(inbox.get(timeout=WAIT_S), Connected)
         with pytest.raises(BadPayload, check=has_code("FV1210", "30000")):
             transport.publish("a", bytes(30_000))
         with pytest.raises(BadPayload, check=has_code("FV1210", "20000")):
@@ -471,9 +471,9 @@ def test_bulk_outage_is_logged_once(
     with mosquitto(tmp_path) as broker:
         transport, sink = MqttTransport(SimpleQueue(), broker.address, "client"), Sink()
         transport.listen("bulk", sink)
-        assert sink.said.get(timeout=30) == "bulk"
+        assert sink.said.get(timeout=WAIT_S) == "bulk"
     for _ in range(8):
-        tried.get(timeout=30)
+        tried.get(timeout=WAIT_S)
     transport.close()
     said = [record for record in caplog.records if record.getMessage().startswith("bulk connection lost")]
     assert 1 <= len(said) <= 2
@@ -509,10 +509,10 @@ def test_bulk_goes_through_tls_too(tls_broker: Broker) -> None:
     inbox: SimpleQueue[Any] = SimpleQueue()
     transport, sink = MqttTransport(inbox, tls_broker.address, "client"), Sink()
     transport.listen("bulk", sink)
-    assert sink.said.get(timeout=30) == "bulk"
+    assert sink.said.get(timeout=WAIT_S) == "bulk"
     bodies = [bytes([number]) * 126_976 for number in range(50)]
     assert transport.send_bulk("bulk", [(b"head", memoryview(body)) for body in bodies])
-    assert [sink.said.get(timeout=30) for _ in bodies] == [("bulk", b"head" + body) for body in bodies]
+    assert [sink.said.get(timeout=WAIT_S) for _ in bodies] == [("bulk", b"head" + body) for body in bodies]
     transport.close()
 
 
@@ -521,11 +521,11 @@ def test_tls_with_a_certificate_of_ones_own(tls_broker: Broker) -> None:
     transport = MqttTransport(inbox, tls_broker.address, "client")
     transport.subscribe("a", 0)
     transport.open()
-    assert inbox.get(timeout=30) == Connected()
+    assert inbox.get(timeout=WAIT_S) == Connected()
     payload = bytes(range(256)) * 500
     for _ in range(50):
         transport.publish("a", payload, qos=0)
-    assert [inbox.get(timeout=30) for _ in range(50)] == [Received("a", payload)] * 50
+    assert [inbox.get(timeout=WAIT_S) for _ in range(50)] == [Received("a", payload)] * 50
     transport.close()
 
 
@@ -533,7 +533,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(tls_broker: Broker) ->
     inbox: SimpleQueue[Any] = SimpleQueue()
     transport = MqttTransport(inbox, Address("localhost", tls_broker.address.port, tls=True), "client")
     transport.open()
-    event = inbox.get(timeout=30)
+    event = inbox.get(timeout=WAIT_S)
     assert isinstance(event, Disconnected)
     assert "the certificate is not trusted" in event.reason
     transport.close()

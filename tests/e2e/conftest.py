@@ -11,7 +11,7 @@ from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.federation import deal_digits
 from tests.support.once import make_once
-from tests.support.programs import CONFIG, DEVICES, Stage
+from tests.support.programs import CONFIG, DEVICES, SUMMED, Stage
 
 if TYPE_CHECKING:
     from tests.support.hosts import Hosts
@@ -48,6 +48,12 @@ def calm_run(shared: Path, parts: Path, graph_cache: Path) -> CalmRun:
 def undisturbed(calm_run: CalmRun) -> bytes:
     """The final tensors of the usual run without a fault."""
     return calm_run("undisturbed", CONFIG)
+
+
+@pytest.fixture(scope="session")
+def undisturbed_sums(calm_run: CalmRun) -> bytes:
+    """The final tensors of a run with secure sums without a fault."""
+    return calm_run("sums", {**SUMMED, "secure": True})
 
 
 @pytest.fixture

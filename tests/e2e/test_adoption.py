@@ -11,6 +11,7 @@ import pytest
 from coordinator.security.broker.process import claim_port
 from tests.support.loopback import loopback_network
 from tests.support.programs import Stage, program, wait_for
+from tests.support.waiting import WAIT_S
 
 CODE = re.compile(r"^    (\d{3} \d{3})$", re.MULTILINE)
 
@@ -41,7 +42,7 @@ class Terminal:
         self._process.stdin.flush()
 
     def finish(self) -> int:
-        code = self._process.wait(240)
+        code = self._process.wait(WAIT_S)
         self._reader.join()
         return code
 

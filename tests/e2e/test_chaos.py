@@ -14,6 +14,7 @@ from fleet.processes import last_line
 from tests.support.federation import BROKER, COORDINATOR, PATIENCE_S, SCENARIO, Fault, Federation, count_duplicates
 from tests.support.programs import DEVICES, ROUNDS, Stage, wait_for
 from tests.support.proxy import Network
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +114,7 @@ def test_federation_survives_faults(federation: Federation, reference: bytes, fa
         runs.wait(lambda: "is online already" in federation.log("twin").read_text(), "the refusal of a second device-1")
     finally:
         twin.terminate()
-        twin.wait(30)
+        twin.wait(WAIT_S)
     finished = len(runs.names)
     runs.wait(lambda: len(runs.names) > finished and runs.compared > 0, "a run to compare")
     assert sum(count_duplicates(federation.runs / name / "coordinator.log") for name in runs.names) == 0

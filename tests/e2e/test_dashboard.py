@@ -23,6 +23,7 @@ from coordinator.cli import cli
 from coordinator.compute.planning.forecast import BoardForecast, Forecast, write_forecast
 from coordinator.record.record import Record, open_record
 from coordinator.rounds.status import read_members
+from coordinator.security.broker.process import claim_port
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
 from coordinator.views.dashboard.connections import MOST_OF_ONE_ADDRESS
@@ -30,9 +31,11 @@ from coordinator.views.dashboard.frame import clock
 from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
+from tests.e2e.test_adoption import Terminal, read_code
 from tests.support.chromium import Browser, Tab, browsing
 from tests.support.dashboards import read_address, served
 from tests.support.fleets import other_runs
+from tests.support.programs import Stage, program
 from tests.support.records import (
     FLEET_RUN,
     MARKUP,
@@ -799,9 +802,8 @@ def test_administrator_enrols_a_device_from_the_page(browser: Browser, tmp_path:
         sign_in(tab, address, PASSWORD)
         tab.until("document.querySelector('#numbers')")
         tab.go(f"{address}/enrol", "document.querySelector('input[aria-label=\"Name of the device\"]')")
-        for label, text in (("Name of the device", "pi-7"), ("Labels, as in site=berlin board=rpi5", "site=berlin")):
-            tab.evaluate(f"document.querySelector('input[aria-label=\"{label}\"]').focus()")
-            tab.write(text)
+        write_into(tab, "Name of the device", "pi-7")
+        write_into(tab, "Labels, as in site=berlin board=rpi5", "site=berlin")
         press(tab, "Make a token")
         tab.until("document.querySelector('#token')")
         assert "edge-client join fedvit" in tab.text("#token")
@@ -813,6 +815,57 @@ def test_administrator_enrols_a_device_from_the_page(browser: Browser, tmp_path:
         assert "Authority" in tab.text("#certificates")
         assert tab.complaints == []
     store.close()
+
+
+@pytest.mark.slow
+def test_administrator_adopts_a_device_from_the_page(browser: Browser, stage: Stage, tmp_path: Path) -> None:
+    """A real device asks; a wrong code does not admit it, the right one does, and it gets its certificate."""
+    begin_run(tmp_path / "runs").close()
+    settings = Settings(
+        federation="home", listen="127.0.0.1", port=claim_port(), enrolment_port=claim_port(),
+        hosts=("localhost", "127.0.0.1"),
+    )  # fmt: skip
+    deployment = Deployment.create(tmp_path / "deployment", settings)
+    place, state = f"127.0.0.1:{claim_port()}", stage.folder / "state" / "pi-3"
+    flags = ("--deployment", str(deployment.folder))
+    serving = Terminal([*program("coordinator.cli"), "enroll", "pi-9", *flags], stage)
+    serving.wait_for("waiting for it")
+    with served(tmp_path / "runs", *flags, password=PASSWORD) as address, browser.tab() as tab:
+        sign_in(tab, address, PASSWORD)
+        tab.until("document.querySelector('#numbers')")
+        tab.go(f"{address}/enrol", "document.querySelector('input[aria-label=\"Address at which devices may ask\"]')")
+        write_into(tab, "Address at which devices may ask", place)
+        press(tab, "Let devices ask")
+        tab.until(f"document.querySelector('#open').innerText.includes({place!r})")
+        join = ("join", "--id", "pi-3", "--state", str(state), "--from", place)
+        joining = Terminal([*program("edge_client.cli"), *join], stage)
+        code = read_code(joining)
+        tab.until("document.querySelector('#asking').innerText.includes('pi-3')")
+        check_every_screen(tab, "adopt", "document.querySelector('#asking')")
+        write_into(tab, "Code on the screen of the device", f"{(int(code.replace(' ', '')) + 1) % 10**6:06d}")
+        press(tab, "Admit")
+        tab.until("document.querySelector('#not-adopted').innerText.includes('is not the code of pi-3')")
+        write_into(tab, "Code on the screen of the device", code)
+        press(tab, "Admit")
+        tab.until("document.querySelector('#adopted').innerText.includes('pi-3 may join')")
+        joining.wait_for("is right?")
+        joining.type("y")
+        assert joining.finish() == 0, joining.text
+        press(tab, "Let no device ask")
+        tab.until("document.querySelector('#closed')")
+        assert tab.complaints == []
+    serving.close()
+    with deployment.registry.read() as rows:
+        assert rows.find_device("pi-3") is not None
+    assert (state / "identity" / "membership.json").is_file()
+
+
+def write_into(tab: Tab, label: str, text: str) -> None:
+    """Replace the text of a field, and wait until the page has it."""
+    field = f"document.querySelector('input[aria-label=\"{label}\"]')"
+    tab.evaluate(f"({field}.focus(), {field}.select())")
+    tab.write(text)
+    tab.until(f"{field}.value == {text!r}")
 
 
 def test_nothing_is_shown_without_the_password(browser: Browser, record: Record) -> None:

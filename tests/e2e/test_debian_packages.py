@@ -13,6 +13,7 @@ from coordinator.operations.releasing import publish
 from fedvit.publisher import PublisherKey
 from fedvit.releases import pack_folder
 from tests.support.programs import Stage
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +135,7 @@ def test_installed_device_updates_itself(built: tuple[Path, Path], tmp_path: Pat
     releases = publish(tmp_path / "releases", "stable", [newer], {}, key)
 
     def run(*arguments: str) -> str:
-        done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=WAIT_S)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

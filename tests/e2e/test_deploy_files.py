@@ -16,6 +16,7 @@ import yaml
 from coordinator.security.broker.process import claim_port
 from tests.support.forked import Forked
 from tests.support.programs import CONFIG, Stage, program, toml, wait_for
+from tests.support.waiting import WAIT_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 USER = 61947
@@ -50,7 +51,7 @@ def kill_in_round(stage: Stage, process: Forked, number: int) -> None:
     result = f"select 1 from results where kind = 'train' and round = {number}"
     wait_for(lambda: stage.query(result), f"a result of round {number}")
     process.kill()
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
 def check_outcome(stage: Stage, devices: dict[str, "subprocess.Popen[bytes]"]) -> None:

@@ -11,6 +11,7 @@ from coordinator.rounds.status import read_members
 from coordinator.security.broker.process import claim_port
 from tests.support.forked import Forked
 from tests.support.programs import DEVICES, ROUNDS, Stage, program, said, wait_for
+from tests.support.waiting import WAIT_S
 
 
 def make_deployment(stage: Stage) -> str:
@@ -94,7 +95,7 @@ def test_service_does_not_wait_for_revoked_devices(stage: Stage) -> None:
     revoke("device-1")
     wait_for(lambda: ("device-1", "revoked") in stage.query(ends), "the task of device-1 to end")
     service.kill()
-    assert service.wait(60) == -signal.SIGKILL
+    assert service.wait(WAIT_S) == -signal.SIGKILL
     revoke("device-2")
     service = serve()
     assert stage.finish(device, "device-0") == 0, stage.log("device-0")

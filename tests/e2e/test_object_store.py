@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.rounds.status import read_status
-from fedvit.wire.messages import BlobUrl
-from tests.support.programs import DEVICES, Stage, wait_for
+from fedvit.wire.messages import BlobPut, BlobUrl, SumMasked
+from tests.support.programs import DEVICES, SUMMED, Stage, wait_for
 from tests.support.s3_server import BUCKET, KEYS
 from tests.support.stores import s3_server
 
@@ -39,3 +39,24 @@ def test_run_through_a_store_that_is_down_at_first_has_the_same_tensors(
     for path in kept:
         content = path.read_bytes() if path.name != "s3.log" else b""
         assert not [secret for secret in secrets if secret.encode() in content], path
+
+
+@pytest.mark.slow
+def test_masked_numbers_go_through_the_store(stage: Stage, undisturbed_sums: bytes, tmp_path: Path) -> None:
+    """Devices put them, and the coordinator fetches them; no device sends a chunk over MQTT."""
+    stage.environment |= KEYS
+    with s3_server(tmp_path) as server:
+        coordinator = stage.coordinator(
+            *["--blobs.url", f"s3://{BUCKET}/fleet", "--blobs.endpoint", server.endpoint],
+            *["--blobs.min-bytes", "1000", "--blobs.fallback-bytes", "0"],
+            values={**SUMMED, "secure": True, "devices": len(DEVICES)},
+        )
+        observer = stage.observer()
+        stage.finish_run(coordinator, {name: stage.device(name) for name in DEVICES})
+        assert not [name for name in server.objects() if "probe" not in name], "what was put is removed in the end"
+    assert stage.model() == undisturbed_sums
+    messages = observer.messages()
+    masked = {message.vector.digest for message in messages if isinstance(message, SumMasked) and not message.inline}
+    assert len(masked) == SUMMED["rounds"] * len(DEVICES)
+    assert masked <= {message.digest for message in messages if isinstance(message, BlobPut) and message.stored}
+    assert not [topic for topic, _ in observer.drain() if "/up/b/" in topic]

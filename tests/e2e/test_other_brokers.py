@@ -9,7 +9,7 @@ import pytest
 from fedvit.wire.messages import Progress
 from tests.support.limiting import limiting
 from tests.support.other_brokers import start_nats, start_rabbitmq
-from tests.support.programs import DEVICES, Stage, wait_for
+from tests.support.programs import DEVICES, SUMMED, Stage, wait_for
 
 
 @pytest.mark.parametrize("killed", [0, 1], ids=["node-of-the-coordinator", "node-of-the-devices"])
@@ -32,6 +32,24 @@ def test_node_of_a_cluster_dies(stage: Stage, undisturbed: bytes, killed: int) -
         for node in nodes:
             node.stop()
     assert stage.model() == undisturbed
+
+
+@pytest.mark.parametrize("kind", ["nats", "rabbitmq"])
+def test_secure_sums_over_one_node(stage: Stage, undisturbed_sums: bytes, tmp_path: Path, kind: str) -> None:
+    if kind == "nats":
+        nodes, after = start_nats(tmp_path / kind), lambda: None
+    else:
+        nodes, after = start_rabbitmq(tmp_path / kind)
+    try:
+        stage.port = nodes[0].address.port
+        values = {**SUMMED, "secure": True, "devices": len(DEVICES)}
+        coordinator = stage.coordinator(broker=f"mqtt://{nodes[0].address}", values=values)
+        stage.finish_run(coordinator, {name: stage.device(name) for name in DEVICES})
+    finally:
+        for node in nodes:
+            node.stop()
+        after()
+    assert stage.model() == undisturbed_sums
 
 
 def test_run_over_two_nodes_of_rabbitmq(stage: Stage, undisturbed: bytes, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from fleet.experiments.report import html_report
 from profiles.report.profile_page import profile_page
 from tests.support.chromium import browsing
 from tests.support.reports import experiment_outcome, fleet_report, private_report, profile_document, run_report
+from tests.support.waiting import WAIT_S
 
-WAIT_S = 240
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = (1200, 768, 360)
 """A desk, a tablet, a telephone: CSS pixels."""

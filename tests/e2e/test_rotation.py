@@ -51,7 +51,7 @@ class Fleet:
 
     def kill(self, name: str) -> None:
         self.processes[name].send_signal(signal.SIGKILL)
-        self.processes[name].wait(60)
+        self.processes[name].wait(WAIT_S)
 
     def join(self, name: str) -> None:
         token = self.command("enroll", name, "--no-wait")
@@ -86,7 +86,7 @@ def test_nobody_is_locked_out_of_a_rotation_with_kills(stage: Stage, seed: int) 
     if draw.random() < 0.5:
         time.sleep(draw.uniform(0.0, 3.0))
         rotating.kill()
-    rotating.wait(60)
+    rotating.wait(WAIT_S)
     for _ in range(KILLS):
         time.sleep(draw.uniform(0.0, LONGEST_S))
         name = draw.choice(["service", *DEVICES])

@@ -121,7 +121,7 @@ def test_demo_interrupted_leaves_nothing(tmp_path: Path, cache: Path) -> None:
         logs = tmp_path / "demo" / "runs"
         wait_for(lambda: any("joined" in log.read_text() for log in logs.glob("*/devices/*.log")), "a device to join")
         demo.send_signal(signal.SIGINT)
-        assert demo.wait(60) == 130
+        assert demo.wait(WAIT_S) == 130
         wait_for(lambda: not children(), "all processes to be gone", timeout_s=10)
     finally:
         demo.kill()

@@ -7,27 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from fedvit.tensors import map_tensors
-from fedvit.wire.messages import Hello, Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares, Task
+from fedvit.wire.messages import Hello, Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares
+from fleet.request import RunRequest
+from fleet.simulate import simulate
 from tests.e2e.test_deployment import make_deployment
 from tests.support.federation import deal_digits
 from tests.support.forked import Forked
-from tests.support.programs import CONFIG, Observer, Stage, program, said, wait_for
+from tests.support.programs import SUMMED, Observer, Stage, program, said, wait_for
 
 STOP, GO_ON = signal.SIGSTOP, signal.SIGCONT
 NAMES = [f"device-{number}" for number in range(4)]
-VALUES: dict[str, Any] = {
-    **CONFIG,
-    "method": "fedavg",
-    "options": {"epochs": 2, "batch_size": 8, "lr": 1e-3},
-    "variants": {},
-    "rounds": 2,
-    "devices": len(NAMES),
-    "rejoin_grace_s": 120.0,  # devices that are stopped for long may lose their link
-    "sums": {"step_s": 600.0},
-}
+VALUES: dict[str, Any] = {**SUMMED, "devices": len(NAMES)}
 
 
 @pytest.fixture
@@ -67,12 +61,11 @@ def _stop_before_the_sum(
     _signal(devices, GO_ON, "device-1")
 
 
-def _kill_at_the_reveals(
-    stage: Stage, observer: Observer, coordinator: Forked, devices: "dict[str, subprocess.Popen[bytes]]"
-) -> None:
-    """Kill the coordinator while it waits for reveals; device-0 is stopped and has a result.
+def _go_to_the_reveals(observer: Observer, devices: "dict[str, subprocess.Popen[bytes]]", round_: int) -> None:
+    """Go on until the coordinator waits for reveals; device-0 is stopped and has a result.
 
-    While some devices run, the others are stopped, so that the step after their next answer waits for these.
+    While some devices run, the others are stopped, so that the step after their next answer waits for these. In the end
+    device-2 and device-3 are.
     """
     first, pair = ["device-0"], ["device-2", "device-3"]
     for running, stopped, kind in (
@@ -84,11 +77,28 @@ def _kill_at_the_reveals(
         _signal(devices, STOP, *stopped)
         _signal(devices, GO_ON, *running)
         for name in running:
-            wait_for(observer.find(kind, since_start=True, device=name), f"{kind.__name__} of {name}")
+            answer = observer.find(kind, since_start=True, device=name, sum=SumId("run", round_, "train", 1))
+            wait_for(answer, f"{kind.__name__} of {name}")
+
+
+def _kill_at_the_reveals(
+    stage: Stage, observer: Observer, coordinator: Forked, devices: "dict[str, subprocess.Popen[bytes]]"
+) -> None:
+    """Kill the coordinator while it waits for reveals in round 1."""
+    _go_to_the_reveals(observer, devices, 1)
     assert not stage.query("select 1 from results where device = '(sum)'")
     coordinator.kill()
     coordinator.wait()
-    _signal(devices, GO_ON, *pair)
+    _signal(devices, GO_ON, "device-2", "device-3")
+
+
+def _kill_broker(stage: Stage, observer: Observer, coordinator: Forked) -> None:
+    """Kill the coordinator's broker, and wait until it was started again."""
+    starts = stage.log("coordinator").count("was started again")
+    [broker] = [child for child in psutil.Process(coordinator.pid).children() if child.name() == "mosquitto"]
+    broker.kill()
+    wait_for(lambda: stage.log("coordinator").count("was started again") > starts, "the broker to be started again")
+    observer.wait()
 
 
 def _pause(stage: Stage) -> None:
@@ -138,6 +148,35 @@ def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage
     for one, other in zip(shown, stage.show()["rounds"], strict=True):
         assert one["accepted"] == other["accepted"] == 4
         assert one["accuracy_weighted"] == other["accuracy_weighted"]
+
+
+@pytest.mark.slow
+def test_sum_goes_on_though_the_broker_is_killed(four: Stage, graph_cache: Path) -> None:
+    """kill -9 of the broker while the coordinator waits for keys in round 1, and for reveals in round 2."""
+    stage, values = four, {**VALUES, "secure": True}
+    coordinator = stage.coordinator(values=values, broker="mosquitto")
+    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
+    _pause(stage)
+    observer = stage.observer()
+    devices = {name: stage.device(name) for name in NAMES}
+    _stop_before_the_sum(stage, observer, devices, 1)
+    invited = SumId("run", 1, "train", 1)
+    wait_for(observer.find(SumKeys, since_start=True, device="device-1", sum=invited), "keys of device-1")
+    _pause(stage)
+    _kill_broker(stage, observer, coordinator)
+    _signal(devices, GO_ON, "device-0")
+
+    _stop_before_the_sum(stage, observer, devices, 2)
+    _go_to_the_reveals(observer, devices, 2)
+    _kill_broker(stage, observer, coordinator)
+    _signal(devices, GO_ON, "device-2", "device-3")
+    stage.finish_run(coordinator, devices)
+    assert [metrics["devices"] for metrics in _list_metrics(stage, "train")] == [4.0, 4.0]
+    assert [metrics["attempt"] for metrics in _list_metrics(stage, "train")] == [1.0, 1.0]
+
+    folders = [stage.parts / name for name in NAMES]
+    request = RunRequest(folders, values, out=stage.folder / "calm", run="calm", graph_cache=graph_cache)
+    assert stage.model() == (simulate(request).folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from fedvit.wire.messages import Hello, Task
 from tests.support.event_files import steps
 from tests.support.forked import Forked
 from tests.support.programs import Stage, program, said, wait_for
+from tests.support.waiting import WAIT_S
 
 SITES = {"device-0": "berlin", "device-1": "munich"}
 SLOW = {"*": {"epochs": 30}}
@@ -133,7 +134,7 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
     assert "run ended" in stage.log("device-0")
     wait_for(lambda: stage.query("select 1 from results where run = 'kept' and kind = 'train'"), "a result of it")
     service.kill()
-    assert service.wait(60) == -signal.SIGKILL
+    assert service.wait(WAIT_S) == -signal.SIGKILL
     over = {"dropped": "cancelled", "never": "cancelled"}
     assert statuses(stage) == {**over, "kept": "running", "wrong": "queued", "unfit": "queued", "queued": "queued"}
     wait_for(lambda: "run kept: interrupted" in read_service_log(stage), "status to notice")

@@ -26,6 +26,7 @@ from tests.support.brokers import make_certificate
 from tests.support.installations import PYTHON, Device, Publisher, describe, draw_kills, flip_bit
 from tests.support.programs import Stage, wait_for
 from tests.support.shifted_clock import ShiftedClock
+from tests.support.waiting import WAIT_S
 
 KILLS = 20
 
@@ -228,10 +229,10 @@ def test_full_disk(device: Device, publisher: Publisher, releases: Path, tmp_pat
         f"mount -t tmpfs -o size=40m tmpfs {small}; cp -a {device.root} {small}/fedvit; exec {small}/fedvit/{update}"
     )
     enter = ["unshare", "--map-root-user", "--mount", "sh", "-ec", script]
-    done = subprocess.run(enter, env=device.environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(enter, env=device.environment, capture_output=True, text=True, timeout=WAIT_S)
     describe(done, "FV1469", "0.2.0", "make room")
     ends = ["sh", "-c", f"ulimit -f 500; exec {device.root}/{update}"]
-    done = subprocess.run(ends, env=device.environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(ends, env=device.environment, capture_output=True, text=True, timeout=WAIT_S)
     describe(done, "FV1469", "0.2.0", "the present version goes on")
     assert device.read_version() == "0.1.0"
     assert not list((device.root / "versions").iterdir())
@@ -246,7 +247,7 @@ def test_installation_that_is_not_ones_own(device: Device) -> None:
         env={name: value for name, value in device.environment.items() if not name.startswith("FEDVIT_")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=WAIT_S,
     )
     describe(done, "FV1461", "install.sh")
 

@@ -14,6 +14,7 @@ import pytest
 from coordinator.config import make_config
 from coordinator.record.record import open_record
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, find_worker, is_running, program, wait_for
+from tests.support.waiting import WAIT_S
 
 MOST_RSS_BYTES = 200e6
 """Of a coordinator that waits; docs/architecture.md has what was measured."""
@@ -38,7 +39,7 @@ def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None
     assert stage.finish(coordinator, "coordinator") == 130
     assert "--resume run" in stage.log("coordinator")
     assert stage.query("select status from runs") == [("interrupted",)]
-    worker.wait(30)
+    worker.wait(WAIT_S)
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 
+from tests.support.waiting import WAIT_S
+
 
 def in_child(code: str, *arguments: object) -> str:
     """What Python code that succeeds prints; `arguments` are its `sys.argv[1:]`."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout

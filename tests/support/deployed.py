@@ -22,13 +22,12 @@ from tests.support.corpus import SETTINGS
 from tests.support.deployments import make_deployment, make_device
 from tests.support.hostile import Peer
 from tests.support.mqtt_client import Client
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 RUN = "pentest"
 HONEST, ATTACKER, VICTIM = "honest", "attacker", "victim"
 CLASSES = ("class-0", "class-1")
 DEADLINE_S = 10.0
-WAIT_S = 300.0
 RUN_SETTINGS: dict[str, Any] = {
     **SETTINGS,
     # uploads have features and labels, and there are personal tensors that must not be uploaded
@@ -116,7 +115,7 @@ class DeployedStage:
                 messages = (decode(raw) for _, raw in client.seen)
                 return next((message for message in messages if isinstance(message, Hello)), None)
 
-            hello = wait_until(find_hello, "the honest device sent no hello", wait_s=WAIT_S)
+            hello = wait_until(find_hello, "the honest device sent no hello")
             assert hello is not None  # otherwise wait_until fails
             return hello
 
@@ -129,4 +128,4 @@ class DeployedStage:
             assert self._coordinator.poll() is None, last_line(self.folder / "coordinator.log")
             return any(result.device == HONEST and result.round >= first for result in self.list_results())
 
-        wait_until(is_in_a_round, "the honest device is in no round", wait_s=WAIT_S, pause_s=0.05)
+        wait_until(is_in_a_round, "the honest device is in no round", pause_s=0.05)

@@ -26,7 +26,7 @@ from fleet.processes import last_line
 from tests.support.forked import Forked
 from tests.support.programs import query_record
 from tests.support.proxy import Links, Network
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 COORDINATOR, BROKER = "coordinator", "broker"
 BROKER_MARKS = ("mosquitto", "coordinator.security.broker.embedded")
@@ -158,7 +158,7 @@ class Federation:
         stuck = []
         for name, process in self.processes.items():
             try:
-                process.wait(30)
+                process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
                 stuck.append(name)
                 process.kill()

@@ -13,8 +13,6 @@ from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import BlobAck, BlobNack, decode
 from tests.support.waiting import wait_until
 
-WAIT_S = 30.0
-
 
 class Peer:
     """Sends raw bytes, to `topic` by default, and serves blobs as a correct peer would.
@@ -70,4 +68,4 @@ class Peer:
             messages.extend(self.receive())
             return [message for message in messages if isinstance(message, kind) and matches(message)]
 
-        return wait_until(find, f"no {kind.__name__} came", wait_s=WAIT_S)[0]
+        return wait_until(find, f"no {kind.__name__} came")[0]

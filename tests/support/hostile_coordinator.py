@@ -50,9 +50,8 @@ from fedvit.wire.messages import (
 from fedvit.wire.topics import Topics
 from fleet.processes import Fleet, log_text, program
 from tests.support.deployments import make_request, write_identity
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
-WAIT_S = 120.0
 LOOK_EVERY_S = 0.05
 ALIKE = 0.99
 """Cosine above which numbers are a scaled copy of a patch; patches of noise are at most 0.7 alike."""
@@ -257,7 +256,7 @@ class HostileCoordinator:
             for device in devices:
                 device.look()
 
-        return wait_until(condition, what, wait_s=WAIT_S, meanwhile=meanwhile)
+        return wait_until(condition, what, meanwhile=meanwhile)
 
     def await_device(self, device: HostileDevice) -> None:
         """Wait until a device has said hello to this coordinator."""

@@ -16,11 +16,11 @@ from pathlib import Path
 from coordinator.operations.releasing import publish
 from fedvit.publisher import PublisherKey
 from fedvit.releases import pack_folder
+from tests.support.waiting import WAIT_S
 
 SOURCE = Path(__file__).parents[2]
 PACKAGES = ("fedvit", "edge_client", "export", "profiles")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-WAIT_S = 300.0
 KILLER = """
 import os, signal, sys
 kind, _, at = os.environ.get("FEDVIT_KILL_AT", "none 0").partition(" ")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from coordinator.security.broker.process import claim_port
 from fedvit.transport.address import Address
 from fedvit.wire.limits import BrokerLimits
+from tests.support.waiting import WAIT_S
 
 STALL_S = 2.0
 """A connection may publish what it saved up in this time at once: this machine may be busy."""
@@ -105,7 +106,7 @@ class LimitingProxy:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._serves.wait(30)
+        assert self._serves.wait(WAIT_S)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)

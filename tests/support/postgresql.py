@@ -13,8 +13,8 @@ from typing import Any
 import psycopg
 
 from coordinator.security.broker.process import claim_port
+from tests.support.waiting import WAIT_S
 
-START_S = 120.0
 USER, PASSWORD = "fedvit", "known-to-the-record-alone"
 
 
@@ -55,7 +55,7 @@ class Postgresql:
         with open(self.folder / "log", "ab") as log:
             command = [str(self._programs / "postgres"), "-D", str(self._data), *given]
             self._process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, **self._as)
-        until = time.monotonic() + START_S
+        until = time.monotonic() + WAIT_S
         while not self._answers():
             assert time.monotonic() < until, f"PostgreSQL does not answer; its log: {self.folder / 'log'}"
             time.sleep(0.005)
@@ -70,7 +70,7 @@ class Postgresql:
         """All connections end at once."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
-            self._process.wait(60)
+            self._process.wait(WAIT_S)
             self._process = None
 
     def schema(self) -> str:

@@ -26,7 +26,7 @@ from fedvit.errors import FedvitError
 from fedvit.wire.messages import AnyMessage, decode
 from fleet.processes import program as program
 from tests.support.forked import Forked
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 DEVICES = ("device-0", "device-1", "device-2")
 ROUNDS = 3
@@ -41,7 +41,16 @@ CONFIG: dict[str, Any] = {
     "deadline_s": 120.0,
     "rejoin_grace_s": 60.0,
 }
-WAIT_S = 240.0
+SUMMED: dict[str, Any] = {
+    **CONFIG,
+    "method": "fedavg",
+    "options": {"epochs": 2, "batch_size": 8, "lr": 1e-3},
+    "variants": {},
+    "rounds": 2,
+    "rejoin_grace_s": 120.0,  # devices that are stopped for long may lose their link
+    "sums": {"step_s": 600.0},
+}
+"""A run whose updates can be added up in secret."""
 DEEP_LEARNING = ("torch", "libc10", "onnx/", "timm")
 """Parts of the names of files that a device never maps into its memory."""
 USUAL_UMASK = 0o022
@@ -272,7 +281,7 @@ def toml(values: dict[str, Any]) -> str:
 def said(stage: Stage, module: str, *arguments: str) -> str:
     """Standard output of a command that succeeds."""
     done = subprocess.run(
-        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=60
+        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=WAIT_S
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

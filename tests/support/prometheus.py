@@ -11,6 +11,7 @@ from urllib.request import Request, urlopen
 
 from coordinator.security.broker.process import claim_port
 from tests.support.programs import Stage
+from tests.support.waiting import WAIT_S
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "fedvit.rules.yml"
 SCRAPE_S = 0.5
@@ -64,7 +65,7 @@ class Prometheus:
 
     def _ask(self, page: str) -> Any:
         try:
-            with urlopen(f"http://{self._address}/api/v1/{page}", timeout=60) as answer:
+            with urlopen(f"http://{self._address}/api/v1/{page}", timeout=WAIT_S) as answer:
                 return json.load(answer)["data"]
         except URLError:
             return None
@@ -75,7 +76,7 @@ def page(port: int, name: str) -> tuple[int, str]:
     key = base64.b64encode(f"fedvit:{PASSWORD}".encode()).decode()
     asked = Request(f"http://127.0.0.1:{port}/{name}", headers={"Authorization": f"Basic {key}"})
     try:
-        with urlopen(asked, timeout=60) as answer:
+        with urlopen(asked, timeout=WAIT_S) as answer:
             return answer.status, answer.read().decode()
     except HTTPError as error:
         return error.code, error.read().decode()

@@ -15,10 +15,11 @@ from contextlib import suppress
 
 from msgspec import Struct
 
+from tests.support.waiting import WAIT_S
+
 SEGMENT_BYTES = 1448
 QUEUED_SEGMENTS = 64
 """Segments that a link buffers in each direction; when they are used up, the sender waits."""
-START_S = 10.0
 
 
 class Network(Struct, frozen=True):
@@ -152,7 +153,7 @@ class Links:
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(START_S)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(WAIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -161,7 +162,7 @@ class Links:
         """Return the port that the program of this name connects to; the first call makes its link."""
         if name not in self._links:
             link = _Link(self._target_port, self._network, name)
-            asyncio.run_coroutine_threadsafe(link.listen(), self._loop).result(START_S)
+            asyncio.run_coroutine_threadsafe(link.listen(), self._loop).result(WAIT_S)
             self._links[name] = link
         return self._links[name].port
 
@@ -180,7 +181,7 @@ class Links:
         async def call() -> None:
             action()
 
-        asyncio.run_coroutine_threadsafe(call(), self._loop).result(START_S)
+        asyncio.run_coroutine_threadsafe(call(), self._loop).result(WAIT_S)
 
     async def _end(self) -> None:
         """Close all links, and cancel copies that wait on a silent link."""

@@ -13,10 +13,10 @@ from typing import Any
 from coordinator.config import BlobsConfig
 from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, FedvitError
+from tests.support.waiting import WAIT_S
 
 KEYS = {"AWS_ACCESS_KEY_ID": "fedvit-access-key", "AWS_SECRET_ACCESS_KEY": "fedvit-secret-key"}
 BUCKET = "models"
-START_S = 60.0
 
 
 class S3Server:
@@ -43,7 +43,7 @@ class S3Server:
             self._process = subprocess.Popen(
                 [*command, "--config", os.devnull, str(self.folder)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
-        until = time.monotonic() + START_S
+        until = time.monotonic() + WAIT_S
         while status_of(self.endpoint) is None:
             if self._process.poll() is not None or time.monotonic() > until:
                 raise FedvitError("FV0001", f"the S3 server did not start: {self._log.read_text()[-500:]}")
@@ -74,7 +74,9 @@ def status_of(url: str, method: str = "GET", content: bytes | None = None) -> in
     """The status of a plain request; None without a server."""
     headers = {"x-ms-blob-type": "BlockBlob"}  # which Azure asks for, and S3 ignores
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, content, headers, method=method), timeout=30) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, content, headers, method=method), timeout=WAIT_S
+        ) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

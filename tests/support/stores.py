@@ -22,7 +22,7 @@ from obstore.store import AzureStore
 from coordinator.config import BlobsConfig
 from coordinator.security.broker.process import claim_port
 from tests.support.s3_server import BUCKET, KEYS, S3Server, status_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 ACCOUNT, ACCOUNT_KEY = "fedvit", base64.b64encode(b"a key of the account").decode()
 _INSTALLED = Path(__file__).parents[2] / "build" / "azurite" / "node_modules" / ".bin"
@@ -69,7 +69,7 @@ class AzureServer:
             "Content-Type": "",
         }
         url = f"{self.endpoint}/{ACCOUNT}/{BUCKET}?restype=container"
-        with urllib.request.urlopen(urllib.request.Request(url, b"", headers, method="PUT"), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, b"", headers, method="PUT"), timeout=WAIT_S) as answer:
             assert answer.status == 201
 
     def kill(self) -> None:

@@ -1,5 +1,6 @@
 """Secure sums in memory: devices and a coordinator that answer each other, with devices that drop out."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,15 +14,19 @@ from fedvit.secure.device import DeviceSum
 from fedvit.secure.neighbours import count_needed_holders
 from fedvit.secure.server import STEPS, SumServer, SumState
 from fedvit.secure.signing import Credentials
-from fedvit.secure.vectors import Vector
+from fedvit.secure.vectors import Vector, pack_vector
 from fedvit.wire.messages import (
     SumAnswer,
     SumAsk,
     SumId,
     SumInbox,
     SumInvite,
+    SumKeys,
     SumPeers,
+    SumPublicKeys,
     SumQuestion,
+    SumReveal,
+    SumShares,
     SumTerms,
     decode,
     encode,
@@ -77,6 +82,26 @@ class MemoryDevice:
         self.kept = attempt
 
 
+class HollowDevice:
+    """A device that answers without keys, shares and masks: a sum of many of them shows only whether it fails."""
+
+    payload = Vector.zeros(1, 0)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def answer(self, question: SumQuestion) -> SumAnswer | bytes:
+        match question:
+            case SumInvite():
+                nonce = hashlib.sha256(f"{self._name} {question.sum.attempt}".encode()).digest()[:16]
+                return SumKeys(question.sum, SumPublicKeys(bytes(32), bytes(32), nonce))
+            case SumPeers():
+                return SumShares(question.sum, dict.fromkeys(question.peers, b""), bytes(32))
+            case SumInbox():
+                return pack_vector(self.payload, 32)
+        return SumReveal(question.sum, dict.fromkeys((*question.survived, *question.dropped), b""))
+
+
 class Played(NamedTuple):
     """The end of a sum: the total of these devices, or the reason for none; and all that the coordinator has seen."""
 
@@ -88,12 +113,13 @@ class Played(NamedTuple):
 
 
 def play(
-    devices: Mapping[str, MemoryDevice],
+    devices: "Mapping[str, MemoryDevice | HollowDevice]",
     terms: SumTerms,
     *,
     sum_id: SumId = SUM,
     drops: Callable[[str, str], bool] = lambda device, step: False,
     may_repeat: bool = False,
+    unmask: Callable[[SumServer], Vector] = SumServer.unmask,
 ) -> Played:
     """Play one attempt. `drops(device, step)`: whether the device does not answer in this step, nor later."""
     words, exact = (len(part) for part in next(iter(devices.values())).payload)
@@ -117,7 +143,7 @@ def play(
                     server.take(device, answer)
             if again := server.close_step(may_repeat=may_repeat):
                 return Played(server, None, "another attempt", masked, again)
-        return Played(server, server.unmask(), "", masked)
+        return Played(server, unmask(server), "", masked)
     except EmptyCohort as error:
         return Played(server, None, str(error), masked)
 
@@ -160,20 +186,52 @@ def count_revealed(devices: Mapping[str, MemoryDevice]) -> int:
 
 
 def play_attempts(
-    devices: Mapping[str, MemoryDevice],
+    devices: Mapping[str, MemoryDevice | HollowDevice],
     make_terms: Callable[[int], SumTerms],
     *,
     drops: Callable[[str, str], bool],
     most: int = ATTEMPTS,
+    unmask: Callable[[SumServer], Vector] = SumServer.unmask,
 ) -> Played:
     """Play attempts at a sum as a coordinator does: each with the devices that are left of the one before."""
     for attempt in range(1, most + 1):
         sum_id = msgspec.structs.replace(SUM, attempt=attempt)
-        played = play(devices, make_terms(len(devices)), sum_id=sum_id, drops=drops, may_repeat=attempt < most)
+        may_repeat = attempt < most
+        played = play(
+            devices, make_terms(len(devices)), sum_id=sum_id, drops=drops, may_repeat=may_repeat, unmask=unmask
+        )
         if not played.again:
             break
         devices = {name: devices[name] for name in played.again}
     return played
+
+
+class Group(NamedTuple):
+    """Sums of many devices, of which a share leaves in each step."""
+
+    devices: int
+    neighbours: int
+    leaving: float
+    leave_again: bool = False  # in each further attempt, too; else nobody leaves twice
+
+
+def has_hollow_sum(group: Group, seed: int, attempts: int = ATTEMPTS) -> bool:
+    """Return whether a drawn sum of a group succeeds; nothing is computed."""
+    draw = np.random.default_rng(seed)
+    names = [f"pi-{number}" for number in range(group.devices)]
+    gone = {(name, step) for name in names for step in STEPS if draw.random() < group.leaving}
+
+    def drops(device: str, step: str) -> bool:
+        return draw.random() < group.leaving if group.leave_again else (device, step) in gone
+
+    played = play_attempts(
+        {name: HollowDevice(name) for name in names},
+        lambda left: make_terms(left, group.neighbours),
+        drops=drops,
+        most=attempts,
+        unmask=lambda server: HollowDevice.payload,
+    )
+    return played.total is not None
 
 
 def play_drawn(seed: int, neighbours: Sequence[int] = (4, 6, 8), attempts: int = ATTEMPTS) -> Drawn:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-WAIT_S = 120.0
+WAIT_S = 480.0
 """Bound of every wait; only a failing test waits so long."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "support" / "apt_install.sh"
 SETTINGS = """
@@ -32,8 +32,8 @@ def test_the_lists_of_another_apt_are_waited_for(tmp_path: Path) -> None:
         process = subprocess.Popen([SCRIPT], env=environment, stderr=subprocess.PIPE, text=True)
         children = psutil.Process(process.pid).children
         wait_until(
-            lambda: process.poll() is not None or "sleep" in [child.name() for child in children()], wait_s=120.0
+            lambda: process.poll() is not None or "sleep" in [child.name() for child in children()], wait_s=WAIT_S
         )
         assert process.poll() is None, "it did not wait"
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, said

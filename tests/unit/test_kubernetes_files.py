@@ -18,7 +18,7 @@ import yaml
 from coordinator.config.service import make_service_config
 from coordinator.security.broker.process import claim_port
 from tests.support.command_lines import parse
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
@@ -130,4 +130,4 @@ def test_configuration_of_the_broker_is_accepted(tmp_path: Path) -> None:
         wait_until(lambda: is_open(encrypted) and is_open(plain), "mosquitto did not listen")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(WAIT_S)

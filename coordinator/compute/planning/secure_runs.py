@@ -4,6 +4,7 @@ from coordinator.config.run import RunConfig
 from coordinator.config.sums import LEAST_DEVICES, SUM_CODECS
 from fedvit.errors import ConfigError
 from fedvit.roles import NONE, Role
+from fedvit.secure.neighbours import choose_degree
 from fedvit.secure.noise import LEAST_STEPS, count_noise_steps, find_range
 from fedvit.wire.messages import SumNoise, SumTerms
 
@@ -64,8 +65,9 @@ def _check_noise(config: RunConfig) -> dict[str, bool]:
     if not privacy.noise_multiplier or privacy.clip is None:
         return {}
     noise = SumNoise(privacy.clip, privacy.noise_multiplier)
-    scale = find_range(noise, config.devices, sums.neighbours)
-    terms = SumTerms("", config.devices, sums.neighbours, sums.bits, scale, noise=noise)
+    degree = choose_degree(config.devices, sums.leaving, sums.neighbours)
+    scale = find_range(noise, config.devices, degree)
+    terms = SumTerms("", config.devices, degree, sums.bits, scale, noise=noise)
     return {
         f"privacy: noise of one device is below {LEAST_STEPS:g} steps of its integers; raise sums.bits = {sums.bits}": (
             count_noise_steps(terms, config.devices) < LEAST_STEPS

@@ -1,6 +1,5 @@
 """Brokers that the coordinator starts itself: mosquitto if it is installed, else amqtt."""
 
-import ipaddress
 import os
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from coordinator.security.broker.mosquitto import find_mosquitto, start_mosquitto
 from coordinator.security.broker.process import FLEET_USER, Broker, BrokerProgram, claim_port
 from fedvit.errors import ConfigError, StorageFailed
+from fedvit.hosts import is_loopback
 from fedvit.transport.address import Address
 
 __all__ = ["FLEET_USER", "Broker", "start_broker"]
@@ -67,14 +67,6 @@ def start_broker(
             folder / "amqtt.log",
         ),
     )
-
-
-def is_loopback(address: str) -> bool:
-    """Return True for an address or name by which only this machine reaches itself."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _reachable(listen: str) -> str:

@@ -18,10 +18,10 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
 from coordinator.security.api_tokens import ApiUser
-from coordinator.security.broker import is_loopback
-from coordinator.security.credentials import ApiCredentials, TooManyAttempts, Way, network_of
+from coordinator.security.credentials import ApiCredentials, TooManyAttempts, Way
 from coordinator.views.dashboard.frame import templates
 from coordinator.views.dashboard.roles import SESSION
+from fedvit.hosts import is_loopback, network_of
 
 COOKIE = "fedvit_dashboard"
 TOKEN = "token"

@@ -1,4 +1,4 @@
-"""The page on which an administrator makes a token for one device; the token is shown once."""
+"""The page on which an administrator makes a token for one device, shown once, or admits a device by its code."""
 
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ from coordinator.record.record import Record
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.security.folder import make_token
 from coordinator.views.dashboard.actions import change
+from coordinator.views.dashboard.adoption_form import show_form
 from coordinator.views.dashboard.frame import Part, Site, page
 from fedvit.errors import FedvitError
 from fedvit.quantities import parse_seconds
@@ -67,3 +68,5 @@ async def show(site: Site) -> None:
 
         with ui.element("div").classes("buttons"):
             ui.button("Make a token", on_click=enrol)
+        if site.adoptions:
+            await show_form(site, site.adoptions)

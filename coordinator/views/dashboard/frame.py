@@ -14,6 +14,7 @@ from nicegui import ui
 from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
 from coordinator.rounds.status import LiveStatus, read_status
+from coordinator.security.adoption_service import AdoptionService
 from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import JoinedDevice
@@ -70,6 +71,11 @@ class Site:
     def registry(self) -> RegistryReader | None:
         """The deployment's devices; None without a deployment."""
         return RegistryReader(self.deployment) if self.deployment else None
+
+    @cached_property
+    def adoptions(self) -> AdoptionService | None:
+        """The window in which devices ask for adoption; None without a deployment."""
+        return AdoptionService(self.deployment) if self.deployment else None
 
     def read_joined(self) -> dict[str, JoinedDevice]:
         """Return the devices that have joined the deployment, by name; none without a deployment."""

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.waiting import WAIT_S
+
 ROOT = Path(__file__).parents[3]
 COMMANDS = (
     "analytic",
@@ -25,7 +27,7 @@ COMMANDS = (
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
 
 
 def test_commands_are_listed() -> None:

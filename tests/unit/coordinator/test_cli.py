@@ -32,11 +32,11 @@ from tests.support.codes import has_code
 from tests.support.event_files import scalars
 from tests.support.forked import ForkedWorker
 from tests.support.records import add_result
+from tests.support.waiting import WAIT_S
 
 DRIVERS = "sqlalchemy.dialects.postgresql"
 """SQLAlchemy's module of PostgreSQL, which imports all its drivers."""
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
-WAIT_S = 120
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 

@@ -31,10 +31,10 @@ from fedvit.wire.messages import Hello, decode
 from fedvit.wire.topics import Topics
 from tests.support.brokers import mosquitto, served
 from tests.support.speeds import some_speed
+from tests.support.waiting import WAIT_S
 
 PROGRAM = [sys.executable, "-c", "from edge_client.cli import main; main()"]
 NOBODY = "127.0.0.1:1"  # a port where no broker listens
-WAIT_S = 60
 
 WITHOUT = """
 # Import everything that a device needs to train, while what it must not need cannot be found.

@@ -13,6 +13,7 @@ from fedvit.transport.backoff import FIRST_RETRY_S, LAST_RETRY_S, SETTLED_S, Bac
 from fedvit.transport.base import Connected, Disconnected
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.transport.mqtt_loop import MqttLoop
+from tests.support.waiting import WAIT_S
 
 Drawn = list[tuple[float, float]]
 
@@ -61,13 +62,13 @@ def test_transport_spreads_its_return_after_a_lost_link(broker: Broker, drawn: D
     transport = MqttTransport(inbox, broker.address, "pi", return_spread_s=60.0, loop=loop if shared else None)
     try:
         transport.open()
-        assert isinstance(inbox.get(timeout=30), Connected)
+        assert isinstance(inbox.get(timeout=WAIT_S), Connected)
         assert drawn == []
         transport.spread_return(90.0)  # the coordinator of a large fleet has announced it
         broker.stop()
-        assert any(isinstance(inbox.get(timeout=30), Disconnected) for _ in itertools.repeat(None))
+        assert any(isinstance(inbox.get(timeout=WAIT_S), Disconnected) for _ in itertools.repeat(None))
         broker.tend()
-        assert any(isinstance(inbox.get(timeout=30), Connected) for _ in itertools.repeat(None))
+        assert any(isinstance(inbox.get(timeout=WAIT_S), Connected) for _ in itertools.repeat(None))
         assert drawn.count((0.0, 90.0)) == 1, "attempts that fail are spread enough by then"
     finally:
         transport.close()

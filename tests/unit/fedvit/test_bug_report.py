@@ -1,28 +1,18 @@
 """A report of a fault holds no secret, whatever file it comes from."""
 
+import json
+import os
 import zipfile
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+from click.testing import CliRunner
 
-from fedvit.bug_report import MAX_FILE_BYTES, BugReport
-
-KEY = "-----BEGIN PRIVATE KEY-----\nMC4CAQAwBQYDK2VwBCIEIHh4eHh4eHh4\n-----END PRIVATE KEY-----"
-SECRETS = {
-    "broker": ("joined mqtt://fedvit:hunter2@broker.lan:1883 again", ["hunter2"]),
-    "record": ("postgresql+psycopg://ann:s3cr%t@db:5432/fedvit", ["s3cr%t"]),
-    "token": ("edge-client join fedvit1-abcDEF_123-xyz --state x", ["abcDEF_123-xyz"]),
-    "webhook": ('url = "https://hooks.example.com/services/T000/B000/XXXX"', ["T000", "XXXX"]),
-    "signed": ("GET https://s3.example.com/b/k?X-Amz-Signature=deadbeef&x=1 403", ["deadbeef"]),
-    "toml": ('password = "open sesame"\nport = 1', ["open sesame"]),
-    "json": ('{"aws_secret_access_key": "wJalrXUtnFEMI", "n": 1}', ["wJalrXUtnFEMI"]),
-    "environment": ("FEDVIT_BROKER_PASSWORD=abc123 coordinator serve", ["abc123"]),
-    "header": ("Authorization: Bearer-eyJhbGciOi", ["eyJhbGciOi"]),
-    "key": (f"found {KEY} in a file", ["MC4CAQ"]),
-    "cut key": (KEY[:50], ["MC4CAQ"]),
-    "account": ("key id AKIAIOSFODNN7EXAMPLE was refused", ["AKIAIOSFODNN7EXAMPLE"]),
-    "people": ("mail ann.b@example.org from 192.168.7.21, b8:27:eb:12:34:56", ["ann.b", "192.168.7.21", "b8:27:eb"]),
-}
+from fedvit.bug_report import MAX_FILE_BYTES, MAX_REPORT_BYTES, BugReport, print_and_write
+from fedvit.errors import StorageFailed
+from tests.support.codes import has_code
+from tests.support.planted import KEY, SECRETS, read_report
 
 
 @pytest.mark.parametrize(("text", "secrets"), SECRETS.values(), ids=SECRETS)
@@ -39,14 +29,86 @@ def test_secrets_of_every_form_are_removed(tmp_path: Path, text: str, secrets: l
 
 
 def test_values_of_the_environment_and_own_words_are_removed() -> None:
-    report = BugReport({"/home/ann/pets", "tabby", "cat", "7"}, {"FEDVIT_BROKER": "mqtt://ann:pw@x", "HOME": "/root"})
-    hidden = report.hide("mqtt://ann:pw@x trains /home/ann/pets/tabby: 7 of cat, category 7")
-    assert hidden == "[SECRET] trains [NAME]/[NAME]: 7 of [NAME], category 7"
+    report = BugReport(
+        {"/home/ann/pets", "tabby", "cat", "7", "token"},
+        {"FEDVIT_BROKER": "mqtt://ann:p%40w7@x", "HOME": "/root", "FEDVIT_ALERTS_WEBHOOK": "http://h.example/hook"},
+        secrets=["s3cret!"],
+    )
+    hidden = report.hide("mqtt://ann:p%40w7@x trains /home/ann/pets/tabby: 7 of cat, category 7")
+    assert hidden == "[SECRET] trains /home/[NAME]/pets/[NAME]: 7 of [NAME], category 7"
+    assert report.hide("p@w7 at http://h.example/hook, xs3cret!x, token=abc") == (
+        "[SECRET] at [SECRET], x[SECRET]x, [NAME]=[SECRET]"
+    )
+
+
+def test_names_are_found_in_all_forms() -> None:
+    names = {"Füchse am Tag", 'a"b c', "it's", "IMG 1 (2).heic", "x.notes", "B\udcffr"}
+    report = BugReport(names, {})
+    for name in names:
+        for text in (
+            repr(name),
+            json.dumps(name),
+            quote(os.fsencode(name)),
+            os.fsencode(name).decode(errors="replace"),
+        ):
+            assert "[NAME]" in report.hide(f"of {text}: x"), text
+    assert BugReport({"cat"}, {}).hide("cat cats concat cat_7 cat-7") == "[NAME] cats concat cat_7 [NAME]-7"
+
+
+def test_paths_in_a_folder_are_removed_whole() -> None:
+    report = BugReport(environment={}, folders=[Path("/srv/my pets")])
+    line = "not read  path='/srv/my pets/old cat/was removed.txt' reason=damaged"
+    assert report.hide(line) == "not read  path='[PATH] reason=damaged"
+    assert report.hide('{"a": "/srv/my pets/old \\" cat", "b": 1}') == '{"a": "[PATH]", "b": 1}'
 
 
 def test_what_helps_stays() -> None:
     line = "2026-11-26 08:00:01 E round closed  round=7 version=1.2.3 broker=127.0.0.1:1883 FV1203 blake3:0a1b2c"
     assert BugReport(environment={}).hide(line) == line
+
+
+def test_a_cut_file_begins_with_a_whole_line(tmp_path: Path) -> None:
+    """The rest of a line, or of a key, could be a secret whose name was cut off."""
+    log = tmp_path / "long.log"
+    log.write_text(f"{KEY}\npassword = abc\n{'x' * (MAX_FILE_BYTES - 50)}\nlast\n")
+    report = BugReport(environment={})
+    report.add_file("long.log", log)
+    report.add("key.txt", f"{KEY[30:]}\nafter")
+    report.write(tmp_path / "report.zip")
+    files = read_report(tmp_path / "report.zip")
+    assert files["long.log"].endswith("\nlast\n")
+    assert "abc" not in files["long.log"]
+    assert files["key.txt"] == "[PRIVATE KEY]\nafter"
+
+
+def test_report_is_bounded(tmp_path: Path) -> None:
+    report = BugReport(environment={})
+    for number in range(15):
+        report.add(f"{number}.txt", "ä line\n" * (MAX_FILE_BYTES // 7))
+    report.write(tmp_path / "report.zip")
+    sizes = [len(text.encode()) for text in read_report(tmp_path / "report.zip").values()]
+    assert max(sizes) <= MAX_FILE_BYTES
+    assert sum(sizes) <= MAX_REPORT_BYTES
+    assert len(sizes) == 15
+
+
+def test_files_are_shown_before_the_report_is_written(tmp_path: Path) -> None:
+    report = BugReport(environment={})
+    report.add("log.txt", "a line\n")
+    shown: list[str] = []
+
+    def write() -> None:
+        with CliRunner().isolation() as (out, *_):
+            try:
+                print_and_write(report, tmp_path / "no folder" / "x.zip")
+            finally:
+                shown.append(out.getvalue().decode())
+
+    (tmp_path / "no folder").write_text("a file in the way")
+    with pytest.raises(StorageFailed, check=has_code("FV0010")):
+        write()
+    assert "log.txt  7 B" in shown[0]
+    assert "written" not in shown[0]
 
 
 def test_files_that_are_missing_or_too_long(tmp_path: Path) -> None:
@@ -57,7 +119,8 @@ def test_files_that_are_missing_or_too_long(tmp_path: Path) -> None:
     report.add_file("none.log", tmp_path / "none.log")
     report.add_machine()
     report.add_folder("files.txt", tmp_path)
-    assert report.write(tmp_path / "report.zip") == ["long.log", "none.log", "versions.json", "files.txt"]
+    report.write(tmp_path / "report.zip")
+    assert list(read_report(tmp_path / "report.zip")) == ["long.log", "none.log", "versions.json", "files.txt"]
     assert (tmp_path / "report.zip").stat().st_mode & 0o077 == 0
     with zipfile.ZipFile(tmp_path / "report.zip") as archive:
         text = archive.read("long.log").decode()

@@ -11,6 +11,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from tests.support.waiting import WAIT_S
+
 MIB = 2**20
 
 CHILD = """
@@ -68,7 +70,7 @@ def test_the_engine_does_not_number_the_machine_nor_report_to_its_maker(tmp_path
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "ORT_"))}
     environment |= {"HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     code = f"import {loads}\nimport sys; assert 'onnxruntime' in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=WAIT_S)
     assert list(tmp_path.rglob("*")) == []
 
 

@@ -17,7 +17,7 @@ from fedvit.wire.limits import PROFILES, BrokerLimits
 from fedvit.wire.transfer import CHUNK_HEAD_BYTES, CHUNK_MESSAGE_BYTES, chunk_bytes_within
 from tests.support.brokers import mosquitto
 from tests.support.limiting import limiting
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 from tests.support.worlds import Client
 
 TIGHT = BrokerLimits(65_536, publishes_per_s=40, topics_per_subscribe=2, max_inflight=3)
@@ -72,7 +72,7 @@ def test_messages_keep_the_pace_and_their_order(broker: Broker, limits: BrokerLi
         for client in clients:
             client.transport.open()
             client.event(Connected)
-        assert sink.topics.get(timeout=30) == "bulk"
+        assert sink.topics.get(timeout=WAIT_S) == "bulk"
         wait_until(speaker.transport.bulk_up)
         numbers = [str(number).encode() for number in range(100)]
         for number in numbers:
@@ -80,7 +80,7 @@ def test_messages_keep_the_pace_and_their_order(broker: Broker, limits: BrokerLi
         speaker.transport.send_bulk("bulk", [(number, memoryview(b"")) for number in numbers])
         if limits is TIGHT:
             assert [payload for _, payload in listener.messages(100)] == numbers
-            assert [sink.bodies.get(timeout=30) for _ in numbers] == numbers
+            assert [sink.bodies.get(timeout=WAIT_S) for _ in numbers] == numbers
             assert proxy.broken == []
             wait_until(lambda: speaker.transport.pending_bytes() == 0)
         else:
@@ -149,9 +149,9 @@ def test_refused_subscription_is_asked_for_again(broker: Broker) -> None:
         assert client.event(Received) == Received("a", b"heard")
         proxy.refuse = 1
         client.transport.listen("bulk", sink)
-        assert sink.topics.get(timeout=60) == "bulk"
+        assert sink.topics.get(timeout=WAIT_S) == "bulk"
         client.transport.send_bulk("bulk", [(b"heard", memoryview(b""))])
-        assert sink.bodies.get(timeout=60) == b"heard"
+        assert sink.bodies.get(timeout=WAIT_S) == b"heard"
         client.transport.close()
         assert proxy.refuse == 0
 

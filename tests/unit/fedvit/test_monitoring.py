@@ -15,20 +15,20 @@ from prometheus_client.registry import Collector
 
 from fedvit.errors import ConfigError
 from fedvit.monitoring import (
-    AT_ONCE,
     HUNG_S,
     Cause,
     Condition,
-    ListenAddress,
     Monitor,
     Watched,
-    parse_listen,
     serve_metrics,
 )
+from fedvit.small_server import ListenAddress, SmallServer, parse_listen
 from fedvit.timings import LoopWatch
 from tests.support.codes import has_code
 from tests.support.command_lines import PROGRAMS
+from tests.support.waiting import WAIT_S
 
+AT_ONCE = SmallServer.at_once
 FREE = ListenAddress("127.0.0.1", 0)
 
 
@@ -44,7 +44,7 @@ class Wrong(Collector):
 
 def ask_page(monitor: Monitor, page: str) -> tuple[int, str]:
     try:
-        with urlopen(monitor.url.replace("/metrics", page), timeout=60) as answer:
+        with urlopen(monitor.url.replace("/metrics", page), timeout=WAIT_S) as answer:
             return answer.status, answer.read().decode()
     except HTTPError as error:
         return error.code, error.read().decode()
@@ -90,10 +90,12 @@ def test_page_is_only_for_those_who_have_the_password(page: str, tmp_path: Path)
         monitor.show(lambda: make_watched(One()))
         for headers in ({}, basic("another"), {"Authorization": "Basic \xff"}, {"Authorization": f"Bearer {PASSWORD}"}):
             with pytest.raises(HTTPError) as refused:
-                urlopen(Request(monitor.url.replace("/metrics", page), headers=headers), timeout=60)
+                urlopen(Request(monitor.url.replace("/metrics", page), headers=headers), timeout=WAIT_S)
             assert (refused.value.code, refused.value.read()) == (401, b"")
         if page != "/other":
-            with urlopen(Request(monitor.url.replace("/metrics", page), headers=basic(PASSWORD)), timeout=60) as answer:
+            with urlopen(
+                Request(monitor.url.replace("/metrics", page), headers=basic(PASSWORD)), timeout=WAIT_S
+            ) as answer:
                 assert answer.status == 200
 
 

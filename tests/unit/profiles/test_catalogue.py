@@ -9,6 +9,7 @@ import pytest
 from fedvit.errors import ConfigError
 from profiles.catalogue import Board, boards, load, read_boards, sources
 from tests.support.codes import has_code
+from tests.support.waiting import WAIT_S
 
 BOARDS = {board.id: board for board in boards()}
 FAMILIES = (
@@ -134,5 +135,5 @@ def test_it_needs_no_torch() -> None:
         "import sys\nfor name in ('torch', 'timm', 'onnx', 'onnxruntime', 'rich'): sys.modules[name] = None\n"
         "from profiles.catalogue import load\nprint(load('rpi5-8').name)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert done.stdout == "Raspberry Pi 5\n", done.stderr

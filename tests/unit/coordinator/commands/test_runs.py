@@ -99,7 +99,7 @@ def test_pages_notice_a_killed_coordinator_although_the_record_does_not_change(f
         return {entry.run: entry.status for entry in asyncio.run(reader(list_progress))}[RUN]
 
     assert listed() == "running"
-    wait_until(lambda: listed() == "interrupted", "the run to be interrupted", wait_s=60.0)
+    wait_until(lambda: listed() == "interrupted", "the run to be interrupted")
     store.close()
 
 

@@ -10,10 +10,9 @@ import pytest
 from coordinator.security.broker import start_broker
 from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, LinkDown
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 PROGRAM = [sys.executable, "-c", "from coordinator.cli import main; main()"]
-WAIT_S = 240.0
 
 
 def check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +53,7 @@ def test_a_run_says_at_once_that_its_broker_is_dead(tmp_path: Path) -> None:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "COLUMNS": "200"})
     try:
-        wait_until(lambda: "on each device:" in log.read_text(), log.read_text(), wait_s=WAIT_S)
+        wait_until(lambda: "on each device:" in log.read_text(), log.read_text())
     finally:
         process.terminate()
         process.wait(WAIT_S)

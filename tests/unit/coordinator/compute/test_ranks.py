@@ -28,6 +28,7 @@ from fedvit.program import Role
 from fedvit.tensors import Tensors, pack
 from tests.support.codes import has_code
 from tests.support.forked import ForkedRank
+from tests.support.waiting import WAIT_S
 
 MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 CLASSES, SEED = 5, 3
@@ -264,6 +265,6 @@ def test_a_process_as_it_is_spawned_ends_with_its_input() -> None:
     assert child.poll() is None
     assert child.stdin is not None
     child.stdin.close()
-    assert child.wait(60) == 0
+    assert child.wait(WAIT_S) == 0
     assert child.stdout is not None
     child.stdout.close()

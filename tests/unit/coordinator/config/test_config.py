@@ -117,6 +117,7 @@ deterministic_noise = true
 range = 2.5
 bits = 24
 neighbours = 12
+leaving = 0.02
 step_s = 60
 
 [alerts]

@@ -16,6 +16,7 @@ from coordinator.security.broker.process import claim_port
 from fedvit.errors import ConfigError, DatabaseGone, StorageFailed
 from tests.support.postgresql import PASSWORD, Postgresql
 from tests.support.records import CONFIG
+from tests.support.waiting import WAIT_S
 
 WRITER = """
 # Write round after round, saying each call that has returned, until killed.
@@ -82,7 +83,7 @@ def test_what_a_killed_process_had_written_is_there(tmp_path: Path) -> None:
         lines = [writer.stdout.readline() for _ in range(151)]
         writer.send_signal(signal.SIGKILL)
         lines += writer.stdout.readlines()  # communicate() would lose what was read ahead
-    writer.wait(timeout=60)
+    writer.wait(timeout=WAIT_S)
     said = [line.split() for line in lines if line.endswith("\n")]
     assert len(said) >= 151
     store = open_record(tmp_path)

@@ -7,9 +7,13 @@ import pytest
 
 from coordinator.config import RunConfig
 from coordinator.config.privacy import PrivacyConfig
+from coordinator.config.sums import SumsConfig
 from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
-from coordinator.rounds.sum_terms import find_noise
+from coordinator.rounds.sum_terms import find_noise, make_terms
+from fedvit.secure.layout import Layout
+from fedvit.secure.noise import find_range
+from fedvit.wire.messages import SumNoise
 from tests.support.records import RUN, begin_run
 
 NORMS = np.linspace(0.2, 4.0, 200)
@@ -50,3 +54,13 @@ def test_clip_and_count_share_the_noise(tmp_path: Path) -> None:
     assert noise
     assert noise.multiplier > 0.8
     assert noise.multiplier**-2 + (2 * noise.counting) ** -2 == pytest.approx(0.8**-2)
+
+
+def test_neighbours_follow_the_devices_that_are_expected_to_leave() -> None:
+    """Of the devices that are invited, not of those that the run waits for."""
+    layout = Layout({"w": (2,)}, 1)
+    config = RunConfig(method="fedavg", devices=2000, secure=True, sums=SumsConfig(leaving=0.05))
+    assert [make_terms(layout, config, devices, 50).neighbours for devices in (20, 100, 1000)] == [20, 59, 77]
+    noisy = make_terms(layout, config, 1000, 50, noise=SumNoise(1.0, 0.5))
+    assert noisy.range == find_range(SumNoise(1.0, 0.5), 1000, 77)
+    assert make_terms(layout, RunConfig(method="fedavg", secure=True), 1000, 50).neighbours == 20

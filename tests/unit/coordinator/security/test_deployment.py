@@ -65,7 +65,7 @@ from tests.support.deployments import (
     serve_deployment,
 )
 from tests.support.mqtt_client import Client, make_context
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 HOME = Topics("home")
 
@@ -581,7 +581,7 @@ def test_a_device_falls_back_to_its_former_certificate_until_the_next_one_is_acc
     transport = MqttTransport(inbox, identity.address(), client_id="falling-back")
     transport.open()
     try:
-        assert inbox.get(timeout=30) == Connected(identity.certificate)  # no loss is reported before
+        assert inbox.get(timeout=WAIT_S) == Connected(identity.certificate)  # no loss is reported before
     finally:
         transport.close()
     Renewal(identity, HOME).note_connected(transport, identity.certificate)

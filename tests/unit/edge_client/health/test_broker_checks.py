@@ -20,6 +20,7 @@ from fedvit.wire.transfer import CHUNK_MESSAGE_BYTES
 from profiles.probes.broker import BrokerProbe
 from tests.support.brokers import mosquitto, served
 from tests.support.doctors import levels
+from tests.support.waiting import WAIT_S
 
 
 def test_a_broker_that_takes_everything(context: DoctorContext, tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_the_clock_of_the_server_is_compared(
         coordinator = MqttTransport(inbox, broker.address, "coordinator")
         coordinator.subscribe(topics.device_state(context.device), 1)
         coordinator.open()
-        assert inbox.get(timeout=30) == Connected()
+        assert inbox.get(timeout=WAIT_S) == Connected()
 
         def answer() -> None:
             while isinstance(inbox.get(), Received):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.health.readiness import BATTERY_AGAIN_S, BUSY_AGAIN_S, HOT_AGAIN_S, NotNow, Readiness
+from edge_client.storage.pause import Pause
 from fedvit.policy import Hours, Policy, TrainPolicy
 from profiles.probes.battery import Battery
 
@@ -44,6 +45,14 @@ def test_a_busy_file(tmp_path: Path) -> None:
     assert readiness.not_now() is None
     file.touch()
     assert readiness.not_now() == NotNow(f"busy: {file} exists", BUSY_AGAIN_S)
+
+
+def test_a_pause_of_its_owner(tmp_path: Path) -> None:
+    pause = Pause(tmp_path)
+    readiness = Readiness(policy=Policy(), pause=pause)
+    assert readiness.not_now() is None
+    pause.begin()
+    assert readiness.not_now() == NotNow("paused by its owner", BUSY_AGAIN_S)
 
 
 @pytest.mark.parametrize(

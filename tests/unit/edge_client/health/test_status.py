@@ -1,6 +1,8 @@
 """The status that an agent writes while it works."""
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +13,12 @@ from click.testing import CliRunner
 import edge_client.health.status as status_module
 from edge_client.cli import cli
 from edge_client.health.status import Status, read_status
+from edge_client.storage.pause import Pause
 from edge_client.storage.state import lock_state
 from fedvit.errors import ConfigError
 from tests.support.agents import World
 from tests.support.codes import has_code
+from tests.support.owner_pages import make_home, write_status
 from tests.support.settings import Setting
 from tests.support.waiting import wait_until
 
@@ -53,6 +57,21 @@ def test_what_the_device_did(world: World, fedavg: Setting, status: Callable[[],
     assert (found.device, found.federation, found.process) == ("pi", "home", os.getpid())
     assert found.rss_bytes > 0
     assert found.peak_rss_bytes == result.use.peak_rss_bytes
+
+
+def test_pause_of_the_owner_is_shown(tmp_path: Path) -> None:
+    home = make_home(tmp_path)
+    write_status(home)
+
+    def show(*flags: str) -> str:
+        arguments = ["status", "--state", str(home.state), *flags]
+        return CliRunner().invoke(cli, arguments, catch_exceptions=False).stdout
+
+    assert json.loads(show("--json"))["paused"] is False
+    assert "paused" not in show()
+    Pause(home.state).begin()
+    assert json.loads(show("--json"))["paused"] is True
+    assert re.search("^paused +by its owner: takes no task$", show(), re.MULTILINE)
 
 
 def test_why_the_last_task_failed(world: World, fedavg: Setting, status: Callable[[], Status]) -> None:

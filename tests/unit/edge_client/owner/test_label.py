@@ -4,7 +4,6 @@ import codecs
 import os
 import pty
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.owner.label import KEYS, Labelling, draw_image, newest_guesser
-from fedvit.data.folder import DeviceData
-from fedvit.errors import DataError
-from tests.support.agents import World
-from tests.support.codes import has_code
+from edge_client.owner.label import draw_image
 from tests.support.programs import program
-from tests.support.settings import Setting
 from tests.support.waiting import WAIT_S, wait_until
 
 
@@ -136,36 +130,6 @@ def test_without_a_terminal(folder: Path, tmp_path: Path) -> None:
     assert "label needs a terminal" in done.stderr
 
 
-def test_images_go_where_training_looks_for_them(folder: Path, tmp_path: Path) -> None:
-    divided = tmp_path / "divided"
-    for name in ("cat", "dog"):
-        shutil.copytree(folder / name, divided / "train" / name)
-    shutil.copytree(folder / "unlabelled", divided / "unlabelled")
-    images = Labelling(divided)
-    images.label("dog")
-    assert (divided / "train/dog/0.png").is_file()
-
-
-def test_damaged_images_are_named_and_left_alone(folder: Path) -> None:
-    (folder / "unlabelled" / "1.png").write_text("no image")
-    (folder / "unlabelled" / "notes.txt").write_text("no image either")
-    images = Labelling(folder)
-    assert len(images) == 2
-    assert [path.name for path, _ in images.unreadable] == ["1.png"]
-
-
-def test_image_that_is_gone_meanwhile(folder: Path) -> None:
-    images = Labelling(folder)
-    (folder / "unlabelled" / "0.png").unlink()
-    with pytest.raises(DataError, check=has_code("FV1413", "cat/0-2.png")):
-        images.label("cat")
-
-
-def test_keys_are_distinct_and_none_has_another_meaning() -> None:
-    assert len(set(KEYS)) == len(KEYS) == 60
-    assert not {"u", "q", " ", "\n"} & set(KEYS)
-
-
 @pytest.mark.parametrize(("colours", "white"), [("truecolor", "2;255;255;255"), ("", "5;231")])
 def test_two_pixels_in_one_character(colours: str, white: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """White above black; an odd last line has black below it. 231 = 16 + 36 * 5 + 6 * 5 + 5."""
@@ -176,18 +140,3 @@ def test_two_pixels_in_one_character(colours: str, white: str, monkeypatch: pyte
     assert first.startswith(f"\x1b[38;{white};48;")
     assert white not in second
     assert re.sub(r"\x1b\[[0-9;]*m", "", first) == "\u2580"
-
-
-def test_guess_is_the_answer_of_the_devices_newest_model(world: World, fedavg: Setting, digits: Path) -> None:
-    """Of three classes the likeliest has a third at least."""
-    world.device()
-    world.server.acknowledge(world.result(fedavg))
-    guesser = newest_guesser(device="pi", state=world.state, data=DeviceData.open(digits), threads=1)
-    assert guesser is not None
-    guesses = [guesser(path) for path in sorted((digits / "test").glob("*/*.png"))]
-    assert {guess.label for guess in guesses} <= {"0", "1", "2"}
-    assert all(1 / 3 <= guess.probability <= 1 for guess in guesses)
-
-
-def test_device_without_a_run_makes_no_guess(tmp_path: Path, digits: Path) -> None:
-    assert newest_guesser(device="pi", state=tmp_path, data=DeviceData.open(digits), threads=1) is None

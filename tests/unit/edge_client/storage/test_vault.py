@@ -14,6 +14,7 @@ from edge_client.storage.vault import Vault
 from fedvit.errors import BadPayload, StorageFailed
 from tests.support.codes import has_code
 from tests.support.vaults import RUN, content, personal, residual, result, task, work
+from tests.support.waiting import WAIT_S
 
 ACCIDENTS = """
 # For n = 0, 1, ...: in a copy of the vault BASE, commit round 2 and let an accident happen at the n-th
@@ -160,7 +161,7 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
         [sys.executable, "-c", ACCIDENTS, accident, str(base.folder), str(tmp_path / "out")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines, done.stderr
@@ -195,7 +196,7 @@ def test_a_full_disk_is_named_and_the_old_state_stands(vault: Vault) -> None:
     vault.commit(result(1), personal(1))
     before = sorted(vault.folder.rglob("*"))
     done = subprocess.run(
-        [sys.executable, "-c", DISK_FULL, str(vault.folder)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", DISK_FULL, str(vault.folder)], capture_output=True, text=True, timeout=WAIT_S
     )
     assert done.stdout.startswith(f"cannot write {vault.folder / RUN / 'round-2-'}"), done.stderr
     assert "File too large" in done.stdout

@@ -10,6 +10,7 @@ from edge_client.work.batches import Fed, ahead
 from edge_client.work.runtime import Stopped
 from fedvit.errors import DataError
 from tests.support.codes import has_code
+from tests.support.waiting import WAIT_S
 
 
 def fed(number: int) -> Fed:
@@ -36,7 +37,7 @@ def test_batches_come_in_their_order() -> None:
     for item in ahead(batches()):
         seen.append(item.epoch)
         while len(made) < min(item.epoch + 2, 20):
-            assert asked.acquire(timeout=30), "the next batch is not made while this one is used"
+            assert asked.acquire(timeout=WAIT_S), "the next batch is not made while this one is used"
         assert len(made) <= item.epoch + 3
     assert seen == made == list(range(20))
     assert [*ahead(iter(()))] == makers() == []

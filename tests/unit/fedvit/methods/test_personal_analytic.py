@@ -160,9 +160,11 @@ def test_only_the_own_head_is_personal(vit: PatchViT) -> None:
     assert not torch.allclose(generic, answered)
 
 
-def test_a_bias_is_refused() -> None:
+def test_a_bias_and_a_sketch_are_refused() -> None:
     with pytest.raises(ConfigError, check=has_code("FV1104", "bias")):
         make_method("personal_analytic", {"bias": True})
+    with pytest.raises(ConfigError, check=has_code("FV1104", "sketch")):
+        make_method("personal_analytic", {"sketch": 8})
 
 
 def run_digits(folders: list[Path], out: Path, cache: Path, method: str, **more: Any) -> float:

@@ -12,7 +12,13 @@ from fedvit.secure.device import DeviceSum, derive_mask
 from fedvit.secure.fixed_point import decode_mean, encode_values, find_error_bound
 from fedvit.secure.keys import Binding, KeyPair
 from fedvit.secure.masks import add_masks
-from fedvit.secure.neighbours import count_needed_holders, digest_roster, find_neighbours
+from fedvit.secure.neighbours import (
+    bound_failures,
+    choose_degree,
+    count_needed_holders,
+    digest_roster,
+    find_neighbours,
+)
 from fedvit.secure.server import STEPS, SumServer, SumState
 from fedvit.secure.shamir import SHARE_BYTES, join_shares
 from fedvit.secure.vectors import Vector, unpack_vector
@@ -20,9 +26,11 @@ from fedvit.wire.messages import SumAsk, SumId, SumInbox, SumInvite, SumPeers, S
 from tests.support.codes import has_code
 from tests.support.sums import (
     SUM,
+    Group,
     MemoryDevice,
     add_payloads,
     count_revealed,
+    has_hollow_sum,
     make_devices,
     make_terms,
     play,
@@ -53,6 +61,16 @@ def test_large_groups_have_a_sum_though_devices_leave_in_each_step(count: int) -
     right = add_payloads([devices[name] for name in played.server.state.masked], 32)
     assert all(map(np.array_equal, played.total, right))
     assert count_revealed(devices) == 0
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.slow)])
+def test_neighbours_follow_the_share_of_devices_that_leave(count: int) -> None:
+    """A twentieth of the devices leaves in each step: one attempt fails mostly with 20 neighbours, never with more."""
+    few, enough = (Group(count, choose_degree(count, leaving, 20), 0.05) for leaving in (0.0, 0.05))
+    assert few.neighbours == 20
+    assert bound_failures(count, enough.neighbours, 0.05) <= 0.01 < bound_failures(count, 20, 0.05)
+    assert sum(has_hollow_sum(few, seed, attempts=1) for seed in range(20)) <= 10
+    assert all(has_hollow_sum(enough, seed, attempts=1) for seed in range(20))
 
 
 def test_repeated_attempt_has_new_keys_and_the_same_sum() -> None:

@@ -41,7 +41,7 @@ from tests.support.experiments import ExperimentRun, read_grid, run_experiment, 
 from tests.support.forked import Forked
 from tests.support.reports import experiment_outcome
 from tests.support.tiny import TINY_MODEL
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 SHIPPED = sorted((Path(__file__).parents[4] / "fleet" / "experiments").rglob("*.toml"))
 DOCS = Path(__file__).parents[4] / "docs" / "experiments.md"
@@ -531,12 +531,12 @@ def test_experiment_that_was_interrupted_is_resumed(
     environment: dict[str, Any] = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     process = Forked("fleet.cli", ["experiment", str(file), "--out", str(out)], tmp_path / "log", environment)
     try:
-        wait_until(lambda: read_progress(home).round >= 2 or process.poll() is not None, "round 2", wait_s=240.0)
+        wait_until(lambda: read_progress(home).round >= 2 or process.poll() is not None, "round 2")
         assert process.poll() is None, (tmp_path / "log").read_text()
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(WAIT_S) == 130
         psutil.wait_procs(children, timeout=5)
         assert not [child for child in children if child.is_running()]
     finally:

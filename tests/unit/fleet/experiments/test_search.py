@@ -26,8 +26,8 @@ from profiles.report.experiment import CellResult
 from tests.support.codes import has_code
 from tests.support.experiments import ExperimentRun, read_grid, run_experiment, written_experiment
 from tests.support.forked import Forked
+from tests.support.waiting import WAIT_S
 
-WAIT_S = 240.0
 FILE = """
 dataset = "digits"
 image_size = 8

@@ -7,8 +7,7 @@ import pytest
 
 from profiles.probes.meter import Meter, Metered, Sensors
 from tests.support.boards import orin_nano, pi_4, rapl, vcgencmd, write_tree, x86
-
-WAIT_S = 30
+from tests.support.waiting import WAIT_S
 
 
 def test_nothing_is_measured_where_nothing_can_be(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from fedvit.models import SMALL
 from fedvit.program import Role
 from tests.support.codes import has_code
 from tests.support.packages import NORMS, install
+from tests.support.waiting import WAIT_S
 
-WAIT_S = 240.0
 VIT_B = "vit_base_patch16_224"
 
 

@@ -10,6 +10,7 @@ import pytest
 from coordinator.compute.planning.own_graphs import COMMON, list_cases, make_digests
 from fedvit.known_graphs import read_own_graphs
 from fedvit.models import SMALL
+from tests.support.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("method", COMMON)
@@ -28,7 +29,7 @@ def test_digests_do_not_depend_on_the_processor() -> None:
     )
     plain = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(cases)], env=plain, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, json.dumps(cases)], env=plain, capture_output=True, text=True, timeout=WAIT_S
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [make_digests(case) for case in cases]

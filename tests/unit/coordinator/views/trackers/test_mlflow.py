@@ -39,7 +39,7 @@ def wait_for_rounds(folder: Path, uri: str, rounds: list[int]) -> None:
         history = MlflowClient(tracking_uri=uri).get_metric_history(known.run, "devices/accepted")
         return [entry.step for entry in history] == rounds
 
-    wait_until(are_written, f"MLflow at {uri} has rounds {rounds}", wait_s=240.0, pause_s=0.1)
+    wait_until(are_written, f"MLflow at {uri} has rounds {rounds}", pause_s=0.1)
 
 
 @pytest.mark.slow

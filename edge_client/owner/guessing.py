@@ -1,0 +1,54 @@
+"""The class that a device's newest own model gives to an image. Imports onnxruntime, which takes seconds."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from edge_client.owner.trained import load_own_model
+from edge_client.storage.vault import Vault
+from export.bundle.measure import RunGraph, are_probabilities, as_input
+from fedvit.data.folder import DeviceData
+from fedvit.data.images import DECODED_BYTES, read_image
+from fedvit.program import Batch
+
+
+class Guess(NamedTuple):
+    label: str
+    probability: float
+
+
+Guesser = Callable[[Path], Guess]
+"""Raises DataError when the image cannot be read."""
+
+
+def newest_guesser(
+    *,
+    device: str,
+    state: Path,
+    data: DeviceData | None,
+    threads: int,
+    vault_key: Path | None = None,
+    decoded_bytes: int = DECODED_BYTES,
+) -> Guesser | None:
+    """Return the guesser of this device's newest run; None if the device has taken part in no run.
+
+    Raises ConfigError when the model is not whole here, and StorageFailed.
+    """
+    runs = Vault(state / "vault").runs()
+    if not runs:
+        return None
+    trained, _ = load_own_model(runs[0], device=device, state=state, data=data, threads=threads, vault_key=vault_key)
+    graph = RunGraph(trained.graph, trained.values, trained.batch, threads)
+    return lambda path: _guess(graph, trained.batch, trained.classes, path, decoded_bytes)
+
+
+def _guess(graph: RunGraph, batch: Batch, classes: Sequence[str], path: Path, decoded_bytes: int) -> Guess:
+    answers_BC = graph(as_input(read_image(path, batch.image_size, decoded_bytes=decoded_bytes)[None], batch))
+    [answers_C] = answers_BC
+    if not are_probabilities(answers_BC):
+        answers_C = np.exp(answers_C - answers_C.max())
+        answers_C /= answers_C.sum()
+    best = int(answers_C.argmax())
+    return Guess(classes[best], float(answers_C[best]))

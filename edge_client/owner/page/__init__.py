@@ -1,0 +1,1 @@
+"""The owner's page of a device: what it does, what left it, its pictures."""

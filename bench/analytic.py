@@ -39,12 +39,13 @@ ANALYTIC, CENTRAL, FLEET = "analytic", "central", "analytic-fleet"
 GRADIENTS = {"optimizer": "sgd", "momentum": 0.9, "batch_size": 16, "epochs": 1}
 METHODS: dict[str, dict[str, Any]] = {
     ANALYTIC: {"batch_size": 16},
+    **{f"{ANALYTIC} sketch {count}": {"batch_size": 16, "sketch": count} for count in (96, 48)},
     "personal_analytic": {"batch_size": 16},
     **{f"fed_head lr {lr}": {**GRADIENTS, "lr": lr} for lr in (0.01, 0.1, 1.0)},
     "fedper": {**GRADIENTS, "lr": 0.003},
     "fedperfix": {**GRADIENTS, "lr": 0.003},
 }
-"""Options by the method's name, which a learning rate may follow."""
+"""Options by the method's name, which an option may follow."""
 FROZEN = {name: 2 if name == "personal_analytic" else 1 for name in METHODS if not name.startswith("fedper")}
 """Rounds of the methods that leave the backbone as it is."""
 
@@ -104,7 +105,7 @@ class _Plans:
         self._prices: dict[str, PricedProgram] = {}
 
     def get(self, name: str) -> Plan:
-        """Return the plan of a method, which does not depend on its learning rate."""
+        """Return the plan of a method, whose cost does hardly depend on the options that differ here."""
         method = name.partition(" ")[0]
         if method not in self._by_method:
             with tempfile.TemporaryDirectory(prefix="fleet-bench-") as blobs:

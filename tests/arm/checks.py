@@ -303,3 +303,17 @@ def test_instructions_of_a_step(
     kernels = ", with kernels" if done["kernels"] else ""
     print(f"{processor} {compute}{kernels}: {one / 1e6:,.0f} million instructions for {flops / 1e6:,.0f} MFLOP")
     assert 0 < one < counts[0] * 100
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_instructions_of_masks(processor: str, tmp_path: Path) -> None:
+    """The figure of docs/measurements.md, for 20 neighbours and an update of 87 MB, from smaller updates."""
+    counts, words = [], (1 << 20, 1 << 21)
+    for each in words:
+        plugin = f"{ARM / 'instructions.so'},out={tmp_path / 'count'}"
+        emulate(processor, "-m", "tests.arm.sum_process", 20, each, QEMU_PLUGIN=plugin, **ALIKE)
+        counts.append(int((tmp_path / "count").read_text()))
+    all_ = (counts[1] - counts[0]) / (words[1] - words[0]) * 87e6 / 4
+    print(f"{processor}: {all_ / 1e6:,.0f} million instructions for the masks over 87 MB")
+    assert 0 < counts[0] < counts[1]

@@ -117,6 +117,7 @@ def test_damaged_picture_is_explained_and_skipped(tab: Tab, home: Home) -> None:
         tab.until("[...document.querySelectorAll('.grid img')].every(one => one.complete && one.naturalWidth)")
 
 
+@pytest.mark.slow
 def test_thousands_of_pictures_wait(browser: Browser, tmp_path: Path) -> None:
     home = make_home(tmp_path, waiting=1)
     [first] = (home.images / "unlabelled").iterdir()

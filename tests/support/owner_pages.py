@@ -63,7 +63,7 @@ def make_settings(home: Home, policy: Policy | None = None) -> DeviceSettings:
     return DeviceSettings(
         broker=None, data=home.images, device=None, state=home.state, threads=1, provider="CPUExecutionProvider",
         federation=None, ca_file=None, test_share=0.2, labels={}, vault_key=None, measures_speed=False, once=False,
-        quiet=False, metrics_address=None, policy=policy or Policy(),
+        quiet=False, metrics_address=None, home=None, policy=policy or Policy(),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 signature or digest is verified."""
 
 import http.client
+import os
 import shutil
 import ssl
 import time
@@ -71,12 +72,11 @@ def _fetch_whole(source: str, package: Package, target: Path) -> None:
     """Fetch what is missing of a package, again after each cut. Raises LinkDown after TRIES cuts without a piece."""
     failures = 0
     with target.open("ab") as out:
-        while (had := out.tell()) < package.size:
+        while (had := _count_bytes(out)) < package.size:
             try:
                 _fetch_rest(source, package, out)
             except LinkDown:
-                out.flush()
-                failures = 0 if out.tell() - had >= _PIECE_BYTES else failures + 1
+                failures = 0 if _count_bytes(out) - had >= _PIECE_BYTES else failures + 1
                 if failures == TRIES:
                     raise
                 time.sleep(PAUSE_S)
@@ -86,21 +86,29 @@ def _fetch_whole(source: str, package: Package, target: Path) -> None:
 
 def _fetch_rest(source: str, package: Package, out: BinaryIO) -> None:
     """Append what is missing. Raises LinkDown if the connection ends early, BadPayload if the size is another one."""
-    with open_file(source, package.file, out.tell()) as file:
+    had = _count_bytes(out)
+    with open_file(source, package.file, had) as file:
         if isinstance(file, http.client.HTTPResponse):
             if file.status != http.HTTPStatus.PARTIAL_CONTENT:  # a server without ranges sends all
-                out.seek(0)
-                out.truncate()
-            if file.length is not None and out.tell() + file.length != package.size:
+                out.truncate(0)
+                had = 0
+            if file.length is not None and had + file.length != package.size:
                 raise _other_file(source, package)
-        while (left := package.size - out.tell()) > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
+        left = package.size - had
+        while left > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
             out.write(piece)
+            left -= len(piece)
         if left <= 0 and file.read(1):
             raise _other_file(source, package)
         if left > 0 and not isinstance(file, http.client.HTTPResponse):
             raise _other_file(source, package)
         if left > 0:
             raise LinkDown("FV1462", f"{source}/{package.file}: the connection ended early; {_HINT}")
+
+
+def _count_bytes(out: BinaryIO) -> int:
+    out.flush()
+    return os.fstat(out.fileno()).st_size
 
 
 def _other_file(source: str, package: Package) -> BadPayload:

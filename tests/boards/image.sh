@@ -73,6 +73,7 @@ cat > "$root/etc/cloud/cloud.cfg.d/99_board.cfg" <<'END'
 datasource_list: [NoCloud, None]
 datasource: {NoCloud: {fs_label: bootfs}}
 network: {config: disabled}
+locale: false
 disable_root: false
 ssh_deletekeys: false
 ssh_genkeytypes: [ed25519]

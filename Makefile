@@ -9,7 +9,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
 FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 
-.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
+.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
 
 install: $(VENV)/.installed
 
@@ -181,6 +181,22 @@ build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kerne
 	  else echo "make arm needs a compiler for aarch64: sudo apt-get install g++-aarch64-linux-gnu" >&2; exit 1; fi; }
 	@mkdir -p build/arm/kernels && cp -r kernels/fedvit_kernels build/arm/kernels/
 	@CXX=aarch64-linux-gnu-g++ $(BIN)/python kernels/compile.py build/arm/kernels/fedvit_kernels/libfedvit_kernels.so
+	@touch $@
+
+# the device on virtual boards, from first boot to power cuts (docs/boards.md); root, Linux 6.7, an hour. One check: CHECK=name
+boards: install mosquitto build/boards/image/.made
+	@echo "building the device's package for arm64"
+	@tests/boards/package.sh build/boards/package $(CURDIR)/$(BIN)/python
+	@$(BIN)/python -m pytest -q -rP tests/boards/checks.py $(if $(CHECK),-k "$(CHECK)")
+
+build/boards/image/.made: tests/boards/image.sh
+	@PATH="$$PATH:/usr/sbin:/sbin"; { command -v qemu-system-aarch64 && command -v mmdebstrap && command -v mke2fs \
+	  && command -v ssh-keygen && test -e /usr/lib/binfmt.d/qemu-aarch64.conf; } > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ]; then echo "installing an emulator and the tools for an image"; \
+	    $(APT_INSTALL) --no-install-recommends qemu-system-arm qemu-user-static mmdebstrap e2fsprogs openssh-client; \
+	  else echo "make boards needs root, and: qemu-system-arm qemu-user-static mmdebstrap e2fsprogs openssh-client" >&2; exit 1; fi; }
+	@echo "installing Debian for arm64 into build/boards/image (once; a quarter of an hour, all scripts are emulated)"
+	@tests/boards/image.sh build/boards/image
 	@touch $@
 
 # after a change of methods or models: what `coordinator methods` shows of them, and what `edge-client certify` runs

@@ -24,7 +24,7 @@ systemd() { [ -z "$units$root" ] || [ -n "$root" ] || [ ! -d /run/systemd/system
 if [ "$what" = --remove ] || [ "$what" = --purge ]; then
   [ -z "$units" ] || systemd disable --now "$unit" ${more##* } 2> /dev/null || true
   for program in $programs; do rm -f "$bin/$program"; done
-  rm -rf "$to" "$to.new" "$to.old"
+  rm -rf "$to" "$to.new" "$to.old" "$to.uv" "$to.python" "$to.log"
   [ -z "$units" ] || for each in $unit $more; do rm -f "$units/$each"; done
   if [ "$what" = --purge ] && [ -n "$settings" ]; then
     rm -rf "$settings" "$root/var/lib/$state" "$root/var/lib/private/$state" "$root/var/cache/$state" "$root/var/cache/private/$state"
@@ -41,22 +41,30 @@ for each in python3.13 python3.12 python3.11 python3; do
     python=$(command -v "$each"); break
   fi
 done
+mkdir -p "$(dirname "$to")" "$bin"
 if [ -z "$python" ]; then
-  echo "no Python 3.11 to 3.13 here: fetching one with uv into $to.python"
-  python3 -m venv "$to.uv" && "$to.uv/bin/pip" install --quiet uv
-  UV_PYTHON_INSTALL_DIR=$to.python "$to.uv/bin/uv" python install --quiet 3.12
-  python=$(UV_PYTHON_INSTALL_DIR=$to.python "$to.uv/bin/uv" python find --managed-python 3.12)
+  old=$(python3 -c 'import platform; print(platform.python_version())' 2> /dev/null || echo none)
+  echo "no Python 3.11 to 3.13 here (python3: $old): fetching one with uv into $to.python"
+  export UV_PYTHON_INSTALL_DIR="$to.python"
+  if { python3 -m venv "$to.uv" && "$to.uv/bin/pip" install --quiet uv && "$to.uv/bin/uv" python install --quiet 3.12; } \
+    > "$to.log" 2>&1; then
+    python=$("$to.uv/bin/uv" python find --managed-python 3.12)
+    rm -f "$to.log"
+  else
+    echo "no Python could be fetched (its log: $to.log); install Python 3.11 to 3.13, and repeat this line" >&2
+    exit 1
+  fi
 fi
 
 # a new environment beside the former one: until it is complete the former one is used
-rm -rf "$to.new" && mkdir -p "$(dirname "$to")" "$bin"
+rm -rf "$to.new"
 "$python" -m venv "$to.new"
 constraints=$here/../constraints.txt
 echo "installing $what into $to"
 if [ -f "$constraints" ]; then set -- -c "$constraints"; else set --; fi
 "$to.new/bin/pip" install --quiet --disable-pip-version-check "$@" "$what[$extras]"
-for script in "$to.new"/bin/*; do
-  [ -L "$script" ] || sed -i "1s#$to.new/#${to#"$root"}/#" "$script"
+for script in "$to.new"/bin/* "$to.new/pyvenv.cfg"; do  # programs and `activate` name their folder
+  [ -L "$script" ] || ! grep -Iq . "$script" || sed -i "s#$to.new#${to#"$root"}#g" "$script"
 done
 if [ "$kind" = edge ]; then  # with it edge-client update can install versions beside this one
   install -m 0755 "$here/debian/edge/program" "$to.new/bin/edge-client"

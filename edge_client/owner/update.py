@@ -30,6 +30,8 @@ from fedvit.public_keys import PublicKey
 from fedvit.releases import STABLE, Offer, Package, ReleaseList, check_members, choose_offer, parse_version
 
 SETTINGS = "update.json"
+PARTIAL = ".package-"
+"""Beginning of the name of a package that is being fetched; there is one at most."""
 RESERVE_BYTES = 50_000_000
 """Disk space that an update leaves free."""
 COMPILED_SHARE = 0.6
@@ -147,7 +149,7 @@ class Updater:
         Raises LinkDown, BadPayload, DiskFull, StorageFailed, DeviceTrouble if it does not work here.
         """
         root, folder = self.installation.root, f"{VERSIONS}/{offer.version}"
-        new, archive = root / VERSIONS / ".new", root / VERSIONS / ".package"
+        new, archive = root / VERSIONS / ".new", root / VERSIONS / f"{PARTIAL}{package.sha256[:16]}"
         needed = package.size + int((1 + COMPILED_SHARE) * package.unpacked) + RESERVE_BYTES
         if (free := count_free_bytes(root)) < needed:
             raise DiskFull(
@@ -157,6 +159,9 @@ class Updater:
             )
         try:
             archive.parent.mkdir(exist_ok=True)
+            for other in archive.parent.glob(f"{PARTIAL}*"):  # of a version that is not offered any more
+                if other != archive:
+                    other.unlink()
             self.report(f"fetching {offer.version} ({package.size / 1e6:.1f} MB) from {self.settings.source}")
             download(self.settings.source, package, archive)
             self._unpack(archive, package, new)
@@ -168,6 +173,8 @@ class Updater:
                 self.installation.set_link(FORMER, self.installation.started)
             self.installation.set_link(CURRENT, folder)
         except OSError as error:
+            with contextlib.suppress(OSError):  # a full disk needs the room
+                archive.unlink(missing_ok=True)
             failed = storage_failed(f"{offer.version} cannot be installed at {root}", error)
             kind = DiskFull if isinstance(failed, DiskFull) else StorageFailed
             raise kind("FV1469", f"{failed}; the present version goes on") from error
@@ -232,7 +239,8 @@ class Updater:
                 content.extractall(packages)
         except zipfile.BadZipFile as error:
             raise BadPayload("FV1465", f"{package.file} is no ZIP file: {error}; build it anew") from error
-        archive.unlink()
+        finally:
+            archive.unlink()
         (new / "bin").mkdir()
         (new / "bin" / "python").symlink_to(python)
         lines = {"home": str(python.parent), "include-system-site-packages": "false", "version": package.python}
@@ -294,7 +302,7 @@ class Updater:
                 # first without its name: half a version must not have one
                 gone = path if path.name.startswith(".") else path.rename(versions / f".old-{path.name}")
                 shutil.rmtree(gone, ignore_errors=True)
-            elif path.is_file():
+            elif path.is_file() and not path.name.startswith(PARTIAL):  # the next update resumes it
                 path.unlink()
         for leftover in self.installation.root.glob(".*-????????"):
             if leftover.is_symlink():

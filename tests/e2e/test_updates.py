@@ -19,10 +19,13 @@ import msgspec
 import pytest
 
 from coordinator.operations.releasing import publish
+from edge_client.owner.release_source import TRIES
+from edge_client.storage.installed import VERSIONS
 from fedvit.minisign import format_minisign_key
 from fedvit.publisher import PublisherKey
 from fedvit.releases import Package, decode_list, encode_list, hash_file
 from tests.support.brokers import make_certificate
+from tests.support.cutting_server import cutting
 from tests.support.installations import PYTHON, Device, Publisher, describe, draw_kills, flip_bit
 from tests.support.programs import Stage, wait_for
 from tests.support.shifted_clock import ShiftedClock
@@ -194,6 +197,24 @@ def test_update_from_a_web_server(device: Device, publisher: Publisher, releases
     assert done.returncode == 0, done.stderr
     assert device.read_version() == "0.2.0"
     describe(device.update(f"{web_server}/elsewhere"), "FV1462", "404")
+
+
+@pytest.mark.slow
+def test_cut_download_goes_on_at_the_next_update(device: Device, publisher: Publisher, releases: Path) -> None:
+    [package] = [file for file in releases.iterdir() if file.suffix == ".zip"]
+    most = package.stat().st_size // (TRIES + 1)  # the first update gets all but the last part
+    with cutting(releases, most, whole=most) as server:
+        done = device.update(server.url, "--update-key", publisher.key.public)
+        describe(done, "FV1462", "ended early")
+        assert device.read_version() == "0.1.0"
+        [partial] = (device.root / VERSIONS).iterdir()
+        assert partial.stat().st_size == TRIES * most
+        check_done(device.update())
+        assert server.starts(package.name) == [most * number for number in range(TRIES + 1)] + (
+            [(TRIES + 1) * most] if package.stat().st_size % (TRIES + 1) else []
+        )
+    assert device.read_version() == "0.2.0"
+    assert not [path for path in (device.root / VERSIONS).iterdir() if path.is_file()], "the package is removed"
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ SHARED_FILES = {
     "calculus",
     "hyperparameters",
     "novel",
+    "sketch",
     "optimizers",
     "packed",
     "parts",

@@ -14,7 +14,7 @@ import click
 
 from edge_client.commands.options import program_options, read_settings
 from edge_client.owner.page.access import PageAccess
-from edge_client.owner.page.routes import Page
+from edge_client.owner.page.routes import OwnerPage
 from edge_client.owner.page.server import PageServer
 from edge_client.storage.state import state_folder
 from fedvit.command_line import Command
@@ -69,7 +69,7 @@ def command(context: click.Context, /, *, listen: str, password_file: Path | Non
         )
     configure_logging()
     token = secrets.token_urlsafe(32) if password is None and address.socket_path is None else None
-    server = PageServer(address, Page(settings, state, PageAccess(password, token)))
+    server = PageServer(address, OwnerPage(settings, state, PageAccess(password, token)))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -30,7 +30,7 @@ from edge_client.settings import DeviceSettings
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.disk import DEFAULT_SHARE
 from edge_client.storage.installed import Installation
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
 from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
@@ -195,7 +195,7 @@ def build_agent(
     worker = TaskExecutor(link, storage, sandbox, guard, policy)
     status = StatusFile(status_file(state), identity, broker=str(endpoint.address))
     policy = replace(policy, train=replace(policy.train, keep_runs=policy.train.keep_runs or KEEP_RUNS))
-    readiness = Readiness(policy=policy, pause=Pause(state))
+    readiness = Readiness(policy=policy, pause=OwnerPause(state))
     return Agent(link, storage, worker, policy, readiness=readiness, status=status, tracing=tracing)
 
 

@@ -8,7 +8,7 @@ import msgspec
 from edge_client.commands.options import program_options, read_settings
 from edge_client.health.status import lines, read_status
 from edge_client.storage.ledger import Ledger, describe_sent, midnight_s, sum_lines
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import in_use, state_folder, status_file
 from fedvit.command_line import Command, json_flag, print_json
 from fedvit.policy import find_narrowness
@@ -31,7 +31,7 @@ def command(context: click.Context, /, *, as_json: bool, **own: Any) -> None:
     settings = read_settings(context, own)
     folder = state_folder(settings.data, settings.state)
     status, running = read_status(status_file(folder)), in_use(folder)
-    paused = Pause(folder).is_on()
+    paused = OwnerPause(folder).is_on()
     sent = sum_lines(Ledger(folder).read(midnight_s()))
     if as_json:
         shown = {**msgspec.to_builtins(status), "running": running, "paused": paused, "sent": msgspec.to_builtins(sent)}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from fedvit.policy import Policy
 from profiles.probes.battery import Battery, battery
 from profiles.probes.thermal import Thermometer
@@ -39,7 +39,7 @@ class Readiness:
     celsius: Callable[[], float | None] = read_celsius
     battery: Callable[[], Battery | None] = battery
     clock: Callable[[], datetime.datetime] = datetime.datetime.now
-    pause: Pause | None = None  # None: its owner cannot pause it
+    pause: OwnerPause | None = None  # None: its owner cannot pause it
 
     def is_paused(self) -> bool:
         """Return True while the owner has paused the device."""

@@ -21,7 +21,7 @@ from edge_client.health.doctor import run_checks
 from edge_client.health.doctor_context import DoctorContext, Finding
 from edge_client.owner.killed_rounds import ROUNDS, RUN
 from edge_client.owner.profile import ProfileTarget, SelfReport, measure_self
-from edge_client.owner.trials import STEPS, Compute, Trainer, is_right, load_trial, write_images
+from edge_client.owner.trials import STEPS, Compute, TrialTrainer, is_right, load_trial, write_images
 from edge_client.storage.vault import Vault
 from fedvit.errors import FedvitError
 from fedvit.kernels import find_library
@@ -86,7 +86,7 @@ class SurvivalFigures(Struct, frozen=True, kw_only=True):
     same: bool  # the tensors are those of rounds that nobody killed, bit for bit
 
 
-class Certificate(Struct, frozen=True, kw_only=True):
+class BoardCertificate(Struct, frozen=True, kw_only=True):
     """The figures of one board, and what is wrong with it."""
 
     format: int = 1
@@ -100,7 +100,7 @@ class Certificate(Struct, frozen=True, kw_only=True):
     survival: SurvivalFigures
 
 
-def certify(context: DoctorContext, target: ProfileTarget, seconds: float, report: Report) -> Certificate:
+def certify(context: DoctorContext, target: ProfileTarget, seconds: float, report: Report) -> BoardCertificate:
     """Try a board, and train without a pause for some seconds; `report` gets the name of each part.
 
     Raises FedvitError if a program cannot run at all. Takes about two minutes more than `seconds` on a small board.
@@ -112,7 +112,7 @@ def certify(context: DoctorContext, target: ProfileTarget, seconds: float, repor
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="certify-", dir=target.state)))
         images = home / "images"
         write_images(images)
-        trainer = Trainer(images, target.threads)  # before measurements start threads
+        trainer = TrialTrainer(images, target.threads)  # before measurements start threads
         stack.callback(trainer.close)
         report("doctor")
         doctor = tuple(_hide(finding, context) for finding in run_checks(context) if finding.check in CHECKS)
@@ -122,7 +122,7 @@ def certify(context: DoctorContext, target: ProfileTarget, seconds: float, repor
         memory = limit_memory(trainer, target.policy.budget.memory_bytes or MEMORY_BYTES, report)
         survival = kill_rounds(images, home, target.threads, report)
         heat = heat_up(trainer, sensors, seconds, report)
-    return Certificate(
+    return BoardCertificate(
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         faults=tuple(list_faults(doctor, programs, memory, survival)),
         doctor=doctor,
@@ -134,7 +134,7 @@ def certify(context: DoctorContext, target: ProfileTarget, seconds: float, repor
     )
 
 
-def run_programs(trainer: Trainer, sensors: Sensors, report: Report) -> Iterator[ProgramFigures]:
+def run_programs(trainer: TrialTrainer, sensors: Sensors, report: Report) -> Iterator[ProgramFigures]:
     """Train STEPS steps of each program; the one with kernels only where they are installed."""
     for name, compute, own_kernels in PROGRAMS:
         if own_kernels and find_library() is None:
@@ -145,7 +145,7 @@ def run_programs(trainer: Trainer, sensors: Sensors, report: Report) -> Iterator
         yield ProgramFigures(name=name, loss=trained.loss, right=is_right(compute, trained.loss), use=use)
 
 
-def limit_memory(trainer: Trainer, limit_bytes: int, report: Report) -> MemoryFigures:
+def limit_memory(trainer: TrialTrainer, limit_bytes: int, report: Report) -> MemoryFigures:
     """Train under a limit, and under one that is too small."""
     report(f"memory: a limit of {limit_bytes // 1_000_000} MB, and one that is too small")
     trial = load_trial("float")
@@ -159,7 +159,7 @@ def limit_memory(trainer: Trainer, limit_bytes: int, report: Report) -> MemoryFi
     )
 
 
-def heat_up(trainer: Trainer, sensors: Sensors, seconds: float, report: Report) -> HeatFigures:
+def heat_up(trainer: TrialTrainer, sensors: Sensors, seconds: float, report: Report) -> HeatFigures:
     """Train without a pause, and watch the temperature."""
     began = time.monotonic()
     celsius: list[tuple[float, float]] = []

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from edge_client.link.identity import Identity
 from edge_client.link.signature import Signature, find_signer, sign
-from edge_client.owner.certify import Certificate, ProgramFigures
+from edge_client.owner.certify import BoardCertificate, ProgramFigures
 from fedvit.errors import ConfigError
 from fedvit.quantities import format_bytes, format_seconds
 
@@ -18,19 +18,19 @@ UNSIGNED = "this device has not joined a deployment, so it has no key to sign wi
 class Document(Struct, frozen=True, kw_only=True):
     """A certificate with its signature."""
 
-    certificate: Certificate
+    certificate: BoardCertificate
     signature: Signature | None
     unsigned: str | None = None  # reason why there is no signature
 
 
-def make_document(certificate: Certificate, identity: Identity | None) -> Document:
+def make_document(certificate: BoardCertificate, identity: Identity | None) -> Document:
     """Sign a certificate if the device has a key. Raises ConfigError."""
     if identity is None:
         return Document(certificate=certificate, signature=None, unsigned=UNSIGNED)
     return Document(certificate=certificate, signature=sign(encode_certificate(certificate), identity))
 
 
-def encode_certificate(certificate: Certificate) -> bytes:
+def encode_certificate(certificate: BoardCertificate) -> bytes:
     """Return the bytes that are signed: JSON without spaces, keys in order."""
     return msgspec.json.encode(certificate, order="sorted")
 
@@ -119,25 +119,25 @@ def _describe_step(figures: ProgramFigures) -> str:
     return "not measured" if figures.use.step_s is None else format_seconds(figures.use.step_s)
 
 
-def _describe_energy(one: Certificate) -> str:
+def _describe_energy(one: BoardCertificate) -> str:
     use = one.heat.use
     if use.energy_j is None or not use.steps:
         return "no sensor"
     return f"{use.energy_j / use.steps:.3f} J a step ({use.energy_source})"
 
 
-def _describe_heat(one: Certificate) -> str:
+def _describe_heat(one: BoardCertificate) -> str:
     degrees = [celsius for _, celsius in one.heat.celsius]
     return f"{degrees[0]:.0f} to {max(degrees):.0f} C" if degrees else "no sensor"
 
 
-def _describe_slowing(one: Certificate) -> str:
+def _describe_slowing(one: BoardCertificate) -> str:
     use = one.heat.use
     slowing = {None: "throttling is not measured", True: "throttled", False: "not throttled"}[use.throttled]
     return slowing if use.sustained is None else f"{slowing}, the last steps took {use.sustained:.2f} of the first"
 
 
-def _describe_survival(one: Certificate) -> str:
+def _describe_survival(one: BoardCertificate) -> str:
     survival = one.survival
     if not survival.resumed:
         return f"{survival.rounds} rounds after {survival.kills} kills"

@@ -7,7 +7,7 @@ started again goes on after the newest stored round. It prints a line when a rou
 import sys
 from pathlib import Path
 
-from edge_client.owner.trials import Trainer, load_trial
+from edge_client.owner.trials import TrialTrainer, load_trial
 from edge_client.storage.vault import Vault
 from edge_client.work.runtime import Seeds
 from fedvit.resources import ResourceUse
@@ -19,7 +19,7 @@ ROUNDS, STEPS = 6, 4
 
 def run_rounds(images: Path, vault: Vault, threads: int) -> None:
     """Train the rounds that the vault does not hold yet."""
-    trainer = Trainer(images, threads)
+    trainer = TrialTrainer(images, threads)
     try:
         trial = load_trial("float", STEPS)
         for number in range(vault.round_of(RUN) + 1, ROUNDS + 1):

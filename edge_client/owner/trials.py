@@ -37,21 +37,21 @@ SPREAD = 0.02
 """Standard deviation of random weights, as usual for Vision Transformers."""
 
 
-class Trial(NamedTuple):
+class TrialProgram(NamedTuple):
     """A program with start values."""
 
     program: Program
     start: Tensors
 
 
-def load_trial(compute: Compute, steps: int = STEPS) -> Trial:
+def load_trial(compute: Compute, steps: int = STEPS) -> TrialProgram:
     """Read a program, and draw its start values; its training ends after some steps."""
     program = decode_program((TRIALS / f"{compute}.program").read_bytes())
     [phase] = program.train
     phase = msgspec.structs.replace(phase, epochs=steps, steps=steps)
     rng = np.random.default_rng(0)
     start = {name: _draw(name, spec.shape, rng) for name, spec in program.tensors.items()}
-    return Trial(msgspec.structs.replace(program, train=(phase,)), start)
+    return TrialProgram(msgspec.structs.replace(program, train=(phase,)), start)
 
 
 def _draw(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -71,7 +71,7 @@ def write_images(folder: Path) -> None:
     (folder / "test").mkdir()
 
 
-class Trainer:
+class TrialTrainer:
     """Trains trials in confined processes; make it before any thread starts. `close` ends them."""
 
     def __init__(self, images: Path, threads: int) -> None:
@@ -81,7 +81,7 @@ class Trainer:
 
     def train(
         self,
-        trial: Trial,
+        trial: TrialProgram,
         *,
         seeds: Seeds = SEEDS,
         own_kernels: bool = False,

@@ -7,7 +7,7 @@ from fedvit.files import atomic_write, storage_failed, sync_folder
 PAUSE_FILE = "paused"
 
 
-class Pause:
+class OwnerPause:
     """The pause of the device with this state. A paused device finishes its task, and takes no further one."""
 
     def __init__(self, state: Path) -> None:

@@ -51,7 +51,7 @@ def undisturbed(calm_run: CalmRun) -> bytes:
 
 
 @pytest.fixture(scope="session")
-def undisturbed_sums(calm_run: CalmRun) -> bytes:
+def calm_sums(calm_run: CalmRun) -> bytes:
     """The final tensors of a run with secure sums without a fault."""
     return calm_run("sums", {**SUMMED, "secure": True})
 

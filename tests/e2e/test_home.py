@@ -48,9 +48,9 @@ def test_home_shows_a_run(stage: Stage, broker: Broker) -> None:
         assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
         assert stage.finish(device, "device-0") == 0, stage.log("device-0")
         wait_for(lambda: house.state("online") == "off", "its farewell")
-        seen = house.seen("accuracy")
+        seen = house.list_states("accuracy")
         accuracy = stage.show()["rounds"][-1]["accuracy"]["device-0"]
-    assert house.seen("round")[-1] == "2"
+    assert house.list_states("round")[-1] == "2"
     assert f"{100 * accuracy:.1f}" in seen, (accuracy, seen)
     assert not house.faults
     assert "s3cret" not in stage.log("device-0")

@@ -42,7 +42,7 @@ def test_run_through_a_store_that_is_down_at_first_has_the_same_tensors(
 
 
 @pytest.mark.slow
-def test_masked_numbers_go_through_the_store(stage: Stage, undisturbed_sums: bytes, tmp_path: Path) -> None:
+def test_masked_numbers_go_through_the_store(stage: Stage, calm_sums: bytes, tmp_path: Path) -> None:
     """Devices put them, and the coordinator fetches them; no device sends a chunk over MQTT."""
     stage.environment |= KEYS
     with s3_server(tmp_path) as server:
@@ -54,7 +54,7 @@ def test_masked_numbers_go_through_the_store(stage: Stage, undisturbed_sums: byt
         observer = stage.observer()
         stage.finish_run(coordinator, {name: stage.device(name) for name in DEVICES})
         assert not [name for name in server.objects() if "probe" not in name], "what was put is removed in the end"
-    assert stage.model() == undisturbed_sums
+    assert stage.model() == calm_sums
     messages = observer.messages()
     masked = {message.vector.digest for message in messages if isinstance(message, SumMasked) and not message.inline}
     assert len(masked) == SUMMED["rounds"] * len(DEVICES)

@@ -35,7 +35,7 @@ def test_node_of_a_cluster_dies(stage: Stage, undisturbed: bytes, killed: int) -
 
 
 @pytest.mark.parametrize("kind", ["nats", "rabbitmq"])
-def test_secure_sums_over_one_node(stage: Stage, undisturbed_sums: bytes, tmp_path: Path, kind: str) -> None:
+def test_secure_sums_over_one_node(stage: Stage, calm_sums: bytes, tmp_path: Path, kind: str) -> None:
     if kind == "nats":
         nodes, after = start_nats(tmp_path / kind), lambda: None
     else:
@@ -49,7 +49,7 @@ def test_secure_sums_over_one_node(stage: Stage, undisturbed_sums: bytes, tmp_pa
         for node in nodes:
             node.stop()
         after()
-    assert stage.model() == undisturbed_sums
+    assert stage.model() == calm_sums
 
 
 def test_run_over_two_nodes_of_rabbitmq(stage: Stage, undisturbed: bytes, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.storage.ledger import Ledger, LedgerLine
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import lock_state
 from tests.e2e.test_growing_folder import count_trained, endless, images_of, next_round
 from tests.support.chromium import Browser, Tab, browsing
@@ -140,8 +140,8 @@ def test_pause_and_resume_by_the_button(tab: Tab, home: Home) -> None:
         open_page(tab, address)
         tab.evaluate("document.querySelector('#pause').click()")
         tab.until("document.querySelector('#now').textContent.includes('Paused by you since')")
-        assert Pause(home.state).is_on()
-        Pause(home.state).end()
+        assert OwnerPause(home.state).is_on()
+        OwnerPause(home.state).end()
         tab.until("document.querySelector('#pause').textContent == 'Pause this device'")  # without a reload
 
 

@@ -114,7 +114,7 @@ class HomeAssistant:
         assert value is None or len(str(value)) <= 255, "Home Assistant takes no longer state"
         return None if value is None else str(value)
 
-    def seen(self, key: str) -> list[str]:
+    def list_states(self, key: str) -> list[str]:
         """Return all states that a sensor had so far, without unknown ones."""
         return [str(values[key]) for values in self._values if values[key] is not None]
 

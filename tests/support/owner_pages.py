@@ -16,7 +16,7 @@ from PIL import Image
 
 from edge_client.health.status import ClassImages, Doing, Status
 from edge_client.owner.page.access import PageAccess
-from edge_client.owner.page.routes import Page
+from edge_client.owner.page.routes import OwnerPage
 from edge_client.owner.page.server import PageServer
 from edge_client.settings import DeviceSettings
 from edge_client.storage.state import device_id, status_file
@@ -84,7 +84,7 @@ def write_status(home: Home, state: str = "waiting for a task", **doing: object)
 def serving(home: Home, access: PageAccess, policy: Policy | None = None) -> Iterator["Visitor"]:
     """A visitor of a page in this process, at a port of this machine."""
     home.state.mkdir(exist_ok=True)
-    page = Page(make_settings(home, policy), home.state, access)
+    page = OwnerPage(make_settings(home, policy), home.state, access)
     server = PageServer(ListenAddress("127.0.0.1", 0), page)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()

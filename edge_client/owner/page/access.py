@@ -21,7 +21,7 @@ WRONG_S = 1.0
 """Time after a wrong secret in which its address may make no further attempt."""
 
 
-class TooManyAttempts(FedvitError):
+class AttemptUnderWay(FedvitError):
     """The address of the client has just sent a wrong secret."""
 
     general_code = "FV1814"
@@ -74,13 +74,13 @@ class PageAccess:
     def enter(self, secret: str, client: str) -> str | None:
         """Return the cookie of a new session; None, after a delay, if the secret is wrong.
 
-        Raises TooManyAttempts while another attempt from this address waits.
+        Raises AttemptUnderWay while another attempt from this address waits.
         """
         network, expected = network_of(client), self.password or self.token or ""
         is_right = bool(expected) and hmac.compare_digest(secret.encode("utf-8", "replace"), expected.encode())
         with self._lock:
             if network in self._waiting:
-                raise TooManyAttempts("FV1814", "another attempt is under way: try again in a second")
+                raise AttemptUnderWay("FV1814", "another attempt is under way: try again in a second")
             if is_right:
                 return self._begin()
             self._waiting.add(network)

@@ -11,7 +11,7 @@ from edge_client.owner.page.html import Child, make_part, render, tag
 from edge_client.owner.page.use import LedgerUse
 from edge_client.settings import DeviceSettings
 from edge_client.storage.ledger import describe_sent
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import in_use, status_file
 from fedvit.errors import ConfigError
 from fedvit.files import folder_bytes
@@ -21,13 +21,13 @@ from fedvit.quantities import format_bytes, format_count, format_seconds
 REFRESH_S = 3
 
 
-class DeviceView:
+class DevicePart:
     """Shows the device whose state is in a folder, by its files alone."""
 
     def __init__(self, settings: DeviceSettings, state: Path, use: LedgerUse) -> None:
         self._settings = settings
         self._state = state
-        self._pause = Pause(state)
+        self._pause = OwnerPause(state)
         self._use = use
 
     def show(self, name: str, waiting: int) -> bytes:

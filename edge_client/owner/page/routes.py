@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from edge_client.owner.page.access import PageAccess
-from edge_client.owner.page.device_view import DeviceView
+from edge_client.owner.page.device_view import DevicePart
 from edge_client.owner.page.guesses import Guesses
 from edge_client.owner.page.html import make_link, quote_name, render_document, tag, unquote_name
 from edge_client.owner.page.ledger_view import show_ledger
@@ -16,7 +16,7 @@ from edge_client.owner.page.pictures_view import show_labelling, show_picture, s
 from edge_client.owner.page.use import LedgerUse
 from edge_client.settings import DeviceSettings
 from edge_client.storage.ledger import Ledger
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import read_device_id
 from fedvit.data.images import limit_decoded_bytes
 from fedvit.errors import ConfigError, DataError, FedvitError
@@ -50,15 +50,15 @@ def lead_to(path: str, *headers: tuple[str, str]) -> Answer:
     return Answer(303, TEXT, b"", (("Location", path), *headers))
 
 
-class Page:
+class OwnerPage:
     """The owner's page of a device: answers for those who have access to it."""
 
     def __init__(self, settings: DeviceSettings, state: Path, access: PageAccess) -> None:
         self.access = access
         self._state = state
         self._use = LedgerUse(Ledger(state))
-        self._device = DeviceView(settings, state, self._use)
-        self._pause = Pause(state)
+        self._device = DevicePart(settings, state, self._use)
+        self._pause = OwnerPause(state)
         self._pictures = Pictures(settings.data_folder, limit_decoded_bytes(settings.policy.train.memory))
         self.guesses = Guesses(settings, state)
         self._gets: dict[str, Callable[[Mapping[str, str]], Answer]] = {

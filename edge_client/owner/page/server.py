@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from importlib.resources import files
 from urllib.parse import parse_qsl, urlsplit
 
-from edge_client.owner.page.access import TooManyAttempts
+from edge_client.owner.page.access import AttemptUnderWay
 from edge_client.owner.page.html import render_document, tag
-from edge_client.owner.page.routes import TEXT, Answer, Page, answer_page, lead_to
+from edge_client.owner.page.routes import TEXT, Answer, OwnerPage, answer_page, lead_to
 from fedvit.errors import ConfigError
 from fedvit.small_server import ListenAddress, SmallHandler, SmallServer
 
@@ -59,7 +59,7 @@ class PageServer(SmallServer):
     at_once = 32
     at_once_of_one_address = 16
 
-    def __init__(self, listen: ListenAddress, page: Page) -> None:
+    def __init__(self, listen: ListenAddress, page: OwnerPage) -> None:
         self.page = page
         try:
             super().__init__(listen, _Handler)
@@ -125,7 +125,7 @@ class _Handler(SmallHandler):
     def _enter(self, secret: str) -> Answer:
         try:
             cookie = self.server.page.access.enter(secret, self.client_address[0] if self.client_address else "")
-        except TooManyAttempts as error:
+        except AttemptUnderWay as error:
             return Answer(429, TEXT, f"{str(error).capitalize()}.\n".encode())
         return lead_to("/", ("Set-Cookie", cookie)) if cookie else self._ask(is_wrong=True)
 

@@ -1,4 +1,4 @@
-"""What left the device today, read from the ledger again only when that has changed."""
+"""Sums of what left the device today, read from the ledger again only when that has changed."""
 
 import time
 from datetime import datetime

@@ -57,7 +57,7 @@ def test_clip_and_count_share_the_noise(tmp_path: Path) -> None:
 
 
 def test_neighbours_follow_the_devices_that_are_expected_to_leave() -> None:
-    """Of the devices that are invited, not of those that the run waits for."""
+    """The invited devices count, not those that the run waits for."""
     layout = Layout({"w": (2,)}, 1)
     config = RunConfig(method="fedavg", devices=2000, secure=True, sums=SumsConfig(leaving=0.05))
     assert [make_terms(layout, config, devices, 50).neighbours for devices in (20, 100, 1000)] == [20, 59, 77]

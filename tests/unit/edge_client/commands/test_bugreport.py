@@ -23,7 +23,7 @@ OWN = [
     "notes of mine",
     "gone.heic",
 ]
-"""Of this test: a password, folders and files of the owner."""
+"""Secrets of this test: a password, folders and files of the owner."""
 
 
 def make_images(folder: Path) -> None:

@@ -56,7 +56,9 @@ def make_sensors(root: Path) -> Sensors:
 
 
 @contextmanager
-def shown(address: Address, identity: DeviceIdentity, sensors: Sensors, state: list[AgentState]) -> Iterator[Home]:
+def show_device(
+    address: Address, identity: DeviceIdentity, sensors: Sensors, state: list[AgentState]
+) -> Iterator[Home]:
     """Show a device whose state is the last one of `state`."""
     home = Home(address, identity, sensors)
     home.start()
@@ -83,7 +85,7 @@ def test_all_entities_of_a_board_follow_its_state(tmp_path: Path, data: DeviceDa
         mosquitto(tmp_path / "broker", "retain_available true", password="secret") as broker,
         closing(HomeAssistant(broker.address)) as house,
     ):
-        with shown(broker.address, identity, make_sensors(tmp_path / "board"), state):
+        with show_device(broker.address, identity, make_sensors(tmp_path / "board"), state):
             wait_until(lambda: "battery" in house.list_keys() and comes(house, "activity", "waiting for a task"))
             assert house.list_keys() == {"online", "activity", "run", "round", "accuracy", "temperature", "battery"}
             assert house.state("online") == "on"
@@ -117,7 +119,7 @@ def test_board_without_sensors_has_no_entities_of_them(tmp_path: Path, data: Dev
         mosquitto(tmp_path / "broker", "retain_available true") as broker,
         closing(HomeAssistant(broker.address)) as house,
     ):
-        with shown(broker.address, IDENTITY, Sensors.find(tmp_path), [make_state(data)]):
+        with show_device(broker.address, IDENTITY, Sensors.find(tmp_path), [make_state(data)]):
             wait_until(lambda: "accuracy" in house.list_keys() and comes(house, "activity", "waiting for a task"))
             assert house.list_keys() == {"online", "activity", "run", "round", "accuracy"}
         assert not house.faults
@@ -130,7 +132,7 @@ def test_two_devices_of_one_name_in_two_federations(tmp_path: Path, data: Device
     ):
         other = replace(IDENTITY, federation="garden")
         sensors, state = Sensors.find(tmp_path), [make_state(data)]
-        with shown(broker.address, IDENTITY, sensors, state), shown(broker.address, other, sensors, state):
+        with show_device(broker.address, IDENTITY, sensors, state), show_device(broker.address, other, sensors, state):
             wait_until(lambda: len(house.entities) == 10)
             remove_entities(broker.address, HomeTopics("garden", "pi_1"))
             wait_until(lambda: len(house.entities) == 5)
@@ -141,7 +143,7 @@ def test_device_comes_back_with_its_broker(tmp_path: Path, data: DeviceData) -> 
     state = [make_state(data)]
     with mosquitto(tmp_path / "broker", "retain_available true") as broker:
         broker.stop()
-        with shown(broker.address, IDENTITY, Sensors.find(tmp_path), state):
+        with show_device(broker.address, IDENTITY, Sensors.find(tmp_path), state):
             for number in (1, 2):
                 broker.restart()
                 with closing(HomeAssistant(broker.address)) as house:
@@ -161,7 +163,7 @@ def test_wrong_password_is_said(tmp_path: Path, data: DeviceData, caplog: pytest
         wrong = replace(broker.address, password="other")
         with pytest.raises(LinkDown, check=has_code("FV1471", "refused")):
             try_connection(wrong)
-        with shown(wrong, IDENTITY, Sensors.find(tmp_path), [make_state(data)]):
+        with show_device(wrong, IDENTITY, Sensors.find(tmp_path), [make_state(data)]):
             wait_until(lambda: "no connection to the home's broker" in caplog.text)
         try_connection(broker.address)
     assert "other" not in caplog.text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.health.readiness import BATTERY_AGAIN_S, BUSY_AGAIN_S, HOT_AGAIN_S, NotNow, Readiness
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from fedvit.policy import Hours, Policy, TrainPolicy
 from profiles.probes.battery import Battery
 
@@ -48,7 +48,7 @@ def test_a_busy_file(tmp_path: Path) -> None:
 
 
 def test_a_pause_of_its_owner(tmp_path: Path) -> None:
-    pause = Pause(tmp_path)
+    pause = OwnerPause(tmp_path)
     readiness = Readiness(policy=Policy(), pause=pause)
     assert readiness.not_now() is None
     pause.begin()

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import edge_client.health.status as status_module
 from edge_client.cli import cli
 from edge_client.health.status import Status, read_status
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import lock_state
 from fedvit.errors import ConfigError
 from tests.support.agents import World
@@ -69,7 +69,7 @@ def test_pause_of_the_owner_is_shown(tmp_path: Path) -> None:
 
     assert json.loads(show("--json"))["paused"] is False
     assert "paused" not in show()
-    Pause(home.state).begin()
+    OwnerPause(home.state).begin()
     assert json.loads(show("--json"))["paused"] is True
     assert re.search("^paused +by its owner: takes no task$", show(), re.MULTILINE)
 

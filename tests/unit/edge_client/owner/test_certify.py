@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from edge_client.health.doctor_context import Finding
 from edge_client.owner.certify import (
-    Certificate,
+    BoardCertificate,
     HeatFigures,
     MemoryFigures,
     ProgramFigures,
@@ -52,7 +52,7 @@ PROGRAMS = (
     ProgramFigures(name="float", loss=2.3, right=True, use=USE),
     ProgramFigures(name="int8", loss=2.3, right=True, use=USE),
 )
-CERTIFICATE = Certificate(
+CERTIFICATE = BoardCertificate(
     made="2026-01-02T03:04:05+00:00",
     faults=(),
     doctor=(Finding(check="clock", level="warning", what="it is 2020"),),

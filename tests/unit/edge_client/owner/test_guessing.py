@@ -7,7 +7,7 @@ from tests.support.settings import Setting
 
 
 def test_guess_is_the_answer_of_the_devices_newest_model(world: World, fedavg: Setting, digits: Path) -> None:
-    """Of three classes the likeliest has a third at least."""
+    """The likeliest of three classes has a third at least."""
     world.device()
     world.server.acknowledge(world.result(fedavg))
     guesser = newest_guesser(device="pi", state=world.state, data=DeviceData.open(digits), threads=1)

@@ -1,13 +1,13 @@
 import time
 from pathlib import Path
 
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 
 
 def test_pause_begins_once_and_ends(tmp_path: Path) -> None:
     """Also of a device that has no state yet; another process sees it."""
     state = tmp_path / "new" / "state"
-    pause = Pause(state)
+    pause = OwnerPause(state)
     pause.end()
     assert (pause.is_on(), pause.began_s()) == (False, None)
     pause.begin()
@@ -15,9 +15,9 @@ def test_pause_begins_once_and_ends(tmp_path: Path) -> None:
     assert began_s is not None
     assert abs(began_s - time.time()) < 3600
     pause.begin()
-    assert Pause(state).began_s() == began_s
+    assert OwnerPause(state).began_s() == began_s
     assert pause.file.stat().st_mode & 0o777 == 0o600
     assert state.stat().st_mode & 0o777 == 0o700
     pause.end()
     pause.end()
-    assert not Pause(state).is_on()
+    assert not OwnerPause(state).is_on()

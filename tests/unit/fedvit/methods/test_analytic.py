@@ -329,7 +329,7 @@ def test_a_sketch_gives_the_regression_of_its_own_features(
 
 
 def test_a_sketch_sends_less_and_keeps_most_of_the_accuracy() -> None:
-    """Of 256 numbers, in which ten classes differ by one deviation, a third keeps nine tenths of the right answers."""
+    """A third of 256 numbers, in which ten classes differ by one deviation, keeps nine tenths of the right answers."""
     draw = np.random.default_rng(0)
     centres, labels = draw.normal(0, 0.35, (10, 256)), draw.integers(0, 10, 3000)
     features = centres[labels] + draw.normal(0, 1, (3000, 256))

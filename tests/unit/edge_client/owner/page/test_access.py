@@ -4,7 +4,7 @@ import time
 import pytest
 
 from edge_client.owner.page import access as access_module
-from edge_client.owner.page.access import MOST_SESSIONS, PageAccess, TooManyAttempts
+from edge_client.owner.page.access import MOST_SESSIONS, AttemptUnderWay, PageAccess
 from tests.support.waiting import wait_until
 
 
@@ -44,7 +44,7 @@ def test_wrong_secret_delays_its_own_address_alone(monkeypatch: pytest.MonkeyPat
     waiting.start()
     try:
         wait_until(lambda: access._waiting)
-        with pytest.raises(TooManyAttempts):
+        with pytest.raises(AttemptUnderWay):
             access.enter("password", "192.0.2.7")
         assert access.enter("password", "192.0.2.8")
     finally:

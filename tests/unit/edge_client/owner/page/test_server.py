@@ -1,4 +1,4 @@
-"""What the page answers, over real connections: to strangers, to other origins, to its owner."""
+"""Answers of the page, over real connections: to strangers, to other origins, to its owner."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ import pytest
 from edge_client.owner.page.access import PageAccess
 from edge_client.owner.page.html import quote_name
 from edge_client.owner.page.server import HEADERS, LONGEST_FORM
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import lock_state
 from tests.support.owner_pages import PASSWORD, RIGHT, Home, Visitor, make_home, serving, write_status
 
@@ -55,7 +55,7 @@ def test_stranger_sees_the_question_for_the_password_and_nothing_else(stranger: 
     for path in ("/pause", "/resume", "/label"):
         reply = stranger.post(path, {"picture": "0000.png", "label": "cat"})
         assert (reply.status, reply.headers["Location"]) == (303, "/")
-    assert not Pause(home.state).is_on()
+    assert not OwnerPause(home.state).is_on()
     assert "unlabelled/0000.png" in home.files()
 
 
@@ -86,7 +86,7 @@ def test_cookie_is_for_this_page_alone(owner: Visitor) -> None:
 def test_forms_of_other_origins_are_refused(owner: Visitor, home: Home, origin: str) -> None:
     """A browser sends the origin of each form, which is the page's own or it is an attack."""
     assert owner.post("/pause", {}, Origin=origin).status == 403
-    assert not Pause(home.state).is_on()
+    assert not OwnerPause(home.state).is_on()
 
 
 def test_without_a_password_the_token_opens_and_other_names_are_refused(home: Home) -> None:
@@ -171,7 +171,7 @@ def test_pictures_leave_out_what_the_file_says_beside_its_pixels(owner: Visitor)
 
 
 def test_label_by_form_and_undo(owner: Visitor, home: Home) -> None:
-    """As a browser without a script sends it."""
+    """A browser without a script sends it so."""
     done = owner.post("/label", {"picture": "0000.png", "label": "dog"})
     assert done.headers["Location"] == "/label?after=0000.png"
     assert "dog/0000.png" in home.files()
@@ -224,8 +224,8 @@ def test_device_shows_state_use_and_pause(owner: Visitor, home: Home) -> None:
     for text in ("Training", "Round 3 of birds", "step 4 of 8", "200 MB of 400 MB", "Label 3 pictures"):
         assert text in shown
     assert owner.post("/pause", {}).headers["Location"] == "/"
-    assert Pause(home.state).is_on()
+    assert OwnerPause(home.state).is_on()
     assert "Paused by you since" in owner.get("/").text
     owner.post("/resume", {})
-    assert not Pause(home.state).is_on()
+    assert not OwnerPause(home.state).is_on()
     os.close(lock)

@@ -1,4 +1,4 @@
-"""What the views say of a device's files."""
+"""Views of a device's files."""
 
 import time
 import tomllib
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.owner.page.device_view import DeviceView
+from edge_client.owner.page.device_view import DevicePart
 from edge_client.owner.page.ledger_view import PAGE, read_page, show_ledger
 from edge_client.owner.page.pictures import Pictures
 from edge_client.owner.page.pictures_view import show_labelling, show_pictures
 from edge_client.owner.page.use import LedgerUse
 from edge_client.storage.ledger import DAY_S, Kind, Ledger, LedgerLine
-from edge_client.storage.pause import Pause
+from edge_client.storage.pause import OwnerPause
 from fedvit.policy import make_policy
 from tests.support.owner_pages import Home, make_home, make_settings, write_status
 
@@ -32,7 +32,7 @@ def add_line(home: Home, kind: Kind, size: int = 0, ago_s: float = 0.0, reason: 
 
 def show_device(home: Home, policy: str = "") -> str:
     settings = make_settings(home, make_policy(tomllib.loads(policy), "test"))
-    return DeviceView(settings, home.state, LedgerUse(Ledger(home.state))).show("pi", 0).decode()
+    return DevicePart(settings, home.state, LedgerUse(Ledger(home.state))).show("pi", 0).decode()
 
 
 def test_budgets_of_the_policy_with_the_use_of_today(home: Home) -> None:
@@ -52,9 +52,9 @@ def test_reason_why_no_task_is_taken_now(home: Home) -> None:
     shown = show_device(home, f'[train]\nquiet_hours = "{quiet}"')
     assert f"no: quiet hours until {(hour + 2) % 24:02}:00" in shown
     assert f"not {quiet}" in shown
-    Pause(home.state).begin()
+    OwnerPause(home.state).begin()
     assert "no: paused by its owner" in show_device(home)
-    Pause(home.state).end()
+    OwnerPause(home.state).end()
     assert ">yes<" in show_device(home)
 
 
@@ -98,7 +98,7 @@ def test_folder_without_classes_is_explained(tmp_path: Path) -> None:
 
 
 def test_more_classes_than_keys(home: Home) -> None:
-    """Those without a key have a button."""
+    """Classes without a key have a button."""
     for number in range(80):
         (home.images / f"class-{number:02}").mkdir()
     shown = show_labelling(Pictures(home.images), "pi", "", "").decode()

@@ -2,13 +2,19 @@
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.wire.adoption import SERVICE
 
+if TYPE_CHECKING:
+    from zeroconf import Zeroconf
+
 SEARCH_S = 3.0
 """Time in which coordinators answer."""
+LONGEST_SEARCH_S = 20.0
+"""The same, while none has answered: mDNS repeats its questions, and a busy machine is slow."""
+LOOK_EVERY_S = 0.2
 ANSWER_MS = 2000
 
 
@@ -41,13 +47,20 @@ def find_coordinators(search_s: float = SEARCH_S, interfaces: Sequence[str] | No
     try:
         handler = lambda name, **_: names.add(name)  # noqa: E731
         browser = ServiceBrowser(zeroconf, SERVICE, handlers=[handler])
+        until = time.monotonic() + LONGEST_SEARCH_S
         time.sleep(search_s)
+        while not (found := _resolve(zeroconf, sorted(names))) and time.monotonic() < until:
+            time.sleep(LOOK_EVERY_S)
         browser.cancel()
-        found = []
-        for name in sorted(names):
-            info = zeroconf.get_service_info(SERVICE, name, ANSWER_MS)
-            if info and info.port and (addresses := info.parsed_addresses()):
-                found.append(Coordinator(name.removesuffix(f".{SERVICE}"), addresses[0], info.port))
         return found
     finally:
         zeroconf.close()
+
+
+def _resolve(zeroconf: "Zeroconf", names: Sequence[str]) -> list[Coordinator]:
+    found = []
+    for name in names:
+        info = zeroconf.get_service_info(SERVICE, name, ANSWER_MS)
+        if info and info.port and (addresses := info.parsed_addresses()):
+            found.append(Coordinator(name.removesuffix(f".{SERVICE}"), addresses[0], info.port))
+    return found

@@ -302,7 +302,7 @@ def test_full_disk(scene: Scene) -> None:
 
 
 def test_disk_that_became_read_only(scene: Scene) -> None:
-    """The file system goes read-only in a run, as on a worn card. After the owner has restarted the board, it goes on."""
+    """The file system goes read-only in a run, as on a worn card. It goes on after a restart."""
     site, board = scene.site, scene.board
     site.start_run("read-only", {**RUN, "rounds": 3})
     site.wait_for_rounds("read-only", 1)

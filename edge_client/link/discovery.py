@@ -26,8 +26,12 @@ class Coordinator(NamedTuple):
     port: int
 
 
-def find_coordinators(search_s: float = SEARCH_S, interfaces: Sequence[str] | None = None) -> list[Coordinator]:
-    """Return the coordinators that answer, by name; `interfaces` are addresses of this device, None: all.
+def find_coordinators(
+    interfaces: Sequence[str] | None = None, longest_s: float = LONGEST_SEARCH_S
+) -> list[Coordinator]:
+    """Return the coordinators that answer, by name; wait up to `longest_s` seconds for the first one.
+
+    `interfaces` are addresses of this device, None: all.
 
     Raises ConfigError without the package zeroconf, LinkDown without a network.
     """
@@ -47,8 +51,8 @@ def find_coordinators(search_s: float = SEARCH_S, interfaces: Sequence[str] | No
     try:
         handler = lambda name, **_: names.add(name)  # noqa: E731
         browser = ServiceBrowser(zeroconf, SERVICE, handlers=[handler])
-        until = time.monotonic() + LONGEST_SEARCH_S
-        time.sleep(search_s)
+        until = time.monotonic() + longest_s
+        time.sleep(SEARCH_S)
         while not (found := _resolve(zeroconf, sorted(names))) and time.monotonic() < until:
             time.sleep(LOOK_EVERY_S)
         browser.cancel()

@@ -43,9 +43,9 @@ from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_BYTES, Chunk, decode_chunk
 from tests.support.corpus import RUN, USE, list_coordinator_messages, list_device_messages, make_hello
 from tests.support.fuzz_scene import Scene, make_scene
-from tests.support.hostile import WAIT_S, Peer
+from tests.support.hostile import Peer
 from tests.support.mutations import damage_chunk, damage_message, damage_structure, damage_tensors, replace_delta_chains
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.slow
 

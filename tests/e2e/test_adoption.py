@@ -117,7 +117,7 @@ def test_device_is_adopted_by_its_code(scene: Scene) -> None:
     adopting.wait_for("the code is right")
     joining.wait_for("is right?")
     joining.type("y")
-    assert joining.finish() == 0, joining.text
+    assert joining.finish() == 0, joining.text + adopting.text
     assert adopting.finish() == 0, adopting.text
     assert "joined as 'pi-3'" in joining.text
     assert Path(scene.state("pi-3"), "identity", "membership.json").is_file()

@@ -46,7 +46,7 @@ from fedvit.transport.mqtt import MqttTransport
 from coordinator.security.broker.process import claim_port
 
 def reasons():
-    event = transport.inbox.get(timeout=WAIT_S)
+    event = transport.inbox.get(timeout=480)
     return event.reason if isinstance(event, Disconnected) else ""
 
 transport = MqttTransport(SimpleQueue(), Address("127.0.0.1", claim_port()), client_id="c")

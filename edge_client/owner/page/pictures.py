@@ -30,7 +30,7 @@ class Labelled(NamedTuple):
     place: Path  # now
 
 
-class Pictures:
+class PictureFolder:
     """The pictures of one folder, for several threads. One is decoded at a time, as that may take much memory."""
 
     def __init__(self, folder: Path, decoded_bytes: int = DECODED_BYTES) -> None:

@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element
 from edge_client.owner.labelling import KEYS, SKIP, UNDO
 from edge_client.owner.page.html import make_link, make_part, quote_name, render, tag
 from edge_client.owner.page.ledger_view import link_pages
-from edge_client.owner.page.pictures import LARGE, SMALL, Pictures
+from edge_client.owner.page.pictures import LARGE, SMALL, PictureFolder
 from fedvit.data.layout import UNLABELLED
 from fedvit.errors import DataError
 from fedvit.quantities import format_count
@@ -15,7 +15,7 @@ from fedvit.quantities import format_count
 PAGE = 60
 
 
-def show_pictures(pictures: Pictures, name: str, label: str | None, page: int) -> bytes:
+def show_pictures(pictures: PictureFolder, name: str, label: str | None, page: int) -> bytes:
     """Return the grid of the pictures of a class, else of those without a label."""
     content = [tag("h1", "Pictures")]
     try:
@@ -50,7 +50,7 @@ def show_pictures(pictures: Pictures, name: str, label: str | None, page: int) -
     return render("Pictures", name, "/pictures", *content)
 
 
-def _show_small(pictures: Pictures, path: Path) -> Element:
+def _show_small(pictures: PictureFolder, path: Path) -> Element:
     own = pictures.name_of(path)
     target = make_link("/picture", name=quote_name(own))
     if own.startswith(f"{UNLABELLED}/"):
@@ -62,7 +62,7 @@ def _show_small(pictures: Pictures, path: Path) -> Element:
     return tag("li", tag("a", image, href=target))
 
 
-def show_picture(pictures: Pictures, name: str, picture: str) -> bytes:
+def show_picture(pictures: PictureFolder, name: str, picture: str) -> bytes:
     """Return the view of a labelled picture with the model's guess. Raises DataError."""
     path = pictures.find(picture)
     return render(
@@ -76,7 +76,7 @@ def show_picture(pictures: Pictures, name: str, picture: str) -> bytes:
     )
 
 
-def show_labelling(pictures: Pictures, name: str, wanted: str, after: str, trouble: str = "") -> bytes:
+def show_labelling(pictures: PictureFolder, name: str, wanted: str, after: str, trouble: str = "") -> bytes:
     """Return the view of one picture without a label, with a button and a key for each class.
 
     It is `wanted` if that waits, else the first behind `after` in the order of names, else the first.
@@ -102,7 +102,9 @@ def show_labelling(pictures: Pictures, name: str, wanted: str, after: str, troub
     )
 
 
-def _show_work(pictures: Pictures, classes: Sequence[str], waiting: Sequence[Path], place: int) -> Iterator[Element]:
+def _show_work(
+    pictures: PictureFolder, classes: Sequence[str], waiting: Sequence[Path], place: int
+) -> Iterator[Element]:
     path = waiting[place]
     yield from _show_large(pictures, path)
     is_damaged = _find_damage(pictures, path) is not None
@@ -128,7 +130,7 @@ def _show_work(pictures: Pictures, classes: Sequence[str], waiting: Sequence[Pat
     yield tag("p", f"Picture {place + 1} of {len(waiting)} without a label: {path.name}", class_="note")
 
 
-def _show_large(pictures: Pictures, path: Path) -> Iterator[Element]:
+def _show_large(pictures: PictureFolder, path: Path) -> Iterator[Element]:
     own = pictures.name_of(path)
     if damage := _find_damage(pictures, path):
         yield _make_banner(damage)
@@ -138,7 +140,7 @@ def _show_large(pictures: Pictures, path: Path) -> Iterator[Element]:
     yield tag("p", id="guess", role="status", data_guess=make_link("/guess", name=quote_name(own)))
 
 
-def _find_damage(pictures: Pictures, path: Path) -> str | None:
+def _find_damage(pictures: PictureFolder, path: Path) -> str | None:
     """Return the reason why a picture cannot be shown; None if it can, and then it is drawn already."""
     try:
         pictures.draw(path, LARGE)
@@ -148,7 +150,7 @@ def _find_damage(pictures: Pictures, path: Path) -> str | None:
     return None
 
 
-def _show_newest(pictures: Pictures) -> Element | None:
+def _show_newest(pictures: PictureFolder) -> Element | None:
     newest = pictures.newest
     return tag("p", newest.name, " is ", tag("b", newest.label), " now.") if newest else None
 

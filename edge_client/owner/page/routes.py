@@ -11,7 +11,7 @@ from edge_client.owner.page.device_view import DevicePart
 from edge_client.owner.page.guesses import Guesses
 from edge_client.owner.page.html import make_link, quote_name, render_document, tag, unquote_name
 from edge_client.owner.page.ledger_view import show_ledger
-from edge_client.owner.page.pictures import LARGE, SMALL, Pictures
+from edge_client.owner.page.pictures import LARGE, SMALL, PictureFolder
 from edge_client.owner.page.pictures_view import show_labelling, show_picture, show_pictures
 from edge_client.owner.page.use import LedgerUse
 from edge_client.settings import DeviceSettings
@@ -59,7 +59,7 @@ class OwnerPage:
         self._use = LedgerUse(Ledger(state))
         self._device = DevicePart(settings, state, self._use)
         self._pause = OwnerPause(state)
-        self._pictures = Pictures(settings.data_folder, limit_decoded_bytes(settings.policy.train.memory))
+        self._pictures = PictureFolder(settings.data_folder, limit_decoded_bytes(settings.policy.train.memory))
         self.guesses = Guesses(settings, state)
         self._gets: dict[str, Callable[[Mapping[str, str]], Answer]] = {
             "/": self._show_device,

@@ -8,7 +8,7 @@ import pytest
 
 from edge_client.owner.page.device_view import DevicePart
 from edge_client.owner.page.ledger_view import PAGE, read_page, show_ledger
-from edge_client.owner.page.pictures import Pictures
+from edge_client.owner.page.pictures import PictureFolder
 from edge_client.owner.page.pictures_view import show_labelling, show_pictures
 from edge_client.owner.page.use import LedgerUse
 from edge_client.storage.ledger import DAY_S, Kind, Ledger, LedgerLine
@@ -92,7 +92,7 @@ def test_empty_ledger(home: Home) -> None:
 
 
 def test_folder_without_classes_is_explained(tmp_path: Path) -> None:
-    pictures = Pictures(tmp_path)
+    pictures = PictureFolder(tmp_path)
     for shown in (show_pictures(pictures, "pi", "", 1), show_labelling(pictures, "pi", "", "")):
         assert b"no class folders" in shown
 
@@ -101,7 +101,7 @@ def test_more_classes_than_keys(home: Home) -> None:
     """Classes without a key have a button."""
     for number in range(80):
         (home.images / f"class-{number:02}").mkdir()
-    shown = show_labelling(Pictures(home.images), "pi", "", "").decode()
+    shown = show_labelling(PictureFolder(home.images), "pi", "", "").decode()
     assert shown.count('name="label"') == 82
     assert shown.count("data-key") == 62
 
@@ -109,11 +109,11 @@ def test_more_classes_than_keys(home: Home) -> None:
 def test_no_picture_waits(home: Home) -> None:
     for file in (home.images / "unlabelled").iterdir():
         file.unlink()
-    assert "No picture waits for a label." in show_labelling(Pictures(home.images), "pi", "0000.png", "").decode()
+    assert "No picture waits for a label." in show_labelling(PictureFolder(home.images), "pi", "0000.png", "").decode()
 
 
 def test_pictures_of_a_class_are_in_pages(tmp_path: Path) -> None:
-    pictures = Pictures(make_home(tmp_path, waiting=70).images)
+    pictures = PictureFolder(make_home(tmp_path, waiting=70).images)
     first, second = (show_pictures(pictures, "pi", "", page).decode() for page in (1, 2))
     assert (first.count("<img"), second.count("<img")) == (60, 10)
     assert show_pictures(pictures, "pi", "cat", 1).count(b"<img") == 1

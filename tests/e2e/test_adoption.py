@@ -79,7 +79,9 @@ class Scene:
         return adopting
 
     def join(self, name: str, *arguments: str) -> Terminal:
-        return self.open("edge_client.cli", "join", "--id", name, "--state", self.state(name), *arguments)
+        return self.open(
+            "edge_client.cli", "join", "--id", name, "--state", self.state(name), "--patience", f"{WAIT_S}s", *arguments
+        )
 
     def state(self, name: str) -> str:
         return str(self.stage.folder / "state" / name)

@@ -837,7 +837,7 @@ def test_administrator_adopts_a_device_from_the_page(browser: Browser, stage: St
         write_into(tab, "Address at which devices may ask", place)
         press(tab, "Let devices ask")
         tab.until(f"document.querySelector('#open').innerText.includes({place!r})")
-        join = ("join", "--id", "pi-3", "--state", str(state), "--from", place)
+        join = ("join", "--id", "pi-3", "--state", str(state), "--from", place, "--patience", f"{WAIT_S}s")
         joining = Terminal([*program("edge_client.cli"), *join], stage)
         code = read_code(joining)
         tab.until("document.querySelector('#asking').innerText.includes('pi-3')")

@@ -73,7 +73,7 @@ def test_nothing_in_the_tree_runs_what_came_from_outside() -> None:
 
 @pytest.mark.slow
 def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
-    """The wheel as it is built: its Python is that of the tree, and all else is data but for the dashboard's script."""
+    """The wheel as it is built: its Python is that of the tree, and all else is data but for the scripts of two pages."""
     command = [
         sys.executable,
         "-c",
@@ -93,7 +93,8 @@ def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
         found = [text for name in names if name.endswith(".py") for text in offences(name, wheel.read(name).decode())]
     assert found == []
     kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
-    assert kinds <= {".py", ".toml", ".json", ".html", ".css", ".js", ".onnx", ".typed", ".txt"}
-    assert [name for name in names if name.endswith(".js")] == ["coordinator/views/dashboard/dashboard.js"]
+    assert kinds <= {".py", ".toml", ".json", ".html", ".css", ".svg", ".js", ".onnx", ".program", ".typed", ".txt"}
+    scripts = {"coordinator/views/dashboard/dashboard.js", "edge_client/owner/page/page.js"}
+    assert {name for name in names if name.endswith(".js")} == scripts
     assert not [name for name in names if name.startswith(("tests", "deploy"))]
     assert not [name for name in names if "bench" in Path(name).with_suffix("").parts]

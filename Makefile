@@ -9,6 +9,9 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(2 * os.cpu_count())")
 
 FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 
+# the tests start thousands of processes, and each would compile what it imports
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
 
 install: $(VENV)/.installed

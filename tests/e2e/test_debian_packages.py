@@ -14,6 +14,7 @@ from fedvit.publisher import PublisherKey
 from fedvit.releases import pack_folder
 from tests.support.programs import Stage
 from tests.support.waiting import WAIT_S
+from tests.support.wheels import build_own_wheel
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +30,7 @@ mount -t tmpfs tmpfs /opt && mkdir /opt/fedvit && mount --bind "$1" /opt/fedvit 
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Build the packages for this machine twice; return both folders."""
     home = tmp_path_factory.mktemp("debian")
-    subprocess.run(
-        [sys.executable, "-m", "build", "--quiet", "--wheel", "--installer", "uv", "--outdir", home, ROOT], check=True
-    )
-    [wheel] = home.glob("fedvit-*.whl")
+    wheel = build_own_wheel(home)
     folders = home / "one", home / "two"
     for folder in folders:
         command = [ROOT / "deploy/debian/build.sh", wheel, folder, sys.executable, f"amd64:{VERSION}"]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.wheels import build_own_wheel
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -21,11 +23,7 @@ SCRIPT = ROOT / "deploy" / "install.sh"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel of this source."""
-    home = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--quiet", "--wheel", "--installer", "uv", "--outdir", home, ROOT]
-    subprocess.run(command, check=True)
-    [wheel] = home.glob("fedvit-*.whl")
-    return wheel
+    return build_own_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def make_version(wheel: Path, version: str) -> Path:

@@ -73,7 +73,7 @@ def test_nothing_in_the_tree_runs_what_came_from_outside() -> None:
 
 @pytest.mark.slow
 def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
-    """The wheel as it is built: its Python is that of the tree, and all else is data but for the scripts of two pages."""
+    """The wheel as it is built: all but its Python and the scripts of two pages is data."""
     command = [
         sys.executable,
         "-c",

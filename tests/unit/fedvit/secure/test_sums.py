@@ -13,7 +13,7 @@ from fedvit.secure.fixed_point import decode_mean, encode_values, find_error_bou
 from fedvit.secure.keys import Binding, KeyPair
 from fedvit.secure.masks import add_masks
 from fedvit.secure.neighbours import (
-    bound_failure_probability,
+    limit_failure_probability,
     choose_degree,
     count_needed_holders,
     digest_roster,
@@ -69,7 +69,7 @@ def test_neighbours_follow_the_share_of_devices_that_leave(count: int) -> None:
     few, enough = (Group(count, choose_degree(count, leaving, 20), 0.05) for leaving in (0.0, 0.05))
     assert few.neighbours == 20
     assert (
-        bound_failure_probability(count, enough.neighbours, 0.05) <= 0.01 < bound_failure_probability(count, 20, 0.05)
+        limit_failure_probability(count, enough.neighbours, 0.05) <= 0.01 < limit_failure_probability(count, 20, 0.05)
     )
     assert sum(has_hollow_sum(few, seed, attempts=1) for seed in range(20)) <= 10
     assert all(has_hollow_sum(enough, seed, attempts=1) for seed in range(20))

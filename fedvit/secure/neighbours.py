@@ -79,11 +79,11 @@ def choose_degree(devices: int, leaving: float, least: int) -> int:
     most = max(least, min(MAX_NEIGHBOURS, devices - 1))
     degrees = range(least, most + 1)
     return next(
-        (degree for degree in degrees if limit_failure_probability(devices, degree, leaving) <= MOST_FAILURES), most
+        (degree for degree in degrees if compute_failure_bound(devices, degree, leaving) <= MOST_FAILURES), most
     )
 
 
-def limit_failure_probability(devices: int, degree: int, leaving: float) -> float:
+def compute_failure_bound(devices: int, degree: int, leaving: float) -> float:
     """Return a bound of the probability that an attempt fails: that a device has too few holders who reveal shares.
 
     Of the devices that have sent keys, this share leaves in each of the other three steps.

@@ -13,8 +13,8 @@ from fedvit.secure.fixed_point import decode_mean, encode_values, find_error_bou
 from fedvit.secure.keys import Binding, KeyPair
 from fedvit.secure.masks import add_masks
 from fedvit.secure.neighbours import (
-    limit_failure_probability,
     choose_degree,
+    compute_failure_bound,
     count_needed_holders,
     digest_roster,
     find_neighbours,
@@ -68,9 +68,7 @@ def test_neighbours_follow_the_share_of_devices_that_leave(count: int) -> None:
     """A twentieth of the devices leaves in each step: one attempt fails mostly with 20 neighbours, never with more."""
     few, enough = (Group(count, choose_degree(count, leaving, 20), 0.05) for leaving in (0.0, 0.05))
     assert few.neighbours == 20
-    assert (
-        limit_failure_probability(count, enough.neighbours, 0.05) <= 0.01 < limit_failure_probability(count, 20, 0.05)
-    )
+    assert compute_failure_bound(count, enough.neighbours, 0.05) <= 0.01 < compute_failure_bound(count, 20, 0.05)
     assert sum(has_hollow_sum(few, seed, attempts=1) for seed in range(20)) <= 10
     assert all(has_hollow_sum(enough, seed, attempts=1) for seed in range(20))
 

@@ -1,6 +1,5 @@
 """`coordinator dashboard`: shows runs and devices in a browser."""
 
-import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -24,11 +23,10 @@ from fedvit.command_line import Command
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 from fedvit.hosts import is_loopback
+from fedvit.passwords import read_password
 
 PORT = 8090
 PASSWORD = "FEDVIT_DASHBOARD_PASSWORD"
-SHORTEST = 8
-"""Characters of a password."""
 
 
 @click.command(
@@ -92,7 +90,7 @@ def dashboard(
     """
     listen, is_api = access["listen"], access["api_only"]
     server = _import_server(is_api)
-    password = _password(password_file)
+    password = read_password(password_file, PASSWORD, "dashboard", "FV1805")
     if password is None and not is_api and not is_loopback(listen):
         raise ConfigError(
             "FV1804",
@@ -164,17 +162,3 @@ def _announce(what: str, address: str, file: Path | None) -> Iterator[str | None
         yield token
     finally:
         file.unlink(missing_ok=True)
-
-
-def _password(file: Path | None) -> str | None:
-    """From the file, else from the environment; None if there is none. Raises ConfigError if it cannot be used."""
-    if file is None:
-        password, source = os.environ.get(PASSWORD), PASSWORD
-    else:
-        try:
-            password, source = file.read_text().strip(), str(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("FV1805", f"the dashboard's password cannot be read: {error}") from error
-    if password is not None and len(password) < SHORTEST:
-        raise ConfigError("FV1805", f"the dashboard's password in {source} has fewer than {SHORTEST} characters")
-    return password

@@ -1,6 +1,5 @@
 """`edge-client page`: the owner's page of this device in a browser."""
 
-import os
 import secrets
 import signal
 import sys
@@ -22,12 +21,11 @@ from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 from fedvit.hosts import is_loopback
 from fedvit.logs import configure_logging
+from fedvit.passwords import read_password
 from fedvit.small_server import parse_listen
 
 PORT = 8092
 PASSWORD = "FEDVIT_PAGE_PASSWORD"
-SHORTEST = 8
-"""Characters of a password."""
 ADDRESS_FILE = "page.url"
 
 
@@ -60,7 +58,10 @@ def command(context: click.Context, /, *, listen: str, password_file: Path | Non
     """
     settings = read_settings(context, own)
     state = state_folder(settings.data_folder, settings.state)
-    address, password = parse_listen(listen, "--listen", "FV1426"), read_password(password_file)
+    address, password = (
+        parse_listen(listen, "--listen", "FV1426"),
+        read_password(password_file, PASSWORD, "page", "FV1427"),
+    )
     if password is None and address.socket_path is None and not is_loopback(address.host):
         raise ConfigError(
             "FV1426",
@@ -101,17 +102,3 @@ def announce(address: str, token: str | None, file: Path) -> Iterator[None]:
         yield
     finally:
         file.unlink(missing_ok=True)
-
-
-def read_password(file: Path | None) -> str | None:
-    """Read the password from a file, else from the environment; None if there is none. Raises ConfigError."""
-    if file is None:
-        password, source = os.environ.get(PASSWORD), PASSWORD
-    else:
-        try:
-            password, source = file.read_text().strip(), str(file)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("FV1427", f"the page's password cannot be read: {error}") from error
-    if password is not None and len(password) < SHORTEST:
-        raise ConfigError("FV1427", f"the page's password in {source} has fewer than {SHORTEST} characters")
-    return password

@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: data, a graph cache, the undisturbed run, and a stage for each test."""
+"""Fixtures of the end-to-end tests: data, a graph cache, the undisturbed run, a stage for each test, and a browser."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +9,7 @@ import pytest
 
 from fleet.request import RunRequest
 from fleet.simulate import simulate
+from tests.support.chromium import Browser, Tab, browsing
 from tests.support.federation import deal_digits
 from tests.support.once import make_once
 from tests.support.programs import CONFIG, DEVICES, SUMMED, Stage
@@ -69,3 +70,16 @@ def hosts(stage: Stage, postgresql: "Postgresql") -> "Iterator[Hosts]":
 
     with make_hosts(stage, postgresql) as hosts:
         yield hosts
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("chromium") / "profile") as browser:
+        yield browser
+
+
+@pytest.fixture
+def tab(browser: Browser) -> Iterator[Tab]:
+    with browser.tab() as tab:
+        yield tab
+        assert tab.complaints == []

@@ -32,7 +32,7 @@ from fedvit.errors import FedvitError
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from tests.e2e.test_adoption import Terminal, read_code
-from tests.support.chromium import Browser, Tab, browsing
+from tests.support.chromium import Browser, Tab
 from tests.support.dashboards import read_address, served
 from tests.support.fleets import other_runs
 from tests.support.programs import Stage, program
@@ -94,19 +94,6 @@ def address(record: Record, browser: Browser) -> Iterator[str]:
     with served(folder_of(record), "--experiments", str(experiments)) as address:
         let_in(browser, folder_of(record), address)
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(tmp_path_factory.mktemp("chromium") / "profile") as browser:
-        yield browser
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    with browser.tab() as tab:
-        yield tab
-        assert tab.complaints == []
 
 
 def test_runs_are_listed_with_their_progress(tab: Tab, address: str) -> None:

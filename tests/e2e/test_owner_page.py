@@ -4,7 +4,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from edge_client.storage.ledger import Ledger, LedgerLine
 from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import lock_state
 from tests.e2e.test_growing_folder import count_trained, endless, images_of, next_round
-from tests.support.chromium import Browser, Tab, browsing
+from tests.support.chromium import Browser, Tab
 from tests.support.owner_pages import PASSWORD, Home, add_image, make_home, page_process, write_status
 from tests.support.programs import Stage, wait_for
 from tests.support.waiting import wait_until
@@ -21,19 +20,6 @@ from tests.support.waiting import wait_until
 ASKED = "document.querySelector('#secret')"
 READY = "document.querySelector('#guess')?.textContent.match(/says|No guess/)"
 """The view of a picture is whole, and takes keys."""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(tmp_path_factory.mktemp("chromium") / "profile") as browser:
-        yield browser
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    with browser.tab() as tab:
-        yield tab
-        assert tab.complaints == []
 
 
 @pytest.fixture

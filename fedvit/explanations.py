@@ -27,7 +27,7 @@ class Explanation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     title: str
     remedy: str
     meaning: str = ""  # what the title does not say
-    page: str = ""  # of docs/, with an anchor, that says more
+    page: str = ""  # of docs/, with an anchor, that says more; the code's link
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,10 +84,8 @@ def render_page() -> str:
     for section in read_sections():
         lines.append(f"\n## {section.title}\n")
         for code, explanation in section.codes.items():
-            remedy = explanation.remedy
-            if explanation.page:
-                remedy = f"{remedy.removesuffix('.')} ([{explanation.page}]({explanation.page}))."
-            texts = f"**{code}: {explanation.title}.**", explanation.meaning, remedy
+            name = f"[{code}]({explanation.page})" if explanation.page else code
+            texts = f"**{name}: {explanation.title}.**", explanation.meaning, explanation.remedy
             lines.append(f"\n{' '.join(text for text in texts if text)}\n")
     return "".join(lines)
 

@@ -7,11 +7,11 @@ from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs, blob_descr
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.config import UpdatesConfig
-from coordinator.record.course import find_round
+from coordinator.record.course import find_start
 from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
-from fedvit.errors import ConfigError, Damaged
+from fedvit.errors import Damaged
 from fedvit.files import FileGroup
 from fedvit.methods.base import ServerRule, ServerState
 from fedvit.methods.rules.generator_update import PERSONAL, SHARED
@@ -51,10 +51,7 @@ def start_state(earlier: str, store: Record, runs: Path, asked: str | int = "las
 
     Raises ConfigError if it closed no round or does not keep this one, Damaged if a file is damaged.
     """
-    try:
-        kept = find_round(store, earlier, asked)
-    except ConfigError as error:
-        raise ConfigError("FV1115", f"start_from = {earlier!r}: {error}") from error
+    kept = find_start(store, earlier, asked)
     assert kept.state is not None  # of a round that is kept
     blobs = VerifiedBlobs(runs / earlier / "blobs")
     try:

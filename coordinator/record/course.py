@@ -95,3 +95,16 @@ def find_round(store: Record, run: str, asked: str | int | None) -> RoundRecord:
     else:
         why = f"the tensors of round {asked}"
     raise ConfigError("FV1645", f"run {run!r} does not keep {why}; it keeps {kept}")
+
+
+def find_start(store: Record, earlier: str, asked: str | int) -> RoundRecord:
+    """Return the round with whose tensors a run starts.
+
+    Raises ConfigError, naming start_from, if the earlier run closed no round or does not keep this one.
+    """
+    store.runs.read(earlier)  # raises if there is no such run
+    try:
+        return find_round(store, earlier, asked)
+    except ConfigError as error:
+        why = "that run closed no round" if error.code == "FV1623" else str(error)
+        raise ConfigError("FV1115", f"start_from = {earlier!r}: {why}") from error

@@ -1,7 +1,7 @@
 """Checks of a new run that need the record alone: for `coordinator start`, and for `submit`, which is often called."""
 
 from coordinator.config import RunConfig
-from coordinator.record.course import find_round
+from coordinator.record.course import find_start
 from coordinator.record.record import Record
 from coordinator.views.trackers.following import check_writers
 from fedvit.errors import ConfigError
@@ -27,8 +27,4 @@ def check_start_from(store: Record | None, config: RunConfig) -> None:
         return
     if store is None:
         raise ConfigError("FV1115", f"start_from = {config.start_from!r}: there is no run yet")
-    store.runs.read(config.start_from)  # raises if there is no such run
-    try:
-        find_round(store, config.start_from, config.start_round)
-    except ConfigError as error:
-        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: {error}") from error
+    find_start(store, config.start_from, config.start_round)

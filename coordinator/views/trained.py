@@ -4,7 +4,7 @@ It only has what the server has: a model that needs a device's personal tensors 
 device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,11 @@ from coordinator.record.record import Record
 from coordinator.record.retention import run_mirror
 from coordinator.record.tables import RunRecord
 from coordinator.run_view import RunView, read_run
-from export.bundle.card import Origin, Reported
+from export.bundle.card import Origin, Reported, Training
 from export.bundle.write import TrainedModel
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.hints import command
+from fedvit.policy import find_needs
 from fedvit.precision import as_specified
 from fedvit.program import Program, Role, decode_program
 from fedvit.tensors import Tensors, check_tensors, unpack
@@ -111,7 +112,26 @@ def read_trained_model(
         classes=program.classes,
         origin=origin,
         reported=_find_accuracy(summary, device, kept.round),
+        training=Training(
+            devices=len(summary.devices),
+            train_images=sum(entry.train_samples for entry in summary.devices),
+            test_images=sum(entry.test_samples for entry in summary.devices),
+            policy=tuple(_describe_policy(program, record, summary)),
+        ),
+        options=record.config.get("options", {}),
+        model_options=record.config.get("model_options", {}),
     )
+
+
+def _describe_policy(program: Program, record: RunRecord, summary: RunView) -> Iterator[str]:
+    """Yield what limited the data that left devices."""
+    yield f"devices allowed: {find_needs(program)}"
+    if program.secure:
+        yield "updates were added up in secret, the server saw their sums alone"
+    delta = record.config.get("privacy", {}).get("delta")
+    for what, epsilon in (("updates", summary.epsilon), ("features", summary.feature_epsilon)):
+        if epsilon is not None:
+            yield f"differential privacy of {what}: epsilon {epsilon:.3g}" + (f", delta {delta:g}" if delta else "")
 
 
 def export_hint(store: Record, runs: Path, run: str) -> str:

@@ -1,12 +1,17 @@
 """The common part of the `export` commands of coordinator and device: two flags, and the writing."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from export.bundle.assemble import Precision
 from export.bundle.card import summary
 from export.bundle.write import CARD, Bench, TrainedModel, write_bundle
+from export.formats import FORMATS, ONNX
+
+Command = TypeVar("Command", bound=Callable[..., object])
 
 out_flag = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle."
@@ -34,6 +39,7 @@ round_flag = click.option(
     metavar="best|last|N",
     help="Model after this round; by default the best of a run with accuracy or patience in [stop], else the last.",
 )
+licence_flag = click.option("--licence", help="Licence of the model for its card, such as apache-2.0.")
 precisions_flag = click.option(
     "--precision",
     "precisions",
@@ -41,6 +47,13 @@ precisions_flag = click.option(
     multiple=True,
     help="Only these files. Repeatable.",
 )
+
+
+def format_flag(*, on_device: bool) -> Callable[[Command], Command]:
+    """Return the flag --format with the formats that a coordinator or a device can write."""
+    names = [name for name, entry in FORMATS.items() if entry.on_device or not on_device]
+    text = "; ".join(f"{name}: {FORMATS[name].description}" for name in names)
+    return click.option("--format", "format_name", type=click.Choice(names), default=ONNX, help=f"{text}.")
 
 
 def write(out: Path, trained: TrainedModel, bench: Bench, precisions: tuple[str, ...], *, as_json: bool) -> None:

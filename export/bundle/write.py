@@ -7,14 +7,15 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from export.bundle.assemble import Precision, assemble, open_predict_graph
-from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, readme
+from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, Training, readme
 from export.bundle.measure import (
     PictureAnswers,
     PictureBatch,
@@ -49,6 +50,10 @@ class TrainedModel:
     classes: tuple[str, ...]
     origin: Origin
     reported: Reported | None = None
+    training: Training | None = None
+    licence: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the method
+    model_options: Mapping[str, Any] | None = None  # None: unknown here
 
     def __post_init__(self) -> None:
         if self.batch.text:
@@ -87,18 +92,27 @@ def write_bundle(
     Raises ConfigError when `out` exists already, ExportMismatch when a file is too far from the original,
     StorageFailed when the disk is full.
     """
+    with new_folder(out) as folder:
+        return _fill(folder, trained, bench, precisions, progress)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Give a temporary folder that becomes `out` when the block ends without an error, or vanishes.
+
+    Raises ConfigError when `out` exists already, StorageFailed when the disk is full.
+    """
     check_new(out)
     partial = out.absolute().parent / f".{out.name}.writing-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
-        card = _fill(partial, trained, bench, precisions, progress)
+        yield partial
         partial.rename(out)
         sync_folder(out.absolute().parent)
     except OSError as error:
         raise StorageFailed("FV1701", f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return card
 
 
 def check_new(out: Path) -> None:
@@ -133,6 +147,8 @@ def _fill(
         files=files,
         pictures=pictures,
         reported=trained.reported,
+        training=trained.training,
+        licence=trained.licence,
         machine=BundleMachine(bench.machine, bench.cores, engine_version()),
     )
     preprocessing = Preprocessing.of(batch)

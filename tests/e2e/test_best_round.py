@@ -41,37 +41,45 @@ def finish(federation: Federation) -> None:
     assert federation.exit_code() == 0, federation.log(COORDINATOR).read_text()[-2000:]
 
 
-def test_run_stops_at_the_same_round_after_kills_and_its_best_round_can_be_used(tmp_path: Path) -> None:
+def test_run_stops_at_the_same_round_after_kills_and_its_best_round_can_be_used(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     folders = deal_digits(tmp_path / "parts", DEVICES)
     federation = Federation(tmp_path, folders, VALUES, None)
-    try:
-        for name in DEVICES:
-            federation.start_device(name)
-        federation.start_run("calm")
-        finish(federation)
-        federation.start_run("killed")
-        for condition in (
-            "round = 2 and closed_at is not null",  # it is being evaluated
-            "round = 2 and evaluated = 1",
-            "round = 3 and evaluated = 1",
-        ):
-            sql = f"select 1 from rounds where run = 'killed' and {condition}"
-            wait_until(lambda sql=sql: federation.query(sql), f"no round with {condition}", wait_s=300)
-            for target in (COORDINATOR, DEVICES[0]):
-                federation.inject(Fault("clock", target))
-        finish(federation)
-        calm, killed = show(federation, "calm"), show(federation, "killed")
-        assert calm["reason"] == killed["reason"]
-        assert calm["reason"].startswith("stopped: accuracy")
-        best, last = killed["best"], killed["rounds"][-1]["round"]
-        assert best < last < VALUES["rounds"], "the scenario has a best round before the last one"
-        assert [entry["accuracy_mean"] for entry in calm["rounds"]] == [
-            entry["accuracy_mean"] for entry in killed["rounds"]
-        ]
-        check_scores(federation, tmp_path, best, last)
-        check_exports(federation, tmp_path, folders, best, last)
-    finally:
-        federation.close()
+    with federation.links:
+        try:
+            check_run(federation, tmp_path, folders)
+        finally:
+            federation.close()
+
+
+def check_run(federation: Federation, tmp_path: Path, folders: list[Path]) -> None:
+    for name in DEVICES:
+        federation.start_device(name)
+    federation.start_run("calm")
+    finish(federation)
+    federation.start_run("killed")
+    for condition in (
+        "round = 2 and closed_at is not null",  # it is being evaluated
+        "round = 2 and evaluated = 1",
+        "round = 3 and evaluated = 1",
+    ):
+        sql = f"select 1 from rounds where run = 'killed' and {condition}"
+        wait_until(lambda sql=sql: federation.query(sql), f"no round with {condition}", wait_s=300)
+        for target in (COORDINATOR, DEVICES[0]):
+            federation.inject(Fault("clock", target))
+    finish(federation)
+    calm, killed = show(federation, "calm"), show(federation, "killed")
+    assert calm["reason"] == killed["reason"]
+    assert calm["reason"].startswith("stopped: accuracy")
+    best, last = killed["best"], killed["rounds"][-1]["round"]
+    assert best < last < VALUES["rounds"], "the scenario has a best round before the last one"
+    assert [entry["accuracy_mean"] for entry in calm["rounds"]] == [
+        entry["accuracy_mean"] for entry in killed["rounds"]
+    ]
+    check_scores(federation, tmp_path, best, last)
+    check_exports(federation, tmp_path, folders, best, last)
 
 
 def check_scores(federation: Federation, home: Path, best: int, last: int) -> None:

@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-DEVICES = ("pi-0", "pi-1")
+DEVICES = ("device-0", "device-1")
 VALUES: dict[str, Any] = {
     **SCENARIO, "method": "fedper", "rounds": 9, "options": {"epochs": 1, "batch_size": 8, "lr": 0.05},
     "stop": {"patience": 2}, "keep_rounds": 1,
@@ -37,7 +37,11 @@ def show(federation: Federation, run: str) -> dict[str, Any]:
 
 
 def finish(federation: Federation) -> None:
-    wait_until(lambda: federation.exit_code() is not None, "the run does not end", wait_s=300)
+    def check_devices() -> None:
+        ended = [name for name in DEVICES if federation.processes[name].poll() is not None]
+        assert not ended, federation.log(ended[0]).read_text()[-2000:]
+
+    wait_until(lambda: federation.exit_code() is not None, "the run does not end", wait_s=300, meanwhile=check_devices)
     assert federation.exit_code() == 0, federation.log(COORDINATOR).read_text()[-2000:]
 
 

@@ -20,6 +20,8 @@ RESNET = "resnet_small_images"
 """The convolutional model that needs no timm name."""
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
 """Residual networks of timm that are made here, with group norms."""
+LORA_ALPHA = 16.0
+"""Low-rank additions are multiplied by this, over their rank."""
 RESNET_WIDTH = 64
 """Channels of the first stage of `RESNETS`."""
 

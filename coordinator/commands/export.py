@@ -1,6 +1,7 @@
 """`coordinator export`: writes the model of a run as a bundle."""
 
 import platform
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import click
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import newest_run, open_existing_record
 from coordinator.views.trained import read_trained_model
-from export.bundle.command import out_flag, precisions_flag, write
+from export.bundle.command import format_flag, licence_flag, out_flag, precisions_flag, round_flag, write
 from export.bundle.write import Bench, check_new
+from export.formats import ONNX, write_format
 from fedvit.command_line import Command, json_flag
 from fedvit.data.folder import DeviceData
 from profiles.probes.host import usable_cores
@@ -23,6 +25,9 @@ from profiles.probes.host import usable_cores
 )
 @click.argument("run", required=False)
 @click.option("--device", metavar="ID", help="The model that was generated for this device (FedTP, pFedHN, ...).")
+@round_flag
+@format_flag(on_device=False)
+@licence_flag
 @out_flag
 @runs_flag
 @click.option(
@@ -36,26 +41,35 @@ from profiles.probes.host import usable_cores
 def export(
     run: str | None,
     device: str | None,
+    asked_round: str | int | None,
+    format_name: str,
+    licence: str | None,
     out: Path,
     folder: Path,
     precisions: tuple[str, ...],
     as_json: bool,
     **measuring: Any,
 ) -> None:
-    """Write the newest model of RUN, by default the newest run, as ONNX files that work without this software."""
+    """Write a model of RUN, by default the newest run, as ONNX files that work without this software."""
     check_new(out)
     data, threads = measuring["data"], measuring["threads"]
     store = open_existing_record(folder)
     try:
         run = run or newest_run(store, folder)
-        trained = read_trained_model(store, folder, run, device, f"coordinator {version('fedvit')}")
+        trained = read_trained_model(store, folder, run, device, f"coordinator {version('fedvit')}", asked_round)
     finally:
         store.close()
+    trained = replace(trained, licence=licence)
+    if format_name != ONNX:
+        click.echo("\n".join(write_format(format_name, out, trained)))
+        return
+    labelled = DeviceData.open(data).relabel(trained.classes) if data else None
     bench = Bench(
-        images=DeviceData.open(data).relabel(trained.classes).test if data else None,
+        images=labelled.test if labelled else None,
         described=f"test images of {data.name}" if data else "",
         threads=threads or usable_cores(),
         machine=platform.machine(),
         cores=usable_cores(),
+        calibration=labelled.train if labelled else None,
     )
     write(out, trained, bench, precisions, as_json=as_json)

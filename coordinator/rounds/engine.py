@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 
 from coordinator.config import RunConfig
 from coordinator.config.modes import MODES
+from coordinator.record.scores import RoundScores
 from coordinator.record.tables import SUM, RoundRecord
 from coordinator.rounds.modes.base import Mode
 from coordinator.rounds.open_round import OpenRound, RoundPlan
@@ -38,6 +39,7 @@ class RoundEngine:
     ) -> None:
         mode: type[Mode] = resolve_name(MODES[config.mode].implementation)
         self.mode = mode(run, config, trainer, journal)
+        self.scores = RoundScores(config.stop)
         self._run = run
         self._config = config
         self._trainer = trainer
@@ -46,24 +48,56 @@ class RoundEngine:
         self._log = report
 
     def run(self) -> None:
-        """Run all rounds that an earlier process has not finished."""
-        config, journal = self._config, self._journal
-        for number in range(max(1, journal.first_round()), config.rounds + 1):
+        """Run all rounds that an earlier process has not finished, until a rule of [stop] holds."""
+        config, journal, scores = self._config, self._journal, self.scores
+        if config.rounds == 0:
+            self._test_earlier_run()
+            return
+        first = max(1, journal.first_round())
+        for past in journal.read_past(first):
+            scores.close(past.round, past.figures)
+            scores.evaluate(past.round, past.totals.accuracy_mean)
+        self._keep_best()
+        for number in range(first, config.rounds + 1):
+            if scores.reason is not None:
+                break
             before = journal.find(number)
             self._trainer.begin(number, is_new=before is None)
             if before is None or before.closed_at is None:
-                self.train(number, before)
+                scores.close(number, self.train(number, before))
                 before = None
-            due = number % config.evaluate_every == 0 or number == config.rounds
-            if due and not (before and before.evaluated):
+            else:
+                scores.close(number, before.figures)
+            is_last = number == config.rounds or scores.reason is not None
+            if before and before.evaluated:
+                scores.evaluate(number, before.totals.accuracy_mean if before.totals else None)
+            elif is_last or number % config.evaluate_every == 0:
                 self.evaluate(number)
-                journal.keep_evaluation(number)
+                scores.evaluate(number, journal.keep_evaluation(number))
+            self._keep_best()
             if before is None:
-                self.finish(number)
+                self.finish(number, is_last=is_last or scores.reason is not None)
+        if scores.reason is not None:
+            self._trainer.dismiss()
+            self._log(f"stopped: {scores.reason}")
 
-    def finish(self, number: int) -> None:
+    def _test_earlier_run(self) -> None:
+        """Evaluate the state that the run began with, once."""
+        journal = self._journal
+        tested = journal.open_test()
+        self._trainer.begin(tested.round, is_new=False)
+        if not tested.evaluated:
+            self.evaluate(tested.round)
+            journal.keep_evaluation(tested.round)
+            self.finish(tested.round, is_last=True)
+
+    def _keep_best(self) -> None:
+        if self._config.stop.keeps_best and self.scores.best:
+            self._journal.keep_best(self.scores.best)
+
+    def finish(self, number: int, *, is_last: bool = False) -> None:
         """Complete a round, and show it to the operator."""
-        self._journal.finish(number)
+        self._journal.finish(number, is_last=is_last)
 
     def evaluate(self, number: int) -> None:
         """Let devices test a round's model."""
@@ -80,8 +114,8 @@ class RoundEngine:
             except EmptyCohort as error:
                 self._log(f"round {opened.number}: evaluation: {error} ({attempt} of {ATTEMPTS} attempts)")
 
-    def train(self, number: int, before: RoundRecord | None) -> None:
-        """Train one round and keep its state; `before`: the round as an earlier process left it.
+    def train(self, number: int, before: RoundRecord | None) -> dict[str, float]:
+        """Train one round, keep its state, and return its figures; `before`: the round as an earlier process left it.
 
         Raises EmptyCohort after ATTEMPTS attempts without a usable result.
         """
@@ -122,7 +156,7 @@ class RoundEngine:
             if result.is_last:
                 trainer.dismiss()
             journal.prune(result)
-            return
+            return figures
         show = journal.show_command()
         raise EmptyCohort("FV1501", f"round {number}: no usable result in {ATTEMPTS} attempts; see `{show}`")
 

@@ -100,6 +100,15 @@ class Reported(Struct, frozen=True, kw_only=True):
     protocol: str | None
 
 
+class Training(Struct, frozen=True, kw_only=True):
+    """The data that a model was trained with, and what protected it."""
+
+    devices: int
+    train_images: int
+    test_images: int
+    policy: tuple[str, ...] = ()  # what limited the data that left devices, in words
+
+
 class BundleMachine(Struct, frozen=True):
     """The machine on which a bundle was made and measured."""
 
@@ -116,6 +125,8 @@ class Card(Struct, frozen=True, kw_only=True):
     pictures: str  # what parity, agreement and accuracy were measured on
     reported: Reported | None
     machine: BundleMachine
+    training: Training | None = None
+    licence: str | None = None  # as its writer named it; None: not named
 
 
 def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) -> str:
@@ -126,7 +137,8 @@ def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) ->
         f"# {origin.model}, trained by {origin.method}",
         "",
         f"Run {origin.run}, after round {origin.round}; {whose}. Made by {origin.made_by}.",
-        *_personal(origin),
+        *describe_personal(origin),
+        *describe_training(card.training, card.licence, card.reported),
         "",
         "## Files",
         "",
@@ -137,7 +149,6 @@ def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) ->
         f"Measured on {card.pictures}. Equal answers and differences are against the fp32 file. Seconds: median, one "
         f"image at a time, {_threads(card)}, on {card.machine.machine} with {card.machine.cores} cores, onnxruntime "
         f"{card.machine.onnxruntime}.",
-        *_report_accuracy(card.reported),
         "",
         "How the weights lie in the files (all calculations are float32):",
         "",
@@ -186,7 +197,8 @@ def summary(card: Card) -> list[str]:
     return lines
 
 
-def _personal(origin: Origin) -> list[str]:
+def describe_personal(origin: Origin) -> list[str]:
+    """Say what a model holds of a device alone."""
     held = {
         f"{origin.personal_tensors} tensors that the device trained for itself alone": origin.personal_tensors,
         "tensors tuned on the device's own images": origin.adapted,
@@ -213,6 +225,17 @@ def _row(precision: str, entry: FileCard) -> str:
 def _threads(card: Card) -> str:
     [threads, *_] = [entry.latency.threads for entry in card.files.values()]
     return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+def describe_training(training: Training | None, licence: str | None, reported: Reported | None) -> list[str]:
+    """Say what a model was trained with, what protected it, how good it was, and under which licence it is."""
+    lines = []
+    if training:
+        images = f"{training.train_images} images to train and {training.test_images} to test"
+        lines += ["", f"Data: {training.devices} devices with {images}."]
+        lines += [f"Policy: {'; '.join(training.policy)}."] if training.policy else []
+    lines += _report_accuracy(reported)
+    return [*lines, "", f"Licence: {licence or 'not named'}."]
 
 
 def _report_accuracy(reported: Reported | None) -> list[str]:

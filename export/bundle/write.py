@@ -7,14 +7,15 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from export.bundle.assemble import Precision, assemble, open_predict_graph
-from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, readme
+from export.bundle.assemble import USUAL, Precision, assemble, open_predict_graph
+from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, Training, readme
 from export.bundle.measure import (
     PictureAnswers,
     PictureBatch,
@@ -28,6 +29,7 @@ from export.bundle.measure import (
     random_pictures,
     time_one,
 )
+from export.bundle.static_int8 import find_scales, list_activations, quantise_products, show_activations
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats
 from fedvit.errors import ConfigError, StorageFailed
@@ -49,6 +51,10 @@ class TrainedModel:
     classes: tuple[str, ...]
     origin: Origin
     reported: Reported | None = None
+    training: Training | None = None
+    licence: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the method
+    model_options: Mapping[str, Any] | None = None  # None: unknown here
 
     def __post_init__(self) -> None:
         if self.batch.text:
@@ -66,6 +72,7 @@ class Bench:
     threads: int
     machine: str
     cores: int
+    calibration: Split | None = None  # images that give the scales of int8 activations
 
     def pictures(self, batch: Batch) -> Iterator[PictureBatch]:
         return pictures_of(self.images, batch) if self.images else random_pictures(batch)
@@ -79,7 +86,7 @@ def write_bundle(
     trained: TrainedModel,
     bench: Bench,
     *,
-    precisions: Sequence[Precision] = tuple(Precision),
+    precisions: Sequence[Precision] = USUAL,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Card:
     """Write the folder `out` completely, with every file compared with the run's own graph, or not at all.
@@ -87,18 +94,27 @@ def write_bundle(
     Raises ConfigError when `out` exists already, ExportMismatch when a file is too far from the original,
     StorageFailed when the disk is full.
     """
+    with new_folder(out) as folder:
+        return _fill(folder, trained, bench, precisions, progress)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Give a temporary folder that becomes `out` when the block ends without an error, or vanishes.
+
+    Raises ConfigError when `out` exists already, StorageFailed when the disk is full.
+    """
     check_new(out)
     partial = out.absolute().parent / f".{out.name}.writing-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
-        card = _fill(partial, trained, bench, precisions, progress)
+        yield partial
         partial.rename(out)
         sync_folder(out.absolute().parent)
     except OSError as error:
         raise StorageFailed("FV1701", f"cannot write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return card
 
 
 def check_new(out: Path) -> None:
@@ -133,6 +149,8 @@ def _fill(
         files=files,
         pictures=pictures,
         reported=trained.reported,
+        training=trained.training,
+        licence=trained.licence,
         machine=BundleMachine(bench.machine, bench.cores, engine_version()),
     )
     preprocessing = Preprocessing.of(batch)
@@ -165,7 +183,10 @@ def _file(
         "preprocessing": msgspec.json.encode(Preprocessing.of(trained.batch)).decode(),
         "origin": msgspec.json.encode(trained.origin).decode(),
     }
-    assembled = assemble(original.model, trained.values, precision, metadata)
+    model, values = original.model, trained.values
+    if precision is Precision.STATIC:
+        model, values = _calibrate(model, trained, bench)
+    assembled = assemble(model, values, precision, metadata)
     _write_parts(folder / precision.file, assembled.parts)
     session = open_session(folder / precision.file, bench.threads)
     parity = check_parity(session, precision, original.images, original.answers, voted=original.voted)
@@ -182,6 +203,20 @@ def _file(
         latency=time_one(session, original.images[:1], bench.threads),
     )
     return card, answers
+
+
+def _calibrate(model: Model, trained: TrainedModel, bench: Bench) -> tuple[Model, Mapping[str, Array]]:
+    """Return the model with int8 products, and its values. Raises ConfigError without images, or without products."""
+    if bench.calibration is None or not len(bench.calibration):
+        raise ConfigError("FV1908", f"{Precision.STATIC.file} needs images that give its scales: name them with --data")
+    names = list_activations(model, trained.values)
+    if not names:
+        raise ConfigError("FV1908", f"{Precision.STATIC.file}: model {trained.origin.model!r} has no product for it")
+    shown = assemble(show_activations(model, names), trained.values, Precision.FP32, {})
+    session = open_session(b"".join(shown.parts), bench.threads)
+    pictures = (some.images for some in pictures_of(bench.calibration, trained.batch))
+    quantised = quantise_products(model, trained.values, find_scales(session, pictures, names))
+    return quantised.model, {**trained.values, **quantised.values}
 
 
 def _write_parts(path: Path, parts: Parts) -> None:

@@ -8,6 +8,7 @@ from msgspec import Meta
 from fedvit.methods.base import GroupRule
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.parts import on_frozen_backbone
+from fedvit.model_options import LORA_ALPHA
 from fedvit.models.lora import Lora
 from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import PatchViT
@@ -25,7 +26,7 @@ class FedLora(FedAvg):
     source: ClassVar[str] = "Hu et al., arXiv:2106.09685; baseline of EFTViT, arXiv:2412.00334"
 
     rank: Annotated[int, Meta(ge=1)] = 16
-    alpha: float = 16.0  # the addition is multiplied by alpha / rank
+    alpha: float = LORA_ALPHA  # the addition is multiplied by alpha / rank
 
     def model_patches(self) -> tuple[ModelPatch, ...]:
         return (Lora(rank=self.rank, alpha=self.alpha),)

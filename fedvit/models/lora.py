@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedvit.model_options import check_number, check_whole
+from fedvit.model_options import LORA_ALPHA, check_number, check_whole
 from fedvit.models.attention import attentions
 from fedvit.models.model_patch import ModelPatch, seed_random
 from fedvit.models.vit import PatchViT
@@ -23,7 +23,7 @@ class Lora(ModelPatch):
     """
 
     rank: int = 16
-    alpha: float = 16.0
+    alpha: float = LORA_ALPHA
 
     def __post_init__(self) -> None:
         check_whole("Lora", "rank", self.rank)

@@ -51,7 +51,18 @@ WITH_JSON = {
 WITHOUT_JSON = {
     *(
         f"coordinator {name}"
-        for name in ("adopt", "bugreport", "dashboard", "init", "release", "serve", "sign", "start", "token")
+        for name in (
+            "adopt",
+            "bugreport",
+            "dashboard",
+            "evaluate",
+            "init",
+            "release",
+            "serve",
+            "sign",
+            "start",
+            "token",
+        )
     ),
     "edge-client bugreport",
     "edge-client home",
@@ -66,7 +77,8 @@ WITHOUT_JSON = {
 """Commands that do something, and print what they do."""
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
-        "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "export", "gc", "label", "logs", "pause",
+        "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "evaluate", "export", "gc", "label", "logs",
+        "pause",
         "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status",
         "submit", "trace",
         "unpause", "wait",

@@ -50,6 +50,7 @@ LINES: dict[str, list[list[str]]] = {
         ["--deployment", "deployment", "--runs", "runs", "--json"],
     ],
     "coordinator enroll": [["{attack}", "--deployment", "deployment"]],
+    "coordinator evaluate": [["{attack}", "--runs", "runs"]],
     "coordinator export": [["{attack}", "--runs", "runs", "--out", "bundle"]],
     "coordinator gc": [["--runs", "{attack}"]],
     "coordinator init": [["{attack}"]],

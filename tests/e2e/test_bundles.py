@@ -8,10 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlflow
 import numpy as np
 import onnxruntime
 import pytest
+import timm
+import torch
+import yaml
 from click.testing import CliRunner, Result
+from huggingface_hub import ModelCard
 
 import coordinator.cli
 import edge_client.cli
@@ -22,6 +27,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import unfold
 from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
+from fedvit.onnx_model import read_model
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
 from fleet.request import RunRequest
@@ -36,9 +42,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "knn_per": {"capacity": 20},
     "fedtp": {},
     "pfedpg": {},
+    "fed_lora": {"rank": 4, "alpha": 12.0},
 }
 """Shared alone; other blocks each round; with local tensors; tuned to answer; with neighbours; made for each
-device; tested as it was kept."""
+device; tested as it was kept; with low-rank additions."""
 
 DEVICES = ("device-0", "device-1")
 DEVICE = "device-1"
@@ -222,6 +229,119 @@ def assert_same_logits(out: Path, held: Program, blobs: BlobStore, tensors: dict
     [want] = graph.run(["logits"], {**fed, "batch/patches": patches})
     logits, _ = answers(out, "model.onnx", images)
     np.testing.assert_allclose(logits[:8], want, rtol=1e-4, atol=1e-5)
+
+
+def test_int8_products_are_calibrated_on_the_devices_images(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """Most answers are those of fp32, and any number of pictures gives the same logits as each alone."""
+    run, out = trained("fedper"), tmp_path / "bundle"
+    done = on_device(run, out, "--precision", "fp32", "--precision", "int8_static", "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    static = json.loads((out / "card.json").read_text())["files"]["int8_static"]
+    assert static["agreement"]["equal_answers"] >= 0.8
+    assert static["parity"]["difference"] <= static["parity"]["tolerance"]
+    assert static["size_bytes"] < (out / "model.onnx").stat().st_size / 2
+    kinds = [node.kind for node in read_model((out / "model.int8_static.onnx").read_bytes()).nodes]
+    # attention's two projections and the two products of the MLP, in three blocks; the last one's queries, keys and
+    # values are split
+    assert kinds.count("MatMulIntegerToFloat") >= 9
+    images, _ = pictures(run)
+    for file in ("model.onnx", "model.int8_static.onnx"):
+        together, _ = answers(out, file, images[:5])
+        for count in (1, 2, 3):
+            some, _ = answers(out, file, images[:count])
+            np.testing.assert_allclose(some, together[:count], rtol=1e-4, atol=1e-5)
+
+
+def test_int8_products_need_images(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    refused = on_server(trained("fedavg"), tmp_path / "bundle", "--precision", "int8_static")
+    assert_refused(refused, ConfigError, "model.int8_static.onnx", "--data")
+    assert not (tmp_path / "bundle").exists()
+
+
+# --- other formats ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "name"), [("fedavg", "huggingface"), ("fed_lora", "timm")])
+def test_timm_loads_the_model_with_equal_logits(
+    trained: Callable[[str], Trained], tmp_path: Path, method: str, name: str
+) -> None:
+    """LoRA additions are in the weights then; the card of the Hub has the metadata."""
+    run, out = trained(method), tmp_path / "folder"
+    assert on_server(run, tmp_path / "bundle", "--precision", "fp32").exit_code == 0
+    done = on_server(run, out, "--format", name, "--licence", "apache-2.0")
+    assert done.exit_code == 0, done.output
+    assert str(out) in done.output
+    images, _ = pictures(run)
+    want, _ = answers(tmp_path / "bundle", "model.onnx", images)
+    model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+    with torch.no_grad():
+        got = model(torch.from_numpy(images)).numpy()
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    config = json.loads((out / "config.json").read_text())["pretrained_cfg"]
+    assert config["label_names"] == list(run.program()[0].classes)
+    assert config["license"] == "apache-2.0"
+    if name == "huggingface":
+        _, metadata, text = (out / "README.md").read_text().split("---\n", 2)
+        held = yaml.safe_load(metadata)
+        assert (held["library_name"], held["license"]) == ("timm", "apache-2.0")
+        assert 0 <= held["model-index"][0]["results"][0]["metrics"][0]["value"] <= 1
+        assert ModelCard(f"---\n{metadata}---\n{text}").data.pipeline_tag == "image-classification"
+        assert "Data: 2 devices" in text
+
+
+def test_peft_files_are_the_additions_of_the_run(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """As PEFT computes: weight + lora_alpha / r * B A on the backbone that the run began with, and the saved head."""
+    run = trained("fed_lora")
+    for name in ("peft", "timm"):
+        done = on_server(run, tmp_path / name, "--format", name)
+        assert done.exit_code == 0, done.output
+    adapter = unpack((tmp_path / "peft" / "adapter_model.safetensors").read_bytes())
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    merged = unpack((tmp_path / "timm" / "model.safetensors").read_bytes())
+    held, blobs = run.program()
+    frozen: dict[str, Any] = {}
+    for group in held.groups.values():
+        if group.initial:
+            frozen |= unpack(blobs.get(group.initial))
+    root, names = "base_model.model.", {name.rpartition(".lora_")[0] for name in adapter if ".lora_" in name}
+    assert len(names) == 3
+    for name in names:
+        a, b = adapter[f"{name}.lora_A.weight"], adapter[f"{name}.lora_B.weight"]
+        assert len(a) == config["r"] == 8
+        weight = f"{name.removeprefix(root)}.weight"
+        assert np.abs(b).max() > 0, "it was trained"
+        want = frozen[weight] + config["lora_alpha"] / config["r"] * (b @ a)
+        np.testing.assert_allclose(merged[weight], want, rtol=1e-5, atol=1e-6)
+        assert name.removeprefix(root).endswith(tuple(config["target_modules"]))
+    np.testing.assert_array_equal(adapter[f"{root}head.weight"], merged["head.weight"])
+
+
+def test_formats_refuse_models_that_they_cannot_hold(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    out = tmp_path / "folder"
+    assert_refused(on_server(trained("fedavg"), out, "--format", "peft"), ConfigError, "'fedavg'", "LoRA")
+    device = on_device(trained("fedavg"), out, "--format", "timm")
+    assert_refused(device, ConfigError, "'vit_small_images'", "onnx")
+    assert not out.exists()
+
+
+def test_mlflow_registers_a_version(
+    trained: Callable[[str], Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.chdir(tmp_path)
+    run = trained("fedavg")
+    for number in (1, 2):
+        done = on_server(run, tmp_path / str(number), "--format", "mlflow", "--licence", "mit")
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert f"version {number}" in done.output
+    client = mlflow.MlflowClient()
+    version = client.get_model_version("fedavg", "2")
+    assert (version.tags["round"], version.tags["licence"]) == ("2", "mit")
+    folder = Path(mlflow.artifacts.download_artifacts(version.source))
+    images, _ = pictures(run)
+    logits, _ = answers(folder, "model.onnx", images)
+    assert logits.shape == (len(images), 10)
 
 
 # --- what is refused ----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def _run(module: str, arguments: list[str], log: Path, environment: dict[str, st
         for source, number in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source.fileno(), number)
     sys.argv = ["-c", *arguments]
-    serves = "coordinator.cli" in (module, *arguments) and not {"start", "serve"}.isdisjoint(arguments)
+    serves = "coordinator.cli" in (module, *arguments) and not {"start", "serve", "evaluate"}.isdisjoint(arguments)
     if serves or (module == "fleet.cli" and "region" in arguments):
         from coordinator.compute import process
 

@@ -12,6 +12,7 @@ from coordinator.config.images import ImageConfig
 from coordinator.config.labels import parse_labels
 from coordinator.config.modes import MODES
 from coordinator.config.privacy import PrivacyConfig
+from coordinator.config.promote import PromoteConfig
 from coordinator.config.robust import RobustConfig
 from coordinator.config.sums import SumsConfig
 from coordinator.config.trackers import TrackersConfig
@@ -206,6 +207,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     blobs: BlobsConfig = field(default_factory=BlobsConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
+    promote: PromoteConfig | None = None  # None: devices compare and use nothing
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -217,6 +219,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("FV1008", f"classes: a run needs at least two, there is only {self.classes[0]!r}")
         if isinstance(self.pretrained, str) and not Path(self.pretrained).is_file():
             raise ConfigError("FV1009", f"pretrained = {self.pretrained!r}: there is no such file")
+        if self.promote and self.secure:
+            raise ConfigError(
+                "FV1024",
+                "secure = true hides the counts of single devices, on which [promote] compares models: leave one out",
+            )
 
     def check_privacy_of_modes(self) -> None:
         """Raise ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""
@@ -277,6 +284,7 @@ TABLES: dict[str, type[Struct]] = {
     "trackers": TrackersConfig,
     "blobs": BlobsConfig,
     "alerts": AlertsConfig,
+    "promote": PromoteConfig,
 }
 """Tables of a run's configuration, with keys of their own."""
 

@@ -60,6 +60,9 @@ class RoundEngine:
                 journal.keep_evaluation(number)
             if before is None:
                 self.finish(number)
+        if config.promote and self._trainer.compares_models and not journal.has_comparison(config.rounds):
+            self.mode.compare(config.rounds)
+            journal.keep_comparison(config.rounds)
 
     def finish(self, number: int) -> None:
         """Complete a round, and show it to the operator."""

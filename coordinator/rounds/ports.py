@@ -32,6 +32,8 @@ class RoundResult(NamedTuple):
 class Trainer(ABC):
     """Computes what rounds ask: devices behind a broker, or a cohort in this process."""
 
+    compares_models = False
+    """Its devices have models of their own, which they can compare with those that they use."""
     is_repeatable = True
     """Another attempt at a round without a usable result can give one."""
 
@@ -67,6 +69,10 @@ class Trainer(ABC):
     def is_complete(self, patience_s: float) -> bool:
         """Return whether no device that was online within this time may return."""
         return True
+
+    def can_compare(self, device: str) -> bool:
+        """Return whether a device knows tasks that compare, and its owner allows them."""
+        return False
 
     def may_answer_later(self) -> bool:
         """Return whether a device will be available after a while."""
@@ -173,6 +179,13 @@ class Journal(ABC):
     @abstractmethod
     def keep_evaluation(self, number: int) -> None:
         """Keep the evaluation of a round."""
+
+    def has_comparison(self, number: int) -> bool:
+        """Return whether devices have compared the model of a round."""
+        return False
+
+    def keep_comparison(self, number: int) -> None:
+        """Keep the comparison of a round's model, and let devices use it as the run's rules say."""
 
     @abstractmethod
     def finish(self, number: int) -> None:

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 class DeviceTrainer(Trainer):
     """A trainer whose devices are behind a broker."""
 
+    compares_models = True
+
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
         self._state = parts.state
@@ -48,6 +50,9 @@ class DeviceTrainer(Trainer):
 
     def is_complete(self, patience_s: float) -> bool:
         return not self._state.presence.may_return(patience_s)
+
+    def can_compare(self, device: str) -> bool:
+        return device in self._state.presence and self._state.presence[device].hello.models > 0
 
     def may_answer_later(self) -> bool:
         return bool(self._state.presence.backing_off())

@@ -57,6 +57,13 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator logs": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator methods": [["--method", "{attack}"]],
     "coordinator pause": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
+    "coordinator models": [
+        ["--runs", "runs"],
+        ["--runs", "runs", "--json"],
+        ["promote", "{attack}", "--where", "{attack}", "--runs", "spare"],
+        ["rollback", "{attack}", "--runs", "spare"],
+        ["retire", "{attack}", "--runs", "spare"],
+    ],
     "coordinator plan": [["--run", "{attack}", "--runs", "runs", "--device", "rpi5-8"]],
     "coordinator profile": [["--device", "rpi5-8", "--method", "{attack}"]],
     "coordinator quarantine": [

@@ -5,7 +5,8 @@ operation replaces the list once, atomically. A bundle is complete before it is 
 is removed by the next operation. So a process that is killed anywhere leaves the old list or the new one, and every
 listed model is whole.
 
-The agent, the owner's commands and the process that serves share the list. Writers lock it for one replacement.
+The device's agent, its owner's commands and the process that serves share the list. A writer locks it for one
+replacement.
 """
 
 import contextlib
@@ -202,7 +203,7 @@ class DeviceModels:
         Raises ConfigError if there is no model to go back to, StorageFailed.
         """
         with self._locked() as listed:
-            champion, canary, former = (listed.find("champion"), listed.find("canary"), listed.find("former"))
+            champion, canary, former = listed.find("champion"), listed.find("canary"), listed.find("former")
             if canary and champion:
                 listed, now = listed.withdraw(canary.name, reason[:MAX_REASON]), champion
             elif (current := canary or champion) and former:

@@ -23,12 +23,17 @@ SLOW_ALERTS = {
     "FedvitCleanUpOld": {"fedvit_gc_age_seconds": "700000+60x200"},
     "FedvitTwoLeaders": {LEADER.format(name): "1+0x200" for name in "ab"},
     "FedvitBackupOld": {"fedvit_backup_age_seconds": "200000+60x200"},
+    "FedvitCertificateExpires": {'fedvit_certificate_expires_seconds{certificate="broker"}': "2592000-60x200"},
+    "FedvitDeviceCertificateExpires": {"fedvit_devices_certificate_ending": "1+0x200"},
 }
 """Alert -> series that raise it, by the minute."""
 CALM = {
     'fedvit_queue_oldest_seconds{instance="a"}': "1000+60x200",
     'fedvit_run_info{instance="a",run="r"}': "1+0x200",
     "fedvit_gc_age_seconds": "0+60x200",
+    'fedvit_certificate_expires_seconds{certificate="broker"}': "9000000-60x200",
+    'fedvit_certificate_expires_seconds{certificate="device"}': "100000-60x200",
+    "fedvit_devices_certificate_ending": "0+0x200",
     LEADER.format("a"): "1+0x200",
     LEADER.format("b"): "0+0x200",
 }

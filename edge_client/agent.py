@@ -276,7 +276,7 @@ class Agent:
 
     def _on_run_ended(self, ended: RunEnded) -> None:
         log.info("run ended", extra={"run": ended.run, "status": ended.status})
-        is_final = ended.status in FINAL and self.storage.end_run(ended.run)
+        is_final = ended.status in FINAL and self.storage.end_run(ended.run, ended.best)
         self.link.answers.drop_all(ended.run, with_results=is_final)
         if not self.current.end_run(ended.run):
             return  # an earlier run's end, late

@@ -60,9 +60,14 @@ class RoundEngine:
                 journal.keep_evaluation(number)
             if before is None:
                 self.finish(number)
-        if config.promote and self._trainer.compares_models and not journal.has_comparison(config.rounds):
-            self.mode.compare(config.rounds)
-            journal.keep_comparison(config.rounds)
+        if config.promote and self._trainer.compares_models:
+            self.compare(journal.open_round() - 1)
+
+    def compare(self, number: int) -> None:
+        """Let devices compare a round's model with the one that they use, once."""
+        if not self._journal.has_comparison(number):
+            self.mode.compare(number)
+            self._journal.keep_comparison(number)
 
     def finish(self, number: int) -> None:
         """Complete a round, and show it to the operator."""

@@ -8,7 +8,7 @@ import click
 
 from edge_client.commands.options import program_options, read_settings
 from edge_client.storage.state import read_device_id, split_file, state_folder
-from export.bundle.command import out_flag, precisions_flag, write
+from export.bundle.command import out_flag, precisions_flag, round_flag, write
 from export.bundle.write import Bench, check_new
 from fedvit.command_line import Command, json_flag
 from fedvit.data.folder import DeviceData
@@ -24,16 +24,25 @@ from profiles.probes.host import usable_cores
     examples=["edge-client export RUN --data ~/images --out bundle"],
 )
 @click.argument("run")
+@round_flag
 @out_flag
 @precisions_flag
 @json_flag
 @click.pass_context
 def command(
-    context: click.Context, /, *, run: str, out: Path, precisions: tuple[str, ...], as_json: bool, **own: Any
+    context: click.Context,
+    /,
+    *,
+    run: str,
+    asked_round: str | int | None,
+    out: Path,
+    precisions: tuple[str, ...],
+    as_json: bool,
+    **own: Any,
 ) -> None:
     """Write this device's own model of RUN as ONNX files that work without the coordinator.
 
-    The model is the server's newest that this device received, with the device's personal tensors.
+    The model is the server's of the best or newest round that this device received, with its personal tensors.
     """
 
     from edge_client.owner.trained import load_own_model  # onnxruntime takes seconds
@@ -53,6 +62,7 @@ def command(
         data=images,
         threads=threads,
         vault_key=settings.vault_key,
+        round=asked_round,
     )
     bench = Bench(
         images=labelled.test if labelled else None,

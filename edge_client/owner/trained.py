@@ -7,6 +7,7 @@ method stores them.
 
 from pathlib import Path
 
+from edge_client.storage.best_round import best_task
 from edge_client.storage.evaluation import own_groups, start_values
 from edge_client.storage.vault import TaskNote, Vault
 from edge_client.storage.vault_key import VaultKey
@@ -28,19 +29,21 @@ def load_own_model(
     data: DeviceData | None,
     threads: int,
     vault_key: Path | None = None,
+    round: str | int | None = None,
 ) -> tuple[TrainedModel, DeviceData | None]:
     """The device's model of a run, and its images under the run's classes.
 
-    Raises ConfigError when the run's tensors are not here, or images are needed and `data` is None;
-    StorageFailed when the vault is damaged.
+    `round`: "last", "best" or a number; None: the best if the device keeps it, else the last. Raises ConfigError when
+    the tensors are not here, or images are needed and `data` is None; StorageFailed when the vault is damaged.
     """
     key = VaultKey.load(vault_key, make=False) if vault_key else None
     vault, blobs = Vault(state / "vault", key), BlobStore(state / "blobs")
-    note = _note(vault, run)
+    note, upto = _find_model(vault, run, round)
     try:
         program = decode_program(blobs.get(note.program))
         evaluate = program.evaluate
-        values, personal = start_values(program, note, own_groups(program, note, vault), vault, blobs)
+        own = own_groups(program, note, vault, upto)
+        values, personal = start_values(program, note, own, vault, blobs, upto)
         graph = blobs.get(program.graphs[evaluate.graph].digest)
         runtime = Runtime(threads)
         for name in program.graphs_for("evaluate") if evaluate.adapt or evaluate.gather else ():
@@ -53,7 +56,7 @@ def load_own_model(
         raise ConfigError(
             "FV1424", f"run {run!r} cannot be exported now (is its next task arriving?): {error}"
         ) from error
-    if vault.newest_task(run) != note:
+    if _find_model(vault, run, round) != (note, upto):
         raise ConfigError(
             "FV1424", f"the device started another task of run {run!r} while its tensors were read; try again"
         )
@@ -69,6 +72,24 @@ def load_own_model(
         inputs, _ = runtime.prepare(program, values, images.train, seeds, silent)
     trained = make_model(program, graph, inputs, run=run, round=note.round, device=device, personal_tensors=personal)
     return trained, images
+
+
+def _find_model(vault: Vault, run: str, asked: str | int | None) -> tuple[TaskNote, int | None]:
+    """Return the task whose model is asked for, and the newest round whose personal tensors it uses; None: of all."""
+    newest = _note(vault, run)
+    best = best_task(vault, run)
+    if asked == "last" or asked == newest.round or (asked is None and best is None):
+        return newest, None
+    if best and asked in (None, "best", best.round):
+        return best, best.round
+    kept = f"it keeps round {newest.round}, its last" + (f", and round {best.round}, its best" if best else "")
+    if asked == "best":
+        why = (
+            "its best round: it did not test it, or the run's configuration has neither accuracy nor patience in [stop]"
+        )
+    else:
+        why = f"round {asked}"
+    raise ConfigError("FV1424", f"this device does not keep the model of run {run!r} after {why}; {kept}")
 
 
 def _note(vault: Vault, run: str) -> TaskNote:

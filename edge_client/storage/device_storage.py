@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Collection
 
+from edge_client.storage.best_round import best_task, blobs_of_notes, keep_best
 from edge_client.storage.disk import DiskBudget
 from edge_client.storage.evaluation import blobs_of_model
 from edge_client.storage.integrity import DamagedBlobs, Integrity
@@ -107,9 +108,14 @@ class DeviceStorage:
                 program = self.program(result.program)
             self.ledger.note_result(result, program)
 
-    def end_run(self, run: str) -> bool:
-        """Note in the vault that results of the run will not be acknowledged any more; False if that failed."""
+    def end_run(self, run: str, best: int | None = None) -> bool:
+        """Note in the vault that results of the run will not be acknowledged any more; False if that failed.
+
+        `best`: the run's best round, if the coordinator named it.
+        """
         try:
+            if best is not None:
+                keep_best(self.vault, run, best)
             self.vault.end(run)
             self.sums.remove(run)
         except FedvitError as error:  # the device continues; results of the run still wait
@@ -125,6 +131,7 @@ class DeviceStorage:
         try:
             if run in self.vault.runs()[:1] and (note := self.vault.newest_task(run)):
                 needed = blobs_of_model(self.program(note.program), note, self.vault)
+                needed |= blobs_of_notes([best_task(self.vault, run)], self.vault, self.blobs)
                 freed_bytes = self.blobs.prune(keep=needed | pinned)
                 log.info("blobs removed", extra={"run": run, "bytes": freed_bytes})
             for old in [] if keep_runs is None else find_retired_runs(self.vault, keep_runs):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from edge_client.storage.best_round import best_task, blobs_of_notes
 from edge_client.storage.evaluation import blobs_of_model
 from edge_client.storage.round_files import count_earlier_rounds, find_current
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
@@ -204,7 +205,7 @@ def _list_needed_blobs(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> s
             program = decode_program(blobs.get(note.program))
         except BadPayload:  # removed by a newer run's task, or damaged: the other blobs are useless without it
             continue
-        needed |= blobs_of_model(program, note, vault)
+        needed |= blobs_of_model(program, note, vault) | blobs_of_notes([best_task(vault, run)], vault, blobs)
         if not vault.is_over(run):
             needed |= {*program.list_fetched_once(), *note.groups.values()}
     return needed

@@ -156,6 +156,18 @@ def find_current(home: Path) -> Path | None:
     return folder if folder in list_rounds(home) else None
 
 
+def find_round(home: Path, upto: int) -> Path | None:
+    """Return the newest complete round up to a round; None if there is none. Raises StorageFailed."""
+    complete = [folder for folder in list_rounds(home) if count_earlier_rounds(folder) and parse_round(folder) <= upto]
+    return max(complete, key=lambda folder: (parse_round(folder), count_earlier_rounds(folder)), default=None)
+
+
+def list_replaced(home: Path, best: int) -> list[Path]:
+    """Return the rounds that the next commit replaces: all but the newest, and the newest up to round `best`."""
+    kept = {find_current(home), find_round(home, best) if best else None}
+    return [folder for folder in list_rounds(home) if folder not in kept]
+
+
 def link_file(file: Path, name: Path) -> dict[str, str]:
     """Store the same content under another name, by a hard link if the file system can.
 

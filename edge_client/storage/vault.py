@@ -11,7 +11,8 @@ If uploads are coded, `left.safetensors` holds the residual after the round's re
 With a key, tensors are encrypted, in files `*.sealed` in place of `*.safetensors`.
 
 `SUMS` holds the digests of a round's files, and the round before the newest is kept: if a file is damaged,
-`edge_client.storage.repair` returns to it.
+`edge_client.storage.repair` returns to it. The round that the run's best model uses is kept, too
+(`edge_client.storage.best_round`).
 """
 
 import contextlib
@@ -37,6 +38,8 @@ from edge_client.storage.round_files import (
     count_earlier_rounds,
     find_current,
     find_file,
+    find_round,
+    list_replaced,
     list_rounds,
     parse_round,
 )
@@ -94,15 +97,15 @@ class Vault:
         except ConfigError as error:
             raise BadPayload(error.code, str(error)) from None
 
-    def round_of(self, run: str) -> int:
-        """Return the newest stored round; 0 before the first."""
-        current = self._current(run)
-        return int(current.name.split("-")[1]) if current else 0
+    def round_of(self, run: str, upto: int | None = None) -> int:
+        """Return the newest stored round, or the newest up to a round; 0 if there is none."""
+        folder = self._find(run, upto)
+        return int(folder.name.split("-")[1]) if folder else 0
 
-    def local(self, run: str) -> Tensors | None:
-        """Return the personal tensors as the newest finished round left them; None before the first."""
-        current = self._current(run)
-        return None if current is None else self.round_files.read_tensors(current, LOCAL)
+    def local(self, run: str, upto: int | None = None) -> Tensors | None:
+        """Return the personal tensors as `round_of` left them; None if there is no such round."""
+        folder = self._find(run, upto)
+        return None if folder is None else self.round_files.read_tensors(folder, LOCAL)
 
     def residual(self, run: str) -> Residual:
         """Return the part of this device's accepted results that coding left out (error feedback).
@@ -124,18 +127,24 @@ class Vault:
                 self.round_files.read_tensors(file.parent, LOCAL)
 
     def commit(
-        self, result: Result, local: Tensors, new_residual: Tensors | None = None, residual: Residual | None = None
+        self,
+        result: Result,
+        local: Tensors,
+        new_residual: Tensors | None = None,
+        residual: Residual | None = None,
+        *,
+        best: int = 0,
     ) -> None:
-        """Store a finished round: personal tensors and result become current in one step. The round before is kept.
+        """Store a finished round: personal tensors and result become current in one step.
 
-        `residual` is that of earlier results, `new_residual` the one after this result.
+        The round before is kept, and the newest up to round `best`. `residual` is that of earlier results,
+        `new_residual` the one after this result.
         """
         home = self.path(result.run)
         folder = home / f"round-{result.round}-{secrets.token_hex(4)}"
         before = find_current(home)
-        for old in list_rounds(home):  # now, so that there are never more than two
-            if old != before:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in list_replaced(home, best):  # now, so that there are never more than three
+            shutil.rmtree(old, ignore_errors=True)
         try:
             files = self.round_files.write_tensors(folder, LOCAL, local)
             content = msgspec.msgpack.encode(result)
@@ -160,11 +169,9 @@ class Vault:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
 
-    def count_replaced_bytes(self, run: str) -> int:
+    def count_replaced_bytes(self, run: str, best: int = 0) -> int:
         """Return how many bytes the run's next commit removes before it writes."""
-        home = self.path(run)
-        before = find_current(home)
-        return sum(folder_bytes(old) for old in list_rounds(home) if old != before)
+        return sum(map(folder_bytes, list_replaced(self.path(run), best)))
 
     def files(self) -> Iterator[tuple[Path, str]]:
         """Yield all files with checksums, and their expected digests."""
@@ -202,17 +209,11 @@ class Vault:
     def note(self, task: Task) -> None:
         """Store the description of the run's newest task."""
         note = TaskNote(task.run, task.round, task.kind, task.seed, task.program, task.groups)
-        atomic_write(self.path(task.run) / _TASK, add_digest(msgspec.msgpack.encode(note)), private=True)
+        write_note(self.path(task.run) / _TASK, note)
 
     def newest_task(self, run: str) -> TaskNote | None:
-        """Return the newest task of the run that was started here; None before the first."""
-        file = self.path(run) / _TASK
-        if not file.exists():
-            return None
-        try:
-            return msgspec.msgpack.decode(check_digest(read_file(file)), type=TaskNote)
-        except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Damaged("FV1704", f"{file} is damaged: {error}") from error
+        """Return the newest task of the run that was started here; None before the first. Raises Damaged."""
+        return read_note(self.path(run) / _TASK)
 
     def runs(self) -> list[str]:
         """Return the runs that this device has worked for, the newest first."""
@@ -262,6 +263,31 @@ class Vault:
                 "FV1704", f"the vault names {folder}, which does not exist; move {home} away to start again"
             )
         return folder
+
+    def _find(self, run: str, upto: int | None) -> Path | None:
+        """Return the newest stored round, or the newest up to a round."""
+        current = self._current(run)
+        if current is None or upto is None or parse_round(current) <= upto:
+            return current
+        return find_round(self.path(run), upto)
+
+
+# --- descriptions of tasks ----------------------------------------------------------------------------
+
+
+def write_note(file: Path, note: TaskNote) -> None:
+    """Write the description of a task. Raises StorageFailed."""
+    atomic_write(file, add_digest(msgspec.msgpack.encode(note)), private=True)
+
+
+def read_note(file: Path) -> TaskNote | None:
+    """Read the description of a task; None if there is none. Raises Damaged."""
+    if not file.exists():
+        return None
+    try:
+        return msgspec.msgpack.decode(check_digest(read_file(file)), type=TaskNote)
+    except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Damaged("FV1704", f"{file} is damaged: {error}") from error
 
 
 # --- removal ------------------------------------------------------------------------------------------

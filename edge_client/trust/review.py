@@ -25,4 +25,4 @@ def review_task(task: Task, program: Program, storage: DeviceStorage, *, min_mas
         _passed[key] = flows
     if task.kind == "train":
         check_images(program, _passed[key], len(storage.data.train))
-    pin_program(storage.vault, task.run, program)
+    pin_program(storage.vault, task.vault_run, program)

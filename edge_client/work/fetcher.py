@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from edge_client.link.device_link import DeviceLink
+from edge_client.storage.best_round import blobs_beside
 from edge_client.storage.delta_chains import delta_chains
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.integrity import DamagedBlobs
@@ -57,7 +58,8 @@ class BlobFetcher:
             bases = {chain.base for chain in execution.delta_chains if chain.base}
             patches = [step.patch.digest for chain in execution.delta_chains for step in chain.steps]
             # inline blobs stay even if unused: they come again with the next task, and count once
-            blobs.prune(keep={*manifests, *self._link.list_served(), *bases, *patches, *inline})
+            beside = blobs_beside(task, self._storage.vault, blobs)
+            blobs.prune(keep={*manifests, *self._link.list_served(), *bases, *patches, *inline, *beside})
             manifests |= {step.patch.digest: step.patch for step in recipes}
             rebuilt = {chain.target.digest for chain in execution.delta_chains}
             whole = [digest for digest in task.groups.values() if digest not in rebuilt]

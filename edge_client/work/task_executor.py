@@ -14,9 +14,10 @@ import msgspec
 
 from edge_client.health.guard import Exceeded, Guard, Guarded
 from edge_client.link.device_link import DeviceLink
+from edge_client.storage.best_round import keep_best
 from edge_client.storage.delta_chains import DeltaChain, make_blob
 from edge_client.storage.device_storage import DeviceStorage
-from edge_client.storage.evaluation import own_groups, start_values
+from edge_client.storage.evaluation import check_takes_part, newest_counted, own_groups, start_values
 from edge_client.storage.models import Comparison, DeviceModel
 from edge_client.storage.repair import repair_run
 from edge_client.trust.review import review_task
@@ -150,7 +151,8 @@ class TaskExecutor:
         NotAllowed for a task that would send more than the device allows.
         """
         self.check_files(execution, program)
-        self.storage.disk.make_place(execution.task.run)
+        check_takes_part(self.storage.vault, execution.task, program)
+        self.storage.disk.make_place(execution.task.vault_run)
         review_task(execution.task, program, self.storage, min_mask=self._least_mask)
         self._runtime.load()
         with self.guard.watching(execution.task.kind) as guarded:
@@ -175,16 +177,19 @@ class TaskExecutor:
     def _run_task(self, execution: TaskExecution, program: Program, guarded: Guarded) -> Result:
         task, storage = execution.task, self.storage
         self.rebuild_blobs(execution)
-        storage.vault.note(task)
+        if not task.personal_of:
+            keep_best(storage.vault, task.run, task.best)
+            if task.kind != "compare":  # its round may be an earlier one
+                storage.vault.note(task)
         data = self._relabel(program.classes)
         data.check_fits(program.batch)
         self._runtime.keep_only({graph.digest for graph in program.graphs.values()})
         for name in program.graphs_for(task.kind):
             digest = program.graphs[name].digest
             self._runtime.open(digest, storage.blobs.path(digest))
-        trains = task.kind == "train"
-        own = program.with_role(Role.LOCAL) if trains else own_groups(program, task, storage.vault)
-        values, personal = start_values(program, task, own, storage.vault, storage.blobs)
+        trains, upto = task.kind == "train", newest_counted(task)
+        own = program.with_role(Role.LOCAL) if trains else own_groups(program, task, storage.vault, upto)
+        values, personal = start_values(program, task, own, storage.vault, storage.blobs, upto)
         watch = Watch(self.make_reporter(task), lambda: execution.stop.is_set() or guarded.over(), guarded.tally)
         seeds = Seeds(task.seed, task.round, self.link.identity.device)
         if task.kind == "compare":
@@ -271,7 +276,7 @@ class TaskExecutor:
         tensors, new_residual = encode_upload(program, upload.deltas, upload.collected, residual.tensors)
         written = (tensors, upload.local, new_residual, residual.tensors)
         written_bytes = sum(value.nbytes for part in written for value in part.values())
-        storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run))
+        storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run, task.best))
         manifest = storage.blobs.put(*pack_in_pieces(tensors)) if tensors else None
         if manifest:
             storage.integrity.check([manifest.digest])  # checked here, not in the event loop that sends it
@@ -280,7 +285,7 @@ class TaskExecutor:
         result = self.make_result(task, upload.samples, upload.metrics, use, manifest)
         if execution.stop.is_set() or "upload" in use.broke:  # a result that must not be sent is not stored either
             raise Stopped("FV1422", "the task was stopped")
-        storage.vault.commit(result, upload.local, new_residual, residual)
+        storage.vault.commit(result, upload.local, new_residual, residual, best=task.best)
         return result
 
     def _commit_for_sum(
@@ -291,12 +296,12 @@ class TaskExecutor:
         loss = upload.metrics.get("loss", 0.0)
         payload = make_training_payload(upload.deltas, upload.samples, loss, measures_largest=program.is_sum_coded)
         written_bytes = sum(value.nbytes for part in (payload, upload.local) for value in part.values())
-        storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run))
+        storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run, task.best))
         result = self.make_result(task, 0, {}, self.measure_use(execution, guarded, flops))
         if execution.stop.is_set():
             raise Stopped("FV1422", "the task was stopped")
         storage.sums.keep_payload(task.run, task.round, task.kind, payload)
-        storage.vault.commit(result, upload.local)
+        storage.vault.commit(result, upload.local, best=task.best)
         return result
 
     def make_result(
@@ -321,7 +326,7 @@ class TaskExecutor:
         Like fetching, this is not part of the measured work.
         """
         integrity, blobs = self.storage.integrity, self.storage.blobs
-        for repair in repair_run(self.storage.vault, execution.task.run):
+        for repair in repair_run(self.storage.vault, execution.task.vault_run):
             integrity.report(repair.message)
         chains = [chain for chain in execution.delta_chains if not blobs.has(chain.target.digest)]
         initial = [group.initial for group in program.groups.values() if group.initial]

@@ -11,6 +11,29 @@ from export.bundle.write import CARD, Bench, TrainedModel, write_bundle
 out_flag = click.option(
     "--out", type=click.Path(path_type=Path), default=Path("bundle"), help="New folder for the bundle."
 )
+
+
+class RoundChoice(click.ParamType):  # type: ignore[type-arg]
+    """`best`, `last` or the number of a round."""
+
+    name = "round"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
+        text = str(value)
+        if text in ("best", "last"):
+            return text
+        if text.isascii() and text.isdigit() and int(text):
+            return int(text)
+        self.fail(f"{text!r} is neither best, last nor the number of a round", param, ctx)
+
+
+round_flag = click.option(
+    "--round",
+    "asked_round",
+    type=RoundChoice(),
+    metavar="best|last|N",
+    help="Model after this round; by default the best of a run with accuracy or patience in [stop], else the last.",
+)
 precisions_flag = click.option(
     "--precision",
     "precisions",

@@ -395,6 +395,13 @@ class Task(Message, frozen=True, tag="task"):
     publisher: PublicKey = ""
     signatures: Annotated[tuple[Signature, ...], Meta(max_length=MAX_GRAPHS)] = ()
     trace: Annotated[str, Meta(max_length=64)] = ""  # W3C traceparent of the task's span; "": nobody traces
+    best: Count = 0  # the run's best round so far, of which the device keeps its model; 0: none
+    personal_of: Name = ""  # the run whose personal tensors are tested, and stay; "": this run
+
+    @property
+    def vault_run(self) -> str:
+        """The run whose folder of the vault the task uses."""
+        return self.personal_of or self.run
 
 
 class Extended(Message, frozen=True, tag="extended"):
@@ -435,6 +442,7 @@ class RunEnded(Message, frozen=True, tag="ended"):
 
     run: Name
     status: str
+    best: Count = 0  # its best round; 0: none
 
 
 class Models(Message, frozen=True, tag="models"):

@@ -178,12 +178,14 @@ EXAMPLES: dict[str, AnyMessage] = {
     "task-4": replace(TASK, recipes=(DeltaStep(DIGEST, DIGEST, MANIFEST), DeltaStep(DIGEST, "", MANIFEST, "fp16"))),
     "task-5": replace(TASK, task=TASK_ID, attempt=2, progress_s=30.0),
     "task-6": replace(TASK, publisher="ed25519:" + 43 * "A", signatures=(bytes(64), bytes(range(64)))),
+    "task-8": replace(TASK, best=7, personal_of="run-0"),
     "task-7": replace(TASK, trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
     "task-9": replace(TASK, kind="compare"),
     "ack": ResultAck("run-1", 7, "train", accepted=False, reason="late"),
     "ack-2": ResultAck("run-1", 7, "train", accepted=False, reason="run 'run-1' is not served here", keep=True),
     "models": Models(INSTANCE, EPOCH, {"run-0-9": "former", "run-1-7": "champion"}),
     "ended": RunEnded("run-1", "finished"),
+    "ended-2": RunEnded("run-1", "finished", 7),
     "want": BlobNack(DIGEST, ((0, 3), (7, 1)), 12, True),
     "want-2": BlobNack(DIGEST, ((0, 3),), 0, False, True),
     "want-3": replace(WANT, url="ask"),
@@ -481,9 +483,9 @@ def test_class_lists_are_read_as_they_were_written_and_bounded() -> None:
 
 
 def make_ended(size: int) -> RunEnded:
-    """A message of `size` bytes: version, list of 3, 'ended' with its length (1 + 5), 'r' (1 + 1) and a text of up
-    to 65535 bytes behind 3 bytes of length make 13 and the text."""
-    return RunEnded("r", "x" * (size - 13))
+    """A message of `size` bytes: version, list of 4, 'ended' with its length (1 + 5), 'r' (1 + 1), a text of up
+    to 65535 bytes behind 3 bytes of length, and 0 make 14 and the text."""
+    return RunEnded("r", "x" * (size - 14))
 
 
 def test_the_largest_message() -> None:
@@ -497,7 +499,7 @@ def test_a_larger_message_is_refused_by_both_sides() -> None:
     with pytest.raises(BadPayload, check=has_code("FV2301", f"RunEnded message of {size}")):
         encode(make_ended(MAX_MESSAGE_BYTES + 1))
     raw = encode(make_ended(MAX_MESSAGE_BYTES))
-    one_more = raw.replace(b"\xda" + (MAX_MESSAGE_BYTES - 13).to_bytes(2, "big"), b"\xda\xff\xf4") + b"x"
+    one_more = raw.replace(b"\xda" + (MAX_MESSAGE_BYTES - 14).to_bytes(2, "big"), b"\xda\xff\xf3") + b"x"
     with pytest.raises(BadPayload, check=has_code("FV2301", size)):
         decode(one_more)
 

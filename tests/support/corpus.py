@@ -136,7 +136,7 @@ def list_coordinator_messages(instance: str, task: Task, stored: str) -> list[An
         Cancel(task.run, task.round, task.kind, "the round is over"),
         ResultAck(task.run, task.round, task.kind, accepted=True),
         ResultAck(task.run, task.round, task.kind, accepted=False, reason="another run is served", keep=True),
-        RunEnded(task.run, "finished"),
+        RunEnded(task.run, "finished", task.round),
         Models(instance, task.epoch, {f"{task.run}-{task.round}": "canary", "other-1": "champion"}),
         BlobNack(stored, ((0, 1),), 1),
         BlobNack(stored, ((0, 1),), 1, put=UrlPiece("http://127.0.0.1:9/b/1?X=1", 0, 1)),

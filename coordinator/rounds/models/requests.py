@@ -42,7 +42,7 @@ def promote(store: Record, name: str, where: str = "") -> str:
         model = store.models.read(name)
         labels = store.devices.read_labels()
         rows = store.models.read_devices(name)
-        having = [row for row in rows if row.wanted != "retired" and (row.actual or row.comparison)]
+        having = [row for row in rows if row.wanted != "retired" and row.actual]
         chosen = [
             row for row in having if why_not_asked(where, {**row.labels, **labels.get(row.device, {})}, "where") is None
         ]
@@ -138,7 +138,7 @@ def promote_canary(store: Record, name: str, reason: str) -> str:
         if model.stage != "canary":
             return ""
         store.audit.add("promote model", name, reason)
-        rows = store.models.read_devices(name)
+        rows = [row for row in store.models.read_devices(name) if row.actual]  # a newer challenger may have replaced it
         selected = rules.select_devices(rows, model.classes, read_rules(model))
         canaries = {row.device for row in rows if row.wanted == "canary"}
         devices = canaries.union(selected.devices)

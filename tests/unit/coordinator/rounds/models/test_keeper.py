@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.record.record import Record, open_record
 from coordinator.rounds.models.keeper import ModelKeeper
-from coordinator.rounds.models.requests import promote, roll_back
+from coordinator.rounds.models.requests import promote, promote_canary, roll_back
 from fedvit.wire.messages import ModelReport, Models
 from tests.support.models import BETTER, FIRST, StatesOnly, compare_on, wanted_of
 
@@ -100,6 +100,19 @@ def test_canary_waits_for_a_device_that_uses_it(hall: Hall) -> None:
     hall.join("a")
     hall.settle()
     assert hall.serving() == ["r-1", "r-1"]
+
+
+def test_device_whose_challenger_was_replaced_meanwhile_keeps_its_champion(hall: Hall) -> None:
+    hall.join("a", "b")
+    hall.compare("r-1", {"a": FIRST, "b": FIRST}, after=0)
+    hall.settle()
+    hall.compare("r-2", {"a": BETTER, "b": BETTER}, canary="site=berlin", after="1s")
+    hall.devices["b"].states.pop("r-2")
+    hall.keeper.take("b", hall.devices["b"].report("i1"))
+    promote_canary(hall.store, "r-2", "its time is over")
+    hall.settle()
+    assert hall.serving() == ["r-2", "r-1"]
+    assert wanted_of(hall.store, "b") == {"r-1": "champion", "r-2": None}
 
 
 def test_canary_that_a_device_stopped_is_rolled_back_everywhere(hall: Hall) -> None:

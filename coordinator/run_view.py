@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.config import RunConfig
+from coordinator.record.course import find_best
 from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
 from coordinator.record.record import Record
@@ -127,7 +128,7 @@ class RunHead(Struct, frozen=True, kw_only=True):
     run: str
     created_at: str  # ISO 8601, UTC
     status: str
-    reason: str | None  # why it failed or was interrupted
+    reason: str | None  # why it failed, was interrupted or stopped before its last round
     method: str
     model: str
     seed: int
@@ -180,6 +181,8 @@ class RunView(RunHead, frozen=True, kw_only=True):
     bytes_down: int
     bytes_up: int
     max_edge_rss_bytes: int | None
+    best: int | None = None  # round with the highest mean accuracy
+    tested: str | None = None  # the earlier run whose tensors this run only tests
 
     @property
     def energy_j(self) -> float | None:
@@ -228,6 +231,8 @@ def read_run(store: Record, run: str, accuracy_of: int | None = None, refusals_o
         bytes_down=sum(device.bytes_down for device in devices),
         bytes_up=sum(device.bytes_up for device in devices),
         max_edge_rss_bytes=max(peaks, default=None),
+        best=find_best(store, run) or None,
+        tested=record.config.get("start_from") if record.config.get("rounds") == 0 else None,
     )
 
 

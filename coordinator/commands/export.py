@@ -10,7 +10,7 @@ import click
 from coordinator.commands.flags import runs_flag
 from coordinator.record.opening import newest_run, open_existing_record
 from coordinator.views.trained import read_trained_model
-from export.bundle.command import out_flag, precisions_flag, write
+from export.bundle.command import out_flag, precisions_flag, round_flag, write
 from export.bundle.write import Bench, check_new
 from fedvit.command_line import Command, json_flag
 from fedvit.data.folder import DeviceData
@@ -23,6 +23,7 @@ from profiles.probes.host import usable_cores
 )
 @click.argument("run", required=False)
 @click.option("--device", metavar="ID", help="The model that was generated for this device (FedTP, pFedHN, ...).")
+@round_flag
 @out_flag
 @runs_flag
 @click.option(
@@ -36,19 +37,20 @@ from profiles.probes.host import usable_cores
 def export(
     run: str | None,
     device: str | None,
+    asked_round: str | int | None,
     out: Path,
     folder: Path,
     precisions: tuple[str, ...],
     as_json: bool,
     **measuring: Any,
 ) -> None:
-    """Write the newest model of RUN, by default the newest run, as ONNX files that work without this software."""
+    """Write a model of RUN, by default the newest run, as ONNX files that work without this software."""
     check_new(out)
     data, threads = measuring["data"], measuring["threads"]
     store = open_existing_record(folder)
     try:
         run = run or newest_run(store, folder)
-        trained = read_trained_model(store, folder, run, device, f"coordinator {version('fedvit')}")
+        trained = read_trained_model(store, folder, run, device, f"coordinator {version('fedvit')}", asked_round)
     finally:
         store.close()
     bench = Bench(

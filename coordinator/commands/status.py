@@ -43,7 +43,8 @@ def _print_run(activity: RunActivity, folder: Path, as_json: bool) -> None:
         click.echo(json.dumps({**msgspec.structs.asdict(head), **shown, "stale": activity.stale}, indent=2))
         return
     resume = serve if activity.submitted else command("coordinator", "start", "--resume", head.run, runs=folder)
-    click.echo("\n".join(lines(head.run, head.status, live, resume)))
+    now = f"{head.status}; {head.reason}" if head.status in ENDED and head.reason else head.status
+    click.echo("\n".join(lines(head.run, now, live, resume)))
 
 
 def _print_service(service: ServiceOverview, folder: Path, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs, blob_descr
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.config import UpdatesConfig
+from coordinator.record.course import find_round
 from coordinator.record.record import Record
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
@@ -45,15 +46,19 @@ def load_state(saved: SavedState, blobs: BlobStore, order: Iterable[str] | None 
     return ServerState(tensors, memory, dict(saved.uploads))
 
 
-def start_state(earlier: str, store: Record, runs: Path) -> ServerState:
-    """The final state of the run `earlier`. Raises ConfigError if it closed no round, Damaged if a file is damaged."""
-    newest = store.rounds.read_newest_closed(earlier)
-    if newest is None or newest.state is None:
-        store.runs.read(earlier)  # raises if there is no such run
-        raise ConfigError("FV1115", f"start_from = {earlier!r}: that run closed no round")
+def start_state(earlier: str, store: Record, runs: Path, asked: str | int = "last") -> ServerState:
+    """The state of the run `earlier` after a round: `last`, `best` or a number.
+
+    Raises ConfigError if it closed no round or does not keep this one, Damaged if a file is damaged.
+    """
+    try:
+        kept = find_round(store, earlier, asked)
+    except ConfigError as error:
+        raise ConfigError("FV1115", f"start_from = {earlier!r}: {error}") from error
+    assert kept.state is not None  # of a round that is kept
     blobs = VerifiedBlobs(runs / earlier / "blobs")
     try:
-        return load_state(newest.state, blobs)
+        return load_state(kept.state, blobs)
     except DamagedBlob as error:
         held = blob_description(error.digest, earlier, store, blobs)
         raise Damaged(

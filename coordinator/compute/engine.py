@@ -1,10 +1,13 @@
 """Answers the requests of a run's control side in this process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
+
+import msgspec
 
 from coordinator.compute.accelerator import choose_accelerator, torch_devices
 from coordinator.compute.checkpoint import load_state, start_state, write_models
@@ -29,7 +32,8 @@ from coordinator.compute.ranks import Ranks
 from coordinator.compute.references import snapshot
 from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
-from coordinator.config import RunConfig
+from coordinator.config import RunConfig, make_config
+from coordinator.record.course import BEST
 from coordinator.record.record import Record
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
@@ -88,21 +92,29 @@ class Engine:
     def _prepare(self, request: Prepare) -> Prepared:
         # read all blobs again: an unchanged modification time does not prove that the disk still returns the same bytes
         self._blobs.forget_all_but()
-        earlier = self._config.start_from
+        tested = self._config.start_from if self._config.rounds == 0 else None
+        state = self._read_start(self._config) if tested is not None else None
+        record = self._store.runs.read(self._run)
+        if tested is not None:  # its own Program
+            record = self._store.runs.read(tested)
+            began = make_config(record.config, f"run {tested}").run
+            self._config = msgspec.structs.replace(began, accelerator=self._config.accelerator)
         plan = make_plan(
             self._config,
             request.classes,
             self._blobs,
-            start=start_state(earlier, self._store, self._folder.parent) if earlier is not None else None,
+            start=self._read_start(self._config),
             budgets=request.budgets,
             cache=self._graph_cache,
             progress=self._report_progress,
         )
-        made, record = plan.first.digest, self._store.runs.read(self._run)
+        if state is not None:
+            plan = replace(plan, state=replace(state, uploads={}))
+        made = plan.first.digest
         if record.program not in (None, made):
             raise ConfigError(
                 "FV1509",
-                f"run {self._run} began with program {record.program}, but this software makes {made}: "
+                f"run {record.id} began with program {record.program}, but this software makes {made}: "
                 "resume it with the versions it began with",
             )
         accelerator = choose_accelerator(self._config.accelerator)
@@ -115,6 +127,12 @@ class Engine:
         return Prepared(
             program=made, protocol=plan.protocol, groups=groups, accelerator=accelerator, saved=saved, remade=remade
         )
+
+    def _read_start(self, config: RunConfig) -> ServerState | None:
+        """Return the state of the earlier run that a run starts from; None if it starts from none."""
+        if config.start_from is None:
+            return None
+        return start_state(config.start_from, self._store, self._folder.parent, config.start_round)
 
     def _start_ranks(self, plan: Plan, accelerators: tuple[str, ...]) -> Ranks | None:
         """Start several processes if the rule can divide its work among them."""
@@ -182,9 +200,11 @@ class Engine:
 
     def _finish(self, request: Finish) -> None:
         plan: Plan = self._server_step.plan
-        state = load_state(request.saved, self._blobs, plan.values)
         devices = [entry.device for entry in self._store.devices.read_all(self._run) if entry.totals.results]
-        write_models(self._folder, state, plan.rule, devices, self._config.seed)
+        for folder, saved in ((self._folder, request.saved), (self._folder / BEST, request.best)):
+            if saved:
+                state = load_state(saved, self._blobs, plan.values)
+                write_models(folder, state, plan.rule, devices, self._config.seed)
 
 
 class _LazyState:

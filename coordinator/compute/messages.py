@@ -171,6 +171,7 @@ class Finish(ComputeRequest[None], frozen=True, kw_only=True, tag=True):
 
     answer = None
     saved: SavedState
+    best: SavedState | None = None  # of the best round, written into `best/` as well
 
 
 AnyRequest = Check | Prepare | PlanTasks | RecallTasks | FindOutliers | Step | Fold | Finish

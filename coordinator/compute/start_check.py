@@ -42,7 +42,7 @@ def _built(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
     start, classes = None, config.classes
     if config.start_from is not None:
         with closing(open_record(runs, check=False)) as store:
-            start = start_state(config.start_from, store, runs)
+            start = start_state(config.start_from, store, runs, config.start_round)
             classes = classes or store.runs.read(config.start_from).classes
     method = make_method(config.method, config.options)
     # without weights to load, the model needs neither time nor memory

@@ -1,5 +1,5 @@
-"""The configuration of a resumed run: the recorded one; more rounds, fewer devices, other metrics, alerts and another
-store of blobs are allowed."""
+"""The configuration of a resumed run: the recorded one; more rounds, fewer devices, other
+stop rules, metrics and alerts, and another store of blobs are allowed."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from fedvit.errors import ConfigError
 
 FREE_TABLES = ("trackers", "blobs", "alerts")
 """Tables that have no influence on training."""
+CHANGING_TABLES = (*FREE_TABLES, "stop")
+"""Tables that a resumed run may change."""
 
 
 def resume_config(run: str, recorded: dict[str, Any], given: dict[str, Any], where: str) -> RunConfig:
@@ -22,10 +24,12 @@ def resume_config(run: str, recorded: dict[str, Any], given: dict[str, Any], whe
     asked = _plain(make_config(given, where).run)
     before = _plain(began)
     for key in given:
-        if key not in ("broker", *FREE_TABLES) and (differs := _difference(key, before[key], asked[key], given[key])):
+        if key not in ("broker", *CHANGING_TABLES) and (
+            differs := _difference(key, before[key], asked[key], given[key])
+        ):
             _check_change(run, *differs)
     changed: dict[str, Any] = {key: asked[key] for key in ("rounds", "devices") if key in given}
-    for table in FREE_TABLES:
+    for table in CHANGING_TABLES:
         if table in given:
             values = {table: {**before[table], **given[table]}}
             changed[table] = getattr(make_config(values, where).run, table)
@@ -56,7 +60,7 @@ def _check_change(run: str, key: str, before: Any, asked: Any) -> None:
             return
         hint = "a resumed run can wait for fewer devices, not for more"
     else:
-        hint = "only rounds, devices, metrics, blobs and alerts of a resumed run may change"
+        hint = "only rounds, devices, stop rules, metrics, blobs and alerts of a resumed run may change"
     raise ConfigError(
         "FV1616", f"run {run!r} began with {key} = {before!r}, and now {key} = {asked!r} is asked for: {hint}"
     )

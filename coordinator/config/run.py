@@ -14,6 +14,7 @@ from coordinator.config.modes import MODES
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.promote import PromoteConfig
 from coordinator.config.robust import RobustConfig
+from coordinator.config.stop import StopConfig
 from coordinator.config.sums import SumsConfig
 from coordinator.config.trackers import TrackersConfig
 from coordinator.config.updates import UpdatesConfig
@@ -73,7 +74,13 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             description="Most classes that the first devices may announce together, if none are listed.",
         ),
     ] = 1000
-    rounds: Annotated[int, Meta(ge=1, description="Rounds to train.")] = 10
+    start_round: (
+        Annotated[int, Meta(ge=1, description="Round of the earlier run whose tensors are used.")]
+        | Annotated[Literal["last", "best"], Meta(description="By default the last.")]
+    ) = "last"
+    rounds: Annotated[
+        int, Meta(ge=0, description="Rounds to train; 0: devices only test the tensors of --start-from.")
+    ] = 10
     seed: Annotated[int, Meta(ge=0, le=2**31 - 1, description="Every random draw of the run follows from it.")] = 0
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before the first round.")] = 1
     devices_where: Annotated[
@@ -208,6 +215,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     blobs: BlobsConfig = field(default_factory=BlobsConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
     promote: PromoteConfig | None = None  # None: devices compare and use nothing
+    stop: StopConfig = field(default_factory=StopConfig)
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
@@ -224,6 +232,10 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 "FV1024",
                 "secure = true hides the counts of single devices, on which [promote] compares models: leave one out",
             )
+        if self.rounds == 0 and self.start_from is None:
+            raise ConfigError("FV1028", "rounds = 0: devices test the tensors of an earlier run, name it by start_from")
+        if self.stop.epsilon is not None and not self.privacy.noise_multiplier:
+            raise ConfigError("FV1028", f"stop: epsilon = {self.stop.epsilon:g} needs a noise_multiplier in [privacy]")
 
     def check_privacy_of_modes(self) -> None:
         """Raise ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""
@@ -285,13 +297,14 @@ TABLES: dict[str, type[Struct]] = {
     "blobs": BlobsConfig,
     "alerts": AlertsConfig,
     "promote": PromoteConfig,
+    "stop": StopConfig,
 }
 """Tables of a run's configuration, with keys of their own."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Model and method": (
-        "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "classes", "max_classes",
-        "seed", "accelerator", "server_precision",
+        "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "start_round", "classes",
+        "max_classes", "seed", "accelerator", "server_precision",
     ),
     "Rounds and devices": (
         "rounds", "devices", "devices_where", "min_device_version", "federation", "cohort", "quorum", "over_select",

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from coordinator.config import PrivacyConfig, RunConfig
+from coordinator.record.course import NEXT_EPSILON
 from coordinator.record.record import Record
 
 NOISE, POPULATION, COHORT = "dp_noise_multiplier", "dp_population", "dp_cohort"
@@ -104,6 +105,9 @@ def round_figures(
         for (noise, there, drawn), count in counts_before(store, run, NOISE, POPULATION, COHORT).items():
             steps[PrivacyStep(noise, int(there), int(drawn))] += count
         figures[EPSILON] = compute_epsilon(steps, privacy)
+        if config.stop.epsilon is not None:
+            steps[step] += 1
+            figures[NEXT_EPSILON] = compute_epsilon(steps, privacy)
     if privacy.feature_noise and feature_rows:
         most = max(feature_rows)
         figures |= {FEATURE_NOISE: privacy.feature_noise, FEATURE_ROWS: float(most)}

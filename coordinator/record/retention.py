@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from coordinator.config.blobs import BlobsConfig
 from coordinator.record.copies import COPIES, NOTES, find_unneeded, lock_copies
+from coordinator.record.course import find_kept_best
 from coordinator.record.record import Record
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
@@ -300,7 +301,9 @@ def _details(store: Record, record: RunRecord, directory: Path, policy: Retentio
             what="details", run=record.id, path=None, bytes=0,
             why=f"of rounds before {before}; the newest {keep} are kept, and those that recompute a damaged state",
         )  # fmt: skip
-        yield _apply(removal, lambda: store.runs.thin(record.id, before), policy.dry_run)
+        best = find_kept_best(store, record.id)
+        kept = best.round if best else 0
+        yield _apply(removal, lambda: store.runs.thin(record.id, before, keep=kept), policy.dry_run)
 
 
 def _files(directory: Path, dry_run: bool) -> Iterator[Removal]:
@@ -329,12 +332,14 @@ def _blobs(store: Record, record: RunRecord, directory: Path, dry_run: bool, kee
     saved = newest.state
     keep = {record.program, *_blobs_of(program), *saved.groups.values(), *saved.uploads.values()}
     keep |= {saved.memory} if saved.memory else set()
+    if (best := find_kept_best(store, record.id)) and best.state:
+        keep |= {*best.state.groups.values(), *([best.state.memory] if best.state.memory else [])}
     files = {blobs.path(digest) for digest in keep}
     size = sum(file.stat().st_size for file in blobs.folder.glob("*/*") if file not in files)
     if size:
         removal = Removal(
             what="blobs", run=record.id, path=str(blobs.folder), bytes=size,
-            why="the run is finished: only its last state, its program and graphs are needed",
+            why="the run is finished: only its last and best state, its program and graphs are needed",
         )  # fmt: skip
         yield _apply(removal, lambda: blobs.prune(keep), dry_run)
     if mirror:
@@ -352,7 +357,7 @@ def _objects(record: RunRecord, mirror: "Mirror", keep: set[str], dry_run: bool)
     if sizes:
         removal = Removal(
             what="mirror", run=record.id, path=mirror.place, bytes=sum(sizes.values()),
-            why="the run is finished: only its last state, its program, graphs and results are needed",
+            why="the run is finished: only its last and best state, its program, graphs and results are needed",
         )  # fmt: skip
         yield _apply(removal, lambda: mirror.remove(sizes), dry_run)
 

@@ -137,9 +137,10 @@ class RecordedRuns:
             for table in reversed([table for table in TABLES.sorted_tables if table not in (*OF_ALL_RUNS, AUDIT)]):
                 connection.execute(delete(table).where((table.c.id if table is RUNS else table.c.run) == run))
 
-    def thin(self, run: str, before: int) -> None:
+    def thin(self, run: str, before: int, *, keep: int = 0) -> None:
         """Remove details of rounds before a closed round: cohorts, states, answered tasks, results, refusals, and
-        accuracies by device. Totals, figures, strikes, and what is needed to continue are kept."""
+        accuracies by device. Totals, figures, strikes, what is needed to continue, and the state of round `keep` are
+        kept."""
         with self._database.transaction() as connection:
             thinned = connection.execute(select(RUNS.c.thinned).where(RUNS.c.id == run)).scalar() or 0
             closed = select(ROUNDS.c.round, ROUNDS.c.opened_at).where(
@@ -150,7 +151,8 @@ class RecordedRuns:
                 return
             before, opened_at = oldest
             old = and_(ROUNDS.c.run == run, ROUNDS.c.round >= thinned, ROUNDS.c.round < before)
-            connection.execute(update(ROUNDS).where(old).values(cohort=[], state=None, accuracy=None))
+            connection.execute(update(ROUNDS).where(old, ROUNDS.c.round != keep).values(state=None))
+            connection.execute(update(ROUNDS).where(old).values(cohort=[], accuracy=None))
             seal(connection, ROUNDS, old)
             _delete_details(connection, run, before, opened_at)
             _update(connection, run, thinned=before)

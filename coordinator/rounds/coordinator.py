@@ -115,13 +115,15 @@ class Coordinator(RunParts):
         self._finish()
 
     def _finish(self) -> None:
-        run = self.state.run
-        self.ask(Finish(saved=self.state.newest()))
+        run, best, reason = self.state.run, self.state.best, self.engine.course.reason
+        kept = self.journal.find(best) if best else None
+        if self.state.config.rounds:
+            self.ask(Finish(saved=self.state.newest(), best=kept.state if kept else None))
         if self.objects and self.objects.is_mirror:
             results = [str(file.relative_to(self.folder)) for file in self.folder.rglob("*.safetensors")]
             self.inbox.in_background(partial(self.objects.mirror.put_files, self.folder, results))
-        self.state.store.runs.update(run, status="finished")
-        self._send_all(RunEnded(run, "finished"))
+        self.state.store.runs.update(run, status="finished", reason=reason and f"stopped: {reason}")
+        self._send_all(RunEnded(run, "finished", best))
         if self.objects and not self.objects.is_mirror:
             self.objects.prune(set())
         log.info("run finished", extra={"run": run})

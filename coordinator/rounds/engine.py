@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 
 from coordinator.config import RunConfig
 from coordinator.config.modes import MODES
+from coordinator.record.course import Course
 from coordinator.record.tables import SUM, RoundRecord
 from coordinator.rounds.modes.base import Mode
 from coordinator.rounds.open_round import OpenRound, RoundPlan
@@ -38,6 +39,7 @@ class RoundEngine:
     ) -> None:
         mode: type[Mode] = resolve_name(MODES[config.mode].implementation)
         self.mode = mode(run, config, trainer, journal)
+        self.course = Course(config.stop)
         self._run = run
         self._config = config
         self._trainer = trainer
@@ -46,32 +48,65 @@ class RoundEngine:
         self._log = report
 
     def run(self) -> None:
-        """Run all rounds that an earlier process has not finished."""
-        config, journal = self._config, self._journal
-        for number in range(max(1, journal.first_round()), config.rounds + 1):
+        """Run all rounds that an earlier process has not finished, until a rule of [stop] holds."""
+        config, journal, course = self._config, self._journal, self.course
+        if config.rounds == 0:
+            self._test_earlier_run()
+            return
+        first = max(1, journal.first_round())
+        for past in journal.read_past(first):
+            course.close(past.round, past.figures)
+            course.evaluate(past.round, past.totals.accuracy_mean)
+        self._keep_best()
+        for number in range(first, config.rounds + 1):
+            if course.reason is not None:
+                break
             before = journal.find(number)
             self._trainer.begin(number, is_new=before is None)
             if before is None or before.closed_at is None:
-                self.train(number, before)
+                course.close(number, self.train(number, before))
                 before = None
-            due = number % config.evaluate_every == 0 or number == config.rounds
-            if due and not (before and before.evaluated):
+            else:
+                course.close(number, before.figures)
+            is_last = number == config.rounds or course.reason is not None
+            if before and before.evaluated:
+                course.evaluate(number, before.totals.accuracy_mean if before.totals else None)
+            elif is_last or number % config.evaluate_every == 0:
                 self.evaluate(number)
-                journal.keep_evaluation(number)
+                course.evaluate(number, journal.keep_evaluation(number))
+            self._keep_best()
             if before is None:
-                self.finish(number)
+                self.finish(number, is_last=is_last or course.reason is not None)
+        if course.reason is not None:
+            self._trainer.dismiss()
+            self._log(f"stopped: {course.reason}")
         if config.promote and self._trainer.compares_models:
-            self.compare(journal.open_round() - 1)
+            self.compare(journal.find_compared())
 
     def compare(self, number: int) -> None:
         """Let devices compare a round's model with the one that they use, once."""
         if not self._journal.has_comparison(number):
+            self._trainer.begin(number, is_new=False)
             self.mode.compare(number)
             self._journal.keep_comparison(number)
 
-    def finish(self, number: int) -> None:
+    def _test_earlier_run(self) -> None:
+        """Evaluate the state that the run began with, once."""
+        journal = self._journal
+        tested = journal.open_test()
+        self._trainer.begin(tested.round, is_new=False)
+        if not tested.evaluated:
+            self.evaluate(tested.round)
+            journal.keep_evaluation(tested.round)
+            self.finish(tested.round, is_last=True)
+
+    def _keep_best(self) -> None:
+        if self._config.stop.keeps_best and self.course.best:
+            self._journal.keep_best(self.course.best)
+
+    def finish(self, number: int, *, is_last: bool = False) -> None:
         """Complete a round, and show it to the operator."""
-        self._journal.finish(number)
+        self._journal.finish(number, is_last=is_last)
 
     def evaluate(self, number: int) -> None:
         """Let devices test a round's model."""
@@ -88,8 +123,8 @@ class RoundEngine:
             except EmptyCohort as error:
                 self._log(f"round {opened.number}: evaluation: {error} ({attempt} of {ATTEMPTS} attempts)")
 
-    def train(self, number: int, before: RoundRecord | None) -> None:
-        """Train one round and keep its state; `before`: the round as an earlier process left it.
+    def train(self, number: int, before: RoundRecord | None) -> dict[str, float]:
+        """Train one round, keep its state, and return its figures; `before`: the round as an earlier process left it.
 
         Raises EmptyCohort after ATTEMPTS attempts without a usable result.
         """
@@ -130,7 +165,7 @@ class RoundEngine:
             if result.is_last:
                 trainer.dismiss()
             journal.prune(result)
-            return
+            return figures
         show = journal.show_command()
         raise EmptyCohort("FV1501", f"round {number}: no usable result in {ATTEMPTS} attempts; see `{show}`")
 

@@ -9,9 +9,20 @@ import msgspec
 
 from coordinator.compute.integrity import essential
 from coordinator.record.backups import Closed
+from coordinator.record.course import find_round
 from coordinator.record.retention import oldest_kept
-from coordinator.record.rounds import RoundWork
-from coordinator.record.tables import Asked, DeviceModel, ModelRecord, ResultRecord, RoundRecord, TaskRecord, now
+from coordinator.record.rounds import ClosedRound, RoundWork
+from coordinator.record.tables import (
+    Asked,
+    DeviceModel,
+    ModelRecord,
+    ResultRecord,
+    RoundRecord,
+    RoundTotals,
+    TaskRecord,
+    now,
+)
+from coordinator.record.totals import add_evaluation
 from coordinator.rounds.models.requests import add_model
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.parts import RunParts
@@ -51,6 +62,9 @@ class RecordJournal(Journal):
     def find(self, number: int) -> RoundRecord | None:
         return self._store.rounds.read(self._run, number)
 
+    def read_past(self, first: int) -> list[ClosedRound]:
+        return [past for past in self._store.rounds.read_totals(self._run) if past.round < first]
+
     def find_unanswered(self, number: int | None = None) -> list[TaskRecord]:
         return self._store.tasks.read_unanswered(self._run, number)
 
@@ -62,6 +76,19 @@ class RecordJournal(Journal):
 
     def show_command(self) -> str:
         return command("coordinator", "show", self._run, runs=self._store.database.folder)
+
+    def open_test(self) -> RoundRecord:
+        rounds, run, config = self._store.rounds, self._run, self._state.config
+        if (left := rounds.read_newest_closed(run)) is not None:
+            return left
+        assert config.start_from is not None  # the configuration has been checked
+        number = find_round(self._store, config.start_from, config.start_round).round
+        with self._store.database.together():
+            rounds.open(run, number, [], 0)
+            rounds.close(run, number, self._state.newest(), {}, RoundWork([], []))
+        tested = rounds.read(run, number)
+        assert tested is not None  # it was just written
+        return tested
 
     # --- an open round ----------------------------------------------------------------------------------
 
@@ -116,12 +143,12 @@ class RecordJournal(Journal):
         parts.inbox.in_background(partial(parts.backups.after_round, number, last=result.is_last))
         oldest = oldest_kept(number, state.config.keep_rounds, parts.backups.since(number))
         if oldest is not None:
-            store.runs.thin(self._run, oldest)
+            store.runs.thin(self._run, oldest, keep=state.best)
 
     def prune(self, result: RoundResult) -> None:
         """Remove blobs that are no longer needed."""
         state, parts = self._state, self._parts
-        needed = result.stepped.needed | parts.recovery.still_needed(result.number)
+        needed = result.stepped.needed | parts.recovery.still_needed(result.number) | self._find_best_blobs()
         unneeded = list(state.blobs.prunable(needed, PARTIAL_KEPT_S))  # now, before devices send new ones
         self._store.database.check_leads()  # none of them is of a later leader, whenever they are removed
         state.blobs.forget_all_but(needed)
@@ -130,8 +157,13 @@ class RecordJournal(Journal):
         freed = parts.inbox.in_background(partial(state.blobs.delete, unneeded))
         log.info("round closed", extra={"round": result.number, "freed_bytes": freed, **result.figures})
 
-    def keep_evaluation(self, number: int) -> None:
-        self._store.rounds.close_evaluation(self._run, number, self._state.results(number, "evaluate"))
+    def keep_evaluation(self, number: int) -> float | None:
+        results = self._state.results(number, "evaluate")
+        self._store.rounds.close_evaluation(self._run, number, results)
+        return add_evaluation(RoundTotals(cohort=0), results).totals.accuracy_mean
+
+    def find_compared(self) -> int:
+        return find_round(self._store, self._run, None).round
 
     def has_comparison(self, number: int) -> bool:
         return self._store.models.has(f"{self._run}-{number}")
@@ -159,6 +191,14 @@ class RecordJournal(Journal):
             keeper.look()
             self._parts.inbox.pump(keeper.is_settled, deadline=time.monotonic() + SETTLE_S)
 
-    def finish(self, number: int) -> None:
+    def keep_best(self, number: int) -> None:
+        """Its blobs are here: they were those of the newest round, or are kept since."""
+        self._state.best = number
+
+    def _find_best_blobs(self) -> set[str]:
+        best = self.find(self._state.best) if self._state.best else None
+        return essential(best.state) if best and best.state else set()
+
+    def finish(self, number: int, *, is_last: bool = False) -> None:
         self._state.spans.close_round()
         self._parts.operator_log(round_line(self._store, self._run, number, self._state.config.rounds))

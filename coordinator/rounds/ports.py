@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from coordinator.compute.messages import NextState
+from coordinator.record.rounds import ClosedRound
 from coordinator.record.tables import Asked, ResultRecord, RoundRecord, TaskRecord
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.tasks import Work
@@ -134,6 +135,10 @@ class Journal(ABC):
         """Return a round as an earlier process left it."""
         return None
 
+    def read_past(self, first: int) -> list[ClosedRound]:
+        """Rounds before the round `first`, in order."""
+        return []
+
     def find_unanswered(self, number: int | None = None) -> list[TaskRecord]:
         """Tasks that are under way: those of a round, or all."""
         return []
@@ -141,6 +146,10 @@ class Journal(ABC):
     def devices_s(self, number: int) -> float:
         """Seconds in which earlier processes waited for the results of a round."""
         return 0.0
+
+    def open_test(self) -> RoundRecord:
+        """Return the round of the earlier run that this one only tests, closed with the state that it begins with."""
+        raise NotImplementedError("only runs on devices test an earlier run")
 
     # --- an open round ----------------------------------------------------------------------------------
 
@@ -177,8 +186,15 @@ class Journal(ABC):
         """Keep a round's state as the newest."""
 
     @abstractmethod
-    def keep_evaluation(self, number: int) -> None:
-        """Keep the evaluation of a round."""
+    def keep_evaluation(self, number: int) -> float | None:
+        """Keep the evaluation of a round, and return its mean accuracy; None: no device has test images."""
+
+    def keep_best(self, number: int) -> None:
+        """Keep the state of the best round so far, in place of an earlier one."""
+
+    def find_compared(self) -> int:
+        """The round whose model devices compare at the end: the best one if its state is kept, else the newest."""
+        return self.open_round() - 1
 
     def has_comparison(self, number: int) -> bool:
         """Return whether devices have compared the model of a round."""
@@ -188,7 +204,7 @@ class Journal(ABC):
         """Keep the comparison of a round's model, and let devices use it as the run's rules say."""
 
     @abstractmethod
-    def finish(self, number: int) -> None:
+    def finish(self, number: int, *, is_last: bool = False) -> None:
         """Complete a round, and show it to the operator."""
 
     def prune(self, result: RoundResult) -> None:

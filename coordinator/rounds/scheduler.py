@@ -170,6 +170,8 @@ class TaskScheduler:
             publisher=state.signer.publisher if state.signer and signatures else "",
             signatures=signatures,
             trace=state.spans.ask(task),
+            best=state.best,
+            personal_of=state.config.start_from or "" if state.config.rounds == 0 else "",
         )
         try:
             state.send(device, self._complete(task, message, is_repeated=is_repeated))

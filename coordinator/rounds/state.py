@@ -63,6 +63,7 @@ class RunState:
     offers_refused: bool = False  # a device that the run refuses is offered to another run
     not_allowing: dict[str, str] = field(default_factory=dict)  # devices whose policy does not allow the run -> its key
     number: int = 1  # the current or last round
+    best: int = 0  # the best round, which is kept; 0: none
     doing: str = ""
     pause: Pause | None = None  # None: the run is not paused
     spans: RunSpans = field(default_factory=lambda: RunSpans("", None))

@@ -1,6 +1,7 @@
 """Checks of a new run that need the record alone: for `coordinator start`, and for `submit`, which is often called."""
 
 from coordinator.config import RunConfig
+from coordinator.record.course import find_round
 from coordinator.record.record import Record
 from coordinator.views.trackers.following import check_writers
 from fedvit.errors import ConfigError
@@ -21,12 +22,13 @@ def check_trackers(config: RunConfig, where: str) -> None:
 
 
 def check_start_from(store: Record | None, config: RunConfig) -> None:
-    """Raise ConfigError if the run of `start_from` does not exist, or has closed no round."""
+    """Raise ConfigError if the run of `start_from` does not exist, or does not keep the round."""
     if config.start_from is None:
         return
     if store is None:
         raise ConfigError("FV1115", f"start_from = {config.start_from!r}: there is no run yet")
-    newest = store.rounds.read_newest_closed(config.start_from)
-    if newest is None:
-        store.runs.read(config.start_from)  # raises if there is no such run
-        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: that run closed no round")
+    store.runs.read(config.start_from)  # raises if there is no such run
+    try:
+        find_round(store, config.start_from, config.start_round)
+    except ConfigError as error:
+        raise ConfigError("FV1115", f"start_from = {config.start_from!r}: {error}") from error

@@ -15,6 +15,7 @@ from rich.text import Text
 from coordinator.run_view import RoundView, RunLine, RunView
 from coordinator.views.report.document import DeviceReport, RunReport
 from coordinator.views.report.words import (
+    count_rounds,
     feature_words,
     generator_words,
     privacy_words,
@@ -73,10 +74,7 @@ def draw_run(run: RunView, width: int) -> Group:
     """Draw all tables of one run."""
     reason = f" ({run.reason})" if run.reason else ""
     parts: list[RenderableType] = [
-        Text(
-            f"run {run.run}: {run.method} on {run.model}, {run.status}{reason}, "
-            f"{len(run.rounds)} of {run.rounds_planned} rounds, seed {run.seed}"
-        ),
+        Text(f"run {run.run}: {run.method} on {run.model}, {run.status}{reason}, {count_rounds(run)}, seed {run.seed}"),
         Text(settings_words(run.settings), style="dim"),
     ]
     if run.classes:
@@ -84,7 +82,8 @@ def draw_run(run: RunView, width: int) -> Group:
         names = ", ".join(run.classes[:MOST_CLASSES])
         parts.append(Text(f"{format_count(len(run.classes), 'class')}: {names}{more}", style="dim"))
     if any(entry.accuracy_mean is not None for entry in run.rounds):
-        parts += [Text(), draw_accuracy(run, width), Text(f"accuracy: {run.protocol}", style="dim")]
+        best = "" if run.best is None or run.tested else f"; best round: {run.best}"
+        parts += [Text(), draw_accuracy(run, width), Text(f"accuracy: {run.protocol}{best}", style="dim")]
     parts += [Text(line) for line in sum_words(run)]
     if run.epsilon is not None:
         parts.append(Text(f"privacy of devices' updates: epsilon {run.epsilon:.3g} over all rounds so far"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
+from coordinator.record.course import BEST, find_round
 from coordinator.record.record import Record
 from coordinator.record.retention import run_mirror
 from coordinator.record.tables import RunRecord
@@ -63,18 +64,21 @@ class _Files:
             raise StorageFailed("FV1019", f"{error}, and in the run's mirror: {other}") from other
 
 
-def read_trained_model(store: Record, runs: Path, run: str, device: str | None, made_by: str) -> TrainedModel:
-    """Read the model of a run, or of one device of it.
+def read_trained_model(
+    store: Record, runs: Path, run: str, device: str | None, made_by: str, round: str | int | None = None
+) -> TrainedModel:
+    """Read the model of a run, or of one device of it, after a round that `find_round` takes.
 
     Files that are not on this disk are read from the run's mirror, if it has one. Raises ConfigError if there is no
-    such run or device, or if only a device has what the model needs; StorageFailed if the run's files are damaged, or
+    such run, round or device, or if only a device has what the model needs; StorageFailed if files are damaged, or
     missing, and its mirror cannot be used.
     """
     record = store.runs.read(run)
-    newest = store.rounds.read_newest_closed(run)
-    if record.program is None or newest is None or newest.state is None:
+    kept = find_round(store, run, round)
+    last = store.rounds.read_newest_closed(run)
+    if record.program is None or kept.state is None or last is None:
         raise ConfigError("FV1623", f"run {run!r} has closed no round: there is nothing to export yet")
-    saved = newest.state
+    saved = kept.state
     files = _Files(runs / run, record)
     try:
         program = decode_program(files.blob(record.program))
@@ -88,14 +92,15 @@ def read_trained_model(store: Record, runs: Path, run: str, device: str | None, 
     if why := _why_on_device(program):
         raise ConfigError("FV1904", _elsewhere(program, run, why))
     summary = read_run(store, run)
-    values |= _read_generated(program, record, summary, files, device)
+    part = "" if kept.round == last.round else f"{BEST}/"
+    values |= _read_generated(program, record, summary, files, device, part)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
     check_tensors(held, program.forms_of([*program.groups]), f"run {run!r}")
     origin = Origin(
         run=run,
         method=program.method,
         model=program.model,
-        round=newest.round,
+        round=kept.round,
         device=device,
         made_by=made_by,
     )
@@ -105,7 +110,7 @@ def read_trained_model(store: Record, runs: Path, run: str, device: str | None, 
         batch=program.batch,
         classes=program.classes,
         origin=origin,
-        reported=_find_accuracy(summary, device),
+        reported=_find_accuracy(summary, device, kept.round),
     )
 
 
@@ -154,9 +159,9 @@ def _find_variant(record: RunRecord, device: str) -> str | None:
 
 
 def _read_generated(
-    program: Program, record: RunRecord, summary: RunView, files: _Files, device: str | None
+    program: Program, record: RunRecord, summary: RunView, files: _Files, device: str | None, part: str
 ) -> Tensors:
-    """The tensors that the server generated for the device at the run's end."""
+    """The tensors that the server generated for the device at the run's end, in a part of the run's folder."""
     known = [entry.device for entry in summary.devices]
     if device is not None and device not in known:
         raise ConfigError("FV1904", f"no device {device!r} in run {record.id!r}; its devices are: {', '.join(known)}")
@@ -177,7 +182,7 @@ def _read_generated(
         raise ConfigError(
             "FV1904", _elsewhere(program, record.id, f"device {device!r} has a variant of its own ({pattern!r})")
         )
-    name = f"generated/{device}.safetensors"
+    name = f"{part}generated/{device}.safetensors"
     content = files.result(name) if record.status == "finished" else None
     if content is None:
         resume = command("coordinator", "start", "--resume", record.id, runs=files.folder.parent)
@@ -192,9 +197,9 @@ def _read_generated(
         raise StorageFailed("FV1704", f"{files.folder / name} is damaged: {error}") from error
 
 
-def _find_accuracy(summary: RunView, device: str | None) -> Reported | None:
-    """The newest measured accuracy: of the device, or the mean of all devices."""
-    for entry in reversed(summary.rounds):
+def _find_accuracy(summary: RunView, device: str | None, number: int) -> Reported | None:
+    """The newest measured accuracy up to a round: of the device, or the mean of all devices."""
+    for entry in reversed([entry for entry in summary.rounds if entry.round <= number]):
         accuracy = entry.accuracy if device is None else {k: v for k, v in entry.accuracy.items() if k == device}
         if accuracy:
             mean = sum(accuracy.values()) / len(accuracy)

@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from coordinator.record.record import Record
-from coordinator.record.rounds import RoundWork
+from coordinator.record.rounds import ClosedRound, RoundWork
 from coordinator.record.tables import Asked, RefusalRecord, ResultRecord, SavedState, TaskRecord, now
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.ports import Journal, RoundResult
@@ -41,6 +42,7 @@ class CheckpointJournal(Journal):
         self._closed: tuple[RoundResult, str] | None = None  # the round that is not finished, and when it closed
         self._evaluations: list[DeviceEvaluation] | None = None
         self._rows: list[Callable[[], None]] = []  # what the record gets with the next checkpoint
+        self._best = 0
         self._checkpoint_s, self._saved_at = 0.0, time.monotonic()
 
     def resume(self) -> None:
@@ -55,6 +57,9 @@ class CheckpointJournal(Journal):
 
     def first_round(self) -> int:
         return self._first
+
+    def read_past(self, first: int) -> list[ClosedRound]:
+        return [past for past in self._store.rounds.read_totals(self._run) if past.round < first]
 
     def count_asked(self) -> Mapping[str, Asked]:
         return self._selected
@@ -75,13 +80,24 @@ class CheckpointJournal(Journal):
             times = self._selected[one.device].times + 1 if one.device in self._selected else 1
             self._selected[one.device] = Asked(result.number, times)
 
-    def keep_evaluation(self, number: int) -> None:
+    def keep_evaluation(self, number: int) -> float | None:
         self._evaluations = self._trainer.tested
+        shares = [one.correct / one.images for one in self._evaluations if one.images]
+        return fmean(shares) if shares else None
 
-    def finish(self, number: int) -> None:
+    def keep_best(self, number: int) -> None:
+        """A checkpoint holds the state of each best round."""
+        self._best = number
+
+    def read_best(self) -> SavedState | None:
+        """Return the state of the best round that is kept; None if there is none."""
+        best = self._store.rounds.read(self._run, self._best) if self._best else None
+        return best.state if best else None
+
+    def finish(self, number: int, *, is_last: bool = False) -> None:
         assert self._closed is not None
         result, closed_at = self._closed
-        saved = self._save(number) if self._is_checkpoint(number) else None
+        saved = self._save(number) if is_last or number == self._best or self._is_checkpoint() else None
         # without the uploads, which are not kept until the next checkpoint
         trained = [(one._replace(upload={}), _count_bytes(one.upload)) for one in self._trainer.trained]
         times = self._opened_at, closed_at
@@ -99,9 +115,9 @@ class CheckpointJournal(Journal):
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
-    def _is_checkpoint(self, number: int) -> bool:
-        privacy, is_last = self._trainer.config.privacy, number == self._trainer.config.rounds
-        if is_last or self._trainer.config.robust.reject_scale or privacy.noise_multiplier or privacy.feature_noise:
+    def _is_checkpoint(self) -> bool:
+        privacy = self._trainer.config.privacy
+        if self._trainer.config.robust.reject_scale or privacy.noise_multiplier or privacy.feature_noise:
             return True  # spent privacy and strikes are read from the record in the next round
         pause_s = max(CHECKPOINT_EVERY_S, self._checkpoint_s / CHECKPOINT_SHARE)
         return time.monotonic() - self._saved_at >= pause_s
@@ -125,10 +141,12 @@ class CheckpointJournal(Journal):
         self._saved_at = time.monotonic()
         self._trainer.report(round_line(self._store, self._run, number, self._trainer.config.rounds))
         needed = {*saved.groups.values(), *saved.uploads.values(), *([saved.memory] if saved.memory else [])}
+        if (best := self.read_best()) is not None:
+            needed |= {*best.groups.values(), *([best.memory] if best.memory else [])}
         needed |= {digest for reference in saved.references.values() for digest in reference.blobs()}
         self._blobs.prune(needed)
         for file in self._own_file(number).parent.glob("devices-*.safetensors"):
-            if file != self._own_file(number):
+            if file not in (self._own_file(number), self._own_file(self._best)):
                 file.unlink()
 
     # --- the record -------------------------------------------------------------------------------------

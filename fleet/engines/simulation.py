@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.compute.checkpoint import start_state, write_models
+from coordinator.compute.checkpoint import load_state, start_state, write_models
 from coordinator.compute.planning.planner import make_plan
 from coordinator.config import RunConfig
+from coordinator.record.course import BEST
 from coordinator.record.record import Record
 from coordinator.rounds.display import Display, View
 from coordinator.rounds.engine import RoundEngine
@@ -32,6 +33,7 @@ def check_engine_config(config: RunConfig) -> None:
     """Raises ConfigError for settings of late, lost or limited devices, which this engine does not simulate."""
     network = {
         "mode": config.mode != "rounds",
+        "rounds": config.rounds == 0,
         "over_select": config.over_select > 0,
         "late": config.late != "refuse",
         "budget": any(value is not None for value in msgspec.to_builtins(config.budget).values()),
@@ -66,7 +68,9 @@ class TorchSimulation:
         run, config, store = self.run, self.config, self.store
         blobs = BlobStore(self.home / "blobs")
         opened = {folder: DeviceData.open(folder) for folder in dict.fromkeys(self.folders.values())}
-        start = start_state(config.start_from, store, self.home.parent) if config.start_from is not None else None
+        earlier, start = config.start_from, None
+        if earlier is not None:
+            start = start_state(earlier, store, self.home.parent, config.start_round)
         plan = make_plan(config, self._classes(opened), blobs, start=start, cache=self.graph_cache, progress=self._show)
         data = {name: opened[folder] for name, folder in self.folders.items()}
         devices = SimulatedDevices(config, plan, blobs, data, self.settings, log=self.display.line)
@@ -80,7 +84,11 @@ class TorchSimulation:
             journal.resume()
             engine.run()
             write_models(self.home, server.state, plan.rule, journal.devices_seen(), config.seed)
-            store.runs.update(run, status="finished")
+            if (best := journal.read_best()) is not None:
+                state = load_state(best, blobs, plan.values)
+                write_models(self.home / BEST, state, plan.rule, journal.devices_seen(), config.seed)
+            reason = engine.course.reason
+            store.runs.update(run, status="finished", reason=reason and f"stopped: {reason}")
         except KeyboardInterrupt:
             store.runs.update(run, status="interrupted")
             raise
@@ -102,12 +110,13 @@ class TorchSimulation:
             self.display.show(View(text))
 
 
-def kept_by(home: Path, device: str) -> Tensors:
-    """The tensors that a device kept for itself in the run in the folder `home`: as its vault would hold them."""
+def kept_by(home: Path, device: str, number: int | None = None) -> Tensors:
+    """The tensors that a device kept for itself in the run in the folder `home`, as its vault would hold them: after a
+    round that is kept, or the last."""
+    files = {int(file.stem.partition("-")[2]): file for file in (home / "state").glob("devices-*.safetensors")}
     kept: Tensors = {}
-    for file in (home / "state").glob("devices-*.safetensors"):  # of the newest checkpoint
-        for name, value in map_tensors(file).items():
-            kind, of, *tensor = name.split("/", 2)
-            if (kind, of) == ("kept", device):
-                kept[tensor[0]] = value
+    for name, value in map_tensors(files[max(files) if number is None else number]).items() if files else ():
+        kind, of, *tensor = name.split("/", 2)
+        if (kind, of) == ("kept", device):
+            kept[tensor[0]] = value
     return kept

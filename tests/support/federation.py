@@ -109,6 +109,12 @@ class Federation:
         config.write_bytes(msgspec.toml.encode(self._values))
         self._start_coordinator(["--config", str(config), "--run", name])
 
+    def evaluate(self, run: str, name: str, *flags: str) -> None:
+        """Start a coordinator that lets devices test an earlier run."""
+        self.run = name
+        arguments = ["evaluate", run, "--run", name, "--runs", str(self.runs), *flags]
+        self.processes[COORDINATOR] = self._start(COORDINATOR, "coordinator.cli", arguments, 0.0)
+
     def start_device(self, name: str, clock_s: float = 0.0) -> None:
         self.processes[name] = self.start_process(name, name, clock_s)
 

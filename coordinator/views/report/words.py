@@ -15,7 +15,8 @@ def run_verdict(report: RunReport) -> Verdict:
     """Say how far the run came, which budgets were broken, which results are missing, and what was refused."""
     run = report.run
     accuracy = "not evaluated" if run.mean_accuracy is None else f"accuracy {share(run.mean_accuracy)}"
-    sentence = f"{run.status}: {len(run.rounds)} of {run.rounds_planned} rounds, {accuracy}".capitalize()
+    sentence = f"{run.status}: {count_rounds(run)}, {accuracy}"
+    sentence = sentence[:1].upper() + sentence[1:]
     lines = [f"why it ended: {run.reason}"] if run.reason else []
     broken = [(device, kind, rounds) for device in report.devices for kind, rounds in device.broken.items()]
     for device, kind, rounds in broken[:MOST_LINES]:
@@ -31,6 +32,13 @@ def run_verdict(report: RunReport) -> Verdict:
     if run.status == "failed":
         return Verdict("bad", sentence, lines)
     return Verdict("mild" if lines or run.status != "finished" else "good", sentence, lines)
+
+
+def count_rounds(run: RunView) -> str:
+    """Say how many rounds of a run are done, or which round of an earlier run it tests."""
+    if run.tested is None:
+        return f"{len(run.rounds)} of {run.rounds_planned} rounds"
+    return f"tests {run.tested}" + (f" after round {run.rounds[-1].round}" if run.rounds else "")
 
 
 def settings_words(settings: Mapping[str, Any]) -> str:

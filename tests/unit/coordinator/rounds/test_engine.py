@@ -7,7 +7,8 @@ import pytest
 
 from coordinator.compute.messages import NextState, PlannedTask
 from coordinator.config import make_config
-from coordinator.record.tables import Asked, ResultRecord, RoundRecord, SavedState, TaskRecord
+from coordinator.record.rounds import ClosedRound
+from coordinator.record.tables import Asked, ResultRecord, RoundRecord, RoundTotals, SavedState, TaskRecord
 from coordinator.rounds.engine import ATTEMPTS, RoundEngine
 from coordinator.rounds.open_round import Missing, OpenRound
 from coordinator.rounds.ports import Journal, RoundResult, Trainer
@@ -66,6 +67,10 @@ class Memory(Journal):
         self.tasks: list[TaskRecord] = []
         self.damaged = 0
         self.closed: list[RoundResult] = []
+        self.past: list[ClosedRound] = []
+        self.accuracies: dict[int, float] = {}  # by round
+        self.best: list[int] = []
+        self.tested = False
 
     def first_round(self) -> int:
         return min(self.left, default=0)
@@ -104,11 +109,22 @@ class Memory(Journal):
     def prune(self, result: RoundResult) -> None:
         self.log.append(f"prune {result.number}")
 
-    def keep_evaluation(self, number: int) -> None:
-        self.log.append(f"evaluated {number}")
+    def read_past(self, first: int) -> list[ClosedRound]:
+        return [past for past in self.past if past.round < first]
 
-    def finish(self, number: int) -> None:
-        self.log.append(f"finish {number}")
+    def open_test(self) -> RoundRecord:
+        self.log.append("open test")
+        return RoundRecord("r", 7, [], opened_at="", closed_at="", evaluated=self.tested)
+
+    def keep_evaluation(self, number: int) -> float | None:
+        self.log.append(f"evaluated {number}")
+        return self.accuracies.get(number)
+
+    def keep_best(self, number: int) -> None:
+        self.best.append(number)
+
+    def finish(self, number: int, *, is_last: bool = False) -> None:
+        self.log.append(f"finish {number}{' as the last' if is_last else ''}")
 
     def show_command(self) -> str:
         return "coordinator show r"
@@ -137,7 +153,8 @@ def test_engine_keeps_a_round_before_it_asks_and_its_state_before_the_next_begin
     world.engine.run()
     assert world.trainer.log == [
         "begin 1", "open 1: a,b need 2", "tasks 1: a,b", "close 1", "prune 1", "finish 1",
-        "begin 2", "open 2: a,b need 2", "tasks 2: a,b", "close 2", "dismiss", "prune 2", "evaluated 2", "finish 2",
+        "begin 2", "open 2: a,b need 2", "tasks 2: a,b", "close 2", "dismiss", "prune 2", "evaluated 2",
+        "finish 2 as the last",
     ]  # fmt: skip
     assert world.trainer.asked == [(1, "train", ["a", "b"]), (2, "train", ["a", "b"]), (2, "evaluate", ["a", "b"])]
     figures = world.journal.closed[0].figures
@@ -219,3 +236,44 @@ def test_engine_assigns_again_the_late_tasks_that_its_mode_continues() -> None:
     world.journal.tasks = [TaskRecord(2, "a", "p", {}), TaskRecord(3, "b", "p", {})]
     world.engine.resume_tasks()
     assert world.trainer.asked == [(2, "train", ["a"])]
+
+
+def test_engine_stops_and_keeps_the_best_round() -> None:
+    world = World("a", rounds=9, stop={"patience": 2})
+    world.journal.accuracies = {1: 0.5, 2: 0.7, 3: 0.7, 4: 0.6, 5: 0.9}
+    world.engine.run()
+    assert world.journal.best[-1] == 2
+    assert [entry for entry in world.trainer.log if entry.startswith("finish")] == [
+        "finish 1", "finish 2", "finish 3", "finish 4 as the last",
+    ]  # fmt: skip
+    assert world.trainer.log[-1] == "dismiss", "devices that still work in mode buffered are released"
+    [line] = [line for line in world.lines if line.startswith("stopped")]
+    assert "0.7 of round 2" in line
+    assert "round 4" in line
+
+
+def test_engine_stops_a_resumed_run_at_the_same_round() -> None:
+    totals = [RoundTotals(cohort=1, accuracy_mean=accuracy) for accuracy in (0.7, 0.6, 0.5)]
+    world = World("a", rounds=9, stop={"patience": 2})
+    world.journal.past = [ClosedRound(1 + place, entry, {}) for place, entry in enumerate(totals[:2])]
+    world.journal.left[3] = RoundRecord("r", 3, ["a"], "", "", evaluated=True, totals=totals[2])
+    world.engine.run()
+    assert world.trainer.asked == [], "the killed process had evaluated the last round"
+    assert world.journal.best[-1] == 1
+
+
+def test_engine_tests_the_last_round_of_a_run_that_stops_by_time() -> None:
+    world = World("a", rounds=9, evaluate_every=5, stop={"seconds": 1e-9})
+    world.engine.run()
+    assert [(number, kind) for number, kind, _ in world.trainer.asked] == [(1, "train"), (1, "evaluate")]
+    assert world.journal.best == [], "no rule needs the best round"
+
+
+@pytest.mark.parametrize("tested", [False, True])
+def test_engine_only_tests_an_earlier_run(tested: bool) -> None:
+    world = World("a", "b", rounds=0, start_from="earlier")
+    world.journal.tested = tested
+    world.engine.run()
+    assert world.trainer.asked == ([] if tested else [(7, "evaluate", ["a", "b"])])
+    done = [] if tested else ["evaluated 7", "finish 7 as the last"]
+    assert world.trainer.log == ["open test", "resume 7", *done]

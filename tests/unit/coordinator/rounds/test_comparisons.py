@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fedvit.comparison import Comparison
-from fedvit.wire.messages import Models, Result
+from fedvit.wire.messages import Models, Result, Task
 from tests.support.models import BETTER, WORSE
 from tests.support.runs import Fake, Stage, honest
 
@@ -31,6 +31,17 @@ def test_run_ends_with_a_comparison_and_devices_use_its_model(stage: Stage) -> N
     rows = stage.store.models.read_devices("r-2")
     assert [(row.actual, row.comparison) for row in rows] == [("champion", Comparison(0, 90, 0, 10))] * 2
     assert "model r-2 becomes champion on 2 devices" in "\n".join(stage.lines)
+
+
+def test_model_of_the_best_round_is_compared(stage: Stage) -> None:
+    """Each round is as good as the first, which is the best then; the run stops after the second."""
+    a = stage.fake("a", **NEW)
+    stage.start(rounds=5, stop={"patience": 1}, promote={"after": 0})
+    assert stage.finish() == "finished"
+    assert (a.tasks(), a.tasks("compare")) == ([1, 2], [1])
+    groups = {(task.kind, task.round): task.groups for task in a.got(Task)}
+    assert groups["compare", 1] == groups["evaluate", 1] != groups["evaluate", 2]
+    assert stage.store.models.read("r-1").stage == "champion"
 
 
 def test_run_without_the_table_compares_nothing(stage: Stage) -> None:

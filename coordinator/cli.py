@@ -26,6 +26,7 @@ COMMANDS = {
     "label": "Set labels of devices in all runs, or list them.",
     "logs": "Print the log lines that a device sent with its failures.",
     "methods": "List all methods, or describe one.",
+    "models": "List the models that devices have compared or use; promote, roll back or retire one.",
     "pause": "Pause a run after its open round.",
     "plan": "Choose the configuration of a method that fits the budgets of boards.",
     "profile": "Predict what a method costs on boards.",
@@ -52,8 +53,8 @@ COMMANDS = {
 }
 """Name -> description."""
 REMOTE = {
-    "audit", "backup", "cancel", "devices", "gc", "label", "logs", "pause", "quarantine", "retry", "revoke", "rm",
-    "runs", "show", "status", "submit", "unpause", "wait",
+    "audit", "backup", "cancel", "devices", "gc", "label", "logs", "models", "pause", "quarantine", "retry", "revoke",
+    "rm", "runs", "show", "status", "submit", "unpause", "wait",
 }  # fmt: skip
 """Commands that also work on the service of another machine."""
 

@@ -18,6 +18,7 @@ from edge_client.link.device_link import DeviceLink
 from edge_client.link.session import Session
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.work.current_task import CurrentTask
+from edge_client.work.model_states import ModelStates
 from edge_client.work.secure_sums import Masked, SecureSums
 from edge_client.work.task_executor import TaskExecutor, Worked
 from fedvit.errors import BadPayload, FedvitError, PeerRefused
@@ -32,6 +33,7 @@ from fedvit.wire.messages import (
     CoordinatorState,
     Extended,
     Failed,
+    Models,
     Refused,
     ResultAck,
     RunEnded,
@@ -83,6 +85,7 @@ class Agent:
         self.sums = SecureSums(
             link, storage, policy.send, link.renewal.identity if link.renewal else None, worker.begin_work
         )
+        self.models = ModelStates(link, storage, allowed=policy.models.from_coordinator)
         self._policy = policy
         self._status = status
         self._ended: RunEnded | None = None
@@ -160,7 +163,7 @@ class Agent:
             return "waiting for a task"
         if not execution.working:
             return "fetching"
-        return "training" if execution.task.kind == "train" else "testing"
+        return {"train": "training", "evaluate": "testing"}.get(execution.task.kind, "comparing models")
 
     def halt(self) -> None:
         """Ask the running task to stop at its next step, without a report to the coordinator."""
@@ -222,6 +225,7 @@ class Agent:
             self._send_hello(again=True)
         if self.session.is_joined:
             self.link.answers.send_due()
+            self.models.tick()
 
     def _decode(self, payload: bytes) -> None:
         try:
@@ -256,6 +260,8 @@ class Agent:
                 self.current.acknowledge(message)
             case RunEnded():
                 self._on_run_ended(message)
+            case Models() if self.session.is_for_this_process(message):
+                self.models.apply(message)
             case SumInvite() | SumPeers() | SumInbox() | SumAsk():
                 self.sums.answer(message)
             case _:

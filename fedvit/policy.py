@@ -117,11 +117,18 @@ class TrainPolicy(Struct, frozen=True, kw_only=True):
     keep_runs: Annotated[int, Meta(ge=1)] | None = None  # vaults of older runs that are over are removed
 
 
+class ModelsPolicy(Struct, frozen=True, kw_only=True):
+    """Which of the device's own models answers pictures."""
+
+    from_coordinator: bool = True  # the coordinator chooses, and devices compare models for it; False: the owner alone
+
+
 class Policy(Struct, frozen=True, kw_only=True):
     """The policy of a device's owner."""
 
     send: SendPolicy = SendPolicy()
     train: TrainPolicy = TrainPolicy()
+    models: ModelsPolicy = ModelsPolicy()
 
     @property
     def budget(self) -> Budget:
@@ -173,7 +180,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "publisher": lambda text: format_key(parse_key(text)),
 }
 """Readers of values that are written as text."""
-_TABLES: dict[str, type[Struct]] = {"send": SendPolicy, "train": TrainPolicy}
+_TABLES: dict[str, type[Struct]] = {"send": SendPolicy, "train": TrainPolicy, "models": ModelsPolicy}
 
 
 def parse_policy(text: str, where: str) -> dict[str, Any]:
@@ -244,7 +251,7 @@ def _has_other_minute(hours: Hours, quiet: Hours) -> bool:
 
 
 def describe_policy(policy: Policy) -> Iterator[str]:
-    """Describe a policy for the device's owner in five lines, and a warning if hardly any method fits."""
+    """Describe a policy for the device's owner in six lines, and a warning if hardly any method fits."""
     send, train = policy.send, policy.train
     summed = f"updates inside sums of {max(3, send.min_cohort)} devices or more only"
     updates = {"none": "no update", "sum": summed, "single": "updates of single devices"}
@@ -265,6 +272,7 @@ def describe_policy(policy: Policy) -> Iterator[str]:
     limits += [f"battery above {train.min_battery} %"] if train.min_battery else []
     limits += [f"starts below {train.max_temperature:g} C"] if train.max_temperature else []
     yield f"trains: {', '.join(limits) or 'at any time, without limits'}"
+    yield f"models: {'the coordinator' if policy.models.from_coordinator else 'the owner'} chooses which one is used"
     if warning := find_narrowness(policy):
         yield f"warning: {warning}"
 

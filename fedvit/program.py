@@ -273,12 +273,12 @@ class Program(Struct, frozen=True, kw_only=True):
         steps = phase.epochs * -(-images // self.batch.batch_size)
         return phase.repeats * (steps if phase.steps is None else min(phase.steps, steps))
 
-    def graphs_for(self, kind: Literal["train", "evaluate"]) -> list[str]:
-        """Names of the graphs that a task of this kind runs."""
+    def graphs_for(self, kind: Literal["train", "evaluate", "compare"]) -> list[str]:
+        """Names of the graphs that a task of this kind runs: one that compares runs those of an evaluation."""
         evaluate = self.evaluate
         phases = self.train if kind == "train" else evaluate.adapt
         names = [name for phase in phases for name in (phase.graph, phase.update) if name]
-        if kind == "evaluate":
+        if kind != "train":
             names += [evaluate.graph, *([evaluate.gather.graph] if evaluate.gather else [])]
         return list(dict.fromkeys(names))
 

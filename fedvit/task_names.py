@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fedvit.wire.topics import is_name
 
-KINDS = ("train", "evaluate")
+KINDS = ("train", "evaluate", "compare")
 
 
 class Attempt(Protocol):

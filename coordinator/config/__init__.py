@@ -10,6 +10,7 @@ from coordinator.config.budget import BudgetConfig
 from coordinator.config.images import ImageConfig
 from coordinator.config.labels import why_not_asked
 from coordinator.config.privacy import PrivacyConfig
+from coordinator.config.promote import PromoteConfig
 from coordinator.config.reading import (
     StartConfig,
     check_settings,
@@ -40,6 +41,7 @@ __all__ = [
     "BudgetConfig",
     "ImageConfig",
     "PrivacyConfig",
+    "PromoteConfig",
     "RobustConfig",
     "RunConfig",
     "ServiceConfig",

@@ -12,6 +12,7 @@ from coordinator.config.images import ImageConfig
 from coordinator.config.labels import parse_labels
 from coordinator.config.modes import MODES
 from coordinator.config.privacy import PrivacyConfig
+from coordinator.config.promote import PromoteConfig
 from coordinator.config.robust import RobustConfig
 from coordinator.config.stop import StopConfig
 from coordinator.config.sums import SumsConfig
@@ -213,6 +214,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     blobs: BlobsConfig = field(default_factory=BlobsConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
+    promote: PromoteConfig | None = None  # None: devices compare and use nothing
     stop: StopConfig = field(default_factory=StopConfig)
 
     def __post_init__(self) -> None:
@@ -225,6 +227,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("FV1008", f"classes: a run needs at least two, there is only {self.classes[0]!r}")
         if isinstance(self.pretrained, str) and not Path(self.pretrained).is_file():
             raise ConfigError("FV1009", f"pretrained = {self.pretrained!r}: there is no such file")
+        if self.promote and self.secure:
+            raise ConfigError(
+                "FV1024",
+                "secure = true hides the counts of single devices, on which [promote] compares models: leave one out",
+            )
         if self.rounds == 0 and self.start_from is None:
             raise ConfigError("FV1028", "rounds = 0: devices test the tensors of an earlier run, name it by start_from")
         if self.stop.epsilon is not None and not self.privacy.noise_multiplier:
@@ -289,6 +296,7 @@ TABLES: dict[str, type[Struct]] = {
     "trackers": TrackersConfig,
     "blobs": BlobsConfig,
     "alerts": AlertsConfig,
+    "promote": PromoteConfig,
     "stop": StopConfig,
 }
 """Tables of a run's configuration, with keys of their own."""

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.requests import HTTPConnection, Request
 
-from coordinator.http_api import admin_routes, device_routes, downloads, events, run_routes
+from coordinator.http_api import admin_routes, device_routes, downloads, events, model_routes, run_routes
 from coordinator.http_api.answers import add_error_handlers, describe_error, describe_types
 from coordinator.http_api.routes import IDENTITY, Routes
 from coordinator.http_api.site import ApiSite
@@ -63,7 +63,8 @@ async def describe(request: Request) -> dict[str, Any]:
 
 
 SUBJECTS = (
-    run_routes.routes, device_routes.routes, admin_routes.routes, events.routes, downloads.routes, own_routes
+    run_routes.routes, device_routes.routes, model_routes.routes, admin_routes.routes, events.routes,
+    downloads.routes, own_routes,
 )  # fmt: skip
 
 

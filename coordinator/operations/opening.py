@@ -14,6 +14,7 @@ from coordinator.record.opening import open_existing_record
 if TYPE_CHECKING:
     from coordinator.operations.auditing import LocalAudit
     from coordinator.operations.devices import LocalDevices
+    from coordinator.operations.models import LocalModels, RemoteModels
     from coordinator.operations.remote import RemoteDevices, RemoteRuns
     from coordinator.operations.remote_admin import RemoteAudit
     from fedvit.client import Service
@@ -37,6 +38,20 @@ def open_runs(folder: Path, *, writes: bool = False) -> "Iterator[LocalRuns | Re
     store = open_existing_record(folder, writes=writes)
     try:
         yield LocalRuns(store, folder)
+    finally:
+        store.close()
+
+
+@contextmanager
+def open_models(folder: Path, *, writes: bool = False) -> "Iterator[LocalModels | RemoteModels]":
+    """Open the models for one command. Raises ConfigError if the folder has no record."""
+    models = import_module("coordinator.operations.models")
+    if (service := find_service()) is not None:
+        yield models.RemoteModels(service)
+        return
+    store = open_existing_record(folder, writes=writes)
+    try:
+        yield models.LocalModels(store)
     finally:
         store.close()
 

@@ -14,6 +14,7 @@ from coordinator.record.audit import RecordedAudit
 from coordinator.record.copies import has_lost
 from coordinator.record.database import DATABASE_FILE, Database, address_in
 from coordinator.record.devices import RecordedDevices
+from coordinator.record.models import RecordedModels
 from coordinator.record.rounds import RecordedRounds
 from coordinator.record.runs import RecordedRuns
 from coordinator.record.strikes import RecordedStrikes
@@ -23,7 +24,7 @@ from fedvit.files import storage_failed
 
 
 class Record:
-    """Six repositories over one database. Raises Damaged if the database is a file that has lost all its runs."""
+    """Seven repositories over one database. Raises Damaged if the database is a file that has lost all its runs."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -32,6 +33,7 @@ class Record:
         self.tasks = RecordedTasks(database)
         self.devices = RecordedDevices(database)
         self.strikes = RecordedStrikes(database)
+        self.models = RecordedModels(database)
         self.audit = RecordedAudit(database)
         # SQLite does not notice a lost journal
         if database.file and not self.runs.count() and has_lost(database.file):

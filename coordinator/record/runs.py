@@ -12,7 +12,7 @@ from coordinator.record.tables import (
     AUDIT,
     ENDED,
     EXPECTATIONS,
-    LABELS,
+    OF_ALL_RUNS,
     REFUSALS,
     RESULTS,
     ROUNDS,
@@ -134,7 +134,7 @@ class RecordedRuns:
     def remove(self, run: str) -> None:
         """Delete everything that the record has of a run."""
         with self._database.transaction() as connection:
-            for table in reversed([table for table in TABLES.sorted_tables if table not in (LABELS, AUDIT)]):
+            for table in reversed([table for table in TABLES.sorted_tables if table not in (*OF_ALL_RUNS, AUDIT)]):
                 connection.execute(delete(table).where((table.c.id if table is RUNS else table.c.run) == run))
 
     def thin(self, run: str, before: int, *, keep: int = 0) -> None:

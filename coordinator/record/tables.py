@@ -17,13 +17,14 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
 from fedvit.blobs import BlobStore
+from fedvit.comparison import Comparison
 from fedvit.resources import BudgetKind, ResourceUse
 from fedvit.roles import NONE
 from fedvit.secure import SUM as SUM
-from fedvit.wire.messages import ClassCount, DeltaStep, TaskKind
+from fedvit.wire.messages import ClassCount, DeltaStep, ModelState, TaskKind, WantedState
 from profiles.prediction import Expected
 
-SCHEMA = "0002"
+SCHEMA = "0003"
 """Version of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -315,6 +316,67 @@ class DeviceRecord(Struct, frozen=True):
     denies: tuple[str, ...] = ()  # keys of what its policy does not allow
 
 
+ModelStage = Literal["challenger", "canary", "champion", "former", "retired"]
+"""State of a model in the fleet: the furthest that any device is to have."""
+
+
+class ModelRecord(Struct, frozen=True, kw_only=True):
+    """A model that devices compared at the end of a run."""
+
+    name: str  # RUN-ROUND
+    run: str
+    round: int
+    method: str
+    classes: int
+    created_at: str  # ISO 8601, UTC
+    stage: ModelStage
+    rules: dict[str, Any]  # the table [promote] of its run
+    reason: str  # of its stage
+    changed_at: str
+    canary_since: str | None = None  # the first device reported that it is canary
+
+
+class DeviceModel(Struct, frozen=True, kw_only=True):
+    """A model on one device: its comparison, the wanted state and the actual one."""
+
+    model: str
+    device: str
+    labels: dict[str, str] = {}  # when it compared
+    comparison: Comparison | None = None  # None: it has none yet
+    paired: bool = False  # with a champion
+    wanted: WantedState | None = None  # None: it stays unused
+    actual: ModelState | None = None  # of the device's newest report; None: it does not have the model
+    failed: bool = False  # the device stopped to use it by itself
+    reason: str = ""  # of the device
+    answered: int = 0  # pictures
+    confidence: float = 0.0  # sum over them
+    changed_at: str = ""  # of `wanted` or `actual`
+
+    @property
+    def mean_confidence(self) -> float | None:
+        return self.confidence / self.answered if self.answered else None
+
+
+PromotionAct = Literal["compared", "canary", "promoted", "rolled back", "retired"]
+
+
+class Promotion(Struct, frozen=True, kw_only=True):
+    """A change of the wanted states of a model, with the scores that it rests on."""
+
+    model: str
+    at: str
+    act: PromotionAct
+    actor: str  # an operator, or "rule"
+    reason: str
+    devices: int  # whose wanted state changed
+    former: str | None = None  # the model that it replaces on most of them
+    challenger: float | None = None  # accuracies on the same images; None: not measured
+    champion: float | None = None
+    images: int = 0
+    low: float | None = None  # 95 % interval of the gain, or without a champion of the accuracy
+    high: float | None = None
+
+
 class AuditEntry(Struct, frozen=True, kw_only=True):
     """One act of an operator; see `coordinator.record.audit`."""
 
@@ -423,6 +485,17 @@ LABELS = Table(
     Column("value", String, nullable=False),
 )
 """Labels that the coordinator's operator set, in all runs; they replace those of the device's owner."""
+
+MODELS = Table("models", TABLES, *_columns(ModelRecord, "name"))
+
+DEVICE_MODELS = Table("device_models", TABLES, *_columns(DeviceModel, "model", "device"))
+Index("device_models_by_device", DEVICE_MODELS.c.device)
+
+PROMOTIONS = Table("promotions", TABLES, _id(), *_columns(Promotion))
+Index("promotions_by_model", PROMOTIONS.c.model)
+
+OF_ALL_RUNS = (LABELS, MODELS, DEVICE_MODELS, PROMOTIONS)
+"""Tables that keep their rows when a run is removed."""
 
 AUDIT = Table("audit", TABLES, *_columns(AuditEntry, "id"))
 

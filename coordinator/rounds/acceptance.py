@@ -80,8 +80,11 @@ class Acceptance:
             for task in batch:
                 if task.content is not None:
                     batched_commit.put(task.content)
-        used_in = {"train": state.counts_in, "evaluate": None}
-        accepted = [(task.device, task.result, used_in[task.kind]) for task in batch if task.result]
+        accepted = [
+            (task.device, task.result, state.counts_in if task.kind == "train" else None)
+            for task in batch
+            if task.result
+        ]
         number, cohort, needed = state.counts_in, None, None
         if state.opened:
             number = state.opened.number

@@ -150,7 +150,13 @@ class ResultCollector:
                 return f"{device} was not asked in round {result.round}"
             late = state.opened.failed.get(device) in (Missing.DEADLINE, Missing.OFFLINE, Missing.CRASHED)
             return f"late: round {result.round} no longer waits for it" if late else None
-        over = record.closed_at is not None if result.kind == "train" else record.evaluated
+        match result.kind:
+            case "train":
+                over = record.closed_at is not None
+            case "evaluate":
+                over = record.evaluated
+            case "compare":
+                over = state.store.models.has(f"{state.run}-{result.round}")
         return f"late: round {result.round} is closed for {result.kind} results" if over else None
 
     # --- ends from this side ----------------------------------------------------------------------------

@@ -80,6 +80,15 @@ class RoundEngine:
         if scores.reason is not None:
             self._trainer.dismiss()
             self._log(f"stopped: {scores.reason}")
+        if config.promote and self._trainer.compares_models:
+            self.compare(journal.find_compared())
+
+    def compare(self, number: int) -> None:
+        """Let devices compare a round's model with the one that they use, once."""
+        if not self._journal.has_comparison(number):
+            self._trainer.begin(number, is_new=False)
+            self.mode.compare(number)
+            self._journal.keep_comparison(number)
 
     def _test_earlier_run(self) -> None:
         """Evaluate the state that the run began with, once."""

@@ -27,6 +27,7 @@ from fedvit.wire.messages import (
     DeviceState,
     Failed,
     Hello,
+    ModelReport,
     Progress,
     Result,
     SumKeys,
@@ -106,6 +107,8 @@ class Events:
         parts.scheduler.send_queued()
         for overdue in parts.scheduler.overdue(parts.uploads.fetching(), parts.uploads.waiting()):
             self._give_up(overdue)
+        if parts.models:
+            parts.models.tick()
         self._follow_up()
         self._owner.watch()
         if parts.display.due():
@@ -153,6 +156,9 @@ class Events:
                 parts.collector.on_declined(device, message)
             case Progress():
                 parts.scheduler.on_progress(device, message)
+            case ModelReport():
+                if parts.models:
+                    parts.models.on_report(device, message)
             case BlobNack():
                 if parts.recovery.can_serve(device, message.digest):
                     parts.scheduler.on_nack(device, message)

@@ -1,27 +1,43 @@
 """The journal of a run on devices: its record, backups, blobs and mirror. What is acknowledged is on the disk."""
 
 import logging
+import time
 from collections.abc import Mapping
 from functools import partial
+
+import msgspec
 
 from coordinator.compute.integrity import essential
 from coordinator.record.backups import Closed
 from coordinator.record.retention import oldest_kept
 from coordinator.record.rounds import ClosedRound, RoundWork
 from coordinator.record.scores import find_round
-from coordinator.record.tables import Asked, ResultRecord, RoundRecord, RoundTotals, TaskRecord
+from coordinator.record.tables import (
+    Asked,
+    DeviceModel,
+    ModelRecord,
+    ResultRecord,
+    RoundRecord,
+    RoundTotals,
+    TaskRecord,
+    now,
+)
 from coordinator.record.totals import add_evaluation
+from coordinator.rounds.models.requests import add_model
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.parts import RunParts
 from coordinator.rounds.ports import Journal, RoundResult
 from coordinator.rounds.round_line import round_line
 from coordinator.rounds.tasks import Work
+from fedvit.comparison import read_metrics
 from fedvit.hints import command
 
 log = logging.getLogger(__name__)
 
 PARTIAL_KEPT_S = 24 * 3600.0
 """Time for which a partial upload is kept for a device that may continue it."""
+SETTLE_S = 5.0
+"""Longest wait for the reports of devices whose models change at the end of a run."""
 
 
 class RecordJournal(Journal):
@@ -145,6 +161,35 @@ class RecordJournal(Journal):
         results = self._state.results(number, "evaluate")
         self._store.rounds.close_evaluation(self._run, number, results)
         return add_evaluation(RoundTotals(cohort=0), results).totals.accuracy_mean
+
+    def find_compared(self) -> int:
+        return find_round(self._store, self._run, None).round
+
+    def has_comparison(self, number: int) -> bool:
+        return self._store.models.has(f"{self._run}-{number}")
+
+    def keep_comparison(self, number: int) -> None:
+        """Store the counts with what the rules say of them, in one transaction; then devices hear of it."""
+        state, rules = self._state, self._state.config.promote
+        name, at = f"{self._run}-{number}", now()
+        rows = []
+        for result in state.results(number, "compare"):
+            comparison, paired = read_metrics(result.metrics)
+            labels = state.presence[result.device].hello.labels if result.device in state.presence else {}
+            rows.append(
+                DeviceModel(
+                    model=name, device=result.device, labels=dict(labels), comparison=comparison, paired=paired,
+                    actual="challenger", changed_at=at,
+                )
+            )  # fmt: skip
+        model = ModelRecord(
+            name=name, run=self._run, round=number, method=state.config.method, classes=len(state.classes),
+            created_at=at, stage="challenger", rules=msgspec.to_builtins(rules), reason="", changed_at=at,
+        )  # fmt: skip
+        self._parts.operator_log(add_model(self._store, model, rows))
+        if keeper := self._parts.models:
+            keeper.look()
+            self._parts.inbox.pump(keeper.is_settled, deadline=time.monotonic() + SETTLE_S)
 
     def keep_best(self, number: int) -> None:
         """Its blobs are here: they were those of the newest round, or are kept since."""

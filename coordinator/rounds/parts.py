@@ -19,6 +19,7 @@ from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Inbox
 from coordinator.rounds.lease import Lease
 from coordinator.rounds.membership import Admission
+from coordinator.rounds.models.keeper import ModelKeeper
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.reporter import Reporter
@@ -33,7 +34,7 @@ from fedvit.terminal import escape_line
 from fedvit.tracing import open_tracing
 from fedvit.transport.base import Transport
 from fedvit.transport.exchange import BlobExchange
-from fedvit.wire.messages import BlobPut, TransferMessage
+from fedvit.wire.messages import BlobPut, FromCoordinator, TransferMessage, Welcome
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import chunk_bytes_within
 
@@ -78,7 +79,7 @@ class RunParts:
             blobs,
             Topics(config.federation),
             operator_log=self.operator_log,
-            send=self.inbox.send,
+            send=self._send,
             classes=config.classes,
             unsent_bytes=transport.pending_bytes,
             limits=transport.limits,
@@ -87,6 +88,8 @@ class RunParts:
             offers_refused=transport.offers_refused,
             spans=RunSpans(run, open_tracing("fedvit-coordinator")),
         )
+        # a service keeps the models of all its runs' devices
+        self.models = None if transport.offers_refused else self._keep_models(store)
         self.alerts = Alerts(run, config.alerts)
         state.alert = self.alerts.send
         compute.progress = state.set_doing
@@ -145,6 +148,14 @@ class RunParts:
         self.backups.note(Struck(device, number, reason))
         if self.quarantine.strike(device, number, reason):
             self.membership.on_quarantined(device)
+
+    def _send(self, device: str, message: FromCoordinator) -> None:
+        self.inbox.send(device, message)
+        if isinstance(message, Welcome) and self.models:
+            self.models.welcome(device, message.instance)
+
+    def _keep_models(self, store: Record) -> ModelKeeper:
+        return ModelKeeper(store, self.inbox.send, lambda: self.state.epoch, self.operator_log)
 
     def _send_transfer_message(self, device: str, message: TransferMessage) -> None:
         assert not isinstance(message, BlobPut)  # only devices send them

@@ -33,6 +33,8 @@ class RoundResult(NamedTuple):
 class Trainer(ABC):
     """Computes what rounds ask: devices behind a broker, or a cohort in this process."""
 
+    compares_models = False
+    """Its devices have models of their own, which they can compare with those that they use."""
     is_repeatable = True
     """Another attempt at a round without a usable result can give one."""
 
@@ -68,6 +70,10 @@ class Trainer(ABC):
     def is_complete(self, patience_s: float) -> bool:
         """Return whether no device that was online within this time may return."""
         return True
+
+    def can_compare(self, device: str) -> bool:
+        """Return whether a device knows tasks that compare, and its owner allows them."""
+        return False
 
     def may_answer_later(self) -> bool:
         """Return whether a device will be available after a while."""
@@ -185,6 +191,17 @@ class Journal(ABC):
 
     def keep_best(self, number: int) -> None:
         """Keep the state of the best round so far, in place of an earlier one."""
+
+    def find_compared(self) -> int:
+        """The round whose model devices compare at the end: the best one if its state is kept, else the newest."""
+        return self.open_round() - 1
+
+    def has_comparison(self, number: int) -> bool:
+        """Return whether devices have compared the model of a round."""
+        return False
+
+    def keep_comparison(self, number: int) -> None:
+        """Keep the comparison of a round's model, and let devices use it as the run's rules say."""
 
     @abstractmethod
     def finish(self, number: int, *, is_last: bool = False) -> None:

@@ -44,7 +44,7 @@ MAX_SENDERS = 20_000
 """Without access rules anybody can invent names; senders with unused limits are forgotten above this number."""
 
 _TRANSFER_TAGS = frozenset({b"want", b"put", b"done"})
-_OTHER_TAGS = frozenset({b"progress", b"result", b"failed", b"declined", b"device"})
+_OTHER_TAGS = frozenset({b"progress", b"result", b"failed", b"declined", b"device", b"modelreport"})
 _SUM_TAGS = frozenset({b"sumkeys", b"sumshares", b"summasked", b"sumreveal", b"sumrefused"})
 
 

@@ -157,7 +157,7 @@ class RunState:
     def why_too_late(self, result: Result) -> str | None:
         """Return the reason why a result is too late for the round in which it would count; None if it is not."""
         config, counts_in = self.config, self.counts_in
-        if result.kind == "evaluate" or result.round == counts_in:
+        if result.kind != "train" or result.round == counts_in:
             return None
         if counts_in > config.rounds:
             return f"late: round {result.round} is closed for train results, and it was the last one"

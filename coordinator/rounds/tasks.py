@@ -87,6 +87,10 @@ class Work(NamedTuple):
         return {*self.named(), *(delta.patch.digest for delta in self.planned.delta_chain)}
 
 
+BUNDLE_S = 60.0
+"""Time in which a slow board writes a bundle of a large model, and measures it."""
+
+
 def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: BlobStore) -> float | None:
     """Predicted time of a task with its transfers; None if the device's speed is unknown.
 
@@ -98,6 +102,8 @@ def predicted_s(work: Work, kind: TaskKind, links: Links, device: str, blobs: Bl
     computing_s = prediction.train_s if kind == "train" else prediction.evaluate_s
     if computing_s is None:
         return None
+    if kind == "compare":  # two models answer, and a bundle of one is written and measured
+        computing_s = 2 * computing_s + BUNDLE_S
     down_bytes = sum(blobs.manifest(digest).size for digest in set(work.named()))
     return computing_s + links.seconds(device, down_bytes + (expected.bytes_up if kind == "train" else 0))
 
@@ -106,8 +112,10 @@ def most_steps(program: Program, kind: TaskKind, hello: Hello) -> int:
     """Most steps that a device with these images can report."""
     if kind == "train":
         return sum(program.steps_of(phase, hello.train_samples) for phase in program.train)
-    # batches of test images, and of training images whose features are collected first
-    return -(-(hello.test_samples + hello.train_samples) // program.batch.answer_size)
+    # batches of test images, for each of two models if they are compared, and of training images whose features are
+    # collected first
+    tests = hello.test_samples * (2 if kind == "compare" else 1)
+    return -(-(tests + hello.train_samples) // program.batch.answer_size)
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from coordinator.compute.messages import PlanTasks, RecallTasks
-from coordinator.record.tables import TaskRecord
+from coordinator.record.tables import SavedState, TaskRecord
 from coordinator.rounds.open_round import Missing, OpenRound
 from coordinator.rounds.parts import RunParts
 from coordinator.rounds.pausing import wait_while_paused
@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 class DeviceTrainer(Trainer):
     """A trainer whose devices are behind a broker."""
+
+    compares_models = True
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
@@ -49,6 +51,9 @@ class DeviceTrainer(Trainer):
     def is_complete(self, patience_s: float) -> bool:
         return not self._state.presence.may_return(patience_s)
 
+    def can_compare(self, device: str) -> bool:
+        return device in self._state.presence and self._state.presence[device].hello.models > 0
+
     def may_answer_later(self) -> bool:
         return bool(self._state.presence.backing_off())
 
@@ -68,7 +73,7 @@ class DeviceTrainer(Trainer):
         targets = {device: parts.profiles.of(device) for device in devices}
         if not targets:
             return {}
-        request = PlanTasks(round=state.number, saved=state.newest(), targets=targets)
+        request = PlanTasks(round=state.number, saved=self._find_saved(), targets=targets)
 
         def make() -> tuple[dict[str, Work], dict[str, str]]:
             planned = parts.compute.ask(request)
@@ -90,6 +95,13 @@ class DeviceTrainer(Trainer):
                 del work[device]
                 parts.membership.set_aside(device, hello, what)
         return work
+
+    def _find_saved(self) -> SavedState:
+        """The state that devices get: the newest, or that of the best round, which they compare."""
+        state = self._state
+        if state.number == state.best and (best := state.store.rounds.read(state.run, state.best)) and best.state:
+            return best.state
+        return state.newest()
 
     def recall(self, tasks: Iterable[TaskRecord]) -> dict[str, Work]:
         """The work that an earlier process assigned, to be assigned again unchanged, even if the device has not sent a

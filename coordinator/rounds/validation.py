@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fedvit.blobs import ALGORITHM
+from fedvit.comparison import read_metrics
 from fedvit.errors import BadPayload, PeerRefused
 from fedvit.program import LABELS, Program, Role
 from fedvit.quantities import format_bytes
@@ -108,6 +109,8 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
         raise BadPayload("FV1505", f"it reports {result.samples} samples, the device announced {announced}")
     if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
         raise BadPayload("FV1505", f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
+    if result.kind == "compare":
+        _check_comparison(result)
     if result.by_class:
         if not program.evaluate.counts_classes:
             raise BadPayload("FV1505", "it has counts by class, which this program keeps on devices")
@@ -126,6 +129,16 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
     limit = largest_upload_bytes(program, hello.train_samples)
     if result.upload.size > limit:
         raise BadPayload("FV1505", f"an upload of {result.upload.size} bytes, this program allows at most {limit}")
+
+
+def _check_comparison(result: Result) -> None:
+    """Raises BadPayload unless the counts of a comparison are those of its test images."""
+    try:
+        compared, _ = read_metrics(result.metrics)
+    except ValueError as error:
+        raise BadPayload("FV1505", str(error)) from None
+    if compared.images != result.samples:
+        raise BadPayload("FV1505", f"its counts are of {compared.images} images, it reports {result.samples} samples")
 
 
 def _check_class_counts(result: Result, classes: int) -> None:

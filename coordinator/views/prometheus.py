@@ -16,7 +16,7 @@ from coordinator.run_view import DeviceView, RoundView, read_devices, read_newes
 from coordinator.views.certificate_metrics import read_certificate_metrics
 from coordinator.views.condition import find_pauses
 from coordinator.views.observed import Observed, Served
-from coordinator.views.prometheus_service import make_info, read_queue, read_service
+from coordinator.views.prometheus_service import count_models, make_info, read_queue, read_service
 from fedvit.errors import FedvitError
 from fedvit.prometheus import loop_metrics, transport_metrics
 from fedvit.timings import LoopWatch
@@ -224,6 +224,7 @@ def _read_record(store: Record, served: Sequence[Served]) -> Iterator[Metric]:
         runs.add_metric([status], counts.get(status, 0))
     yield runs
     yield from read_queue(store)
+    yield from count_models(store)
     figures = {
         run: RunFigures(
             read_newest_round(store, run, evaluated=True), read_newest_round(store, run), read_devices(store, run)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
+from typing import get_args
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -10,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.record.leadership import Leadership, ServiceHost
 from coordinator.record.record import Record
+from coordinator.record.tables import ModelStage
 from coordinator.views.observed import ObservedService
 from fedvit.errors import FedvitError
 from fedvit.prometheus import loop_metrics
@@ -65,6 +67,15 @@ def read_queue(store: Record) -> Iterator[Metric]:
     oldest_s = (datetime.now(UTC) - datetime.fromisoformat(submitted[0])).total_seconds() if submitted else 0.0
     yield GaugeMetricFamily("fedvit_queue_length", "Submitted runs that have not begun.", len(submitted))
     yield GaugeMetricFamily("fedvit_queue_oldest_seconds", "Wait of the oldest of them.", max(0.0, oldest_s))
+
+
+def count_models(store: Record) -> Iterator[Metric]:
+    """Numbers of models by state. Raises FedvitError if the record cannot be read."""
+    models = GaugeMetricFamily("fedvit_models", "Models by state.", labels=["state"])
+    counted = store.models.count_stages()
+    for stage in get_args(ModelStage):
+        models.add_metric([stage], counted.get(stage, 0))
+    yield models
 
 
 def _read_leadership(federation: str, *, leads: bool, term: int) -> Iterator[Metric]:

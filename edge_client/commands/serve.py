@@ -47,6 +47,7 @@ from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
 from fedvit.tracing import Tracing, open_tracing
 from fedvit.transport.mqtt import MqttTransport
+from fedvit.wire.messages import MODELS_VERSION
 from fedvit.wire.topics import Topics
 from profiles.probes.host import device_profile, free_disk_bytes
 from profiles.probes.meter import Sensors
@@ -145,19 +146,21 @@ def build_agent(
     home = home_folder()
     private = PrivatePaths([home, settings.data_folder] if home else [settings.data_folder])
     recent_log = attach_recent_log(private, images.data) if policy.send.logs else None
-    make_private(state / name for name in ("blobs", "vault"))
+    make_private(state / name for name in ("blobs", "vault", "models"))
     vault = Vault(state / "vault", VaultKey.load(settings.vault_key, make=True) if settings.vault_key else None)
     vault.check_key()
     if policy.train.temperature_limit is not None and sensors.thermometer.celsius() is None:
         log.warning("no temperature sensor: the limit has no effect", extra={"limit_c": policy.train.temperature_limit})
     speed = speed_at_start(state, settings.threads, measure=settings.measures_speed or policy.budget != Budget())
     blobs = BlobStore(state / "blobs")
-    blobs.folder.mkdir(parents=True, exist_ok=True)  # a right to read it can only be given now
+    models = state / "models"
+    for folder in (blobs.folder, models):  # a right to read them can only be given now
+        folder.mkdir(parents=True, exist_ok=True)
     sandbox = Sandbox(
         launcher,
         threads=settings.threads,
         provider=settings.provider,
-        readable=(blobs.folder, settings.data_folder),
+        readable=(blobs.folder, settings.data_folder, models),
         memory_bytes=policy.train.memory,
     )
     if policy.train.memory is not None:
@@ -173,6 +176,7 @@ def build_agent(
         denies=policy.denials(certified=endpoint.identity is not None),
         least_mask=policy.send.least_mask,
         publisher=policy.train.publisher,
+        models=MODELS_VERSION if policy.models.from_coordinator else 0,
     )
     disk_budget_bytes = policy.train.disk or default_disk_budget(state)
     storage = DeviceStorage(vault, blobs, images, disk_budget_bytes=disk_budget_bytes)

@@ -48,6 +48,7 @@ class DeviceIdentity:
     denies: tuple[str, ...] = ()  # keys of what its policy does not allow
     least_mask: float = 0.0  # share of patches that its policy requires features to leave out
     publisher: str = ""  # public key of the publisher that it trusts; "": none
+    models: int = 0  # MODELS_VERSION; 0: its owner alone chooses which of its models is used
 
     def __post_init__(self) -> None:
         check_name(self.device, "device id")

@@ -14,6 +14,7 @@ from fedvit.wire.messages import (
     CoordinatorState,
     Hello,
     Manifest,
+    Models,
     Refused,
     Task,
     Welcome,
@@ -57,9 +58,11 @@ class Session:
         """Return True if a coordinator has answered the newest hello."""
         return self.connected and self.epoch is not None and self._hello is None
 
-    def is_for_this_process(self, message: Welcome | Refused | Task) -> bool:
+    def is_for_this_process(self, message: Welcome | Refused | Task | Models) -> bool:
         """Return False for a message to an earlier process with this name, or of an earlier coordinator."""
-        return message.instance == self.link.instance and (not isinstance(message, Task) or message.epoch == self.epoch)
+        if isinstance(message, Task | Models) and message.epoch != self.epoch:
+            return False
+        return message.instance == self.link.instance
 
     # --- the connection -------------------------------------------------------------------------------
 
@@ -134,6 +137,7 @@ class Session:
             denies=link.identity.denies,
             least_mask=link.identity.least_mask,
             publisher=link.identity.publisher,
+            models=link.identity.models,
         )
 
     def _store_class_list(self, classes: tuple[str, ...]) -> Manifest:

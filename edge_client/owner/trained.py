@@ -5,15 +5,14 @@ tensors from the vault, tuned on the device's images if the method tunes, with t
 method stores them.
 """
 
-from importlib.metadata import version
 from pathlib import Path
 
 from edge_client.storage.best_round import best_task
 from edge_client.storage.evaluation import own_groups, start_values
 from edge_client.storage.vault import TaskNote, Vault
 from edge_client.storage.vault_key import VaultKey
+from edge_client.work.comparing import make_model
 from edge_client.work.runtime import Runtime, Seeds, Watch
-from export.bundle.card import Origin
 from export.bundle.write import TrainedModel
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
@@ -71,18 +70,8 @@ def load_own_model(
     if needs and images:
         seeds, silent = Seeds(note.seed, note.round, device), Watch(lambda *_: None, lambda: False)
         inputs, _ = runtime.prepare(program, values, images.train, seeds, silent)
-    origin = Origin(
-        run=run,
-        method=program.method,
-        model=program.model,
-        round=note.round,
-        device=device,
-        made_by=f"edge-client {version('fedvit')}",
-        personal_tensors=personal,
-        adapted=bool(evaluate.adapt),
-        remembered=int(inputs["gathered/weight"].sum()) if evaluate.gather else 0,
-    )
-    return TrainedModel(graph=graph, values=inputs, batch=program.batch, classes=program.classes, origin=origin), images
+    trained = make_model(program, graph, inputs, run=run, round=note.round, device=device, personal_tensors=personal)
+    return trained, images
 
 
 def _find_model(vault: Vault, run: str, asked: str | int | None) -> tuple[TaskNote, int | None]:

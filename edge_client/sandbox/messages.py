@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from edge_client.work.runtime import Seeds
+from edge_client.work.runtime import Challenge, Seeds
+from fedvit.comparison import Comparison
 from fedvit.data.folder import DeviceData, Split
 from fedvit.errors import BadPayload
 from fedvit.program import MAX_PHASES, Program
@@ -45,6 +46,18 @@ class EvaluateRequest:
     values: Tensors
     data: DeviceData
     seeds: Seeds
+
+
+@dataclass(frozen=True)
+class CompareRequest:
+    """The comparison of one task."""
+
+    program: Program
+    graphs: dict[str, Path]
+    values: Tensors
+    data: DeviceData
+    seeds: Seeds
+    challenge: Challenge
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -93,6 +106,16 @@ class EvaluationDone(Struct, frozen=True, tag="evaluated"):
     unreadable: tuple[Unreadable, ...]
 
 
+class ComparisonDone(Struct, frozen=True, tag="compared"):
+    """The outcome of a comparison; the files of the bundle lie in the shared memory."""
+
+    comparison: Comparison
+    with_champion: bool
+    files: Annotated[dict[Text, Annotated[int, Meta(ge=0)]], Meta(max_length=16)]  # name -> bytes
+    flops: int
+    unreadable: tuple[Unreadable, ...]
+
+
 class WorkFailed(Struct, frozen=True, tag="failed"):
     """The error that ended a request."""
 
@@ -102,8 +125,9 @@ class WorkFailed(Struct, frozen=True, tag="failed"):
     unreadable: tuple[Unreadable, ...]
 
 
-Request = TrainRequest | EvaluateRequest
-Reply = Ready | StepsDone | TrainingDone | EvaluationDone | WorkFailed
+Request = TrainRequest | EvaluateRequest | CompareRequest
+Done = TrainingDone | EvaluationDone | ComparisonDone
+Reply = Ready | StepsDone | Done | WorkFailed
 
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 

@@ -13,10 +13,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
+import numpy as np
+
 from edge_client.health.memory import SharedMemory
 from edge_client.sandbox.launcher import Launcher
 from edge_client.sandbox.messages import (
     MAX_REPLY_BYTES,
+    CompareRequest,
+    ComparisonDone,
+    Done,
     EvaluateRequest,
     EvaluationDone,
     Ready,
@@ -29,9 +34,9 @@ from edge_client.sandbox.messages import (
     decode_reply,
 )
 from edge_client.sandbox.pickles import RequestPickler
-from edge_client.sandbox.shared import count_bytes, list_forms, make_shared, map_shared
+from edge_client.sandbox.shared import count_bytes, list_file_forms, list_forms, make_shared, map_shared
 from edge_client.sandbox.worker import STOP, Limits
-from edge_client.work.runtime import Evaluated, OutOfMemory, Seeds, Stopped, Trained, Watch
+from edge_client.work.runtime import Challenge, Compared, Evaluated, OutOfMemory, Seeds, Stopped, Trained, Watch
 from fedvit.data.folder import DeviceData, Files, Split
 from fedvit.engine import CPU
 from fedvit.errors import BadPayload, DataError, DeviceTrouble, FedvitError
@@ -46,6 +51,10 @@ STOP_GRACE_S = 1.0
 """Time in which a step may end by itself after a stop; then the process is killed."""
 START_S = 60.0
 """Longest wait for a new process: the first one imports the engine, which takes seconds on a board."""
+BUNDLE_TEXT_BYTES = 4 << 20
+"""More than a bundle's descriptions have, and the names of its tensors."""
+BUNDLE_FILES = {"card.json", "labels.json", "preprocessing.json", "README.md", "model.onnx"}
+"""Names of `export.bundle.write`, whose code this process does not load."""
 STACK_BYTES = 8 << 20
 """Address space that a thread reserves for its stack."""
 
@@ -178,11 +187,34 @@ class Sandbox:
             raise BadPayload("FV1481", "the process that runs graphs answered an evaluation with a training")
         return Evaluated(done.correct, done.samples, done.flops, done.by_class)
 
+    def compare(
+        self,
+        program: Program,
+        values: Mapping[str, Array],
+        data: DeviceData,
+        seeds: Seeds,
+        watch: Watch,
+        challenge: Challenge,
+    ) -> Compared:
+        """Make a bundle of the model, and compare it with the one that the device uses.
+
+        Raises Stopped, BadPayload, DataError, DeviceTrouble.
+        """
+        request = CompareRequest(program, self._graphs, dict(values), data, seeds, challenge)
+        result = make_shared(count_bundle_bytes(program, challenge.graph))
+        try:
+            done = self._work(request, {"train": data.train.files, "test": data.test.files}, result, watch)
+            if not isinstance(done, ComparisonDone) or not done.files.keys() <= BUNDLE_FILES:
+                raise BadPayload("FV1481", "the process that runs graphs answered a comparison with something else")
+            files = map_shared(result, list_file_forms(done.files))
+        finally:
+            os.close(result)
+        contents = {name: content.tobytes() for name, content in files.items()}
+        return Compared(done.comparison, done.with_champion, contents, done.flops)
+
     # --- the process ----------------------------------------------------------------------------------
 
-    def _work(
-        self, request: Request, images: dict[str, Files], result: int, watch: Watch
-    ) -> TrainingDone | EvaluationDone:
+    def _work(self, request: Request, images: dict[str, Files], result: int, watch: Watch) -> Done:
         """Let the process do a request. One that was killed is replaced once: the same seeds give the same result."""
         try:
             done = self._try(request, images, result, watch)
@@ -200,9 +232,7 @@ class Sandbox:
             raise make_error(done)
         return done
 
-    def _try(
-        self, request: Request, images: dict[str, Files], result: int, watch: Watch
-    ) -> TrainingDone | EvaluationDone | WorkFailed:
+    def _try(self, request: Request, images: dict[str, Files], result: int, watch: Watch) -> Done | WorkFailed:
         process = self._find_process(find_folders(images.values()))
         new = {name: files for name, files in images.items() if process.images.get(name) is not files}
         process.images |= new
@@ -220,7 +250,7 @@ class Sandbox:
         process.note_unreadable(done.unreadable)
         return done
 
-    def _wait(self, process: GraphProcess, watch: Watch) -> TrainingDone | EvaluationDone | WorkFailed:
+    def _wait(self, process: GraphProcess, watch: Watch) -> Done | WorkFailed:
         killed_at = math.inf
         while True:
             if killed_at == math.inf and watch.stopped():
@@ -301,6 +331,14 @@ def count_most_rows(program: Program, images: int) -> dict[str, int]:
     """Return the largest number of rows of each collected output: an image may be chosen in each epoch."""
     rows = {phase.collect.output: images * phase.epochs for phase in program.train if phase.collect}
     return {**rows, LABELS: max(rows.values())} if rows else {}
+
+
+def count_bundle_bytes(program: Program, graph: Path) -> int:
+    """Return the largest size of a bundle of the model: its tensors, what it gathers, the graph, and its texts."""
+    tensors = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in program.tensors.values())
+    gather = program.evaluate.gather
+    gathered = gather.capacity * (4 * math.prod(gather.shape) + 16) if gather else 0
+    return tensors + gathered + 2 * graph.stat().st_size + 4 * sum(map(len, program.classes)) + BUNDLE_TEXT_BYTES
 
 
 def check_rows(program: Program, rows: dict[str, int]) -> dict[str, int]:

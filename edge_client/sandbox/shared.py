@@ -43,6 +43,11 @@ def list_forms(program: Program, rows: dict[str, int]) -> list[Form]:
     return forms
 
 
+def list_file_forms(sizes: dict[str, int]) -> list[Form]:
+    """Return files of these sizes in their order, as tensors of bytes."""
+    return [(name, (size,), np.dtype(np.uint8)) for name, size in sizes.items()]
+
+
 def count_bytes(forms: Iterable[Form]) -> int:
     """Return the size of the tensors, each at an aligned place."""
     return sum(_round_up(_nbytes(form)) for form in forms)

@@ -16,9 +16,12 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from edge_client.sandbox.confine import confine
 from edge_client.sandbox.messages import (
+    CompareRequest,
+    ComparisonDone,
     ErrorKind,
     EvaluateRequest,
     EvaluationDone,
@@ -31,11 +34,12 @@ from edge_client.sandbox.messages import (
     WorkFailed,
 )
 from edge_client.sandbox.pickles import RequestUnpickler
-from edge_client.sandbox.shared import list_forms, write_tensors
+from edge_client.sandbox.shared import count_bytes, list_file_forms, list_forms, write_tensors
 from edge_client.work.runtime import Runtime, Stopped, Watch
 from fedvit.data.folder import Files
 from fedvit.engine import CPU, load_engine, trim_memory
 from fedvit.errors import BadPayload, DataError
+from fedvit.tensors import Tensors
 
 REPORT_EVERY_S = 0.02
 STOP = b"stop"
@@ -141,6 +145,20 @@ class _GraphWorker:
                 evaluated.flops,
                 evaluated.by_class,
                 self._images.list_unreadable(),
+            )
+        if isinstance(request, CompareRequest):
+            compared = runtime.compare(
+                program, request.values, request.data, request.seeds, report.watch, request.challenge
+            )
+            report.flush()
+            sizes = {name: len(content) for name, content in compared.files.items()}
+            files: Tensors = {name: np.frombuffer(content, np.uint8) for name, content in compared.files.items()}
+            forms = list_file_forms(sizes)
+            if count_bytes(forms) > os.fstat(result).st_size:
+                raise BadPayload("FV1481", f"a bundle of {sum(sizes.values())} bytes is larger than expected")
+            write_tensors(result, forms, files)
+            return ComparisonDone(
+                compared.comparison, compared.with_champion, sizes, compared.flops, self._images.list_unreadable()
             )
         trained = runtime.train(program, request.values, request.images, request.seeds, request.lr_scale, report.watch)
         report.flush()

@@ -9,6 +9,7 @@ from edge_client.storage.disk import DiskBudget
 from edge_client.storage.evaluation import blobs_of_model
 from edge_client.storage.integrity import DamagedBlobs, Integrity
 from edge_client.storage.ledger import Ledger
+from edge_client.storage.models import DeviceModels
 from edge_client.storage.repair import Repair, repair_all
 from edge_client.storage.retention import find_retired_runs
 from edge_client.storage.sum_store import SumStore
@@ -56,7 +57,8 @@ class DeviceStorage:
         self.blobs = blobs
         self.images = images
         self.integrity = integrity or Integrity(blobs, vault.files)
-        self.disk = DiskBudget(vault, blobs, disk_budget_bytes)
+        self.models = DeviceModels(vault.folder.parent)
+        self.disk = DiskBudget(vault, blobs, disk_budget_bytes, self.models)
         self.ledger = Ledger(vault.folder.parent)
         self.sums = SumStore(vault)
         self._programs: dict[str, Program] = {}

@@ -2,6 +2,7 @@
 
 import logging
 
+from edge_client.storage.models import DeviceModels
 from edge_client.storage.retention import find_least_run, find_retired_runs
 from edge_client.storage.vault import Vault, remove_run
 from fedvit.blobs import BlobStore
@@ -21,12 +22,15 @@ not show."""
 
 
 class DiskBudget:
-    """Keeps blobs and vault of one device below `limit_bytes`; None: without limit."""
+    """Keeps blobs, vault and models of one device below `limit_bytes`; None: without limit."""
 
-    def __init__(self, vault: Vault, blobs: BlobStore, limit_bytes: int | None) -> None:
+    def __init__(
+        self, vault: Vault, blobs: BlobStore, limit_bytes: int | None, models: DeviceModels | None = None
+    ) -> None:
         self.limit_bytes = limit_bytes
         self._vault = vault
         self._blobs = blobs
+        self._models = models
 
     def make_room(self, run: str, new_bytes: int) -> None:
         """Make sure that a run may write so many bytes more; vaults of finished runs are removed for it, the oldest
@@ -67,4 +71,5 @@ class DiskBudget:
         log.info("vault removed", extra={"run": old, "for_run": run, "limit": MAX_RUNS})
 
     def used_bytes(self) -> int:
-        return folder_bytes(self._vault.folder) + folder_bytes(self._blobs.folder)
+        models_bytes = folder_bytes(self._models.folder) if self._models else 0
+        return folder_bytes(self._vault.folder) + folder_bytes(self._blobs.folder) + models_bytes

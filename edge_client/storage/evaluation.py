@@ -73,7 +73,7 @@ def check_takes_part(vault: Vault, task: Task, program: Program) -> None:
 
 def newest_counted(task: Task) -> int | None:
     """Return the newest round whose personal tensors a task uses; None: the newest of all."""
-    return task.round if task.personal_of else None
+    return task.round if task.personal_of or task.kind == "compare" else None
 
 
 def vault_run(task: Task | TaskNote) -> str:

@@ -23,7 +23,7 @@ from fedvit.files import make_folder, storage_failed, sync_folder
 from fedvit.policy import find_needs
 from fedvit.program import Program
 from fedvit.quantities import format_bytes, format_count
-from fedvit.wire.messages import Hello, Result, SumId, Task, encode
+from fedvit.wire.messages import Hello, ModelReport, Result, SumId, Task, encode
 
 LEDGER_FILE, OLD_FILE = "ledger.jsonl", "ledger.1.jsonl"
 MAX_FILE_BYTES = 4_000_000
@@ -38,7 +38,16 @@ NAMED = 4
 """Tensors of a result that its line names."""
 DAY_S = 86400.0
 
-Kind = Literal["update", "features", "training counts", "evaluation counts", "hello counts", "failure log", "refused"]
+Kind = Literal[
+    "update",
+    "features",
+    "training counts",
+    "evaluation counts",
+    "hello counts",
+    "model counts",
+    "failure log",
+    "refused",
+]
 
 
 class LedgerLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,7 +101,7 @@ class Ledger:
         with self._lock:
             if not self.has(result):
                 what, left_out = _describe_upload(result, program)
-                kind: Kind = "evaluation counts" if result.kind == "evaluate" else "training counts"
+                kind: Kind = "training counts" if result.kind == "train" else "evaluation counts"
                 if upload:
                     kind = "update" if left_out is None else "features"
                 self._add(
@@ -138,6 +147,14 @@ class Ledger:
             if what != self._hello:
                 line = LedgerLine(time_s=time.time(), kind="hello counts", what=what, bytes=len(encode(hello)))
                 self._add(line, durable=False)
+
+    def note_models(self, report: ModelReport) -> None:
+        """Write the line of a report of the device's models."""
+        what = f"{format_count(len(report.states), 'model')}, {format_count(report.answered, 'picture')} answered"
+        line = LedgerLine(time_s=time.time(), kind="model counts", what=what, bytes=len(encode(report)))
+        with self._lock:
+            self._open()
+            self._add(line, durable=False)
 
     def note_log(self, task: Task | Result, log: str) -> None:
         """Write the line of a log that is sent with the failure of a task."""
@@ -226,7 +243,7 @@ def _key(result: Result) -> str:
 
 def _describe_upload(result: Result, program: Program | None) -> tuple[str, float | None]:
     """Return names and shapes of what a result sends, and of features the share of patches left out."""
-    if result.kind == "evaluate":
+    if result.kind != "train":
         by_class = f", by class: {len(result.by_class)}" if result.by_class else ""
         return f"{result.samples} images, {', '.join(result.metrics)}{by_class}"[:MAX_TEXT], None
     if program is None:

@@ -85,6 +85,8 @@ def check_policy(policy: Policy, program: Program, task: Task, *, ledger: Ledger
     Counts by class are left out of an evaluation, which is no reason to refuse it.
     """
     send = policy.send
+    if task.kind == "compare" and not policy.models.from_coordinator:
+        raise NotAllowed("FV1432", "policy: from_coordinator = false, and the task compares models", NEVER_S)
     if policy.only_known:
         check_known(task, program, policy.train.publisher)
     if task.kind == "train":

@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from edge_client.health.guard import Tally
 from edge_client.work.batches import ahead, choose_rows, facts_of, training_batches, whole_samples
 from edge_client.work.sampler import make_sampler
 from edge_client.work.steps import Graph, Steps, SummedSteps, WholeSteps
+from fedvit.comparison import Comparison
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import Indices
 from fedvit.engine import CPU, load_engine, open_session, trim_memory
@@ -59,6 +61,16 @@ class GraphRunner(Protocol):
     def evaluate(
         self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: "Seeds", watch: "Watch"
     ) -> "Evaluated": ...
+
+    def compare(
+        self,
+        program: Program,
+        values: Mapping[str, Array],
+        data: DeviceData,
+        seeds: "Seeds",
+        watch: "Watch",
+        challenge: "Challenge",
+    ) -> "Compared": ...
 
 
 class Stopped(FedvitError):
@@ -112,6 +124,28 @@ class Evaluated:
     samples: int
     flops: int
     by_class: tuple[ClassCount, ...]  # of the classes with test images; () of a text
+
+
+class Challenge(NamedTuple):
+    """The model that a device makes of a run's round, and the one that it uses."""
+
+    run: str
+    round: int
+    device: str
+    personal_tensors: int  # of the device's own
+    graph: Path  # of the Program's evaluation
+    champion: Path | None  # folder of its bundle; None: the device uses no model
+    machine: str
+    cores: int
+
+
+class Compared(NamedTuple):
+    """The outcome of a comparison."""
+
+    comparison: Comparison
+    with_champion: bool
+    files: dict[str, bytes]  # the challenger's bundle
+    flops: int
 
 
 class AnswerTally:
@@ -277,6 +311,23 @@ class Runtime:
             watch.step(number + 1, total, None)
         flops += program.graphs[program.evaluate.graph].flops * total
         return Evaluated(correct, seen, flops, tally.by_class())
+
+    def compare(
+        self,
+        program: Program,
+        values: Mapping[str, Array],
+        data: DeviceData,
+        seeds: Seeds,
+        watch: Watch,
+        challenge: Challenge,
+    ) -> Compared:
+        """Make a bundle of the model, and compare it with the one that the device uses; `values` do not change.
+
+        Raises Stopped, BadPayload, DataError, ExportMismatch.
+        """
+        comparing = import_module("edge_client.work.comparing")  # late: few tasks need the code of bundles
+        compared: Compared = comparing.compare_models(self, program, values, data, seeds, watch, challenge)
+        return compared
 
     def prepare(
         self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import platform
 import threading
 import time
 from collections import Counter
@@ -17,13 +18,16 @@ from edge_client.storage.best_round import keep_best
 from edge_client.storage.delta_chains import DeltaChain, make_blob
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.evaluation import check_takes_part, newest_counted, own_groups, start_values
+from edge_client.storage.models import Comparison, DeviceModel
 from edge_client.storage.repair import repair_run
 from edge_client.trust.review import review_task
 from edge_client.work.private import clip_update, noisy_rows
-from edge_client.work.runtime import GraphRunner, OutOfMemory, Seeds, Stopped, Trained, Watch
+from edge_client.work.runtime import Challenge, GraphRunner, OutOfMemory, Seeds, Stopped, Trained, Watch
 from edge_client.work.uplink import encode_upload
+from fedvit.comparison import as_metrics
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload
+from fedvit.files import atomic_write
 from fedvit.logs import log_fields
 from fedvit.policy import Policy
 from fedvit.program import Program, Role
@@ -32,6 +36,7 @@ from fedvit.secure.layout import make_evaluation_payload, make_training_payload
 from fedvit.task_names import TaskName, describe_attempt
 from fedvit.tensors import Tensors, check_finite, delta, pack_in_pieces
 from fedvit.wire.messages import MAX_CLASS_COUNTS, Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
+from profiles.probes.host import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -174,20 +179,22 @@ class TaskExecutor:
         self.rebuild_blobs(execution)
         if not task.personal_of:
             keep_best(storage.vault, task.run, task.best)
-            storage.vault.note(task)
+            if task.kind != "compare":  # its round may be an earlier one
+                storage.vault.note(task)
         data = self._relabel(program.classes)
         data.check_fits(program.batch)
         self._runtime.keep_only({graph.digest for graph in program.graphs.values()})
         for name in program.graphs_for(task.kind):
             digest = program.graphs[name].digest
             self._runtime.open(digest, storage.blobs.path(digest))
-        evaluates = task.kind == "evaluate"
-        upto = newest_counted(task)
-        own = own_groups(program, task, storage.vault, upto) if evaluates else program.with_role(Role.LOCAL)
-        values, _ = start_values(program, task, own, storage.vault, storage.blobs, upto)
+        trains, upto = task.kind == "train", newest_counted(task)
+        own = program.with_role(Role.LOCAL) if trains else own_groups(program, task, storage.vault, upto)
+        values, personal = start_values(program, task, own, storage.vault, storage.blobs, upto)
         watch = Watch(self.make_reporter(task), lambda: execution.stop.is_set() or guarded.over(), guarded.tally)
         seeds = Seeds(task.seed, task.round, self.link.identity.device)
-        if evaluates:
+        if task.kind == "compare":
+            return self._compare(execution, program, Prepared(values, personal, data, seeds), watch, guarded)
+        if task.kind == "evaluate":
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self.measure_use(execution, guarded, evaluated.flops)
             counts_classes = self._counts_classes and program.evaluate.counts_classes
@@ -213,6 +220,44 @@ class TaskExecutor:
         metrics = {"loss": trained.loss} if program.train else {}
         upload = Upload(deltas, collected, local, trained.samples, metrics)
         return self.commit(execution, program, upload, guarded)
+
+    def _compare(
+        self, execution: TaskExecution, program: Program, prepared: "Prepared", watch: Watch, guarded: Guarded
+    ) -> Result:
+        """Make a challenger of the model, and compare it with the champion on the device's own test images."""
+        task, storage = execution.task, self.storage
+        champion = storage.models.read().find("champion")
+        challenge = Challenge(
+            run=task.run,
+            round=task.round,
+            device=self.link.identity.device,
+            personal_tensors=prepared.personal,
+            graph=storage.blobs.path(program.graphs[program.evaluate.graph].digest),
+            champion=storage.models.path(champion.name) if champion else None,
+            machine=platform.machine(),
+            cores=usable_cores(),
+        )
+        compared = self._runtime.compare(program, prepared.values, prepared.data, prepared.seeds, watch, challenge)
+        storage.disk.make_room(task.run, sum(map(len, compared.files.values())))
+        use = self.measure_use(execution, guarded, compared.flops)
+        if execution.stop.is_set():
+            raise Stopped("FV1422", "the task was stopped")
+        compared_on = compared.comparison
+        counts = (compared_on.both, compared_on.only_challenger, compared_on.only_champion, compared_on.neither)
+        challenger = DeviceModel(
+            run=task.run,
+            round=task.round,
+            method=program.method,
+            state="challenger",
+            changed_s=time.time(),
+            comparison=Comparison(*counts) if compared.with_champion else None,
+        )
+        bundle = storage.models.new_folder()
+        for name, content in compared.files.items():
+            atomic_write(bundle / name, content, private=True)
+        storage.models.add(challenger, bundle)
+        metrics = as_metrics(compared_on, with_champion=compared.with_champion)
+        return self.make_result(task, compared_on.images, metrics, use)
 
     def commit(
         self,
@@ -355,6 +400,15 @@ class TaskExecutor:
             upload_bytes=guarded.upload_bytes,
             fetch_s=execution.fetch_s,
         )
+
+
+class Prepared(NamedTuple):
+    """The tensors and images with which a task begins."""
+
+    values: Tensors
+    personal: int  # of the tensors, those of the device alone
+    data: DeviceData
+    seeds: Seeds
 
 
 class Upload(NamedTuple):

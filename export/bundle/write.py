@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -33,7 +33,7 @@ from export.bundle.static_int8 import find_scales, list_activations, quantise_pr
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.files import atomic_write, sync_folder
+from fedvit.files import sync_folder
 from fedvit.onnx_model import Model, Parts, read_model, size_bytes
 from fedvit.program import Batch
 from fedvit.tensors import Array
@@ -95,7 +95,7 @@ def write_bundle(
     StorageFailed when the disk is full.
     """
     with new_folder(out) as folder:
-        return _fill(folder, trained, bench, precisions, progress)
+        return _fill(_FolderPlace(folder), trained, bench, precisions, progress)
 
 
 @contextmanager
@@ -117,14 +117,56 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def make_bundle(trained: TrainedModel, bench: Bench, *, precisions: Sequence[Precision]) -> dict[str, bytes]:
+    """Return the files of a bundle by name, for a process that may write none. Raises ExportMismatch."""
+    place = _MemoryPlace()
+    _fill(place, trained, bench, precisions, lambda line: None)
+    return place.files
+
+
 def check_new(out: Path) -> None:
     """Raises ConfigError when a bundle's folder exists already."""
     if out.exists():
         raise ConfigError("FV1905", f"{out} exists already: --out names the bundle's new folder")
 
 
+class _Place(Protocol):
+    """Where the files of a bundle are written."""
+
+    def write(self, name: str, parts: Parts) -> None: ...
+
+    def find(self, name: str) -> Path | bytes:
+        """Return a file that was written."""
+        ...
+
+
+class _FolderPlace:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, name: str, parts: Parts) -> None:
+        with open(self._folder / name, "xb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def find(self, name: str) -> Path:
+        return self._folder / name
+
+
+class _MemoryPlace:
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    def write(self, name: str, parts: Parts) -> None:
+        self.files[name] = b"".join(parts)
+
+    def find(self, name: str) -> bytes:
+        return self.files[name]
+
+
 def _fill(
-    folder: Path, trained: TrainedModel, bench: Bench, precisions: Sequence[Precision], progress: Callable[[str], None]
+    place: _Place, trained: TrainedModel, bench: Bench, precisions: Sequence[Precision], progress: Callable[[str], None]
 ) -> Card:
     batch = trained.batch
     if (some := next(bench.pictures(batch), None)) is None:  # none of the images can be read
@@ -139,7 +181,7 @@ def _fill(
     pictures = ""
     for precision in (entry for entry in Precision if entry in precisions):  # fp32 first, for the others to compare
         progress(f"{precision.file}: writing, comparing, measuring")
-        files[precision], answers = _file(folder, precision, trained, original, bench, reference)
+        files[precision], answers = _file(place, precision, trained, original, bench, reference)
         if precision is Precision.FP32:
             reference = answers
         pictures = bench.what(answers)
@@ -155,8 +197,8 @@ def _fill(
     )
     preprocessing = Preprocessing.of(batch)
     for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):
-        atomic_write(folder / name, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-    atomic_write(folder / README, readme(card, trained.classes, preprocessing).encode())
+        place.write(name, [msgspec.json.format(msgspec.json.encode(content)) + b"\n"])
+    place.write(README, [readme(card, trained.classes, preprocessing).encode()])
     return card
 
 
@@ -170,7 +212,7 @@ class _Original(NamedTuple):
 
 
 def _file(
-    folder: Path,
+    place: _Place,
     precision: Precision,
     trained: TrainedModel,
     original: _Original,
@@ -187,8 +229,8 @@ def _file(
     if precision is Precision.STATIC:
         model, values = _calibrate(model, trained, bench)
     assembled = assemble(model, values, precision, metadata)
-    _write_parts(folder / precision.file, assembled.parts)
-    session = open_session(folder / precision.file, bench.threads)
+    place.write(precision.file, assembled.parts)
+    session = open_session(place.find(precision.file), bench.threads)
     parity = check_parity(session, precision, original.images, original.answers, voted=original.voted)
     answers = answer(session, bench.pictures(trained.batch))
     card = FileCard(
@@ -217,10 +259,3 @@ def _calibrate(model: Model, trained: TrainedModel, bench: Bench) -> tuple[Model
     pictures = (some.images for some in pictures_of(bench.calibration, trained.batch))
     quantised = quantise_products(model, trained.values, find_scales(session, pictures, names))
     return quantised.model, {**trained.values, **quantised.values}
-
-
-def _write_parts(path: Path, parts: Parts) -> None:
-    with open(path, "xb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())

@@ -72,6 +72,26 @@ class Device(Struct, frozen=True, kw_only=True):
     revoked: str | None
 
 
+class Model(Struct, frozen=True, kw_only=True):
+    """A model that devices have compared or use."""
+
+    model: str
+    run: str
+    round: int
+    stage: str  # challenger, canary, champion, former, retired
+    reason: str
+    states: dict[str, int]  # number of devices by state
+    pending: int  # devices that are not in their wanted state yet
+
+
+class ChangedModel(Struct, frozen=True, kw_only=True):
+    """A model after a request."""
+
+    model: str
+    stage: str
+    done: str
+
+
 class Labels(Struct, frozen=True, kw_only=True):
     """Labels of a device that an operator set."""
 

@@ -9,7 +9,18 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from fedvit.client.connection import TIMEOUT_S, Connection
-from fedvit.client.documents import ENDED, Changed, Device, Labels, Page, Round, Run, Submitted
+from fedvit.client.documents import (
+    ENDED,
+    Changed,
+    ChangedModel,
+    Device,
+    Labels,
+    Model,
+    Page,
+    Round,
+    Run,
+    Submitted,
+)
 from fedvit.errors import ConfigError, LinkDown
 
 SERVER, TOKEN, CA = "FEDVIT_SERVER", "FEDVIT_TOKEN", "FEDVIT_SERVER_CA"
@@ -40,6 +51,7 @@ class Service:
         self.connection = Connection(url, token, ca_file)
         self.runs = Runs(self)
         self.devices = Devices(self)
+        self.models = Models(self)
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -148,6 +160,29 @@ class Runs:
 
     def _act(self, run: str, act: str) -> Changed:
         return self._service.ask(Changed, "POST", "runs", run, act)
+
+
+class Models:
+    """The models of a service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def list_all(self) -> list[Model]:
+        """Return the models, the newest first."""
+        return self._service.ask(list[Model], "GET", "models")
+
+    def promote(self, model: str, where: str = "") -> ChangedModel:
+        """Let devices that have a model use it; `where`: only those with these labels."""
+        return self._service.ask(ChangedModel, "POST", "models", model, "promote", body={"where": where})
+
+    def roll_back(self, model: str) -> ChangedModel:
+        """Stop the use of a model: its devices use their former ones again."""
+        return self._service.ask(ChangedModel, "POST", "models", model, "rollback")
+
+    def retire(self, model: str) -> ChangedModel:
+        """Let devices remove a model that none of them uses."""
+        return self._service.ask(ChangedModel, "POST", "models", model, "retire")
 
 
 class Devices:

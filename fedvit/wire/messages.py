@@ -22,7 +22,8 @@ INLINE_BYTES = 48 * 1024
 _INLINE_HEADS_BYTES = 1024
 """For the lengths of these blobs."""
 
-TaskKind = Literal["train", "evaluate"]
+TaskKind = Literal["train", "evaluate", "compare"]
+"""A device is asked to compare only if its hello names a version of the messages about models."""
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Stored as received: numbers that do not fit into the database are refused here."""
 _LONGEST_NAME = 64
@@ -44,6 +45,15 @@ MAX_DENIALS = 16
 """Keys of a policy that a hello names."""
 MAX_GRAPHS = 64
 """Graphs of one Program."""
+MAX_MODELS = 16
+"""Models of one device that a message names."""
+MODELS_VERSION = 1
+"""Version of the messages about models: `Models`, `ModelReport` and tasks that compare."""
+ModelName = Annotated[str, Meta(max_length=80)]
+"""RUN-ROUND."""
+ModelState = Literal["trained", "challenger", "canary", "champion", "former"]
+"""State of a model on a device. It answers pictures as canary, or as champion while there is no canary."""
+WantedState = Literal["canary", "champion", "former", "retired"]
 MAX_NEIGHBOURS = 128
 """Neighbours of a device in a secure sum."""
 MAX_SUM_DEVICES = 4096
@@ -226,6 +236,7 @@ class Hello(Message, frozen=True, tag="hello"):
     denies: Annotated[tuple[Name, ...], Meta(max_length=MAX_DENIALS)] = ()
     least_mask: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     publisher: PublicKey = ""  # whose graphs it runs; "": it trusts none
+    models: Count = 0  # MODELS_VERSION; 0: it knows none, or its owner does not let the coordinator choose models
 
 
 class Progress(Message, frozen=True, tag="progress"):
@@ -285,6 +296,18 @@ class Declined(Message, frozen=True, tag="declined"):
     again_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     task: Name = ""  # the identity that the Task had
     attempt: Count = 0  # the attempt that the Task had; 0: older software
+
+
+class ModelReport(Message, frozen=True, tag="modelreport"):
+    """The models of a device: the answer to `Models`, also sent when it changes."""
+
+    instance: Name
+    states: Annotated[dict[ModelName, ModelState], Meta(max_length=MAX_MODELS)]
+    serving: ModelName = ""  # the one that answers pictures; "": none
+    failed: ModelName = ""  # the one that the device stopped to use by itself
+    reason: Reason = ""  # of `failed`, or why a wanted state is not the actual one
+    answered: Count = 0  # pictures that `serving` has answered on this device
+    confidence: Annotated[float, Meta(ge=0.0, le=2.0**31)] = 0.0  # sum over these pictures
 
 
 class SumKeys(Message, frozen=True, tag="sumkeys"):
@@ -422,6 +445,17 @@ class RunEnded(Message, frozen=True, tag="ended"):
     best: Count = 0  # its best round; 0: none
 
 
+class Models(Message, frozen=True, tag="models"):
+    """The states that a device's models are to have; it applies them again and again with the same outcome.
+
+    A canary that is not named is removed, and the champion stays. Models that the device does not have are reported.
+    """
+
+    instance: str
+    epoch: int
+    states: Annotated[dict[ModelName, WantedState], Meta(max_length=MAX_MODELS)]
+
+
 class SumInvite(Message, frozen=True, tag="suminvite"):
     """Take part in a sum of the results that devices keep."""
 
@@ -513,7 +547,9 @@ class UseDedicatedTopic(Message, frozen=True, tag="apart"):
 TransferMessage = BlobNack | BlobUrl | BlobPut | BlobAck | UseDedicatedTopic
 SumAnswer = SumKeys | SumShares | SumMasked | SumReveal | SumRefused
 SumQuestion = SumInvite | SumPeers | SumInbox | SumAsk
-FromDevice = Hello | Progress | Result | Failed | Declined | BlobNack | BlobPut | BlobAck | DeviceState | SumAnswer
+FromDevice = (
+    Hello | Progress | Result | Failed | Declined | ModelReport | BlobNack | BlobPut | BlobAck | DeviceState | SumAnswer
+)
 FromCoordinator = (
     Welcome
     | Refused
@@ -522,6 +558,7 @@ FromCoordinator = (
     | Cancel
     | ResultAck
     | RunEnded
+    | Models
     | BlobNack
     | BlobUrl
     | BlobAck

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from coordinator.record.record import open_record
-from fedvit.client import Changed, Device, Labels, Page, Round, Run, Submitted
+from fedvit.client import Changed, ChangedModel, Device, Labels, Model, Page, Round, Run, Submitted
 from tests.support.http_api import Api, serve_api
 
 PAIRS = {
     Run: "RunProgress", Page: "RunPage", Round: "RoundView", Submitted: "SubmittedRun", Changed: "ChangedRun",
-    Labels: "DeviceLabels",
+    Labels: "DeviceLabels", Model: "ModelView", ChangedModel: "ChangedModel",
 }  # fmt: skip
 
 

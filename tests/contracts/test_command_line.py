@@ -39,8 +39,8 @@ COMMANDS = _commands()
 WITH_JSON = {
     *(f"coordinator {name}" for name in (
         "audit", "backup", "boards", "cancel", "devices", "enroll", "explain", "export", "gc", "label", "logs",
-        "methods", "pause", "plan", "profile", "quarantine", "renew", "report", "restore", "retry", "revoke", "rm",
-        "rotate-authority", "runs", "show", "status", "submit", "trace", "unpause", "wait",
+        "methods", "models", "pause", "plan", "profile", "quarantine", "renew", "report", "restore", "retry", "revoke",
+        "rm", "rotate-authority", "runs", "show", "status", "submit", "trace", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
         "certify", "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
@@ -78,8 +78,8 @@ WITHOUT_JSON = {
 WITH_RUNS = {
     *(f"coordinator {name}" for name in (
         "audit", "backup", "bugreport", "cancel", "dashboard", "devices", "evaluate", "export", "gc", "label", "logs",
-        "pause",
-        "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start", "status",
+        "models", "pause", "plan", "quarantine", "report", "restore", "retry", "rm", "runs", "serve", "show", "start",
+        "status",
         "submit", "trace",
         "unpause", "wait",
     )),

@@ -18,7 +18,15 @@ from PIL import Image
 
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import open_record
-from coordinator.record.tables import Announced, DeviceLog, RefusalRecord, SavedState
+from coordinator.record.tables import (
+    Announced,
+    DeviceLog,
+    DeviceModel,
+    ModelRecord,
+    RefusalRecord,
+    SavedState,
+    now,
+)
 from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member
 from coordinator.security.folder import Deployment
@@ -58,6 +66,13 @@ LINES: dict[str, list[list[str]]] = {
     "coordinator logs": [["{attack}", "--runs", "runs"], ["{attack}", "--runs", "runs", "--json"]],
     "coordinator methods": [["--method", "{attack}"]],
     "coordinator pause": [["{attack}", "--runs", "spare"], ["{attack}", "--runs", "spare", "--json"]],
+    "coordinator models": [
+        ["--runs", "runs"],
+        ["--runs", "runs", "--json"],
+        ["promote", "{attack}", "--where", "{attack}", "--runs", "spare"],
+        ["rollback", "{attack}", "--runs", "spare"],
+        ["retire", "{attack}", "--runs", "spare"],
+    ],
     "coordinator plan": [["--run", "{attack}", "--runs", "runs", "--device", "rpi5-8"]],
     "coordinator profile": [["--device", "rpi5-8", "--method", "{attack}"]],
     "coordinator quarantine": [
@@ -160,6 +175,12 @@ def _record(folder: Path) -> None:
             DeviceLog(name, 1, ATTACK, "train", ATTACK, "2026-01-02T03:04:05+00:00", f"{ATTACK}\n{ATTACK}")
         )
     store.devices.set_label(ATTACK, ATTACK, ATTACK)
+    model = ModelRecord(
+        name=ATTACK, run=ATTACK, round=1, method=ATTACK, classes=2, created_at=now(), stage="canary", rules={},
+        reason=ATTACK, changed_at=now(),
+    )  # fmt: skip
+    on_device = DeviceModel(model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK)
+    store.models.add(model, [on_device])
     store.close()
     at = datetime.now(UTC).isoformat(timespec="seconds")
     run = folder / ATTACK

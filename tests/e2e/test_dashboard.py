@@ -35,6 +35,7 @@ from tests.e2e.test_adoption import Terminal, read_code
 from tests.support.chromium import Browser, Tab
 from tests.support.dashboards import read_address, served
 from tests.support.fleets import other_runs
+from tests.support.models import BETTER, FIRST, WORSE, compare_on
 from tests.support.programs import Stage, program
 from tests.support.records import (
     FLEET_RUN,
@@ -198,7 +199,10 @@ def test_front_page_of_an_empty_folder_says_what_to_type(browser: Browser, tmp_p
         assert "coordinator serve" in tab.text("#empty")
         assert "Nothing needs you." in tab.text("#no-problems")
         check_every_screen(tab, "empty fleet", "document.querySelector('#empty')")
-        for page, shown in (("/runs", "no run yet"), ("/devices", "no run yet"), ("/service", "no service runs")):
+        for page, shown in (
+            ("/runs", "no run yet"), ("/devices", "no run yet"), ("/service", "no service runs"),
+            ("/models", "No model yet"),
+        ):  # fmt: skip
             tab.go(f"{address}{page}", f"document.body.innerText.includes('{shown}')")
 
 
@@ -740,6 +744,35 @@ def test_operator_with_the_password_acts_as_by_the_commands(browser: Browser, tm
         assert store.runs.read(RUN).status == "cancelled"
         shown = "[...document.querySelectorAll('main button')].filter(one => one.checkVisibility()).length"
         tab.until(f"{shown} == 0")
+    store.close()
+
+
+def test_operator_changes_models_from_their_page(browser: Browser, tmp_path: Path) -> None:
+    """Only the buttons that apply are there; each does what its command does."""
+    store = begin_run(tmp_path / "runs")
+    for name, compared in (("r-1", FIRST), ("r-2", BETTER), ("r-3", WORSE)):
+        compare_on(store, name, {"a": compared, "b": compared}, after=0)
+    with served(tmp_path / "runs", password=PASSWORD) as address, browser.tab() as tab:
+        sign_in(tab, address, PASSWORD)
+        tab.until("document.querySelector('#numbers')")
+        tab.go(f"{address}/models", "document.querySelectorAll('#models tbody tr').length == 3")
+        assert "0.900 against 0.650 on 200 images" in tab.text("#models")
+        check_every_screen(tab, "models", "document.querySelector('#models')")
+        tab.resize(1200, dark=False)
+        tab.go(f"{address}/model?model=r-2", "document.querySelector('#devices') && document.querySelector('#history')")
+        check_every_screen(tab, "model", "document.querySelector('#history')")
+        tab.resize(1200, dark=False)
+        shown = "[...document.querySelectorAll('main button')].filter(one => one.checkVisibility()).length"
+        tab.until(f"{shown} == 2")
+        choose(tab, "Roll back")
+        tab.until("document.body.innerText.includes('model r-2 is rolled back on 2 devices')")
+        tab.until(f"{shown} == 0")
+        assert store.models.read("r-2").stage == "retired"
+        tab.go(f"{address}/model?model=r-3", "document.querySelector('#history')")
+        choose(tab, "Promote")
+        tab.until("document.body.innerText.includes('model r-3 becomes champion on 2 devices')")
+        assert store.audit.read()[-1].act == "promote model"
+        assert store.audit.read()[-1].origin.startswith("dashboard")
     store.close()
 
 

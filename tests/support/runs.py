@@ -22,6 +22,7 @@ from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.leading import Owner
 from coordinator.rounds.parts import RunSetup
 from fedvit.blobs import BlobStore
+from fedvit.comparison import as_metrics
 from fedvit.methods.base import GroupRule, ServerRule
 from fedvit.methods.calculus import Named
 from fedvit.methods.fedavg import FedAvg
@@ -43,6 +44,7 @@ from fedvit.wire.messages import (
     CoordinatorState,
     Failed,
     FromCoordinator,
+    Models,
     Result,
     ResultAck,
     Task,
@@ -52,6 +54,7 @@ from fedvit.wire.messages import (
 from tests.support.devices import SpeakingDevice, drained
 from tests.support.devices import hello as make_hello
 from tests.support.displays import Lines
+from tests.support.models import FIRST, StatesOnly
 from tests.support.waiting import WAIT_S, wait_until
 
 Configure = Callable[..., RunConfig]
@@ -110,6 +113,8 @@ class Fake(SpeakingDevice):
         self.stage = stage
         self.value = value
         self.on_task: Answer = honest
+        self.models = StatesOnly()
+        self.compared, self.has_champion = FIRST, False  # its answer to a task that compares
         self.serves = True  # answers what the coordinator wants of its uploads
         self.heard: list[FromCoordinator] = []
         self.pending: dict[tuple[str, int, str], Result] = {}  # not acknowledged
@@ -136,6 +141,10 @@ class Fake(SpeakingDevice):
         if task.kind == "evaluate":
             right = {"correct": float(self.hello.test_samples)}
             return Result(task.run, task.round, "evaluate", self.hello.test_samples, right, ResourceUse())
+        if task.kind == "compare":
+            self.models.states[f"{task.run}-{task.round}"] = "challenger"
+            compared, samples = as_metrics(self.compared, with_champion=self.has_champion), self.compared.images
+            return Result(task.run, task.round, "compare", samples, compared, ResourceUse())
         content = pack(self.upload(task) if tensors is None else tensors)
         manifest = self.blobs.put(content)
         return Result(task.run, task.round, "train", self.hello.train_samples, {"loss": 0.5}, ResourceUse(), manifest)
@@ -185,10 +194,12 @@ class Fake(SpeakingDevice):
             case Task() if message.instance == self.instance:
                 if waiting := self.pending.get((message.run, message.round, message.kind)):
                     self.say(waiting)
-                elif message.kind == "evaluate":
+                elif message.kind != "train":
                     honest(self, message)
                 else:
                     self.on_task(self, message)
+            case Models() if message.instance == self.instance:
+                self.say(self.models.obey(message))
             case ResultAck():
                 self.pending.pop((message.run, message.round, message.kind), None)
             case BlobNack() if self.serves:

@@ -58,6 +58,18 @@ class Mode(ABC):
             return self.ask(RoundPlan(self._run, number, "evaluate", list(work), needed, work))
         return None
 
+    def compare(self, number: int) -> OpenRound | None:
+        """Let available devices compare a round's model with the one that they use, on their own test images.
+
+        Return the closed comparison; None if no device could be asked.
+        """
+        trainer = self._trainer
+        trainer.wait(lambda: trainer.is_complete(self._config.rejoin_grace_s))
+        work = trainer.plan([device for device in trainer.available() if trainer.can_compare(device)])
+        if work:
+            return self.ask(RoundPlan(self._run, number, "compare", list(work), len(work), work))
+        return None
+
     def free(self) -> list[str]:
         """Available devices without a task and without a result for the current round."""
         taken = {*self._trainer.at_work(), *self._journal.find_counted()}

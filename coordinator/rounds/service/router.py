@@ -15,7 +15,9 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from coordinator.record.leadership import Leadership
+from coordinator.record.record import Record
 from coordinator.rounds.lease import Lease
+from coordinator.rounds.models.keeper import ModelKeeper
 from coordinator.rounds.presence import Presence, hello_spread_s
 from coordinator.rounds.sender_limits import SenderLimits
 from coordinator.rounds.service.assignment import Assignments, RunLink
@@ -27,12 +29,14 @@ from fedvit.wire.messages import (
     DeviceState,
     FromCoordinator,
     Hello,
+    ModelReport,
     Refused,
     Result,
     ResultAck,
     Welcome,
     decode,
     encode,
+    peek_tag,
     unread_hello,
 )
 from fedvit.wire.topics import Topics, is_name
@@ -80,6 +84,9 @@ class RunTransport(RunLink):
         if b"refused" in payload[:_HEAD_BYTES] and isinstance(refused := decode(payload), Refused) and refused.final:
             self._router.events.put(_Rejected(self, topics.device_of(topic), refused.reason))
             return True
+        if peek_tag(payload) == b"welcome" and isinstance(welcome := decode(payload), Welcome):
+            # before it is sent: the device's answer to what follows comes later
+            self._router.events.put(_Welcomed(topics.device_of(topic), welcome.instance))
         return self._router.publish(topic, payload, qos=qos)
 
     def listen(self, topic: str, sink: BulkSink) -> None:
@@ -117,11 +124,18 @@ class _Rejected(NamedTuple):
     reason: str
 
 
+class _Welcomed(NamedTuple):
+    """A run welcomes a device."""
+
+    device: str
+    instance: str
+
+
 class Router:
     """See above. `has_ended(run)` says whether results of a run are no longer wanted; `operator_log` prints a line.
 
     `leadership`: of a service that others stand by for. While the database does not confirm it, nothing is sent, and
-    runs wait as without a link.
+    runs wait as without a link. With a `store` devices are told which of their models to use.
     """
 
     def __init__(
@@ -132,6 +146,7 @@ class Router:
         has_ended: Callable[[str], bool],
         operator_log: Callable[[str], None],
         leadership: Leadership | None = None,
+        store: Record | None = None,
     ) -> None:
         self.link = link
         self.topics = Topics(federation)
@@ -147,10 +162,9 @@ class Router:
         self._assignments = Assignments(
             self.topics,
             self._presence,
-            lambda device, hello, why: self._send(
-                device, Welcome(hello.instance, self.epoch, why, limits=link.limits.non_default())
-            ),
+            self._send_idle,
         )
+        self.models = ModelKeeper(store, self._send, lambda: self.epoch, operator_log) if store else None
         self.seen_since = self._presence.seen_since
         self.members = self._assignments.list_devices
         self._link_trouble = ""
@@ -241,6 +255,9 @@ class Router:
                 self._assignments.remove_run(transport)
             case _Rejected(transport=transport, device=device, reason=reason):
                 self._assignments.reject(transport, device, reason)
+            case _Welcomed(device=device, instance=instance):
+                if self.models:
+                    self.models.welcome(device, instance)
             case _:
                 self._to_all_runs(Wake())
 
@@ -290,6 +307,10 @@ class Router:
                     log.info("device left", extra={"device": device})
             case Result() if owner is None:
                 self._answer_result(device, message)
+            case ModelReport():
+                if self.models:
+                    self.models.take(device, message)
+                return
         if owner:
             owner.inbox.put(event)
 
@@ -322,6 +343,12 @@ class Router:
             log.info("device online", extra={"device": device, "labels": labels.strip()})
         self._presence.arrived(device, hello)
         self._assignments.assign(device, hello, event)
+
+    def _send_idle(self, device: str, hello: Hello, why: str) -> None:
+        """Welcome a device that no run wants."""
+        self._send(device, Welcome(hello.instance, self.epoch, why, limits=self.link.limits.non_default()))
+        if self.models:
+            self.models.welcome(device, hello.instance)
 
     def _send(self, device: str, message: FromCoordinator) -> None:
         self.publish(self.topics.to_device(device), encode(message))

@@ -215,6 +215,7 @@ class RunService:
             has_ended=store.runs.has_ended,
             operator_log=display.line,
             leadership=host.leadership,
+            store=store,
         )
         self.clean_ups = CleanUps(store, host.out, display.line)
         self._regular = (RegularWork("gc", config.gc_every_h, self.clean_ups.clean, display.line), *host.regular)
@@ -289,6 +290,8 @@ class RunService:
                     break
                 if record.id not in self._running and record.is_due():
                     self._begin(record)
+            if self._router.models and self._router.connected:
+                self._router.models.look()
             for work in self._regular:  # after it has locked its runs
                 work.watch()
             self.trouble = None

@@ -41,6 +41,7 @@ PAGES = (
     ("/", "Fleet"),
     ("/runs", "Runs"),
     ("/devices", "Devices"),
+    ("/models", "Models"),
     ("/service", "Service"),
     ("/compare", "Compare"),
 )

@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 Role = Literal["viewer", "operator", "admin"]
-Act = Literal["submit", "pause", "cancel", "label", "release", "revoke", "enrol", "retry"]
+Act = Literal["submit", "pause", "cancel", "label", "release", "revoke", "enrol", "retry", "promote"]
 SESSION = "fedvit.session"
 """Key of a request's scope with the session of who asks."""
 _ROLES = get_args(Role)

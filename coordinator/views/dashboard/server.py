@@ -16,6 +16,7 @@ from coordinator.views.dashboard import (
     devices_page,
     enrol_page,
     front_page,
+    models_page,
     round_page,
     run_page,
     runs_page,
@@ -80,6 +81,12 @@ def _register(site: Site) -> None:
     async def at_device(device: str, run: str | None = None, until: int | None = None) -> None:
         await device_page.show(site, run, device, until)
 
+    async def at_models() -> None:
+        await models_page.show(site)
+
+    async def at_model(model: str) -> None:
+        await models_page.show_one(site, model)
+
     async def at_service() -> None:
         await service_page.show(site)
 
@@ -94,7 +101,8 @@ def _register(site: Site) -> None:
 
     for address, show in (
         ("/", at_front), ("/runs", at_runs), ("/run", at_run), ("/round", at_round), ("/devices", at_devices),
-        ("/device", at_device), ("/service", at_service), ("/submit", at_submit), ("/enrol", at_enrol),
+        ("/device", at_device), ("/models", at_models), ("/model", at_model), ("/service", at_service),
+        ("/submit", at_submit), ("/enrol", at_enrol),
         ("/compare", at_compare),
     ):  # fmt: skip
         ui.page(address, response_timeout=ANSWER_S)(show)

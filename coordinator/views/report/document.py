@@ -232,7 +232,9 @@ def _read_rounds(store: Record, view: RunView) -> dict[str, list[DeviceRound]]:
     run = view.run
     expected, accuracy = store.tasks.read_expected(run), {entry.round: entry.accuracy for entry in view.rounds}
     results = {(entry.round, entry.device): entry for entry in store.tasks.read_results(run) if entry.kind == "train"}
-    missing = {(entry.round, entry.device): entry for entry in view.refusals if entry.kind != "evaluate"}
+    missing = {
+        (entry.round, entry.device): entry for entry in view.refusals if entry.kind not in ("evaluate", "compare")
+    }
     rounds: dict[str, list[DeviceRound]] = defaultdict(list)
     for record in store.rounds.read_all(run):
         for device in record.cohort:

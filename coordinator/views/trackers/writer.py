@@ -118,6 +118,8 @@ def flatten_settings(config: RunConfig) -> dict[str, Setting]:
     for key, value in msgspec.to_builtins(config).items():
         if key in _ELSEWHERE:
             continue
+        if value is None:
+            continue
         inside = {f"{key}.{name}": inner for name, inner in value.items()} if key in _IN_PARTS else {key: value}
         for name, inner in inside.items():
             if inner is not None:

@@ -27,6 +27,8 @@ round_deadline = "10m"
 max_temperature = "65C"
 min_battery = 30
 busy_file = "/run/busy"
+[models]
+from_coordinator = false
 """
 
 
@@ -41,11 +43,13 @@ def test_every_key_is_read() -> None:
     assert (policy.budget.flops_per_round, policy.budget.round_deadline_s) == (2 * 10**12, 600.0)
     assert (policy.train.max_temperature, str(policy.train.busy_file)) == (65.0, "/run/busy")
     assert policy.denials() == ("features",)
+    assert not policy.models.from_coordinator
+    assert "models: the owner chooses which one is used" in describe_policy(policy)
 
 
 def test_defaults_are_those_of_a_careful_owner() -> None:
     lines = list(describe_policy(read("")))
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert lines[0] == (
         "may be sent: updates of single devices; features with at least 50% of the patches left out; no counts by class"
     )
@@ -89,7 +93,7 @@ def test_hours_that_overlap_quiet_ones_leave_time() -> None:
 )
 def test_narrow_policies_are_told(text: str, named: str) -> None:
     assert named in str(find_narrowness(read(text)))
-    assert len(list(describe_policy(read(text)))) == 6
+    assert len(list(describe_policy(read(text)))) == 7
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,14 @@ flops_budget = 2e12
 round_deadline = "10m"
 upload_budget = 5_000_000
 
+[promote]
+min_gain = 0.01
+min_images = 80
+canary = "site=berlin"
+canary_share = 0.5
+after = "12h"
+max_worse = 0.1
+
 [robust]
 aggregator = "median"
 malicious_share = 0.2

@@ -15,6 +15,7 @@ from coordinator.run_view import read_document, read_run, show_document
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
 from tests.support.http_api import Api, serve_api
+from tests.support.models import BETTER, FIRST, WORSE, compare_on
 from tests.support.records import RUN, begin_run, write_status
 
 
@@ -94,6 +95,25 @@ def test_run_is_submitted_paused_and_cancelled(api: Api, store: Record) -> None:
     assert api.send("POST", "/runs/new/cancel")["status"] == "cancelled"
     assert api.send("DELETE", "/runs/new")[0]["what"] == "run"
     assert api.ask("GET", "/runs/new").status_code == 404
+
+
+def test_models_are_listed_and_changed(api: Api, store: Record) -> None:
+    for name, compared in (("r-1", FIRST), ("r-2", BETTER)):
+        compare_on(store, name, {"a": compared, "b": compared}, after=0)
+    assert [(model["model"], model["stage"]) for model in api.get("/models", "viewer")] == [
+        ("r-2", "champion"), ("r-1", "former"),
+    ]  # fmt: skip
+    done = api.send("POST", "/models/r-2/rollback", role="operator")
+    assert (done["stage"], done["done"]) == ("retired", "model r-2 is rolled back on 2 devices")
+    assert api.get("/models/r-2", "viewer")["stage"] == "retired", "an answer from before the change is not used"
+    assert api.ask("POST", "/models/r-2/promote", json={}).status_code == 409
+    assert api.ask("POST", "/models/none-1/promote", json={}).status_code == 404
+    assert api.ask("POST", "/models/r-1/promote", json={"which": "all"}).status_code == 422
+    compare_on(store, "r-3", {"a": WORSE}, after=0)
+    assert api.send("POST", "/models/r-3/promote", {"where": "site=berlin"})["stage"] == "champion"
+    assert api.send("POST", "/models/r-3/rollback")["stage"] == "retired"
+    entry = store.audit.read()[-1]
+    assert (entry.who, entry.act, entry.origin.partition(" ")[0]) == ("of-admin", "roll back model", "API")
 
 
 def test_failed_run_is_tried_again(api: Api, store: Record) -> None:

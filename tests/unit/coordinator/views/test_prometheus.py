@@ -37,6 +37,7 @@ from fedvit.timings import LoopWatch
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from profiles.probes.meter import Sensors
 from tests.support.agents import World
+from tests.support.models import FIRST, compare_on
 from tests.support.postgresql import Postgresql
 from tests.support.records import RUN, begin_run
 from tests.support.runs import Fake, Stage, Task, honest
@@ -229,6 +230,8 @@ def test_queue_and_clean_ups(stage: Stage) -> None:
     found = samples(collector)
     assert found["fedvit_queue_length", ()] == found["fedvit_queue_oldest_seconds", ()] == 0
     assert found["fedvit_gc_age_seconds", ()] == math.inf
+    assert found["fedvit_models", (("state", "champion"),)] == 0
+    compare_on(stage.store, "r-1", {"a": FIRST}, after=0)
     stage.store.runs.submit("next", {"method": "fedavg"})
     left = stage.out / "of-no-run"
     left.mkdir()
@@ -236,6 +239,7 @@ def test_queue_and_clean_ups(stage: Stage) -> None:
     clean_ups.clean(threading.Event())
     found = samples(collector)
     assert found["fedvit_queue_length", ()] == 1
+    assert found["fedvit_models", (("state", "champion"),)] == 1
     assert found["fedvit_queue_oldest_seconds", ()] >= 0
     assert 0 <= found["fedvit_gc_age_seconds", ()] < math.inf
     assert found["fedvit_gc_freed_bytes_total", ()] == clean_ups.freed_bytes

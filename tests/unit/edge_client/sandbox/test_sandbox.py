@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from edge_client.sandbox.launcher import Launcher
 from edge_client.sandbox.sandbox import Sandbox
-from edge_client.work.runtime import OutOfMemory, Seeds, Stopped, Watch
+from edge_client.work.runtime import Challenge, OutOfMemory, Seeds, Stopped, Watch
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, DataError, DeviceTrouble
@@ -66,6 +66,27 @@ def test_results_are_those_of_the_same_process_bit_for_bit(
     values = {**setting.start(), **want.tensors}
     counted = setting.runtime().evaluate(setting.program, values, data, SEEDS, SILENT)
     assert sandbox.evaluate(setting.program, values, data, SEEDS, SILENT) == counted
+
+
+def test_comparison_is_that_of_the_same_process(
+    fedavg: Setting, data: DeviceData, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """With a champion whose folder the process may read; it writes none."""
+    open_graphs(sandbox, fedavg)
+    data = data.relabel(fedavg.program.classes)
+    graph = fedavg.blobs.path(fedavg.program.graphs[fedavg.program.evaluate.graph].digest)
+    champion = None
+    for _ in range(2):
+        challenge = Challenge("run", 1, "pi", 0, graph, champion, "x86_64", 2)
+        want = fedavg.runtime().compare(fedavg.program, fedavg.start(), data, SEEDS, SILENT, challenge)
+        got = sandbox.compare(fedavg.program, fedavg.start(), data, SEEDS, SILENT, challenge)
+        assert (got.comparison, got.with_champion, got.flops) == (want.comparison, want.with_champion, want.flops)
+        assert got.files["model.onnx"] == want.files["model.onnx"]
+        champion = tmp_path / "champion"
+        champion.mkdir(exist_ok=True)
+        for name, content in got.files.items():
+            (champion / name).write_bytes(content)
+    assert got.with_champion
 
 
 def with_hostile_answers(setting: Setting, folder: Path, *nodes: Any) -> tuple[Program, Path]:

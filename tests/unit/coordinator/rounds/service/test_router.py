@@ -1,12 +1,14 @@
 """The router over the memory transport: runs are what the test makes of their transports, devices what it says."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from coordinator.record.leadership import Leadership
+from coordinator.record.record import Record, open_record
 from coordinator.rounds.service.assignment import NO_WORK
 from coordinator.rounds.service.router import Router, RunTransport
 from fedvit.errors import LeadershipLost
@@ -17,6 +19,8 @@ from fedvit.wire.messages import (
     CoordinatorState,
     Declined,
     DeviceState,
+    ModelReport,
+    Models,
     Refused,
     Result,
     ResultAck,
@@ -30,6 +34,7 @@ from fedvit.wire.messages import (
 from fedvit.wire.topics import Topics
 from tests.support.codes import has_code
 from tests.support.devices import SpeakingDevice, drained, hello
+from tests.support.models import FIRST, compare_on
 from tests.support.postgresql import Postgresql
 from tests.support.waiting import wait_until
 
@@ -52,7 +57,7 @@ class Device(SpeakingDevice):
 class Hall:
     """A broker, a router, and runs that only listen."""
 
-    def __init__(self, leadership: Leadership | None = None) -> None:
+    def __init__(self, leadership: Leadership | None = None, store: Record | None = None) -> None:
         self.broker = MemoryBroker()
         self.said: list[str] = []
         self.ended: set[str] = set()
@@ -63,6 +68,7 @@ class Hall:
             has_ended=lambda run: run in self.ended,
             operator_log=self.said.append,
             leadership=leadership,
+            store=store,
         )
         self.router.open()
         self.settle()
@@ -102,6 +108,28 @@ def test_router_without_runs_welcomes_a_device(hall: Hall) -> None:
     device.say(device.hello)
     assert device.messages() == [Welcome("i1", hall.router.epoch, NO_WORK)]
     assert hall.belongs() == {"pi-1": None}
+
+
+def test_devices_get_the_states_of_their_models_after_each_welcome(tmp_path: Path) -> None:
+    """A device without a run by the router, another by its run; their reports go to no run."""
+    store = open_record(tmp_path)
+    compare_on(store, "r-1", {"pi-1": FIRST, "pi-2": FIRST}, after=0)
+    hall = Hall(store=store)
+    run = hall.run("r", "site=berlin")
+    idle, busy = Device(hall, "pi-1"), Device(hall, "pi-2", site="berlin")
+    states = Models("i1", hall.router.epoch, {"r-1": "champion"})
+    idle.say(idle.hello)
+    assert [type(message) for message in idle.messages()] == [Welcome, Models]
+    busy.say(busy.hello)
+    assert busy.messages() == [], "its run welcomes it"
+    run.publish(TOPICS.to_device("pi-2"), encode(Welcome("i1", hall.router.epoch, "round 1")))
+    hall.settle()
+    assert busy.messages()[1:] == [states]
+    for device in (idle, busy):
+        device.say(ModelReport("i1", {"r-1": "champion"}, "r-1"))
+    assert [row.actual for row in store.models.read_devices()] == ["champion", "champion"]
+    assert [message for _, message in messages(run) if isinstance(message, ModelReport)] == []
+    store.close()
 
 
 def test_router_gives_a_device_that_waits_to_a_run_that_begins(hall: Hall) -> None:

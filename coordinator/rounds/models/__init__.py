@@ -1,0 +1,1 @@
+"""Models in use: the rules of their promotion, operators' requests, and the states that devices are to have."""

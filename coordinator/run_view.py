@@ -15,11 +15,11 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.config import RunConfig
-from coordinator.record.course import find_best
 from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
 from coordinator.record.record import Record
 from coordinator.record.rounds import RunPosition
+from coordinator.record.scores import find_best
 from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
 from coordinator.record.totals import add_evaluation, add_training, with_result
 from fedvit.errors import ConfigError

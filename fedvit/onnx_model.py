@@ -25,7 +25,7 @@ MAX_SMALL_BYTES = 64
 """Size of the largest constant that `read_numbers` decodes."""
 
 FLOAT, UINT8, INT8, INT64, FLOAT16 = 1, 2, 3, 7, 10
-_CODES = {"float32": FLOAT, "int8": INT8, "int64": INT64, "float16": FLOAT16}
+_CODES = {"float32": FLOAT, "uint8": UINT8, "int8": INT8, "int64": INT64, "float16": FLOAT16}
 
 _MODEL_GRAPH, _MODEL_OPSET, _MODEL_METADATA = 7, 8, 14
 _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT, _GRAPH_VALUE = 1, 5, 11, 12, 13

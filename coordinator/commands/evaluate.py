@@ -11,8 +11,8 @@ from coordinator.commands.flags import runs_flag
 from coordinator.config import BrokerConfig, make_config
 from coordinator.operations.submitting import Submission
 from coordinator.operations.submitting import submit as submit_here
-from coordinator.record.course import find_round
 from coordinator.record.opening import open_existing_record
+from coordinator.record.scores import find_round
 from coordinator.serving.request import StartRequest
 from export.bundle.command import round_flag
 from fedvit.command_line import Command

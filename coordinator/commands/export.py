@@ -63,11 +63,13 @@ def export(
     if format_name != ONNX:
         click.echo("\n".join(write_format(format_name, out, trained)))
         return
+    labelled = DeviceData.open(data).relabel(trained.classes) if data else None
     bench = Bench(
-        images=DeviceData.open(data).relabel(trained.classes).test if data else None,
+        images=labelled.test if labelled else None,
         described=f"test images of {data.name}" if data else "",
         threads=threads or usable_cores(),
         machine=platform.machine(),
         cores=usable_cores(),
+        calibration=labelled.train if labelled else None,
     )
     write(out, trained, bench, precisions, as_json=as_json)

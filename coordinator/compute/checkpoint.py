@@ -7,8 +7,8 @@ from coordinator.compute.integrity import DamagedBlob, VerifiedBlobs, blob_descr
 from coordinator.compute.planning.planner import Plan
 from coordinator.compute.references import references
 from coordinator.config import UpdatesConfig
-from coordinator.record.course import find_start
 from coordinator.record.record import Record
+from coordinator.record.scores import find_start
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
 from fedvit.errors import Damaged

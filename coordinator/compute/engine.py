@@ -33,8 +33,8 @@ from coordinator.compute.references import snapshot
 from coordinator.compute.restore import newest_state
 from coordinator.compute.server_step import ServerStep
 from coordinator.config import RunConfig, make_config
-from coordinator.record.course import BEST
 from coordinator.record.record import Record
+from coordinator.record.scores import BEST
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods.base import ServerState

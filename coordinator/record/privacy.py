@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import NamedTuple
 
 from coordinator.config import PrivacyConfig, RunConfig
-from coordinator.record.course import NEXT_EPSILON
 from coordinator.record.record import Record
+from coordinator.record.scores import NEXT_EPSILON
 
 NOISE, POPULATION, COHORT = "dp_noise_multiplier", "dp_population", "dp_cohort"
 FEATURE_NOISE, FEATURE_ROWS = "dp_feature_noise", "dp_feature_rows"

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from coordinator.config.blobs import BlobsConfig
 from coordinator.record.copies import COPIES, NOTES, find_unneeded, lock_copies
-from coordinator.record.course import find_kept_best
 from coordinator.record.record import Record
+from coordinator.record.scores import find_kept_best
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed

@@ -115,7 +115,7 @@ class Coordinator(RunParts):
         self._finish()
 
     def _finish(self) -> None:
-        run, best, reason = self.state.run, self.state.best, self.engine.course.reason
+        run, best, reason = self.state.run, self.state.best, self.engine.scores.reason
         kept = self.journal.find(best) if best else None
         if self.state.config.rounds:
             self.ask(Finish(saved=self.state.newest(), best=kept.state if kept else None))

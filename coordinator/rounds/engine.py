@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 
 from coordinator.config import RunConfig
 from coordinator.config.modes import MODES
-from coordinator.record.course import Course
+from coordinator.record.scores import RoundScores
 from coordinator.record.tables import SUM, RoundRecord
 from coordinator.rounds.modes.base import Mode
 from coordinator.rounds.open_round import OpenRound, RoundPlan
@@ -39,7 +39,7 @@ class RoundEngine:
     ) -> None:
         mode: type[Mode] = resolve_name(MODES[config.mode].implementation)
         self.mode = mode(run, config, trainer, journal)
-        self.course = Course(config.stop)
+        self.scores = RoundScores(config.stop)
         self._run = run
         self._config = config
         self._trainer = trainer
@@ -49,37 +49,37 @@ class RoundEngine:
 
     def run(self) -> None:
         """Run all rounds that an earlier process has not finished, until a rule of [stop] holds."""
-        config, journal, course = self._config, self._journal, self.course
+        config, journal, scores = self._config, self._journal, self.scores
         if config.rounds == 0:
             self._test_earlier_run()
             return
         first = max(1, journal.first_round())
         for past in journal.read_past(first):
-            course.close(past.round, past.figures)
-            course.evaluate(past.round, past.totals.accuracy_mean)
+            scores.close(past.round, past.figures)
+            scores.evaluate(past.round, past.totals.accuracy_mean)
         self._keep_best()
         for number in range(first, config.rounds + 1):
-            if course.reason is not None:
+            if scores.reason is not None:
                 break
             before = journal.find(number)
             self._trainer.begin(number, is_new=before is None)
             if before is None or before.closed_at is None:
-                course.close(number, self.train(number, before))
+                scores.close(number, self.train(number, before))
                 before = None
             else:
-                course.close(number, before.figures)
-            is_last = number == config.rounds or course.reason is not None
+                scores.close(number, before.figures)
+            is_last = number == config.rounds or scores.reason is not None
             if before and before.evaluated:
-                course.evaluate(number, before.totals.accuracy_mean if before.totals else None)
+                scores.evaluate(number, before.totals.accuracy_mean if before.totals else None)
             elif is_last or number % config.evaluate_every == 0:
                 self.evaluate(number)
-                course.evaluate(number, journal.keep_evaluation(number))
+                scores.evaluate(number, journal.keep_evaluation(number))
             self._keep_best()
             if before is None:
-                self.finish(number, is_last=is_last or course.reason is not None)
-        if course.reason is not None:
+                self.finish(number, is_last=is_last or scores.reason is not None)
+        if scores.reason is not None:
             self._trainer.dismiss()
-            self._log(f"stopped: {course.reason}")
+            self._log(f"stopped: {scores.reason}")
 
     def _test_earlier_run(self) -> None:
         """Evaluate the state that the run began with, once."""
@@ -92,8 +92,8 @@ class RoundEngine:
             self.finish(tested.round, is_last=True)
 
     def _keep_best(self) -> None:
-        if self._config.stop.keeps_best and self.course.best:
-            self._journal.keep_best(self.course.best)
+        if self._config.stop.keeps_best and self.scores.best:
+            self._journal.keep_best(self.scores.best)
 
     def finish(self, number: int, *, is_last: bool = False) -> None:
         """Complete a round, and show it to the operator."""

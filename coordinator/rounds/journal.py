@@ -6,9 +6,9 @@ from functools import partial
 
 from coordinator.compute.integrity import essential
 from coordinator.record.backups import Closed
-from coordinator.record.course import find_round
 from coordinator.record.retention import oldest_kept
 from coordinator.record.rounds import ClosedRound, RoundWork
+from coordinator.record.scores import find_round
 from coordinator.record.tables import Asked, ResultRecord, RoundRecord, RoundTotals, TaskRecord
 from coordinator.record.totals import add_evaluation
 from coordinator.rounds.open_round import OpenRound

@@ -1,8 +1,8 @@
 """Checks of a new run that need the record alone: for `coordinator start`, and for `submit`, which is often called."""
 
 from coordinator.config import RunConfig
-from coordinator.record.course import find_start
 from coordinator.record.record import Record
+from coordinator.record.scores import find_start
 from coordinator.views.trackers.following import check_writers
 from fedvit.errors import ConfigError
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
-from coordinator.record.course import BEST, find_round
 from coordinator.record.record import Record
 from coordinator.record.retention import run_mirror
+from coordinator.record.scores import BEST, find_round
 from coordinator.record.tables import RunRecord
 from coordinator.run_view import RunView, read_run
 from export.bundle.card import Origin, Reported, Training

@@ -80,5 +80,6 @@ def command(
         threads=threads,
         machine=platform.machine(),
         cores=usable_cores(),
+        calibration=labelled.train if labelled else None,
     )
     write(out, trained, bench, precisions, as_json=as_json)

@@ -24,7 +24,9 @@ from fedvit.terminal import escape_line
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--bundle", type=click.Path(path_type=Path), default=Path("bundle"), help="Folder of the bundle.")
 @click.option(
-    "--precision", type=click.Choice(("fp32", "fp16", "int8")), help="Which model file to use; by default fp32."
+    "--precision",
+    type=click.Choice([entry.value for entry in Precision]),
+    help="Which model file to use; by default fp32.",
 )
 @click.option("--top", type=click.IntRange(min=1), default=1, help="Number of classes to print, the likeliest first.")
 @json_flag

@@ -29,11 +29,12 @@ _LEAST = 1e-30
 
 
 class Precision(enum.StrEnum):
-    """The type of the weights in a file; all calculations are float32."""
+    """The type of the weights in a file; calculations are float32, but of STATIC."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     INT8 = "int8"
+    STATIC = "int8_static"
 
     @property
     def file(self) -> str:
@@ -46,7 +47,13 @@ class Precision(enum.StrEnum):
             Precision.FP16: "float16 where a tensor has two or more axes, cast to float32 when the file is loaded",
             Precision.INT8: "int8 with one float32 scale for each output (weights of linear layers and of the patch "
             "embedding), made float32 again by DequantizeLinear",
+            Precision.STATIC: "int8 products of weights (one scale for each output) and activations (scales measured "
+            "on images); for onnxruntime alone",
         }[self]
+
+
+USUAL = (Precision.FP32, Precision.FP16, Precision.INT8)
+"""Files of a bundle for which none are named."""
 
 
 class Assembled(NamedTuple):
@@ -137,7 +144,8 @@ def assemble(model: Model, values: Mapping[str, Array], precision: Precision, me
             held[name] = value
     constants = {name: content for name, content in model.constants.items() if name in used}
     closed = replace(model, nodes=(*front, *model.nodes), constants=constants, inputs={IMAGE: model.inputs[IMAGE]})
-    return Assembled(write_model(closed, held, metadata), len(wanted), len(front))
+    converted = sum(value.dtype in (np.float16, np.int8) and value.ndim > 1 for value in held.values())
+    return Assembled(write_model(closed, held, metadata), len(wanted), converted)
 
 
 def quantise(weight: Array) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import click
 
-from export.bundle.assemble import Precision
+from export.bundle.assemble import USUAL, Precision
 from export.bundle.card import summary
 from export.bundle.write import CARD, Bench, TrainedModel, write_bundle
 from export.formats import FORMATS, ONNX
@@ -43,9 +43,9 @@ licence_flag = click.option("--licence", help="Licence of the model for its card
 precisions_flag = click.option(
     "--precision",
     "precisions",
-    type=click.Choice(("fp32", "fp16", "int8")),
+    type=click.Choice([entry.value for entry in Precision]),
     multiple=True,
-    help="Only these files. Repeatable.",
+    help="Only these files; by default all but int8_static, which is calibrated on images. Repeatable.",
 )
 
 
@@ -58,7 +58,7 @@ def format_flag(*, on_device: bool) -> Callable[[Command], Command]:
 
 def write(out: Path, trained: TrainedModel, bench: Bench, precisions: tuple[str, ...], *, as_json: bool) -> None:
     """Write the bundle `out` and print its summary, or its card as JSON. Raises as `write_bundle` does."""
-    chosen = tuple(map(Precision, precisions)) or tuple(Precision)
+    chosen = tuple(map(Precision, precisions)) or USUAL
     card = write_bundle(out, trained, bench, precisions=chosen, progress=lambda line: click.echo(line, err=True))
     if as_json:
         click.echo((out / CARD).read_text(), nl=False)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from export.bundle.assemble import Precision, assemble, open_predict_graph
+from export.bundle.assemble import USUAL, Precision, assemble, open_predict_graph
 from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, Training, readme
 from export.bundle.measure import (
     PictureAnswers,
@@ -29,6 +29,7 @@ from export.bundle.measure import (
     random_pictures,
     time_one,
 )
+from export.bundle.static_int8 import find_scales, list_activations, quantise_products, show_activations
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats
 from fedvit.errors import ConfigError, StorageFailed
@@ -71,6 +72,7 @@ class Bench:
     threads: int
     machine: str
     cores: int
+    calibration: Split | None = None  # images that give the scales of int8 activations
 
     def pictures(self, batch: Batch) -> Iterator[PictureBatch]:
         return pictures_of(self.images, batch) if self.images else random_pictures(batch)
@@ -84,7 +86,7 @@ def write_bundle(
     trained: TrainedModel,
     bench: Bench,
     *,
-    precisions: Sequence[Precision] = tuple(Precision),
+    precisions: Sequence[Precision] = USUAL,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Card:
     """Write the folder `out` completely, with every file compared with the run's own graph, or not at all.
@@ -181,7 +183,10 @@ def _file(
         "preprocessing": msgspec.json.encode(Preprocessing.of(trained.batch)).decode(),
         "origin": msgspec.json.encode(trained.origin).decode(),
     }
-    assembled = assemble(original.model, trained.values, precision, metadata)
+    model, values = original.model, trained.values
+    if precision is Precision.STATIC:
+        model, values = _calibrate(model, trained, bench)
+    assembled = assemble(model, values, precision, metadata)
     _write_parts(folder / precision.file, assembled.parts)
     session = open_session(folder / precision.file, bench.threads)
     parity = check_parity(session, precision, original.images, original.answers, voted=original.voted)
@@ -198,6 +203,20 @@ def _file(
         latency=time_one(session, original.images[:1], bench.threads),
     )
     return card, answers
+
+
+def _calibrate(model: Model, trained: TrainedModel, bench: Bench) -> tuple[Model, Mapping[str, Array]]:
+    """Return the model with int8 products, and its values. Raises ConfigError without images, or without products."""
+    if bench.calibration is None or not len(bench.calibration):
+        raise ConfigError("FV1908", f"{Precision.STATIC.file} needs images that give its scales: name them with --data")
+    names = list_activations(model, trained.values)
+    if not names:
+        raise ConfigError("FV1908", f"{Precision.STATIC.file}: model {trained.origin.model!r} has no product for it")
+    shown = assemble(show_activations(model, names), trained.values, Precision.FP32, {})
+    session = open_session(b"".join(shown.parts), bench.threads)
+    pictures = (some.images for some in pictures_of(bench.calibration, trained.batch))
+    quantised = quantise_products(model, trained.values, find_scales(session, pictures, names))
+    return quantised.model, {**trained.values, **quantised.values}
 
 
 def _write_parts(path: Path, parts: Parts) -> None:

@@ -14,8 +14,8 @@ import msgspec
 from coordinator.compute.checkpoint import load_state, start_state, write_models
 from coordinator.compute.planning.planner import make_plan
 from coordinator.config import RunConfig
-from coordinator.record.course import BEST
 from coordinator.record.record import Record
+from coordinator.record.scores import BEST
 from coordinator.rounds.display import Display, View
 from coordinator.rounds.engine import RoundEngine
 from coordinator.rounds.quarantine import Quarantine
@@ -87,7 +87,7 @@ class TorchSimulation:
             if (best := journal.read_best()) is not None:
                 state = load_state(best, blobs, plan.values)
                 write_models(self.home / BEST, state, plan.rule, journal.devices_seen(), config.seed)
-            reason = engine.course.reason
+            reason = engine.scores.reason
             store.runs.update(run, status="finished", reason=reason and f"stopped: {reason}")
         except KeyboardInterrupt:
             store.runs.update(run, status="interrupted")

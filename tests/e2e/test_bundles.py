@@ -27,6 +27,7 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import unfold
 from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
+from fedvit.onnx_model import read_model
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
 from fleet.request import RunRequest
@@ -228,6 +229,33 @@ def assert_same_logits(out: Path, held: Program, blobs: BlobStore, tensors: dict
     [want] = graph.run(["logits"], {**fed, "batch/patches": patches})
     logits, _ = answers(out, "model.onnx", images)
     np.testing.assert_allclose(logits[:8], want, rtol=1e-4, atol=1e-5)
+
+
+def test_int8_products_are_calibrated_on_the_devices_images(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    """Most answers are those of fp32, and any number of pictures gives the same logits as each alone."""
+    run, out = trained("fedper"), tmp_path / "bundle"
+    done = on_device(run, out, "--precision", "fp32", "--precision", "int8_static", "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    static = json.loads((out / "card.json").read_text())["files"]["int8_static"]
+    assert static["agreement"]["equal_answers"] >= 0.8
+    assert static["parity"]["difference"] <= static["parity"]["tolerance"]
+    assert static["size_bytes"] < (out / "model.onnx").stat().st_size
+    kinds = [node.kind for node in read_model((out / "model.int8_static.onnx").read_bytes()).nodes]
+    # attention's two projections and the two products of the MLP, in three blocks; the last one's queries, keys and
+    # values are split
+    assert kinds.count("MatMulIntegerToFloat") >= 9
+    images, _ = pictures(run)
+    for file in ("model.onnx", "model.int8_static.onnx"):
+        together, _ = answers(out, file, images[:5])
+        for count in (1, 2, 3):
+            some, _ = answers(out, file, images[:count])
+            np.testing.assert_allclose(some, together[:count], rtol=1e-4, atol=1e-5)
+
+
+def test_int8_products_need_images(trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    refused = on_server(trained("fedavg"), tmp_path / "bundle", "--precision", "int8_static")
+    assert_refused(refused, ConfigError, "model.int8_static.onnx", "--data")
+    assert not (tmp_path / "bundle").exists()
 
 
 # --- other formats ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The course of a run: its best round, and the rule of [stop] that ends it.
+"""The best round of a run, and the rule of [stop] that ends it.
 
 Both follow from what the record has of each round, so that a resumed run stops where it would have stopped.
 """
@@ -17,8 +17,8 @@ NEXT_EPSILON = "dp_epsilon_next"
 """Figure of a round: epsilon of devices' updates after one more round like it."""
 
 
-class Course:
-    """The rounds of a run so far, in their order: `close` and then `evaluate` for each."""
+class RoundScores:
+    """The scores of a run's rounds so far, in their order: `close` and then `evaluate` for each."""
 
     def __init__(self, stop: StopConfig) -> None:
         self.reason: str | None = None
@@ -60,10 +60,10 @@ class Course:
 
 def find_best(store: Record, run: str) -> int:
     """Return the best round of a run so far; 0: none is evaluated."""
-    course = Course(StopConfig())
+    scores = RoundScores(StopConfig())
     for entry in store.rounds.read_totals(run):
-        course.evaluate(entry.round, entry.totals.accuracy_mean)
-    return course.best
+        scores.evaluate(entry.round, entry.totals.accuracy_mean)
+    return scores.best
 
 
 def find_kept_best(store: Record, run: str) -> RoundRecord | None:

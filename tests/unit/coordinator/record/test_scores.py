@@ -3,8 +3,8 @@
 import pytest
 
 from coordinator.config.stop import StopConfig
-from coordinator.record.course import NEXT_EPSILON, Course, find_round
 from coordinator.record.record import Record
+from coordinator.record.scores import NEXT_EPSILON, RoundScores, find_round
 from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError
 from tests.support.codes import has_code
@@ -13,15 +13,15 @@ from tests.support.devices import result as make_result
 SAVED = SavedState({"model": "blake3:" + "ab" * 32}, None, {})
 
 
-def follow(stop: StopConfig, accuracies: list[float | None], figures: dict[str, float] | None = None) -> Course:
+def follow(stop: StopConfig, accuracies: list[float | None], figures: dict[str, float] | None = None) -> RoundScores:
     """Add rounds until a rule holds."""
-    course = Course(stop)
+    scores = RoundScores(stop)
     for number, accuracy in enumerate(accuracies, 1):
-        course.close(number, figures or {})
-        course.evaluate(number, accuracy)
-        if course.reason:
+        scores.close(number, figures or {})
+        scores.evaluate(number, accuracy)
+        if scores.reason:
             break
-    return course
+    return scores
 
 
 @pytest.mark.parametrize(
@@ -34,19 +34,19 @@ def follow(stop: StopConfig, accuracies: list[float | None], figures: dict[str, 
         (StopConfig(accuracy=0.5, patience=1), [0.4, 0.3], 2, 1),
     ],
 )
-def test_course_stops(stop: StopConfig, accuracies: list[float | None], stops_in: int | None, best: int) -> None:
-    course = follow(stop, accuracies)
-    assert course.best == best
-    assert (course.reason is None) == (stops_in is None)
-    assert stops_in is None or f"round {stops_in}" in str(course.reason)
+def test_scores_stops(stop: StopConfig, accuracies: list[float | None], stops_in: int | None, best: int) -> None:
+    scores = follow(stop, accuracies)
+    assert scores.best == best
+    assert (scores.reason is None) == (stops_in is None)
+    assert stops_in is None or f"round {stops_in}" in str(scores.reason)
 
 
-def test_course_counts_the_time_of_devices_and_server() -> None:
-    course = follow(StopConfig(seconds=10), [0.1] * 9, {"devices_s": 3.0, "server_s": 1.0})
-    assert "round 3" in str(course.reason)
+def test_scores_counts_the_time_of_devices_and_server() -> None:
+    scores = follow(StopConfig(seconds=10), [0.1] * 9, {"devices_s": 3.0, "server_s": 1.0})
+    assert "round 3" in str(scores.reason)
 
 
-def test_course_stops_before_a_round_would_exceed_epsilon() -> None:
+def test_scores_stops_before_a_round_would_exceed_epsilon() -> None:
     assert follow(StopConfig(epsilon=8), [0.1], {NEXT_EPSILON: 8.0}).reason is None
     assert "round 1" in str(follow(StopConfig(epsilon=8), [0.1], {NEXT_EPSILON: 8.1}).reason)
 

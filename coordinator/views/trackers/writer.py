@@ -105,6 +105,8 @@ def read_rounds(store: Record, run: str, config: RunConfig, after: int, most: in
         if record is None or record.closed_at is None:
             break
         due = number % config.evaluate_every == 0 or number == config.rounds
+        if config.stop.seconds is not None or config.stop.epsilon is not None:
+            due = due or store.rounds.read(run, number + 1) is None  # the run may stop here, and is evaluated then
         if due and not record.evaluated and not over:
             break
         closed_at = datetime.fromisoformat(record.closed_at)

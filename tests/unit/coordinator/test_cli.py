@@ -210,8 +210,8 @@ def test_there_may_be_nothing_to_resume(tmp_path: Path, out: Path) -> None:
         (("--devices", 2), "devices = 1, and now devices = 2 is asked for: a resumed run can wait for fewer"),
         (
             ("--seed", 6),
-            "seed = 5, and now seed = 6 is asked for: only rounds, devices, metrics, blobs and alerts of a resumed run "
-            "may change",
+            "seed = 5, and now seed = 6 is asked for: only rounds, devices, stop rules, metrics, blobs and alerts of a "
+            "resumed run may change",
         ),
         (("--images.flip",), "images.flip = False, and now images.flip = True is asked for"),
         (("-o", "lr=0.5"), "options.lr = None, and now options.lr = 0.5 is asked for"),

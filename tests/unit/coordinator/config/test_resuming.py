@@ -32,6 +32,19 @@ def test_resumed_config_takes_more_rounds_and_fewer_devices() -> None:
     assert resumed({"rounds": 50, "devices": 2}) == make_config({**BEGAN, "rounds": 50, "devices": 2}, "test").run
 
 
+def test_resumed_config_takes_other_stop_rules() -> None:
+    config = resume_config("r", {**recorded(), "stop": {"patience": 2, "accuracy": 0.9}}, {"stop": {"patience": 5}}, "")
+    assert (config.stop.patience, config.stop.accuracy) == (5, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [({"rounds": 0}, "start_from"), ({"stop": {"epsilon": 8}}, "noise_multiplier")]
+)
+def test_config_names_what_a_stop_rule_or_a_run_without_rounds_lacks(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make_config(given, "test")
+
+
 def test_resumed_config_takes_metrics_elsewhere() -> None:
     """What is not given stays as it began."""
     began = {**recorded(), "trackers": {"writers": ["mlflow"], "mlflow_uri": "http://old", "mlflow_experiment": "ants"}}

@@ -136,6 +136,29 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
 
 
+def test_run_stops_and_keeps_its_best_round(folders: list[Path], tmp_path: Path) -> None:
+    """A checkpoint has each best round. A resumed run does not go on."""
+    values = {**VALUES, "rounds": 30, "evaluate_every": 1, "stop": {"patience": 1}}
+    outcome = run(folders, values, tmp_path)
+    view, home = outcome.summary, outcome.folder
+    last = view.rounds[-1].round
+    assert view.best == last - 1
+    assert str(view.reason).startswith(f"stopped: accuracy {view.rounds[-2].accuracy_mean:.4g} of round {view.best} ")
+    for number in (view.best, last):
+        held = load_file(home / "state" / f"devices-{number}.safetensors")
+        own = simulation.kept_by(home, "device-0", number)
+        assert all(np.array_equal(value, held[f"kept/device-0/{name}"]) for name, value in own.items())
+    assert len(list((home / "state").iterdir())) == 2
+    best, newest = load_file(home / "best" / "model.safetensors"), load_file(home / "model.safetensors")
+    assert best.keys() == newest.keys()
+    assert any(not np.array_equal(best[name], newest[name]) for name in best)
+    store = open_record(tmp_path)
+    store.runs.update("run", status="interrupted")  # as if killed behind its last checkpoint
+    store.close()
+    again = run(folders, values, tmp_path, resume=True).summary
+    assert (again.reason, again.best, len(again.rounds)) == (view.reason, view.best, last)
+
+
 def test_run_of_the_other_engine_is_not_resumed(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(folders, {**VALUES, "rounds": 1}, tmp_path, display=Lines(until="round   1"))

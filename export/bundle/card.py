@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from export.bundle.calibration import Calibration
 from fedvit.program import Batch
 
 CARD_VERSION = 1
@@ -116,6 +117,7 @@ class Card(Struct, frozen=True, kw_only=True):
     pictures: str  # what parity, agreement and accuracy were measured on
     reported: Reported | None
     machine: BundleMachine
+    calibration: Calibration | None = None  # None: too few test images
 
 
 def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) -> str:
@@ -138,6 +140,7 @@ def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) ->
         f"image at a time, {_threads(card)}, on {card.machine.machine} with {card.machine.cores} cores, onnxruntime "
         f"{card.machine.onnxruntime}.",
         *_report_accuracy(card.reported),
+        *_describe_calibration(card.calibration),
         "",
         "How the weights lie in the files (all calculations are float32):",
         "",
@@ -213,6 +216,16 @@ def _row(precision: str, entry: FileCard) -> str:
 def _threads(card: Card) -> str:
     [threads, *_] = [entry.latency.threads for entry in card.files.values()]
     return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
+def _describe_calibration(calibration: Calibration | None) -> list[str]:
+    if calibration is None:
+        return []
+    return [
+        "",
+        f"Confidences: softmax of the logits divided by {calibration.temperature:g}. An answer below "
+        f"{calibration.unsure_below:g} is unsure. Both were chosen on {calibration.images} test images.",
+    ]
 
 
 def _report_accuracy(reported: Reported | None) -> list[str]:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from export.bundle.assemble import Precision, assemble, open_predict_graph
+from export.bundle.calibration import Calibration, calibrate
 from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, readme
 from export.bundle.measure import (
     PictureAnswers,
@@ -28,6 +29,7 @@ from export.bundle.measure import (
     random_pictures,
     time_one,
 )
+from export.bundle.reference import REFERENCE, describe_images
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats
 from fedvit.errors import ConfigError, StorageFailed
@@ -66,6 +68,7 @@ class Bench:
     threads: int
     machine: str
     cores: int
+    training: Split | None = None  # with `images`: what pictures looked like when the model was made
 
     def pictures(self, batch: Batch) -> Iterator[PictureBatch]:
         return pictures_of(self.images, batch) if self.images else random_pictures(batch)
@@ -162,6 +165,7 @@ def _fill(
     original = _Original(model, some.images, want, voted)
     files: dict[str, FileCard] = {}
     reference: PictureAnswers | None = None
+    calibration: Calibration | None = None
     pictures = ""
     for precision in (entry for entry in Precision if entry in precisions):  # fp32 first, for the others to compare
         progress(f"{precision.file}: writing, comparing, measuring")
@@ -169,6 +173,8 @@ def _fill(
         if precision is Precision.FP32:
             reference = answers
         pictures = bench.what(answers)
+        if calibration is None and answers.labels is not None:
+            calibration = calibrate(answers.logits, answers.labels)
     card = Card(
         origin=trained.origin,
         classes=len(trained.classes),
@@ -176,12 +182,27 @@ def _fill(
         pictures=pictures,
         reported=trained.reported,
         machine=BundleMachine(bench.machine, bench.cores, engine_version()),
+        calibration=calibration,
     )
+    if bench.images and bench.training:
+        _write_reference(place, next(iter(files)), bench, batch, calibration)
     preprocessing = Preprocessing.of(batch)
     for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):
         place.write(name, [msgspec.json.format(msgspec.json.encode(content)) + b"\n"])
     place.write(README, [readme(card, trained.classes, preprocessing).encode()])
     return card
+
+
+def _write_reference(
+    place: _Place, precision: str, bench: Bench, batch: Batch, calibration: Calibration | None
+) -> None:
+    """Write what the device's images look like to the model, if they are enough."""
+    assert bench.images is not None
+    assert bench.training is not None
+    session = open_session(place.find(Precision(precision).file), bench.threads)
+    temperature = calibration.temperature if calibration else 1.0
+    if reference := describe_images(session, batch, bench.training, bench.images, temperature):
+        place.write(REFERENCE, [msgspec.json.encode(reference)])
 
 
 class _Original(NamedTuple):

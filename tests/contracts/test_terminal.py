@@ -16,17 +16,10 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from coordinator.record import tables
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import open_record
-from coordinator.record.tables import (
-    Announced,
-    DeviceLog,
-    DeviceModel,
-    ModelRecord,
-    RefusalRecord,
-    SavedState,
-    now,
-)
+from coordinator.record.tables import Announced, DeviceLog, ModelRecord, RefusalRecord, SavedState, now
 from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member
 from coordinator.security.folder import Deployment
@@ -186,7 +179,7 @@ def _record(folder: Path) -> None:
         name=ATTACK, run=ATTACK, round=1, method=ATTACK, classes=2, created_at=now(), stage="canary", rules={},
         reason=ATTACK, changed_at=now(),
     )  # fmt: skip
-    on_device = DeviceModel(model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK)
+    on_device = tables.DeviceModel(model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK)
     store.models.add(model, [on_device])
     store.close()
     at = datetime.now(UTC).isoformat(timespec="seconds")

@@ -20,11 +20,13 @@ COMMANDS = {
     "label": "Show the images in FOLDER/unlabelled one by one, and move each into the class folder whose key is "
     "pressed.",
     "ledger": "List what has left this device, and the tasks that it refused.",
+    "models": "List the models of this device, or change which one answers pictures.",
     "page": "Serve the owner's page: what this device does, what left it, labels for its pictures, a pause.",
     "predict": "Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all "
     "images in it.",
     "profile": "Measure this device: speed, memory, disk, temperature, power, the connection to the broker.",
     "rm": "Remove the vaults of RUNS, also of the newest.",
+    "serve": "Answer pictures with the model of this device that is promoted, also while another one is promoted.",
     "status": "Show what this device is doing: its last round, images, files that cannot be used, memory, last error.",
     "update": "Install a newer version from SOURCE, a folder or URL of coordinator release, if its signature is right.",
 }
@@ -49,7 +51,7 @@ COMMANDS = {
 def cli(context: click.Context, /, **options: Any) -> None:
     """Train on this device's own images as the coordinator asks, within the policy of its owner."""
     if context.invoked_subcommand is None:
-        import_module("edge_client.commands.serve").serve(make_settings(options))
+        import_module("edge_client.commands.train").take_part(make_settings(options))
 
 
 def main() -> None:

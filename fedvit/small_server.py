@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 REQUEST_S = 10.0
 """Time in which a request must arrive, and in which its answer must be taken."""
 LONGEST_REQUEST = 32768
-"""Bytes of a request, with its head."""
+"""Bytes of a request, with its head, unless the handler says otherwise."""
 _UNIX = "unix:"
 
 
@@ -142,12 +142,13 @@ class SmallHandler(BaseHTTPRequestHandler):
     """One connection with one request."""
 
     timeout = REQUEST_S
+    longest_request: ClassVar[int] = LONGEST_REQUEST
     server_version, sys_version = "fedvit", ""
 
     def setup(self) -> None:
         """Bound the time and the size of the request."""
         super().setup()
-        self.rfile = io.BufferedReader(_BoundedInput(self.connection))
+        self.rfile = io.BufferedReader(_BoundedInput(self.connection, self.longest_request))
 
     def answer(self, status: int, kind: str, body: bytes, headers: Iterable[tuple[str, str]] = ()) -> None:
         """Send an answer with its head."""
@@ -165,11 +166,11 @@ class SmallHandler(BaseHTTPRequestHandler):
 class _BoundedInput(socket.SocketIO):
     """The bytes of a connection. Raises TimeoutError, which ends it, if its request takes too long or is too large."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, longest: int) -> None:
         super().__init__(connection, "r")
         self._connection = connection
         self._ends_at = time.monotonic() + REQUEST_S
-        self._left = LONGEST_REQUEST
+        self._left = longest
 
     def readinto(self, buffer: Any) -> int | None:
         remaining_s = self._ends_at - time.monotonic()

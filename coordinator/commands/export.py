@@ -70,6 +70,6 @@ def export(
         threads=threads or usable_cores(),
         machine=platform.machine(),
         cores=usable_cores(),
-        calibration=labelled.train if labelled else None,
+        training=labelled.train if labelled else None,
     )
     write(out, trained, bench, precisions, as_json=as_json)

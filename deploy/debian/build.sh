@@ -54,7 +54,7 @@ edge() {
   printf 'home = /usr/bin\ninclude-system-site-packages = false\nversion = %s\n' "$2" > "$to/opt/fedvit/pyvenv.cfg"
   install -m 0755 "$here/edge/program" "$to/opt/fedvit/bin/edge-client"
   install -m 0755 "$here/edge/edge-client" "$to/usr/bin/edge-client"
-  install -m 0644 "$root"/deploy/systemd/fedvit-{{edge,join,update}.service,update.timer} "$to/usr/lib/systemd/system/"
+  install -m 0644 "$root"/deploy/systemd/fedvit-{{edge,join,serve,update}.service,update.timer} "$to/usr/lib/systemd/system/"
   install -m 0600 "$here/edge/edge.env" "$to/etc/fedvit/edge.env"
   cp "$here"/edge/{postinst,prerm,postrm} "$to/DEBIAN/"
   echo /etc/fedvit/edge.env > "$to/DEBIAN/conffiles"

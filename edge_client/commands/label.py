@@ -16,23 +16,27 @@ from fedvit.errors import FedvitError
     params=program_options("data", "state", "threads", "test_share", "vault_key"),
     examples=["edge-client label --data ~/images"],
 )
+@click.option("--least-sure", is_flag=True, help="Begin with the images of which the model that serves is least sure.")
 @click.pass_context
-def command(context: click.Context, /, **own: Any) -> None:
+def command(context: click.Context, /, *, least_sure: bool, **own: Any) -> None:
     """Show the images in FOLDER/unlabelled one by one, and move each into the class folder whose key is pressed.
 
-    The model of the device's newest run guesses the class. In a terminal, also over SSH.
+    The model of the device's newest run guesses the class, with --least-sure the model that serves. In a terminal,
+    also over SSH.
     """
 
-    from edge_client.owner.guessing import Guesser, newest_guesser  # onnxruntime takes seconds
+    from edge_client.owner.guessing import Guesser, newest_guesser, serving_guesser, sort_least_sure  # onnxruntime
     from edge_client.owner.label import run, summary
     from edge_client.owner.labelling import Labelling, open_images
 
     settings = read_settings(context, own)
     data = settings.data_folder
-    labelling = Labelling(data)
     state = state_folder(data, settings.state)
-    guesser: Guesser | None = None
-    if (state / "device-id").is_file():
+    guesser: Guesser | None = serving_guesser(state, settings.threads) if least_sure else None
+    labelling = Labelling(data)
+    if guesser:
+        labelling.sort(sort_least_sure(labelling.waiting, guesser))
+    elif (state / "device-id").is_file():
         images = open_images(settings, state)
         try:
             guesser = newest_guesser(

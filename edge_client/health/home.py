@@ -45,19 +45,14 @@ FAREWELL_S = 1.0
 MEASURED = ("temperature", "battery")
 
 
-class Home:
-    """The device's entries on the home's broker, from `start` to `close`. `look` is to be called often."""
+class HomePublisher:
+    """Entries on the home's broker, from `start` to `close`: their discovery, and the newest values by `show`."""
 
-    def __init__(self, address: Address, identity: DeviceIdentity, sensors: Sensors) -> None:
+    def __init__(self, address: Address, configs: list[tuple[str, bytes]], *, availability: str, state: str) -> None:
         self._address = address
-        self._topics = HomeTopics(identity.federation, identity.device)
-        entities = list_entities(sensors)
-        self._values = HomeValues(sensors, entities)
-        self._configs = [
-            (self._topics.config(entity), describe_entity(entity, self._topics, identity)) for entity in entities
-        ]
-        self._newest: dict[str, Any] | None = None  # replaced by the agent's thread, read by ours
-        self._next_look = 0.0
+        self._configs = configs
+        self._availability, self._state = availability, state
+        self._newest: dict[str, Any] | None = None  # replaced by another thread, read by ours
         self._sent: dict[str, Any] | None = None
         self._sent_at = 0.0
         self._stop = threading.Event()
@@ -68,15 +63,12 @@ class Home:
         """Begin to connect, again after each loss."""
         self._thread.start()
 
-    def look(self, state: Callable[[], AgentState]) -> None:
-        """Take the newest values, at most once a second; returns at once."""
-        if (now := time.monotonic()) >= self._next_look:
-            self._next_look = now + LOOK_EVERY_S
-            self._newest = self._values.read(state())
+    def show(self, values: dict[str, Any]) -> None:
+        """Publish these values next; returns at once."""
+        self._newest = values
 
-    def close(self, state: AgentState) -> None:
-        """Publish the last values and that the device leaves, and end the connection."""
-        self._newest = self._values.read(state)
+    def close(self) -> None:
+        """Publish the last values and the end, and end the connection."""
         self._stop.set()
         self._thread.join(TURN_S + FAREWELL_S)
 
@@ -98,7 +90,7 @@ class Home:
 
     def _serve_connection(self, up_at: list[float]) -> None:
         """Connect, and publish until the end; `up_at` gets the time of the answer. Raises LinkDown, OSError."""
-        will = (self._topics.availability, OFFLINE)
+        will = (self._availability, OFFLINE)
         with HomeConnection(self._address, will) as link:
             up_at.append(time.monotonic())
             if self._failed:
@@ -106,12 +98,12 @@ class Home:
             self._failed, self._sent = False, None
             for topic, content in self._configs:
                 link.publish(topic, content)
-            link.publish(self._topics.availability, ONLINE)
+            link.publish(self._availability, ONLINE)
             while not self._stop.is_set():
                 self._publish_news(link)
                 link.turn(TURN_S)
             self._publish_news(link)
-            link.publish(self._topics.availability, OFFLINE)
+            link.publish(self._availability, OFFLINE)
             link.settle(FAREWELL_S)
 
     def _publish_news(self, link: "HomeConnection") -> None:
@@ -122,8 +114,34 @@ class Home:
             changed = {key for key, value in newest.items() if value != self._sent.get(key)}
             if changed <= set(MEASURED):
                 return
-        link.publish(self._topics.state, msgspec.json.encode(newest), qos=0)
+        link.publish(self._state, msgspec.json.encode(newest), qos=0)
         self._sent, self._sent_at = newest, now
+
+
+class Home:
+    """The agent's entries on the home's broker, from `start` to `close`. `look` is to be called often."""
+
+    def __init__(self, address: Address, identity: DeviceIdentity, sensors: Sensors) -> None:
+        topics, entities = HomeTopics(identity.federation, identity.device), list_entities(sensors)
+        self._values = HomeValues(sensors, entities)
+        configs = [(topics.config(entity), describe_entity(entity, topics, identity)) for entity in entities]
+        self._publisher = HomePublisher(address, configs, availability=topics.availability, state=topics.state)
+        self._next_look = 0.0
+
+    def start(self) -> None:
+        """Begin to connect, again after each loss."""
+        self._publisher.start()
+
+    def look(self, state: Callable[[], AgentState]) -> None:
+        """Take the newest values, at most once a second; returns at once."""
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            self._publisher.show(self._values.read(state()))
+
+    def close(self, state: AgentState) -> None:
+        """Publish the last values and that the device leaves, and end the connection."""
+        self._publisher.show(self._values.read(state))
+        self._publisher.close()
 
 
 class HomeConnection:

@@ -1,6 +1,6 @@
 """A device as Home Assistant's MQTT discovery shows it: entities, their topics, and the values of a moment.
 
-A prediction is not among them: a device that trains keeps none.
+The process that serves has entities and topics of its own, beside those of the agent.
 
 Source: Home Assistant's documentation, integrations/mqtt (discovery of single components), sensor.mqtt and
 binary_sensor.mqtt.
@@ -69,7 +69,21 @@ ENTITIES = (
         },
     ),
 )
-"""All entities that a device may have; those of sensors only where there is one."""
+"""All entities of the agent; those of sensors only where there is one."""
+
+SERVING_ENTITIES = (
+    Entity("prediction", "sensor", {"name": "Prediction", "icon": "mdi:eye"}),
+    Entity(
+        "confidence",
+        "sensor",
+        {"name": "Confidence", "icon": "mdi:gauge", "unit_of_measurement": "%", "state_class": "measurement"},
+    ),
+    Entity("model", "sensor", {"name": "Model", "icon": "mdi:brain", "entity_category": "diagnostic"}),
+    Entity("drift", "binary_sensor", {"name": "Drift", "device_class": "problem", "entity_category": "diagnostic"}),
+)
+"""The entities of the process that serves."""
+UNSURE = "unsure"
+"""The prediction for a picture that may be of no class."""
 
 
 class HomeTopics:
@@ -80,6 +94,8 @@ class HomeTopics:
         self.node = f"fedvit_{device}_{digest}"
         self.availability = f"fedvit/{self.node}/availability"
         self.state = f"fedvit/{self.node}/state"
+        self.serving = f"fedvit/{self.node}/serving"
+        self.prediction = f"fedvit/{self.node}/prediction"
 
     def config(self, entity: Entity) -> str:
         """Return the topic of an entity's discovery."""
@@ -87,7 +103,8 @@ class HomeTopics:
 
     def list_all(self) -> list[str]:
         """List the topics of everything that this device may have published."""
-        return [*(self.config(entity) for entity in ENTITIES), self.state, self.availability]
+        configs = [self.config(entity) for entity in (*ENTITIES, *SERVING_ENTITIES)]
+        return [*configs, self.state, self.availability, self.prediction, self.serving]
 
 
 def list_entities(sensors: Sensors) -> list[Entity]:
@@ -102,10 +119,11 @@ def list_entities(sensors: Sensors) -> list[Entity]:
 
 def describe_entity(entity: Entity, topics: HomeTopics, identity: DeviceIdentity) -> bytes:
     """Return the message of an entity's discovery."""
+    is_of_serving = entity in SERVING_ENTITIES
     settings = {
         **entity.settings,
         "unique_id": f"{topics.node}_{entity.key}",
-        "state_topic": topics.state,
+        "state_topic": topics.prediction if is_of_serving else topics.state,
         "value_template": f"{{{{ value_json.{entity.key} }}}}",
         "device": {
             "identifiers": [topics.node],
@@ -116,7 +134,11 @@ def describe_entity(entity: Entity, topics: HomeTopics, identity: DeviceIdentity
         },
         "origin": {"name": "fedvit", "sw_version": identity.software},
     }
-    if entity.component == "binary_sensor":  # without availability: a device that is away is off, not unknown
+    if is_of_serving:
+        settings["availability_topic"] = topics.serving
+        if entity.component == "binary_sensor":
+            settings |= {"payload_on": "on", "payload_off": "off"}
+    elif entity.component == "binary_sensor":  # without availability: a device that is away is off, not unknown
         settings |= {"state_topic": topics.availability, "payload_on": "online", "payload_off": "offline"}
         del settings["value_template"]
     else:

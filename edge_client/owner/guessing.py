@@ -1,5 +1,6 @@
 """The class that a device's newest own model gives to an image. Imports onnxruntime, which takes seconds."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -7,10 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from edge_client.owner.trained import load_own_model
+from edge_client.storage.models import DeviceModels
 from edge_client.storage.vault import Vault
 from export.bundle.measure import RunGraph, are_probabilities, as_input
+from export.bundle.read import Bundle
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import DECODED_BYTES, read_image
+from fedvit.errors import ConfigError, DataError
 from fedvit.program import Batch
 
 
@@ -42,6 +46,32 @@ def newest_guesser(
     trained, _ = load_own_model(runs[0], device=device, state=state, data=data, threads=threads, vault_key=vault_key)
     graph = RunGraph(trained.graph, trained.values, trained.batch, threads)
     return lambda path: _guess(graph, trained.batch, trained.classes, path, decoded_bytes)
+
+
+def serving_guesser(state: Path, threads: int) -> Guesser:
+    """Return the guesser of the model that answers on this device. Raises ConfigError if none is promoted."""
+    models = DeviceModels(state)
+    if (model := models.read().serving()) is None:
+        raise ConfigError("FV1491", "no model of this device is promoted yet: edge-client models promote NAME")
+    bundle = Bundle.open(models.path(model.name), None, threads)
+
+    def guess(path: Path) -> Guess:
+        [best] = bundle.answer(path, 1)
+        return Guess(best.label, best.probability)
+
+    return guess
+
+
+def sort_least_sure(images: Sequence[Path], guesser: Guesser) -> list[Path]:
+    """Sort images by the confidence of their guesses, the least sure first; unreadable ones come last."""
+
+    def confidence(path: Path) -> float:
+        try:
+            return guesser(path).probability
+        except DataError:
+            return math.inf
+
+    return sorted(images, key=confidence)
 
 
 def _guess(graph: RunGraph, batch: Batch, classes: Sequence[str], path: Path, decoded_bytes: int) -> Guess:

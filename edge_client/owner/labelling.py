@@ -72,6 +72,17 @@ class Labelling:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> list[Path]:
+        """The readable images, in the order in which they are shown."""
+        return list(self._waiting)
+
+    def sort(self, images: list[Path]) -> None:
+        """Show the images in another order, before the first one is labelled."""
+        assert not self._decisions
+        assert sorted(images) == sorted(self._waiting)
+        self._waiting = images
+
+    @property
     def number(self) -> int:
         """Return the number of the current image, from 1."""
         return self._place + 1

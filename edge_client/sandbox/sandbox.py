@@ -53,7 +53,7 @@ START_S = 60.0
 """Longest wait for a new process: the first one imports the engine, which takes seconds on a board."""
 BUNDLE_TEXT_BYTES = 4 << 20
 """More than a bundle's descriptions have, and the names of its tensors."""
-BUNDLE_FILES = {"card.json", "labels.json", "preprocessing.json", "README.md", "model.onnx"}
+BUNDLE_FILES = {"card.json", "labels.json", "preprocessing.json", "README.md", "model.onnx", "reference.json"}
 """Names of `export.bundle.write`, whose code this process does not load."""
 STACK_BYTES = 8 << 20
 """Address space that a thread reserves for its stack."""

@@ -197,13 +197,16 @@ class DeviceModels:
             self._replace(listed.place(promoted))
         return promoted
 
-    def roll_back(self, reason: str = "") -> DeviceModel:
+    def roll_back(self, reason: str = "", *, only: str | None = None) -> DeviceModel:
         """Withdraw the canary, or else the champion for its former model; return the model that answers now.
 
-        Raises ConfigError if there is no model to go back to, StorageFailed.
+        With `only` a list in which another model answers meanwhile stays. Raises ConfigError if there is no model to go
+        back to, StorageFailed.
         """
         with self._locked() as listed:
             champion, canary, former = listed.find("champion"), listed.find("canary"), listed.find("former")
+            if only and (serving := listed.serving()) and serving.name != only:
+                return serving
             if canary and champion:
                 listed, now = listed.withdraw(canary.name, reason[:MAX_REASON]), champion
             elif (current := canary or champion) and former:

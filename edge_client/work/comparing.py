@@ -79,6 +79,7 @@ def compare_models(
         threads=runtime.threads,
         machine=challenge.machine,
         cores=challenge.cores,
+        training=data.train,
     )
     files = make_bundle(trained, bench, precisions=(Precision.FP32,))
     session = open_session(files[Precision.FP32.file], runtime.threads)

@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 
 import msgspec
-from msgspec import Struct
 
 from edge_client.link.device_link import DeviceLink
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.models import ModelList
+from edge_client.storage.serving import Answered, read_serving, serving_file
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.wire.messages import ModelReport, Models, WantedState
 
@@ -19,17 +19,7 @@ LOOK_S = 1.0
 """Interval of looking for changes by the process that answers pictures."""
 SUMS_S = 60.0
 """Interval of reporting sums alone."""
-SERVING_FILE = "SERVING.json"
-"""Beside the list: what the process that answers pictures says of itself."""
 REASON = "by the coordinator"
-
-
-class Serving(Struct, frozen=True):
-    """The part of that file which is reported."""
-
-    name: str = ""
-    answered: int = 0
-    confidence: float = 0.0  # mean over these pictures
 
 
 class ModelStates:
@@ -40,6 +30,7 @@ class ModelStates:
 
     def __init__(self, link: DeviceLink, storage: DeviceStorage, *, allowed: bool) -> None:
         self._link = link
+        self._state = storage.vault.folder.parent
         self._models = storage.models
         self._ledger = storage.ledger
         self._allowed = allowed
@@ -102,23 +93,23 @@ class ModelStates:
 
     def _report(self, listed: ModelList, reason: str, stamp: tuple[int, ...] | None = None) -> None:
         """Send a report; if it is not an answer, only one that says something new, and sums now and then."""
-        serving, used = self._read_serving(), listed.serving()
+        serving, used = read_serving(self._state), listed.serving()
         name = used.name if used else ""
         in_use = (name for name, state in self._wanted.items() if state in ("canary", "champion"))
         failed = next((name for name in in_use if name in listed.withdrawn), "")
-        answered = max(0, serving.answered) if serving.name == name else 0
+        sums = serving.answered if serving and serving.name == name else Answered()
         report = ModelReport(
             self._link.instance,
             {model.name: model.state for model in listed.models},
             name,
             failed,
             (listed.withdrawn.get(failed) or reason)[:500],
-            answered,
-            answered * min(1.0, max(0.0, serving.confidence)),
+            sums.pictures,
+            min(float(sums.pictures), max(0.0, sums.confidence)),
         )
         if stamp is not None and self._reported:
-            sums = {"answered": self._reported.answered, "confidence": self._reported.confidence}
-            is_same = msgspec.structs.replace(report, **sums) == self._reported
+            before = {"answered": self._reported.answered, "confidence": self._reported.confidence}
+            is_same = msgspec.structs.replace(report, **before) == self._reported
             if is_same and (report == self._reported or time.monotonic() - self._reported_at < SUMS_S):
                 return
         self._stamp = self._read_stamp() if stamp is None else stamp
@@ -127,15 +118,9 @@ class ModelStates:
         self._link.send(report)
         log.info("models reported", extra={"serving": name or "none", "reason": report.reason})
 
-    def _read_serving(self) -> Serving:
-        try:
-            return msgspec.json.decode((self._models.folder / SERVING_FILE).read_bytes(), type=Serving)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            return Serving()
-
     def _read_stamp(self) -> tuple[int, ...]:
         try:
-            changed_ns = (self._models.folder / SERVING_FILE).stat().st_mtime_ns
+            changed_ns = serving_file(self._state).stat().st_mtime_ns
         except OSError:
             changed_ns = 0
         return (*self._models.stamp(), changed_ns)

@@ -1,7 +1,7 @@
 """A predict graph and its tensors -> one ONNX file that takes pictures and gives probabilities.
 
 The file's input is `image` (batch, 3, S, S): normalised pictures, any number of them. Its outputs are
-`logits` and `probabilities` (batch, classes).
+`logits` and `probabilities` (batch, classes), and `features` (batch, width) where a linear head reads them.
 """
 
 import enum
@@ -17,13 +17,14 @@ from fedvit.onnx_model import FLOAT, Model, Node, Parts, Port, encode_constant, 
 from fedvit.program import Batch
 from fedvit.tensors import Array, Tensors
 
-IMAGE, LOGITS, PROBABILITIES = "image", "logits", "probabilities"
+IMAGE, LOGITS, PROBABILITIES, FEATURES = "image", "logits", "probabilities", "features"
 PATCHES = "batch/patches"
 BATCH = "batch"
 """Name of the first dimension of input and outputs."""
 
 WEIGHT = "tensor/"
 _LARGEST_HALF = float(np.finfo(np.float16).max)
+MOST_FEATURES = 4096
 _LEAST = 1e-30
 """Lower bound of probabilities, so that zero has a logarithm."""
 
@@ -83,14 +84,34 @@ def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Mo
     else:
         back = [make_node("Softmax", [LOGITS], [PROBABILITIES], axis=-1)]
     inputs = {name: port for name, port in graph.inputs.items() if name != PATCHES}
+    outputs = {name: Port(FLOAT, (BATCH, classes)) for name in (LOGITS, PROBABILITIES)}
+    if features := None if probabilities else find_features(graph, batch.answer_size):
+        back.append(make_node("Identity", [features], [FEATURES]))
+        outputs[FEATURES] = Port(FLOAT, (BATCH, graph.shape(features)[1]))
     side = batch.image_size
     return replace(
         opened,
         nodes=(*front, *opened.nodes, *back),
         constants={**opened.constants, **constants},
         inputs={IMAGE: Port(FLOAT, (BATCH, 3, side, side)), **inputs},
-        outputs={name: Port(FLOAT, (BATCH, classes)) for name in (LOGITS, PROBABILITIES)},
+        outputs=outputs,
     )
+
+
+def find_features(graph: Model, images: int) -> str | None:
+    """Find the value (images, width) that a linear head reads; None if the logits come from something else."""
+    makers = {output: node for node in graph.nodes for output in node.outputs}
+    name = LOGITS
+    while node := makers.get(name):
+        inner = [value for value in node.inputs if value in makers]
+        if node.kind in ("MatMul", "Gemm"):
+            shape = graph.find_shape(node.inputs[0]) if node.inputs[0] in makers else None
+            is_wide = shape is not None and len(shape) == 2 and shape[0] == images and shape[1] <= MOST_FEATURES
+            return node.inputs[0] if is_wide else None
+        if node.kind not in ("Add", "Identity") or len(inner) != 1:
+            return None
+        [name] = inner
+    return None
 
 
 def _unfold(batch: Batch, length: str) -> tuple[list[Node], dict[str, bytes]]:

@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from export.bundle.calibration import Calibration
 from fedvit.program import Batch
 
 CARD_VERSION = 1
@@ -127,6 +128,7 @@ class Card(Struct, frozen=True, kw_only=True):
     machine: BundleMachine
     training: Training | None = None
     licence: str | None = None  # as its writer named it; None: not named
+    calibration: Calibration | None = None  # None: too few test images
 
 
 def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) -> str:
@@ -149,6 +151,7 @@ def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) ->
         f"Measured on {card.pictures}. Equal answers and differences are against the fp32 file. Seconds: median, one "
         f"image at a time, {_threads(card)}, on {card.machine.machine} with {card.machine.cores} cores, onnxruntime "
         f"{card.machine.onnxruntime}.",
+        *_describe_calibration(card.calibration),
         "",
         "How the weights lie in the files (all calculations are float32):",
         "",
@@ -236,6 +239,16 @@ def describe_training(training: Training | None, licence: str | None, reported: 
         lines += [f"Policy: {'; '.join(training.policy)}."] if training.policy else []
     lines += _report_accuracy(reported)
     return [*lines, "", f"Licence: {licence or 'not named'}."]
+
+
+def _describe_calibration(calibration: Calibration | None) -> list[str]:
+    if calibration is None:
+        return []
+    return [
+        "",
+        f"Confidences: softmax of the logits divided by {calibration.temperature:g}. An answer below "
+        f"{calibration.unsure_below:g} is unsure. Both were chosen on {calibration.images} test images.",
+    ]
 
 
 def _report_accuracy(reported: Reported | None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from export.bundle.assemble import IMAGE, LOGITS, PATCHES, PROBABILITIES, Precision
+from export.bundle.assemble import FEATURES, IMAGE, LOGITS, PATCHES, PROBABILITIES, Precision
 from export.bundle.card import Agreement, Latency, MeasuredAccuracy, Parity
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats, Indices, Pixels, normalise, unfold
@@ -161,6 +161,24 @@ def run(session: "InferenceSession", images: Floats) -> dict[str, Floats]:
         return dict(zip(names, session.run(names, {IMAGE: images}), strict=True))
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         raise BadPayload("FV2310", f"the model cannot run here: {error}") from error
+
+
+class FeatureAnswers(NamedTuple):
+    """Answers to pictures, with the features that they follow from."""
+
+    logits: Floats
+    features: Floats  # the logits, where a file gives no features
+
+
+def run_features(session: "InferenceSession", images: Floats) -> FeatureAnswers:
+    """Run a model for its features. Raises BadPayload when it cannot run."""
+    has_features = any(output.name == FEATURES for output in session.get_outputs())
+    names = [LOGITS, FEATURES if has_features else LOGITS]
+    try:
+        logits, features = session.run(names, {IMAGE: images})
+    except Exception as error:  # onnxruntime's exceptions share no base of their own
+        raise BadPayload("FV2310", f"the model cannot run here: {error}") from error
+    return FeatureAnswers(logits, features)
 
 
 class PictureAnswers(NamedTuple):

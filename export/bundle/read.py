@@ -8,11 +8,13 @@ import msgspec
 import numpy as np
 import onnxruntime
 
-from export.bundle.assemble import PROBABILITIES, Precision
+from export.bundle.assemble import Precision
+from export.bundle.calibration import soften
 from export.bundle.card import CARD_VERSION, Card, Preprocessing
-from export.bundle.measure import as_input, open_session, run
+from export.bundle.measure import FeatureAnswers, as_input, open_session, run_features
+from export.bundle.reference import REFERENCE, Reference
 from export.bundle.write import CARD, LABELS, PREPROCESSING
-from fedvit.data.images import read_image
+from fedvit.data.images import Floats, Pixels, read_image
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.program import Batch
 
@@ -64,9 +66,32 @@ class Bundle:
     def answer(self, image: Path, top: int) -> list[ClassProbability]:
         """The likeliest classes of one picture. Raises DataError, naming the file, when it cannot be read."""
         pixels = read_image(image, self.batch.image_size)
-        [probabilities] = run(self.session, as_input(pixels[None], self.batch))[PROBABILITIES]
-        order = np.argsort(-probabilities, kind="stable")[:top]
-        return [ClassProbability(self.labels[index], float(probabilities[index])) for index in order]
+        return self.rank(self.calibrated(self.run(pixels).logits[0]), top)
+
+    def run(self, pixels_SSC: Pixels) -> FeatureAnswers:
+        """Answer one picture. Raises BadPayload when the model cannot run."""
+        return run_features(self.session, as_input(pixels_SSC[None], self.batch))
+
+    def calibrated(self, logits_C: Floats) -> Floats:
+        """Return the calibrated probabilities of one answer."""
+        calibration = self.card.calibration
+        [probabilities_C] = soften(logits_C[None], calibration.temperature if calibration else 1.0)
+        return np.asarray(probabilities_C)
+
+    def rank(self, probabilities_C: Floats, top: int) -> list[ClassProbability]:
+        """List the likeliest classes of an answer."""
+        order = np.argsort(-probabilities_C, kind="stable")[:top]
+        return [ClassProbability(self.labels[index], float(probabilities_C[index])) for index in order]
+
+    def is_unsure(self, confidence: float) -> bool:
+        """Return whether an answer may be of no class, by the threshold that was chosen on test images."""
+        return self.card.calibration is not None and confidence < self.card.calibration.unsure_below
+
+
+def read_reference(folder: Path) -> Reference | None:
+    """Read what pictures looked like when a bundle was made; None if it does not say. Raises BadPayload."""
+    file = folder / REFERENCE
+    return _read(file, Reference) if file.is_file() else None
 
 
 class _Version(msgspec.Struct):

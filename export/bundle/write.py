@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from export.bundle.assemble import USUAL, Precision, assemble, open_predict_graph
+from export.bundle.calibration import Calibration, calibrate
 from export.bundle.card import BundleMachine, Card, FileCard, Origin, Preprocessing, Reported, Training, readme
 from export.bundle.measure import (
     PictureAnswers,
@@ -29,6 +30,7 @@ from export.bundle.measure import (
     random_pictures,
     time_one,
 )
+from export.bundle.reference import REFERENCE, describe_images
 from export.bundle.static_int8 import find_scales, list_activations, quantise_products, show_activations
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats
@@ -72,7 +74,7 @@ class Bench:
     threads: int
     machine: str
     cores: int
-    calibration: Split | None = None  # images that give the scales of int8 activations
+    training: Split | None = None  # what pictures looked like when the model was made; gives the scales of int8
 
     def pictures(self, batch: Batch) -> Iterator[PictureBatch]:
         return pictures_of(self.images, batch) if self.images else random_pictures(batch)
@@ -178,6 +180,7 @@ def _fill(
     original = _Original(model, some.images, want, voted)
     files: dict[str, FileCard] = {}
     reference: PictureAnswers | None = None
+    calibration: Calibration | None = None
     pictures = ""
     for precision in (entry for entry in Precision if entry in precisions):  # fp32 first, for the others to compare
         progress(f"{precision.file}: writing, comparing, measuring")
@@ -185,6 +188,8 @@ def _fill(
         if precision is Precision.FP32:
             reference = answers
         pictures = bench.what(answers)
+        if calibration is None and answers.labels is not None:
+            calibration = calibrate(answers.logits, answers.labels)
     card = Card(
         origin=trained.origin,
         classes=len(trained.classes),
@@ -194,12 +199,27 @@ def _fill(
         training=trained.training,
         licence=trained.licence,
         machine=BundleMachine(bench.machine, bench.cores, engine_version()),
+        calibration=calibration,
     )
+    if bench.images and bench.training:
+        _write_reference(place, next(iter(files)), bench, batch, calibration)
     preprocessing = Preprocessing.of(batch)
     for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):
         place.write(name, [msgspec.json.format(msgspec.json.encode(content)) + b"\n"])
     place.write(README, [readme(card, trained.classes, preprocessing).encode()])
     return card
+
+
+def _write_reference(
+    place: _Place, precision: str, bench: Bench, batch: Batch, calibration: Calibration | None
+) -> None:
+    """Write what the device's images look like to the model, if they are enough."""
+    assert bench.images is not None
+    assert bench.training is not None
+    session = open_session(place.find(Precision(precision).file), bench.threads)
+    temperature = calibration.temperature if calibration else 1.0
+    if reference := describe_images(session, batch, bench.training, bench.images, temperature):
+        place.write(REFERENCE, [msgspec.json.encode(reference)])
 
 
 class _Original(NamedTuple):
@@ -249,13 +269,13 @@ def _file(
 
 def _calibrate(model: Model, trained: TrainedModel, bench: Bench) -> tuple[Model, Mapping[str, Array]]:
     """Return the model with int8 products, and its values. Raises ConfigError without images, or without products."""
-    if bench.calibration is None or not len(bench.calibration):
+    if bench.training is None or not len(bench.training):
         raise ConfigError("FV1908", f"{Precision.STATIC.file} needs images that give its scales: name them with --data")
     names = list_activations(model, trained.values)
     if not names:
         raise ConfigError("FV1908", f"{Precision.STATIC.file}: model {trained.origin.model!r} has no product for it")
     shown = assemble(show_activations(model, names), trained.values, Precision.FP32, {})
     session = open_session(b"".join(shown.parts), bench.threads)
-    pictures = (some.images for some in pictures_of(bench.calibration, trained.batch))
+    pictures = (some.images for some in pictures_of(bench.training, trained.batch))
     quantised = quantise_products(model, trained.values, find_scales(session, pictures, names))
     return quantised.model, {**trained.values, **quantised.values}

@@ -59,7 +59,7 @@ def is_frigate_folder(folder: Path) -> bool:
 def read_frigate(folder: Path) -> Found:
     """Find the snapshots in a folder, and the class of each. Raises DataError, naming the file that cannot be used."""
     settings, events = read_settings(folder), _read_events(folder)
-    snapshots = _list_snapshots(folder)
+    snapshots = list_snapshots(folder)
     named: dict[Path, str] = {}
     unusable = []
     for path, camera, event in snapshots:
@@ -108,7 +108,7 @@ def _read_events(folder: Path) -> dict[str, FrigateEvent]:
     return {event.id: event for event in found}
 
 
-def _list_snapshots(folder: Path) -> list[tuple[Path, str, str]]:
+def list_snapshots(folder: Path) -> list[tuple[Path, str, str]]:
     """List the newest whole snapshots with camera and event; of each one the copy without boxes, if it is there."""
     found: dict[str, tuple[bool, Path, str]] = {}
     now_s = time.time()

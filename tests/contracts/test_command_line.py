@@ -43,7 +43,7 @@ WITH_JSON = {
         "rm", "rotate-authority", "runs", "show", "status", "submit", "trace", "unpause", "wait",
     )),
     *(f"edge-client {name}" for name in (
-        "certify", "doctor", "explain", "export", "gc", "ledger", "predict", "profile", "rm", "status",
+        "certify", "doctor", "explain", "export", "gc", "ledger", "models", "predict", "profile", "rm", "status",
     )),
     *(f"fleet {name}" for name in ("demo", "experiment", "explain", "partition", "run")),
 }  # fmt: skip
@@ -69,6 +69,7 @@ WITHOUT_JSON = {
     "edge-client join",
     "edge-client label",
     "edge-client page",
+    "edge-client serve",
     "edge-client update",
     "fleet bugreport",
     "fleet host",

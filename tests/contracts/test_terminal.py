@@ -16,23 +16,18 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from coordinator.record import tables
 from coordinator.record.liveness import STATUS_FILE
 from coordinator.record.record import open_record
-from coordinator.record.tables import (
-    Announced,
-    DeviceLog,
-    DeviceModel,
-    ModelRecord,
-    RefusalRecord,
-    SavedState,
-    now,
-)
+from coordinator.record.tables import Announced, DeviceLog, ModelRecord, RefusalRecord, SavedState, now
 from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from coordinator.rounds.status import MEMBERS, AtWork, LiveStatus, Member
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
 from edge_client.health import status as device_status
 from edge_client.storage.ledger import Ledger
+from edge_client.storage.models import DeviceModel, DeviceModels, ModelList
+from edge_client.storage.serving import ServingStatus, write_serving
 from edge_client.storage.state import status_file
 from fedvit import command_line
 from fedvit.resources import ResourceUse
@@ -116,10 +111,16 @@ LINES: dict[str, list[list[str]]] = {
     "edge-client join": [["fedvit1-", "{attack}"]],
     "edge-client label": [["--data", "nothing{attack}", "--state", "state"]],
     "edge-client ledger": [["--state", "state"], ["--state", "state", "--json"]],
+    "edge-client models": [
+        ["--state", "state"],
+        ["--state", "state", "--json"],
+        ["promote", "{attack}", "--state", "state"],
+    ],
     "edge-client page": [["--data", "images", "--listen", "{attack}"]],
     "edge-client predict": [["images", "--bundle", "{attack}"]],
     "edge-client profile": [["{attack}"]],
     "edge-client rm": [["run", "--data", "images", "--state", "{attack}"]],
+    "edge-client serve": [["--state", "state", "--listen", "{attack}"]],
     "edge-client status": [
         ["--data", "images", "--state", "state"],
         ["--data", "images", "--state", "state", "--json"],
@@ -179,7 +180,7 @@ def _record(folder: Path) -> None:
         name=ATTACK, run=ATTACK, round=1, method=ATTACK, classes=2, created_at=now(), stage="canary", rules={},
         reason=ATTACK, changed_at=now(),
     )  # fmt: skip
-    on_device = DeviceModel(model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK)
+    on_device = tables.DeviceModel(model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK)
     store.models.add(model, [on_device])
     store.close()
     at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -242,6 +243,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tmp_path / "state").mkdir()
     Ledger(tmp_path / "state").note_refusal(Task("i", 1, ATTACK, 1, "train", 0, "d", {}, (), 1.0), ATTACK)
     status_file(tmp_path / "state").write_bytes(msgspec.json.encode(shown))
+    model = DeviceModel(run="run", round=1, method=ATTACK, state="champion", changed_s=1.0, reason=ATTACK)
+    models = DeviceModels(tmp_path / "state")
+    models.new_folder()
+    models.file.write_bytes(msgspec.json.encode(ModelList(models=(model,), withdrawn={ATTACK: ATTACK})))
+    write_serving(tmp_path / "state", ServingStatus(name=ATTACK, drift={ATTACK: 1.0}, trouble=ATTACK))
     return tmp_path
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edge_client.commands.serve import speed_at_start
+from edge_client.commands.train import speed_at_start
 from edge_client.owner.speed import FILE, Conditions, find_speed, read_stored
 from fedvit.errors import LinkDown
 from fedvit.resources import Speed

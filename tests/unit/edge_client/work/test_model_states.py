@@ -1,10 +1,9 @@
 """A real agent whose coordinator compares its models, and says which of them it is to use."""
 
-import msgspec
 import pytest
 
 from edge_client.storage.models import DeviceModels
-from edge_client.work.model_states import SERVING_FILE
+from edge_client.storage.serving import Answered, ServingStatus, write_serving
 from fedvit.policy import ModelsPolicy, Policy
 from fedvit.wire.messages import ModelReport, Models, WantedState
 from tests.support.agents import World
@@ -82,11 +81,9 @@ def test_sums_of_the_process_that_answers_are_reported(
 ) -> None:
     monkeypatch.setattr("edge_client.work.model_states.SUMS_S", 0.0)
     device = world.device()
-    models: DeviceModels = device.agent.storage.models
     world.server.acknowledge(world.result(fedavg, kind="compare"))
     tell(world, run_1="champion")
-    said = {"name": "run-1", "answered": 40, "confidence": 0.75, "other": [1]}
-    (models.folder / SERVING_FILE).write_bytes(msgspec.json.encode(said))
+    write_serving(world.state, ServingStatus(name="run-1", answered=Answered(pictures=40, confidence=30.0)))
     report = world.server.expect(ModelReport)
     assert (report.serving, report.answered, report.confidence) == ("run-1", 40, 30.0)
     assert [line.what for line in device.agent.storage.ledger.read() if line.kind == "model counts"][-1] == (

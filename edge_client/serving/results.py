@@ -1,0 +1,61 @@
+"""Predictions as JSON lines, in a file that stays small, or on standard output."""
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from edge_client.serving.models import Prediction
+from edge_client.serving.server import RankedClass, describe_answers
+from fedvit.files import storage_failed
+
+MAX_RESULTS_BYTES = 10_000_000
+"""Size at which a file is renamed to NAME.1, in the place of the one before."""
+STDOUT = Path("-")
+
+
+class ResultLine(Struct, frozen=True, omit_defaults=True):
+    """One line: the answer to a picture, or the reason why there is none."""
+
+    time_s: float  # wall clock
+    source: str
+    picture: str
+    model: str = ""
+    label: str | None = None  # None: unsure
+    confidence: float = 0.0
+    answers: list[RankedClass] = []
+    error: str = ""
+
+
+def make_line(source: str, picture: str, prediction: Prediction | None, error: str = "") -> ResultLine:
+    """Return the line of a picture."""
+    if prediction is None:
+        return ResultLine(time.time(), source, picture, error=error)
+    label, answers = describe_answers(prediction)
+    return ResultLine(time.time(), source, picture, prediction.model, label, round(prediction.confidence, 5), answers)
+
+
+class ResultFile:
+    """Appends lines to a file; `-` is standard output."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def write(self, line: ResultLine) -> None:
+        """Append a line. Raises StorageFailed."""
+        content = msgspec.json.encode(line) + b"\n"
+        try:
+            if self._file == STDOUT:
+                sys.stdout.buffer.write(content)
+                sys.stdout.buffer.flush()
+                return
+            with self._file.open("ab") as file:
+                if file.tell() + len(content) > MAX_RESULTS_BYTES:
+                    self._file.replace(self._file.with_name(f"{self._file.name}.1"))
+                    self.write(line)
+                    return
+                file.write(content)
+        except OSError as error:
+            raise storage_failed(f"cannot write {self._file}", error) from error

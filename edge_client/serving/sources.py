@@ -1,0 +1,225 @@
+"""Sources of pictures: a folder in which they appear, Frigate's snapshots, a camera, a stream, a video file.
+
+A source only reads: nothing is moved, renamed or written beside the pictures. Each runs in a thread of its own, and
+tries again when it stops.
+"""
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from fedvit.data.frigate import list_snapshots
+from fedvit.data.images import Pixels, is_image_name, read_image
+from fedvit.errors import ConfigError, DataError, LinkDown
+from fedvit.transport.backoff import Backoff
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""Between two looks at a folder."""
+DECODED_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
+MOST_WAITING = 1000
+"""New pictures of one look; the oldest beyond them are left out."""
+FRIGATE = "frigate:"
+STREAM_PATIENCE_MS = 10_000
+"""Longest wait of OpenCV for a stream."""
+
+
+class Picture(NamedTuple):
+    """One picture of a source."""
+
+    name: str
+    read: Callable[[int], Pixels]  # at the size of a model; raises DataError
+
+
+class Source(Protocol):
+    """A source of pictures."""
+
+    name: str
+
+    def pictures(self, stop: threading.Event) -> Iterator[Picture]:
+        """Yield pictures until `stop` is set or the source has ended. Raises LinkDown, DataError: again later."""
+
+
+class FolderSource:
+    """Pictures that appear in a folder, once each, when their size has not changed between two looks.
+
+    Those that are there at the start are known already.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        self._folder = folder
+        self._known: dict[str, tuple[int, int]] | None = None
+        self._growing: dict[str, tuple[int, int]] = {}
+
+    def pictures(self, stop: threading.Event) -> Iterator[Picture]:
+        """Yield the new pictures, by their time."""
+        while not stop.is_set():
+            for path in self.find_new():
+                if stop.is_set():
+                    return
+                yield read_later(path)
+            stop.wait(LOOK_EVERY_S)
+
+    def find_new(self) -> list[Path]:
+        """List the pictures that are new and whole since the last call. Raises DataError."""
+        seen = self._list()
+        if self._known is None:
+            self._known = seen
+            return []
+        fresh = {name: stamp for name, stamp in seen.items() if self._known.get(name) != stamp}
+        whole = [name for name, stamp in fresh.items() if stamp[0] and self._growing.get(name) == stamp]
+        self._known = {name: stamp for name, stamp in seen.items() if name not in fresh or name in whole}
+        self._growing = {name: stamp for name, stamp in fresh.items() if name not in whole}
+        newest = sorted(whole, key=lambda name: (seen[name][1], name))
+        if len(newest) > MOST_WAITING:
+            log.warning("pictures left out", extra={"count": len(newest) - MOST_WAITING, "folder": self.name})
+        return [self._folder / name for name in newest[-MOST_WAITING:]]
+
+    def _list(self) -> dict[str, tuple[int, int]]:
+        try:
+            with os.scandir(self._folder) as entries:
+                files = [entry for entry in entries if is_image_name(entry.name)]
+                return {file.name: (stat.st_size, stat.st_mtime_ns) for file, stat in _stat_files(files)}
+        except OSError as error:
+            raise DataError("FV1494", f"cannot list folder {self._folder}: {error.strerror}") from error
+
+
+class FrigateSource(FolderSource):
+    """New snapshots of Frigate, the copies without boxes where it writes them."""
+
+    def find_new(self) -> list[Path]:
+        """List the snapshots that are new and settled since the last call. Raises DataError."""
+        settled = {path.name: path for path, _, _ in list_snapshots(self._folder)}
+        known, self._known = self._known, dict.fromkeys(settled, (0, 0))
+        return [] if known is None else [path for name, path in settled.items() if name not in known]
+
+
+class CameraSource:
+    """Frames of a camera, a stream or a video file by OpenCV; of a live one the newest, every `every_s` seconds."""
+
+    def __init__(self, address: str, every_s: float) -> None:
+        self.name = address
+        self._every_s = every_s
+        self._is_file = Path(address).is_file()
+        try:
+            self._cv: Any = import_module("cv2")
+        except ImportError as error:
+            raise ConfigError("FV1495", f'{address}: cameras need OpenCV: pip install "fedvit[camera]"') from error
+
+    def pictures(self, stop: threading.Event) -> Iterator[Picture]:
+        """Yield frames. Raises LinkDown when the camera cannot be opened or stops."""
+        cv = self._cv
+        number = int(self.name) if self.name.isascii() and self.name.isdigit() else self.name
+        patience = [
+            cv.CAP_PROP_OPEN_TIMEOUT_MSEC,
+            STREAM_PATIENCE_MS,
+            cv.CAP_PROP_READ_TIMEOUT_MSEC,
+            STREAM_PATIENCE_MS,
+        ]
+        capture = cv.VideoCapture(number) if isinstance(number, int) or self._is_file else None
+        capture = capture or cv.VideoCapture(number, cv.CAP_FFMPEG, patience)
+        try:
+            if not capture.isOpened():
+                raise LinkDown("FV1494", f"{self.name} cannot be opened")
+            step = max(1, round(self._every_s * (capture.get(cv.CAP_PROP_FPS) or 1.0))) if self._is_file else 0
+            yield from self._frames(capture, step, stop)
+        finally:
+            capture.release()
+
+    def _frames(self, capture: Any, step: int, stop: threading.Event) -> Iterator[Picture]:
+        """Yield each frame of number n * step of a file, or the newest one when it is due."""
+        count, due_at = 0, time.monotonic()
+        while not stop.is_set():
+            if not capture.grab():
+                if self._is_file:
+                    return
+                raise LinkDown("FV1494", f"{self.name} sends no more frames")
+            count += 1
+            is_due = (count - 1) % step == 0 if step else time.monotonic() >= due_at
+            if not is_due:
+                continue
+            due_at = max(due_at + self._every_s, time.monotonic())
+            is_read, frame = capture.retrieve()
+            if is_read and frame is not None and frame.ndim == 3:
+                pixels = np.ascontiguousarray(frame[:, :, ::-1])  # OpenCV has blue first
+                yield Picture(f"{self.name}#{count}", partial(resize, pixels))
+
+
+def open_source(text: str, every_s: float) -> Source:
+    """Read the value of --source: a camera's number or device, a URL, a video file, or frigate:FOLDER.
+
+    Raises ConfigError.
+    """
+    if text.startswith(FRIGATE):
+        return FrigateSource(check_folder(Path(text.removeprefix(FRIGATE)), "--source"))
+    return CameraSource(text, every_s)
+
+
+def check_folder(folder: Path, option: str) -> Path:
+    """Return a folder. Raises ConfigError if there is none."""
+    if not folder.is_dir():
+        raise ConfigError("FV1494", f"{option} {folder}: there is no such folder")
+    return folder
+
+
+def read_later(path: Path) -> Picture:
+    """Return the picture in a file, which is read when it is answered."""
+
+    def read(size: int) -> Pixels:
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise DataError("FV1403", f"cannot read image {path}: it exceeds {MAX_FILE_BYTES} bytes")
+        except OSError as error:
+            raise DataError("FV1403", f"cannot read image {path}: {error.strerror}") from error
+        return read_image(path, size, decoded_bytes=DECODED_BYTES)
+
+    return Picture(path.name, read)
+
+
+def resize(pixels_HWC: Pixels, size: int) -> Pixels:
+    """Resize a frame as the images of a data set are."""
+    image = Image.fromarray(pixels_HWC)
+    return np.array(image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.uint8)
+
+
+def follow(source: Source, answer: Callable[[Picture], None], stop: threading.Event) -> None:
+    """Answer the pictures of a source until `stop`. A source that stops is tried again, with one line for it."""
+    backoff, is_down = Backoff(), False
+    while not stop.is_set():
+        began_at = math.inf
+        try:
+            for picture in source.pictures(stop):
+                if is_down:
+                    log.info("pictures arrive again", extra={"source": source.name})
+                is_down, began_at = False, min(began_at, time.monotonic())
+                answer(picture)
+            if not stop.is_set():
+                log.info("source has ended", extra={"source": source.name})
+            return
+        except (LinkDown, DataError) as error:
+            if not is_down:
+                log.warning("no pictures from the source", extra={"source": source.name, "reason": str(error)})
+            is_down = True
+        stop.wait(backoff.wait_s(time.monotonic() - began_at if math.isfinite(began_at) else None))
+
+
+def _stat_files(entries: list[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    for entry in entries:
+        try:
+            if entry.is_file():
+                yield entry, entry.stat()
+        except OSError:  # removed meanwhile
+            continue

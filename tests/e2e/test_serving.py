@@ -1,0 +1,294 @@
+"""A real `edge-client serve`: killed at any moment, with bad pictures, sources, disks and clocks."""
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import cv2
+import pytest
+
+from edge_client.storage.models import DeviceModels
+from tests.support.brokers import mosquitto
+from tests.support.home_assistant import HomeAssistant
+from tests.support.served import (
+    Serving,
+    add_model,
+    encode_picture,
+    request,
+    serving,
+    split_digits,
+    start_serving,
+    write_digits,
+)
+from tests.support.waiting import wait_until
+
+STREAM_S = 0.2
+"""Between two pictures of the stream."""
+PICTURES = [encode_picture(pixels) for pixels in split_digits(0).stream.pixels[:100]]
+
+
+@pytest.fixture(scope="module")
+def digit_bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("bundles")
+    return write_digits(folder / "first", 0), write_digits(folder / "second", 1)
+
+
+@pytest.fixture
+def state(tmp_path: Path, digit_bundles: tuple[Path, Path]) -> Path:
+    """A device whose champion is digits-1."""
+    state = tmp_path / "state"
+    DeviceModels(state).promote(add_model(state, digit_bundles[0], 1))
+    return state
+
+
+class Supervisor:
+    """Starts the program again when it has ended, as systemd does."""
+
+    def __init__(self, state: Path, log: Path) -> None:
+        self._state, self._log = state, log
+        self.running = start_serving(state, log)
+        self.port = self.running.port
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        self.running.process.kill()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.running.process.kill()
+        self.running.process.communicate()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.05):
+            if self.running.process.poll() is not None:
+                self.running.process.communicate()
+                self.running = start_serving(self._state, self._log, port=self.port)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_answers_with_promoted_models_only(
+    tmp_path: Path, state: Path, digit_bundles: tuple[Path, Path], record_property: Any
+) -> None:
+    """Thirty kills over promotions, canaries and the way back, while five pictures a second are asked for."""
+    models = DeviceModels(state)
+    promoted = {"digits-1"}
+    answers: list[tuple[float, str]] = []
+    supervisor, stop = Supervisor(state, tmp_path / "log"), threading.Event()
+
+    def ask() -> None:
+        number = 0
+        while not stop.wait(STREAM_S):
+            number += 1
+            with contextlib.suppress(OSError, HTTPException, ValueError):
+                status, answer = request(supervisor.port, "POST", "/predict", PICTURES[number % len(PICTURES)])
+                if status == 200:
+                    answers.append((time.monotonic(), answer["model"]))
+
+    client = threading.Thread(target=ask, daemon=True)
+    client.start()
+    rng = random.Random(5)
+    for number in range(2, 32):
+        name = add_model(state, digit_bundles[number % 2], number, "challenger")
+        if rng.random() < 0.8:
+            promoted.add(name)
+            models.promote(name, rng.choice(["canary", "champion"]))
+        elif models.read().find("former") or models.read().find("canary"):
+            models.roll_back("drawn")
+        time.sleep(rng.random() * 0.3)  # the moment of the kill is drawn
+        supervisor.kill()
+        seen = len(answers)
+        wait_until(lambda seen=seen: len(answers) > seen + 1, lambda: (tmp_path / "log").read_text())
+    stop.set()
+    client.join()
+    supervisor.close()
+    assert {name for _, name in answers} <= promoted
+    assert len({name for _, name in answers}) > 3
+    gaps = sorted(after - before for (before, _), (after, _) in zip(answers, answers[1:], strict=False))
+    record_property("longest_gap_s", gaps[-1])
+    record_property("answers", len(answers))
+    print(f"gaps: median {gaps[len(gaps) // 2]:.2f} s, 30 longest from {gaps[-30]:.2f} s to {gaps[-1]:.2f} s")
+
+
+def test_exchange_of_models_leaves_no_request_without_an_answer(
+    tmp_path: Path, state: Path, digit_bundles: tuple[Path, Path]
+) -> None:
+    models = DeviceModels(state)
+    with serving(state, tmp_path / "log") as running:
+        for number in range(2, 8):
+            name = add_model(state, digit_bundles[number % 2], number)
+            models.promote(name)
+            wait_until(lambda name=name: running.predict(PICTURES[0])["model"] == name)
+        models.roll_back()
+        wait_until(lambda: running.predict(PICTURES[0])["model"] == "digits-6")
+
+
+def test_former_model_by_hand(tmp_path: Path, state: Path, digit_bundles: tuple[Path, Path]) -> None:
+    models = DeviceModels(state)
+    models.promote(add_model(state, digit_bundles[1], 2))
+    with serving(state, tmp_path / "log", "--former") as running:
+        assert running.predict(PICTURES[0])["model"] == "digits-1"
+    assert "digits-1 answers again" in (tmp_path / "log").read_text()
+
+
+# --- what may be wrong --------------------------------------------------------------------------------
+
+
+def read_results(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def warnings_of(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if " W " in line or " E " in line]
+
+
+def test_folder_with_new_and_damaged_pictures(tmp_path: Path, state: Path) -> None:
+    """Old pictures are not answered, damaged ones get a reason, and all stay as they are; also if the folder goes."""
+    folder, results, log = tmp_path / "camera", tmp_path / "results.jsonl", tmp_path / "log"
+    folder.mkdir()
+    (folder / "old.jpg").write_bytes(PICTURES[0])
+    with serving(state, log, "--watch", str(folder), "--results", str(results)) as running:
+        wait_until(lambda: running.health()["up_s"] > 1.0)
+        (folder / "new.jpg").write_bytes(PICTURES[1])
+        (folder / "half.jpg").write_bytes(PICTURES[2][:300])
+        (folder / "text.png").write_bytes(b"no picture")
+        (folder / "notes.txt").write_bytes(b"no picture")
+        (folder / "later.part").write_bytes(PICTURES[3])
+        (folder / "later.part").rename(folder / "later.jpg")
+        lines = wait_until(lambda: len(found := read_results(results)) == 4 and found)
+        assert sorted(os.listdir(folder)) == ["half.jpg", "later.jpg", "new.jpg", "notes.txt", "old.jpg", "text.png"]
+        by_name = {line["picture"]: line for line in lines}
+        assert by_name["new.jpg"]["model"] == "digits-1"
+        assert by_name["new.jpg"]["answers"][0]["label"].startswith("digit")
+        assert "cannot read image" in by_name["text.png"]["error"]
+        assert "error" in by_name["half.jpg"]
+        folder.rename(tmp_path / "away")
+        wait_until(lambda: warnings_of(log))
+        assert running.predict(PICTURES[0])
+        (tmp_path / "away").rename(folder)
+        (folder / "newest.jpg").write_bytes(PICTURES[4])
+        wait_until(lambda: "newest.jpg" in [line["picture"] for line in read_results(results)])
+    [line] = warnings_of(log)
+    assert "no pictures from the source" in line
+
+
+def test_full_disk_and_model_of_another_version(tmp_path: Path, state: Path, digit_bundles: tuple[Path, Path]) -> None:
+    """One line each; answers go on."""
+    folder, log = tmp_path / "camera", tmp_path / "log"
+    folder.mkdir()
+    models = DeviceModels(state)
+    with serving(state, log, "--watch", str(folder), "--results", "/dev/full") as running:
+        wait_until(lambda: running.health()["up_s"] > 1.0)
+        for number in range(3):
+            (folder / f"{number}.jpg").write_bytes(PICTURES[number])
+        wait_until(lambda: running.health()["answered"] == 3)
+        wait_until(lambda: "No space left" in running.health()["trouble"])
+        name = add_model(state, digit_bundles[1], 2)
+        card = models.path(name) / "card.json"
+        card.write_bytes(card.read_bytes().replace(b'"v": 1', b'"v": 99'))
+        models.promote(name)
+        wait_until(lambda: running.predict(PICTURES[0])["model"] == "digits-1" and name in models.read().withdrawn)
+        wait_until(lambda: len(warnings_of(log)) == 3)
+    full, version, back = warnings_of(log)
+    assert "a prediction was not written" in full
+    assert "version 99" in version
+    assert "model rolled back" in back
+
+
+def test_clock_that_jumps(tmp_path: Path, state: Path) -> None:
+    """By ten years, while it serves: one line, and the answers go on."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "tests.support.wrong_clock", str(-3.15e8), "6", "edge_client.cli", "serve"]
+    with serving(state, log, command=command) as running:
+        wait_until(lambda: running.predict(PICTURES[0]) and warnings_of(log))
+        assert running.predict(PICTURES[1])
+    [line] = warnings_of(log)
+    assert "the clock was set" in line
+    days = json.loads((state / "models" / "drift.json").read_bytes())["days"]
+    assert len(days) == 2
+
+
+def write_video(file: Path, frames: int) -> None:
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"MJPG"), 5.0, (64, 64))
+    assert writer.isOpened()
+    for pixels in split_digits(0).stream.pixels[:frames]:
+        writer.write(cv2.resize(pixels, (64, 64), interpolation=cv2.INTER_NEAREST))
+    writer.release()
+
+
+def test_video_and_a_stream_that_is_not_there(tmp_path: Path, state: Path) -> None:
+    """Every second of a video of five frames a second; the stream costs one line, and requests are answered."""
+    video, results, log = tmp_path / "street.avi", tmp_path / "results.jsonl", tmp_path / "log"
+    stream = "rtsp://127.0.0.1:9/stream"
+    write_video(video, 21)
+    options = ["--source", str(video), "--source", stream, "--every", "1s", "--results", str(results)]
+    with serving(state, log, *options) as running:
+        wait_until(lambda: len(read_results(results)) == 5 and "source has ended" in log.read_text())
+        wait_until(lambda: warnings_of(log))
+        assert running.predict(PICTURES[0])
+    names = [line["picture"].rpartition("#")[2] for line in read_results(results)]
+    assert names == ["1", "6", "11", "16", "21"]
+    assert len([line for line in warnings_of(log) if stream in line]) == 1
+
+
+def test_home_shows_predictions(tmp_path: Path, state: Path) -> None:
+    folder = tmp_path / "camera"
+    folder.mkdir()
+    with mosquitto(tmp_path / "home", "retain_available true") as broker:
+        with contextlib.closing(HomeAssistant(broker.address)) as house:
+            home = ["--home", f"mqtt://{broker.address}", "--id", "desk"]
+            with serving(state, tmp_path / "log", "--watch", str(folder), *home) as running:
+                wait_until(lambda: running.health()["up_s"] > 1.0)
+                (folder / "new.png").write_bytes(encode_picture(split_digits(0).stream.pixels[0], "PNG"))
+                wait_until(
+                    lambda: "prediction" in house.entities and house.state("prediction") not in (None, "unknown")
+                )
+                assert house.state("model") == "digits-1"
+                assert house.state("drift") == "off"
+            wait_until(lambda: house.state("prediction") == "unavailable")
+        assert not house.faults
+
+
+def test_owner_changes_the_model(tmp_path: Path, state: Path, digit_bundles: tuple[Path, Path]) -> None:
+    """By hand, with the commands."""
+    add_model(state, digit_bundles[1], 2)
+    program = Path(sys.executable).with_name("edge-client")
+
+    def models(*words: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [program, "models", *words, "--state", str(state), "--json"], capture_output=True, text=True, check=True
+        )
+        shown: dict[str, Any] = json.loads(done.stdout)
+        return shown
+
+    def states(shown: dict[str, Any]) -> dict[int, str]:
+        return {model["round"]: model["state"] for model in shown["models"]}
+
+    assert states(models()) == {1: "champion", 2: "trained"}
+    assert states(models("promote", "digits-2")) == {1: "former", 2: "champion"}
+    assert states(models("rollback")) == {1: "champion"}
+    assert models()["withdrawn"] == {"digits-2": "by the owner"}
+    assert models()["serving"] is None
+
+
+def test_token_is_needed_elsewhere(tmp_path: Path, state: Path) -> None:
+    line = [Path(sys.executable).with_name("edge-client"), "serve", "--state", str(state), "--listen", "0.0.0.0:0"]
+    refused = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "FV1493" in refused.stderr
+    running: Serving
+    token = tmp_path / "token"
+    token.write_text("eight letters\n")
+    with serving(state, tmp_path / "log", "--token-file", str(token)) as running:
+        assert running.ask("POST", "/predict", PICTURES[0])[0] == 401
+        assert running.ask("POST", "/predict", PICTURES[0], {"Authorization": "Bearer eight letters"})[0] == 200

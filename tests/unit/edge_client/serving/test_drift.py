@@ -1,0 +1,195 @@
+"""Drift of real handwriting: how many pictures an alert takes, and how often there is one without drift."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFilter
+
+from edge_client.serving.drift import (
+    ALERT_LASTS,
+    LEVEL,
+    MAX_DRIFT_BYTES,
+    MOST_CLASSES,
+    MOST_DAYS,
+    Charts,
+    DriftWatch,
+    NormalScores,
+    Observation,
+)
+from export.bundle.read import Bundle, read_reference
+from export.bundle.reference import Reference, Sample, measure_pixels
+from fedvit.data.images import Floats, Pixels
+from tests.support.served import Digits, split_digits, write_digits
+
+SEEDS = range(4)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, its reference, and its observations of pictures."""
+
+    bundle: Bundle
+    reference: Reference
+
+    @property
+    def temperature(self) -> float:
+        assert self.bundle.card.calibration
+        return self.bundle.card.calibration.temperature
+
+    def see(self, pixels: Pixels) -> Observation:
+        run = self.bundle.run(pixels)
+        probabilities = self.bundle.calibrated(run.logits[0])
+        best = int(probabilities.argmax())
+        return Observation(pixels, run.logits[0], run.features[0], best, float(probabilities[best]), False)
+
+    def measure(self, pictures: Pixels) -> list[dict[str, float]]:
+        charts = Charts(self.reference)
+        return [charts.measure(self.see(pixels), self.temperature) for pixels in pictures]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Scene]:
+    @cache
+    def make(seed: int) -> Scene:
+        folder = write_digits(tmp_path_factory.mktemp("bundle") / "bundle", seed)
+        reference = read_reference(folder)
+        assert reference
+        return Scene(Bundle.open(folder, None, 1), reference)
+
+    return make
+
+
+def darken(pictures: Pixels) -> Pixels:
+    return (pictures * 0.6).astype(np.uint8)
+
+
+def blur(pictures: Pixels) -> Pixels:
+    blurred = [np.asarray(Image.fromarray(each).filter(ImageFilter.GaussianBlur(1.0))) for each in pictures]
+    return np.stack(blurred)
+
+
+SHIFTS: dict[str, Callable[[Digits, Digits], Pixels]] = {
+    "darker": lambda known, _: darken(known.pixels),
+    "blurred": lambda known, _: blur(known.pixels),
+    "new class": lambda known, new: np.concatenate([known.pixels[: len(new.pixels)], new.pixels]),
+}
+"""Pictures after a shift; half of them are of new classes in the last one."""
+
+
+def count_until_alert(charts: Charts, values: list[dict[str, float]], order: np.ndarray) -> int | None:
+    """Return the number of the picture that raises the first alert."""
+    return next((number for number, row in enumerate(order, 1) if charts.add(values[row])), None)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_shift_raises_an_alert_within_200_pictures(scene: Callable[[int], Scene], shift: str) -> None:
+    for seed in SEEDS:
+        parts, made = split_digits(seed), scene(seed)
+        values = made.measure(SHIFTS[shift](parts.stream, parts.unknown))
+        for stream in range(5):
+            order = np.random.default_rng((seed, stream)).integers(len(values), size=200)
+            assert count_until_alert(Charts(made.reference), values, order), f"seed {seed}, stream {stream}"
+
+
+def test_no_alert_without_a_shift(scene: Callable[[int], Scene]) -> None:
+    """At most one in 10,000 pictures, over all seeds."""
+    alerts = pictures = 0
+    for seed in SEEDS:
+        made = scene(seed)
+        values = made.measure(split_digits(seed).stream.pixels)
+        charts = Charts(made.reference)
+        order = np.random.default_rng(seed).integers(len(values), size=20_000)
+        alerts += sum(bool(charts.add(values[row])) for row in order)
+        pictures += len(order)
+    assert alerts <= pictures / 10_000
+
+
+def test_scores_are_those_of_a_normal_distribution() -> None:
+    """For any distribution, also one of few values; outliers are bounded."""
+    rng = np.random.default_rng(0)
+    for values in (rng.exponential(size=4000), rng.integers(3, size=4000)):
+        scores = NormalScores(Sample.of(values.astype(np.float32)))
+        given = [scores.score(float(value)) for value in values]
+        assert abs(float(np.mean(given))) < 0.05
+        assert np.std(given) < 1.05
+        assert scores.score(math.inf) == -scores.score(-math.inf) < 3
+
+
+def test_blur_and_brightness_of_pictures() -> None:
+    pixels = split_digits(0).stream.pixels[:50]
+    sharp, soft, dark = (measure_pixels(each) for each in (pixels, blur(pixels), darken(pixels)))
+    assert (soft["blur"] < sharp["blur"]).all()
+    assert dark["brightness"] == pytest.approx(0.6 * sharp["brightness"], abs=1.0)
+
+
+# --- the days -----------------------------------------------------------------------------------------
+
+
+def observe(classes: int, best: int = 0) -> Observation:
+    logits: Floats = np.zeros(classes, np.float32)
+    return Observation(np.zeros((16, 16, 3), np.uint8), logits, np.zeros(4, np.float32), best, 0.5, True)
+
+
+def test_alert_is_logged_once_and_ends(
+    scene: Callable[[int], Scene], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, parts = scene(0), split_digits(0)
+    caplog.set_level(logging.INFO)
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", made.reference, made.temperature)
+    dark = [made.see(pixels) for pixels in darken(parts.stream.pixels)]
+    for seen in dark[:400]:
+        watch.add(seen)
+    assert "brightness" in watch.alerts
+    lines = [record for record in caplog.records if record.message == "pictures have drifted"]
+    assert len([line for line in lines if line.__dict__["measure"] == "brightness"]) == 1
+    normal = [made.see(pixels) for pixels in parts.stream.pixels]
+    for number in range(ALERT_LASTS + 200):
+        watch.add(normal[number % len(normal)])
+    assert "brightness" not in watch.alerts
+
+
+def test_sums_survive_a_restart_and_another_model_begins_anew(scene: Callable[[int], Scene], tmp_path: Path) -> None:
+    made, pixels = scene(0), darken(split_digits(0).stream.pixels)
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", made.reference, made.temperature)
+    for each in pixels[:4]:
+        watch.add(made.see(each))
+    watch.write(watch.encode())
+    again = DriftWatch(tmp_path)
+    again.use("digits-1", made.reference, made.temperature)
+    assert again._charts
+    assert 0 < max(again._charts.sums.values()) <= LEVEL
+    assert [day.answered.pictures for day in again.days.values()] == [4]
+    again.use("digits-2", made.reference, made.temperature)
+    assert max(again._charts.sums.values()) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"sums": {"brightness+1": 1e999}}', b'{"days": 1}'])
+def test_damaged_file_begins_anew(scene: Callable[[int], Scene], tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "drift.json").write_bytes(content)
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", scene(0).reference, 1.0)
+    watch.add(scene(0).see(split_digits(0).stream.pixels[0]))
+    watch.write(watch.encode())
+    assert len(DriftWatch(tmp_path).days) == 1
+
+
+def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand classes, and with a clock that jumps by days."""
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", None, 1.0)
+    watch.add(observe(1000, best=999))
+    [day] = watch.days.values()
+    assert day.classes[MOST_CLASSES - 1] == 1
+    watch._kept.days.update({f"2001-01-{number:03}": day for number in range(5000)})
+    watch.add(observe(1000))
+    content = watch.encode()
+    assert len(content) <= MAX_DRIFT_BYTES
+    assert 0 < len(watch.days) <= MOST_DAYS

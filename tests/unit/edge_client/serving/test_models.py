@@ -1,0 +1,167 @@
+"""The change of models, and the way back from a bad one."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_client.serving.models import (
+    BAND_PICTURES,
+    MOST_STARTS,
+    PROBATION,
+    PROVEN_PICTURES,
+    NoModel,
+    Server,
+    is_below_band,
+)
+from edge_client.storage.models import DeviceModels
+from edge_client.storage.serving import Answered, read_serving
+from fedvit.data.images import Pixels
+from tests.support.codes import has_code
+from tests.support.served import Digits, add_model, split_digits
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def stream() -> Digits:
+    return split_digits(0).stream
+
+
+def name_of(server: Server, pixels: Pixels) -> str:
+    return server.answer(lambda _: pixels).model
+
+
+def test_answer_is_calibrated_and_right(server: Server, stream: Digits) -> None:
+    answers = [server.answer(lambda _, pixels=pixels: pixels, 3) for pixels in stream.pixels[:200]]
+    right = [answer.label == f"digit {label}" for answer, label in zip(answers, stream.labels, strict=False)]
+    assert np.mean(right) > 0.9
+    assert np.mean([answer.confidence for answer in answers]) == pytest.approx(np.mean(right), abs=0.05)
+    assert 0 < np.mean([answer.is_unsure for answer in answers]) < 0.2
+    assert all(len(answer.answers) == 3 for answer in answers)
+
+
+def test_new_classes_are_unsure(server: Server) -> None:
+    answers = [server.answer(lambda _, pixels=pixels: pixels) for pixels in split_digits(0).unknown.pixels[:100]]
+    assert np.mean([answer.is_unsure for answer in answers]) > 0.3
+
+
+def test_device_without_a_model(tmp_path: Path, stream: Digits) -> None:
+    server = Server(tmp_path, 1)
+    server.start()
+    with pytest.raises(NoModel, check=has_code("FV1492")):
+        server.answer(lambda _: stream.pixels[0])
+    server.close()
+
+
+def test_model_is_exchanged_between_two_pictures(
+    server: Server, state: Path, digit_bundles: dict[str, Path], stream: Digits
+) -> None:
+    """A request that began keeps its model; its answer is not counted for the other one."""
+    models = DeviceModels(state)
+    assert name_of(server, stream.pixels[0]) == "digits-1"
+    models.promote(add_model(state, digit_bundles["other"], 2))
+
+    def wait_for_the_other(_: int) -> Pixels:
+        current = lambda: server.current  # noqa: E731
+        server.answer(lambda _: stream.pixels[0])
+        wait_until(lambda: (model := current()) is not None and model.name == "digits-2")
+        return stream.pixels[0]
+
+    assert server.answer(wait_for_the_other).model == "digits-1"
+    assert server.status.answered.pictures == 0
+    assert name_of(server, stream.pixels[0]) == "digits-2"
+    models.roll_back()
+    wait_until(lambda: name_of(server, stream.pixels[0]) == "digits-1")
+
+
+def test_damaged_list_changes_nothing(server: Server, state: Path, stream: Digits) -> None:
+    DeviceModels(state).file.write_bytes(b"{")
+    wait_until(lambda: server.answer(lambda _: stream.pixels[0]) and server.status.trouble)
+    assert name_of(server, stream.pixels[0]) == "digits-1"
+
+
+@pytest.mark.parametrize("damage", ["another version", "cut off", "removed"])
+def test_model_that_cannot_be_opened_is_rolled_back(
+    server: Server,
+    state: Path,
+    digit_bundles: dict[str, Path],
+    stream: Digits,
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
+) -> None:
+    """After three attempts; the one before it answers all the time."""
+    models = DeviceModels(state)
+    name = add_model(state, digit_bundles["other"], 2)
+    card = models.path(name) / "card.json"
+    if damage == "another version":
+        card.write_bytes(card.read_bytes().replace(b'"v": 1', b'"v": 99'))
+    elif damage == "cut off":
+        (models.path(name) / "model.onnx").write_bytes(b"\x08\x0a")
+    else:
+        card.unlink()
+    models.promote(name)
+
+    def is_back() -> bool:
+        assert name_of(server, stream.pixels[0]) == "digits-1"
+        return name in models.read().withdrawn
+
+    wait_until(is_back)
+    assert models.read().serving() == server.models.read().find("champion")
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len([line for line in lines if "cannot be opened" in line.message]) == 1
+    assert len([line for line in lines if line.message == "model rolled back"]) == 1
+
+
+def test_three_starts_that_die_are_rolled_back(state: Path, digit_bundles: dict[str, Path], stream: Digits) -> None:
+    """A process that is killed leaves the number of its starts; one that ends well does not."""
+    models = DeviceModels(state)
+    models.promote(add_model(state, digit_bundles["other"], 2))
+    server = Server(state, 1)
+    server.start()
+    server.close()
+    for _ in range(MOST_STARTS):
+        killed = Server(state, 1)
+        killed._look()
+        assert name_of(killed, stream.pixels[0]) == "digits-2"
+    server = Server(state, 1)
+    server.start()
+    wait_until(lambda: server.current is not None)
+    assert name_of(server, stream.pixels[0]) == "digits-1"
+    assert "3 starts" in models.read().withdrawn["digits-2"]
+    server.close()
+
+
+def test_proven_model_may_be_killed(state: Path, stream: Digits) -> None:
+    server = Server(state, 1)
+    server.start()
+    for pixels in stream.pixels[:PROVEN_PICTURES]:
+        name_of(server, pixels)
+    wait_until(lambda: (read_serving(state) or server.status).is_proven)
+    server.close()
+    for _ in range(2 * MOST_STARTS):
+        again = Server(state, 1)
+        again._look()
+        assert name_of(again, stream.pixels[0]) == "digits-1"
+
+
+def test_model_without_confidence_is_rolled_back(
+    server: Server, state: Path, digit_bundles: dict[str, Path], stream: Digits
+) -> None:
+    for pixels in stream.pixels[: 2 * BAND_PICTURES]:
+        name_of(server, pixels)
+    models = DeviceModels(state)
+    models.promote(add_model(state, digit_bundles["poisoned"], 2))
+    answered = iter(np.tile(np.arange(len(stream.pixels)), 100))
+    wait_until(lambda: name_of(server, stream.pixels[next(answered)]) == "digits-2")
+    wait_until(lambda: name_of(server, stream.pixels[next(answered)]) == "digits-1")
+    assert "mean confidence" in models.read().withdrawn["digits-2"]
+
+
+def test_band() -> None:
+    sums = Answered(100, 90.0, 81.5)
+    assert not is_below_band(Answered(100, 85.0, 73.0), sums), "a tenth below is no reason"
+    assert is_below_band(Answered(100, 70.0, 50.0), sums)
+    assert not is_below_band(Answered(BAND_PICTURES - 1, 10.0, 3.0), sums)
+    assert not is_below_band(Answered(PROBATION + 1, 10.0, 3.0), sums)
+    assert not is_below_band(Answered(100, 70.0, 50.0), Answered())

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from http.client import HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class Supervisor:
         self._state, self._log = state, log
         self.running = start_serving(state, log)
         self.port = self.running.port
+        self.restarts_s: list[float] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -73,8 +75,10 @@ class Supervisor:
     def _watch(self) -> None:
         while not self._stop.wait(0.05):
             if self.running.process.poll() is not None:
+                began_at = time.monotonic()
                 self.running.process.communicate()
                 self.running = start_serving(self._state, self._log, port=self.port)
+                self.restarts_s.append(time.monotonic() - began_at)
 
 
 @pytest.mark.slow
@@ -118,7 +122,9 @@ def test_killed_at_any_moment_it_answers_with_promoted_models_only(
     gaps = sorted(after - before for (before, _), (after, _) in itertools.pairwise(answers))
     record_property("longest_gap_s", gaps[-1])
     record_property("answers", len(answers))
+    restarts = sorted(supervisor.restarts_s)
     print(f"gaps: median {gaps[len(gaps) // 2]:.2f} s, 30 longest from {gaps[-30]:.2f} s to {gaps[-1]:.2f} s")
+    print(f"restarts: median {restarts[len(restarts) // 2]:.2f} s, longest {restarts[-1]:.2f} s")
 
 
 def test_exchange_of_models_leaves_no_request_without_an_answer(
@@ -241,6 +247,37 @@ def test_video_and_a_stream_that_is_not_there(tmp_path: Path, state: Path) -> No
     names = [line["picture"].rpartition("#")[2] for line in read_results(results)]
     assert names == ["1", "6", "11", "16", "21"]
     assert len([line for line in warnings_of(log) if stream in line]) == 1
+
+
+class Stream(BaseHTTPRequestHandler):
+    """A network camera that sends ten frames, and ends."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
+        self.end_headers()
+        for _ in range(10):
+            for picture in PICTURES[:10]:
+                head = f"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: {len(picture)}\r\n\r\n"
+                self.wfile.write(head.encode() + picture + b"\r\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_stream_that_stops_is_opened_again(tmp_path: Path, state: Path) -> None:
+    """One line each time; requests are answered meanwhile."""
+    results, log = tmp_path / "results.jsonl", tmp_path / "log"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stream) as camera:
+        threading.Thread(target=camera.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{camera.server_port}/stream.mjpg"
+        with serving(state, log, "--source", url, "--every", "1ms", "--results", str(results)) as running:
+            wait_until(lambda: log.read_text().count("pictures arrive again") >= 2, log.read_text)
+            assert running.predict(PICTURES[0])
+        camera.shutdown()
+    assert {line["model"] for line in read_results(results)} == {"digits-1"}
+    text = log.read_text()
+    assert text.count("sends no more frames") - text.count("pictures arrive again") in (0, 1)
 
 
 def test_home_shows_predictions(tmp_path: Path, state: Path) -> None:

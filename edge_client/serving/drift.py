@@ -36,6 +36,9 @@ LEVEL = 17.0
 SLACK = 0.3
 SLACK_OF_FEW = 1.2
 """Further slack, divided by the root of the reference's images: quantiles of few images are uncertain."""
+SAME_SCENE = 2.0
+"""Mean difference of two pictures in a row, of 255, below which the second one is no news: a camera may see one scene
+for hours."""
 ALERT_LASTS = 1000
 """Pictures after which an alert ends that is not raised again."""
 DIRECTIONS = {"brightness": (-1, 1), "blur": (-1, 1), "confidence": (-1,), "distance": (1,)}
@@ -135,6 +138,7 @@ class DriftWatch:
         self._temperature = 1.0
         self._charts: Charts | None = None
         self._pictures = 0
+        self._last: Pixels | None = None
         self._raised_at: dict[str, int] = {}  # measure -> number of the picture
         self.alerts: dict[str, float] = {}  # measure -> wall clock
 
@@ -156,7 +160,8 @@ class DriftWatch:
             values = {}
         self._pictures += 1
         self._count(seen, values)
-        for name in self._charts.add(values) if self._charts and values else ():
+        is_news = self._is_news(seen.pixels)
+        for name in self._charts.add(values) if self._charts and values and is_news else ():
             if name not in self.alerts:
                 log.warning("pictures have drifted", extra={"measure": name, "model": self._model})
                 self.alerts[name] = time.time()
@@ -182,6 +187,15 @@ class DriftWatch:
     def days(self) -> dict[str, Day]:
         """The statistics by date."""
         return self._kept.days
+
+    def _is_news(self, pixels: Pixels) -> bool:
+        """Return whether a picture differs from the last one that did."""
+        last = self._last
+        is_same_size = last is not None and last.shape == pixels.shape
+        if last is not None and is_same_size and np.abs(last.astype(np.int16) - pixels).mean() < SAME_SCENE:
+            return False
+        self._last = pixels
+        return True
 
     def _count(self, seen: Observation, values: dict[str, float]) -> None:
         date = datetime.now().date().isoformat()

@@ -21,6 +21,7 @@ from edge_client.storage.models import DeviceModel, DeviceModels
 from edge_client.storage.serving import Answered, ServingStatus, read_serving, write_serving
 from export.bundle.read import Bundle, ClassProbability, read_reference
 from fedvit.data.images import Pixels
+from fedvit.engine import trim_memory
 from fedvit.errors import BadPayload, ConfigError, FedvitError, StorageFailed
 
 log = logging.getLogger(__name__)
@@ -219,6 +220,7 @@ class Server:
             self.note_trouble(f"model {wanted.name} cannot be opened, the one that answers goes on", str(error))
             self._stop.wait(LOOK_EVERY_S)
             return
+        trim_memory()  # the file's bytes are not needed any more: 16 MB of a ViT-Tiny
         calibration = bundle.card.calibration
         with self._lock:
             self._open, self._stamp = OpenModel(wanted, bundle), stamp

@@ -1,5 +1,6 @@
 """Predictions as JSON lines, in a file that stays small, or on standard output."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -52,7 +53,7 @@ class ResultFile:
                 sys.stdout.buffer.flush()
                 return
             with self._file.open("ab") as file:
-                if file.tell() + len(content) > MAX_RESULTS_BYTES:
+                if os.fstat(file.fileno()).st_size + len(content) > MAX_RESULTS_BYTES:
                     self._file.replace(self._file.with_name(f"{self._file.name}.1"))
                     self.write(line)
                     return

@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from edge_client.storage.serving import Answered
-from export.bundle.reference import MEASURES, Reference, Sample, measure_answers, measure_pixels
+from export.bundle.reference import MEASURES, PictureReference, Quantiles, measure_answers, measure_pixels
 from fedvit.data.images import Floats, Pixels
 from fedvit.files import atomic_write
 
@@ -87,7 +87,7 @@ class Observation(NamedTuple):
 class NormalScores:
     """The normal score of a value within a sample, from its quantiles."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Quantiles) -> None:
         self._quantiles = sample.quantiles
         count = len(self._quantiles)
         places = [min(max(place / 2 / count, 0.5 / count), 1 - 0.5 / count) for place in range(2 * count + 1)]
@@ -102,7 +102,7 @@ class NormalScores:
 class Charts:
     """The cumulative sums of one model."""
 
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: PictureReference) -> None:
         self._mean = np.asarray(reference.mean, np.float32)
         self._variance = np.asarray(reference.variance, np.float32)
         self._scores = {name: NormalScores(reference.samples[name]) for name in MEASURES if name in reference.samples}
@@ -142,7 +142,7 @@ class DriftWatch:
         self._raised_at: dict[str, int] = {}  # measure -> number of the picture
         self.alerts: dict[str, float] = {}  # measure -> wall clock
 
-    def use(self, model: str, reference: Reference | None, temperature: float) -> None:
+    def use(self, model: str, reference: PictureReference | None, temperature: float) -> None:
         """Measure against another model's reference from now on; None: count only."""
         self._model, self._temperature = model, temperature
         self._charts = Charts(reference) if reference else None

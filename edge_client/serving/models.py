@@ -43,7 +43,7 @@ BAND_DEVIATIONS = 4.0
 LEAST_BAND = 0.1
 
 
-class Prediction(NamedTuple):
+class Classification(NamedTuple):
     """The answer to one picture."""
 
     model: str
@@ -81,7 +81,7 @@ def is_below_band(new: Answered, former: Answered) -> bool:
     return means[0] < means[1] - max(LEAST_BAND, BAND_DEVIATIONS * error)
 
 
-class Server:
+class ModelServer:
     """Answers pictures with the promoted model. Threads may share it; one picture is answered at a time."""
 
     def __init__(self, state: Path, threads: int) -> None:
@@ -121,7 +121,7 @@ class Server:
         """The model that answers."""
         return self._open
 
-    def answer(self, read: Callable[[int], Pixels], top: int = 1) -> Prediction:
+    def answer(self, read: Callable[[int], Pixels], top: int = 1) -> Classification:
         """Answer a picture that `read` decodes at the model's size. Raises NoModel, DataError, BadPayload."""
         if self.models.stamp() != self._stamp:
             self._changed.set()
@@ -143,7 +143,7 @@ class Server:
             if model is self._open:  # else it was replaced while the picture was decoded
                 self._count(model, Observation(pixels, run.logits[0], run.features[0], best, confidence, is_unsure))
         answers = model.bundle.rank(probabilities, top)
-        return Prediction(model.name, answers[0].label, confidence, is_unsure, answers, seconds)
+        return Classification(model.name, answers[0].label, confidence, is_unsure, answers, seconds)
 
     def note_trouble(self, what: str, reason: str) -> None:
         """Log a fault, once until another one, and show it in the status."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from edge_client.serving.models import Prediction
+from edge_client.serving.models import Classification
 from edge_client.serving.server import RankedClass, describe_answers
 from fedvit.files import storage_failed
 
@@ -30,7 +30,7 @@ class ResultLine(Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-def make_line(source: str, picture: str, prediction: Prediction | None, error: str = "") -> ResultLine:
+def make_line(source: str, picture: str, prediction: Classification | None, error: str = "") -> ResultLine:
     """Return the line of a picture."""
     if prediction is None:
         return ResultLine(time.time(), source, picture, error=error)

@@ -454,6 +454,25 @@ def test_without_images_nothing_is_claimed(trained: Callable[[str], Trained], tm
 # --- as processes -------------------------------------------------------------------------------------
 
 
+def test_device_lists_its_own_model(copied: Callable[[str], Trained]) -> None:
+    """With the personal tensors of a real run; adding it twice changes nothing."""
+    run = copied("fedper")
+    flags = ["--data", str(run.data), "--state", str(run.state), "--json"]
+    for _ in range(2):
+        added = CliRunner().invoke(edge_client.cli.cli, ["models", "add", run.name, *flags])
+        assert added.exit_code == 0, added.output
+        [model] = json.loads(added.stdout)["models"]
+        assert (model["state"], model["round"], model["method"]) == ("trained", 2, "fedper")
+    promoted = CliRunner().invoke(edge_client.cli.cli, ["models", "promote", "fedper-2", *flags])
+    assert json.loads(promoted.stdout)["models"][0]["state"] == "champion"
+    folder = run.state / "models" / "fedper-2"
+    card = json.loads((folder / "card.json").read_text())
+    correct, images = run.tested()
+    assert card["files"]["fp32"]["accuracy"] == {"correct": correct, "images": images}
+    assert card["calibration"]["images"] == images
+    assert "features" in {output.name for output in onnxruntime.InferenceSession(folder / "model.onnx").get_outputs()}
+
+
 def test_processes_export_and_predict(trained: Callable[[str], Trained], tmp_path: Path) -> None:
     """The programs as they are called, each with its exit code; a device's bundle of a real run: see test_run.py."""
 

@@ -23,7 +23,7 @@ from edge_client.serving.drift import (
     Observation,
 )
 from export.bundle.read import Bundle, read_reference
-from export.bundle.reference import Reference, Sample, measure_pixels
+from export.bundle.reference import PictureReference, Quantiles, measure_pixels
 from fedvit.data.images import Floats, Pixels
 from tests.support.served import Digits, split_digits, write_digits
 
@@ -35,7 +35,7 @@ class Scene:
     """A model, its reference, and its observations of pictures."""
 
     bundle: Bundle
-    reference: Reference
+    reference: PictureReference
 
     @property
     def temperature(self) -> float:
@@ -114,7 +114,7 @@ def test_scores_are_those_of_a_normal_distribution() -> None:
     """For any distribution, also one of few values; outliers are bounded."""
     rng = np.random.default_rng(0)
     for values in (rng.exponential(size=4000), rng.integers(3, size=4000)):
-        scores = NormalScores(Sample.of(values.astype(np.float32)))
+        scores = NormalScores(Quantiles.of(values.astype(np.float32)))
         given = [scores.score(float(value)) for value in values]
         assert abs(float(np.mean(given))) < 0.05
         assert np.std(given) < 1.05

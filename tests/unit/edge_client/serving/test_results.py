@@ -4,15 +4,15 @@ from pathlib import Path
 import pytest
 
 from edge_client.serving import results
-from edge_client.serving.models import Prediction
+from edge_client.serving.models import Classification
 from edge_client.serving.results import ResultFile, make_line
 from export.bundle.read import ClassProbability
 from fedvit.errors import StorageFailed
 
 
-def predict(*, is_unsure: bool = False) -> Prediction:
+def predict(*, is_unsure: bool = False) -> Classification:
     answers = [ClassProbability("cat", 0.75), ClassProbability("dog", 0.25)]
-    return Prediction("street-1", "cat", 0.75, is_unsure, answers, 0.01)
+    return Classification("street-1", "cat", 0.75, is_unsure, answers, 0.01)
 
 
 def test_lines_of_answers_and_errors(tmp_path: Path) -> None:

@@ -82,8 +82,9 @@ def draw_run(run: RunView, width: int) -> Group:
         names = ", ".join(run.classes[:MOST_CLASSES])
         parts.append(Text(f"{format_count(len(run.classes), 'class')}: {names}{more}", style="dim"))
     if any(entry.accuracy_mean is not None for entry in run.rounds):
-        best = "" if run.best is None or run.tested else f"; best round: {run.best}"
-        parts += [Text(), draw_accuracy(run, width), Text(f"accuracy: {run.protocol}{best}", style="dim")]
+        parts += [Text(), draw_accuracy(run, width), Text(f"accuracy: {run.protocol}", style="dim")]
+    if run.best is not None and run.tested is None:
+        parts.append(Text(f"best round: {run.best}", style="dim"))
     parts += [Text(line) for line in sum_words(run)]
     if run.epsilon is not None:
         parts.append(Text(f"privacy of devices' updates: epsilon {run.epsilon:.3g} over all rounds so far"))

@@ -82,6 +82,8 @@ def check_run(federation: Federation, tmp_path: Path, folders: list[Path]) -> No
     assert [entry["accuracy_mean"] for entry in calm["rounds"]] == [
         entry["accuracy_mean"] for entry in killed["rounds"]
     ]
+    removed = invoke(coordinator.cli.cli, "gc", "--runs", federation.runs, "--keep-rounds", 1).output
+    assert "killed" in removed, "blobs of other rounds"
     check_scores(federation, tmp_path, best, last)
     check_exports(federation, tmp_path, folders, best, last)
 

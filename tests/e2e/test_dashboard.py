@@ -804,7 +804,7 @@ def test_operator_submits_a_run_from_the_page(browser: Browser, tmp_path: Path) 
         [queued] = [record for record in store.runs.read_all() if record.status == "queued"]
         assert queued.config["rounds"] == 4
         assert queued.id in tab.text("#submitted")
-        submit("rounds = 0\ndevics = 1\n")
+        submit("rounds = -1\ndevics = 1\n")
         tab.until("document.querySelector('#errors')")
         assert [row[0] for row in tab.rows("#errors")] == ["devics", "rounds"]
         check_every_screen(tab, "submit", "document.querySelector('#errors')")

@@ -175,7 +175,7 @@ def test_a_run_that_was_interrupted_is_resumed(page: Executed, tmp_path: Path, m
     [
         ({"dataset": "digits", "round": 3}, "run(): unknown key 'round'; did you mean 'rounds'?"),
         ({"dataset": "digits", "broker": {"port": 1}}, "run(): unknown key 'broker'"),
-        ({"dataset": "digits", "rounds": 0}, "run(): rounds = 0: expected `int` >= 1"),
+        ({"dataset": "digits", "rounds": -1}, "run(): rounds = -1: expected `int` >= 0"),
         (
             {"dataset": "digits", "options": {"maks": 1}},
             "run(): method 'eftvit' has no option 'maks'; did you mean 'mask'",

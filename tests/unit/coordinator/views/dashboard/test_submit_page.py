@@ -10,10 +10,10 @@ def test_example_is_right() -> None:
 
 
 def test_every_wrong_key_is_named_at_once() -> None:
-    _, errors = read_text('rounds = 0\ndevics = 2\n[privacy]\nclip = "x"\n[broker]\nbroker = "auto"\n')
+    _, errors = read_text('rounds = -1\ndevics = 2\n[privacy]\nclip = "x"\n[broker]\nbroker = "auto"\n')
     assert sorted(errors) == ["broker", "devics", "privacy.clip", "rounds"]
     assert "devices" in errors["devics"], "it names the similar key"
-    assert errors["rounds"].startswith("rounds = 0: ")
+    assert errors["rounds"].startswith("rounds = -1: ")
 
 
 def test_text_that_is_not_toml_is_said_with_its_line() -> None:

@@ -10,7 +10,6 @@ from bench.api import run_api_bench
 from bench.cap import CapSettings, run_cap
 from bench.cases import CASES, choose
 from bench.failover import KINDS, FailoverSettings, is_intact, run_failover
-from bench.graph import run_graph_bench
 from bench.profile import run_profile_bench
 from bench.reporting import measure
 from bench.rounds import run_rounds_bench
@@ -54,17 +53,6 @@ def step_command(names: tuple[str, ...], compute: str | None, as_json: bool, out
     cases = [case.with_options(compute=compute) if compute else case for case in choose(names)]
     settings = StepSettings(**flags)
     measure(lambda log: run_step_bench(cases, settings, progress=log), as_json, out)
-
-
-@bench_command.command("graph")
-@_case_flag
-@click.option("--graph", default="train", help="Name of one of the case's graphs.")
-@click.option("--runs", type=click.IntRange(min=1), default=3, help="Runs that are counted, after one that is not.")
-@json_flag
-def graph_command(names: tuple[str, ...], graph: str, runs: int, as_json: bool) -> None:
-    """Show the time of each operator of a graph, by onnxruntime's own profile."""
-    cases = choose(names)
-    measure(lambda log: run_graph_bench(cases, graph, runs=runs, progress=log), as_json)
 
 
 @bench_command.command("analytic")

@@ -28,14 +28,11 @@ _IDENTITY = (
 one float32 each."""
 
 
-def open_session(
-    path: Path, threads: int, provider: str = CPU, *, profile: Path | None = None, own_kernels: bool = True
-) -> "InferenceSession":
+def open_session(path: Path, threads: int, provider: str = CPU, *, own_kernels: bool = True) -> "InferenceSession":
     """A session of the graph in `path`; on the CPU, with a warning, if the execution provider is not available.
 
-    On the CPU operators of the optional kernels are put in, if they are installed and `own_kernels`. With `profile`,
-    onnxruntime's profiler writes to a file of this prefix. Raises BadPayload for a file that would make the engine read
-    another file, and onnxruntime's exceptions.
+    On the CPU operators of the optional kernels are put in, if they are installed and `own_kernels`. Raises BadPayload
+    for a file that would make the engine read another file, and onnxruntime's exceptions.
     """
     check_self_contained(path)
     onnxruntime = _engine()
@@ -50,9 +47,6 @@ def open_session(
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.add_session_config_entry("session.load_model_format", "ONNX")  # whatever its first bytes may say
     options.log_severity_level = 3
-    if profile is not None:
-        options.enable_profiling = True
-        options.profile_file_prefix = str(profile)
     graph = _with_kernels(path, options) if own_kernels and _providers(provider) == [CPU] else None
     session: InferenceSession = onnxruntime.InferenceSession(
         graph or str(path),

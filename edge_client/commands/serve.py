@@ -105,7 +105,7 @@ def command(
     if former:
         click.echo(f"edge-client: {DeviceModels(state).roll_back('by --former').name} answers again", err=True)
 
-    from edge_client.serving.models import Server  # onnxruntime takes seconds
+    from edge_client.serving.models import ModelServer  # onnxruntime takes seconds
     from edge_client.serving.pipeline import Pipeline
     from edge_client.serving.results import ResultFile
     from edge_client.serving.server import PredictServer
@@ -117,7 +117,7 @@ def command(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with private_files(), contextlib.ExitStack() as stack:
-        server = Server(state, settings.threads)
+        server = ModelServer(state, settings.threads)
         web = PredictServer(address, server, token)
         stack.callback(web.server_close)
         server.start()

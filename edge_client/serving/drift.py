@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from edge_client.storage.serving import Answered
-from export.bundle.reference import MEASURES, Reference, Sample, measure_answers, measure_pixels
+from export.bundle.reference import MEASURES, PictureReference, Quantiles, measure_answers, measure_pixels
 from fedvit.data.images import Floats, Pixels
 from fedvit.files import atomic_write
 
@@ -36,6 +36,9 @@ LEVEL = 17.0
 SLACK = 0.3
 SLACK_OF_FEW = 1.2
 """Further slack, divided by the root of the reference's images: quantiles of few images are uncertain."""
+SAME_SCENE = 2.0
+"""Mean difference of two pictures in a row, of 255, below which the second one is no news: a camera may see one scene
+for hours."""
 ALERT_LASTS = 1000
 """Pictures after which an alert ends that is not raised again."""
 DIRECTIONS = {"brightness": (-1, 1), "blur": (-1, 1), "confidence": (-1,), "distance": (1,)}
@@ -84,7 +87,7 @@ class Observation(NamedTuple):
 class NormalScores:
     """The normal score of a value within a sample, from its quantiles."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Quantiles) -> None:
         self._quantiles = sample.quantiles
         count = len(self._quantiles)
         places = [min(max(place / 2 / count, 0.5 / count), 1 - 0.5 / count) for place in range(2 * count + 1)]
@@ -99,7 +102,7 @@ class NormalScores:
 class Charts:
     """The cumulative sums of one model."""
 
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: PictureReference) -> None:
         self._mean = np.asarray(reference.mean, np.float32)
         self._variance = np.asarray(reference.variance, np.float32)
         self._scores = {name: NormalScores(reference.samples[name]) for name in MEASURES if name in reference.samples}
@@ -135,10 +138,11 @@ class DriftWatch:
         self._temperature = 1.0
         self._charts: Charts | None = None
         self._pictures = 0
+        self._last: Pixels | None = None
         self._raised_at: dict[str, int] = {}  # measure -> number of the picture
         self.alerts: dict[str, float] = {}  # measure -> wall clock
 
-    def use(self, model: str, reference: Reference | None, temperature: float) -> None:
+    def use(self, model: str, reference: PictureReference | None, temperature: float) -> None:
         """Measure against another model's reference from now on; None: count only."""
         self._model, self._temperature = model, temperature
         self._charts = Charts(reference) if reference else None
@@ -156,7 +160,8 @@ class DriftWatch:
             values = {}
         self._pictures += 1
         self._count(seen, values)
-        for name in self._charts.add(values) if self._charts and values else ():
+        is_news = self._is_news(seen.pixels)
+        for name in self._charts.add(values) if self._charts and values and is_news else ():
             if name not in self.alerts:
                 log.warning("pictures have drifted", extra={"measure": name, "model": self._model})
                 self.alerts[name] = time.time()
@@ -182,6 +187,15 @@ class DriftWatch:
     def days(self) -> dict[str, Day]:
         """The statistics by date."""
         return self._kept.days
+
+    def _is_news(self, pixels: Pixels) -> bool:
+        """Return whether a picture differs from the last one that did."""
+        last = self._last
+        is_same_size = last is not None and last.shape == pixels.shape
+        if last is not None and is_same_size and np.abs(last.astype(np.int16) - pixels).mean() < SAME_SCENE:
+            return False
+        self._last = pixels
+        return True
 
     def _count(self, seen: Observation, values: dict[str, float]) -> None:
         date = datetime.now().date().isoformat()

@@ -11,7 +11,7 @@ from edge_client.health.home_entities import (
     describe_entity,
 )
 from edge_client.link.device_link import DeviceIdentity
-from edge_client.serving.models import Prediction
+from edge_client.serving.models import Classification
 from fedvit.transport.address import Address
 
 
@@ -27,7 +27,7 @@ class PredictionEntry:
         """Begin to connect, again after each loss."""
         self._publisher.start()
 
-    def show(self, prediction: Prediction, source: str, *, has_drifted: bool) -> None:
+    def show(self, prediction: Classification, source: str, *, has_drifted: bool) -> None:
         """Publish a prediction next; returns at once."""
         self._publisher.show(describe(prediction, source, has_drifted=has_drifted))
 
@@ -36,7 +36,7 @@ class PredictionEntry:
         self._publisher.close()
 
 
-def describe(prediction: Prediction, source: str, *, has_drifted: bool) -> dict[str, Any]:
+def describe(prediction: Classification, source: str, *, has_drifted: bool) -> dict[str, Any]:
     """Return the values of the entities."""
     return {
         "prediction": UNSURE if prediction.is_unsure else prediction.label[:LONGEST_STATE],

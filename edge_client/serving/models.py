@@ -21,6 +21,7 @@ from edge_client.storage.models import DeviceModel, DeviceModels
 from edge_client.storage.serving import Answered, ServingStatus, read_serving, write_serving
 from export.bundle.read import Bundle, ClassProbability, read_reference
 from fedvit.data.images import Pixels
+from fedvit.engine import trim_memory
 from fedvit.errors import BadPayload, ConfigError, FedvitError, StorageFailed
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ BAND_DEVIATIONS = 4.0
 LEAST_BAND = 0.1
 
 
-class Prediction(NamedTuple):
+class Classification(NamedTuple):
     """The answer to one picture."""
 
     model: str
@@ -80,7 +81,7 @@ def is_below_band(new: Answered, former: Answered) -> bool:
     return means[0] < means[1] - max(LEAST_BAND, BAND_DEVIATIONS * error)
 
 
-class Server:
+class ModelServer:
     """Answers pictures with the promoted model. Threads may share it; one picture is answered at a time."""
 
     def __init__(self, state: Path, threads: int) -> None:
@@ -120,7 +121,7 @@ class Server:
         """The model that answers."""
         return self._open
 
-    def answer(self, read: Callable[[int], Pixels], top: int = 1) -> Prediction:
+    def answer(self, read: Callable[[int], Pixels], top: int = 1) -> Classification:
         """Answer a picture that `read` decodes at the model's size. Raises NoModel, DataError, BadPayload."""
         if self.models.stamp() != self._stamp:
             self._changed.set()
@@ -142,7 +143,7 @@ class Server:
             if model is self._open:  # else it was replaced while the picture was decoded
                 self._count(model, Observation(pixels, run.logits[0], run.features[0], best, confidence, is_unsure))
         answers = model.bundle.rank(probabilities, top)
-        return Prediction(model.name, answers[0].label, confidence, is_unsure, answers, seconds)
+        return Classification(model.name, answers[0].label, confidence, is_unsure, answers, seconds)
 
     def note_trouble(self, what: str, reason: str) -> None:
         """Log a fault, once until another one, and show it in the status."""
@@ -219,6 +220,7 @@ class Server:
             self.note_trouble(f"model {wanted.name} cannot be opened, the one that answers goes on", str(error))
             self._stop.wait(LOOK_EVERY_S)
             return
+        trim_memory()  # the file's bytes are not needed any more: 16 MB of a ViT-Tiny
         calibration = bundle.card.calibration
         with self._lock:
             self._open, self._stamp = OpenModel(wanted, bundle), stamp

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from edge_client.serving.home import PredictionEntry
-from edge_client.serving.models import NoModel, Server
+from edge_client.serving.models import ModelServer, NoModel
 from edge_client.serving.results import ResultFile, make_line
 from edge_client.serving.sources import Picture, Source, follow
 from fedvit.errors import DataError, FedvitError, StorageFailed
@@ -13,7 +13,7 @@ from fedvit.errors import DataError, FedvitError, StorageFailed
 class Pipeline:
     """Answers the pictures of sources, and passes the predictions on."""
 
-    def __init__(self, server: Server, results: ResultFile | None, home: PredictionEntry | None, top: int) -> None:
+    def __init__(self, server: ModelServer, results: ResultFile | None, home: PredictionEntry | None, top: int) -> None:
         self._server = server
         self._results = results
         self._home = home

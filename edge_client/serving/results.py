@@ -1,5 +1,6 @@
 """Predictions as JSON lines, in a file that stays small, or on standard output."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from edge_client.serving.models import Prediction
+from edge_client.serving.models import Classification
 from edge_client.serving.server import RankedClass, describe_answers
 from fedvit.files import storage_failed
 
@@ -29,7 +30,7 @@ class ResultLine(Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-def make_line(source: str, picture: str, prediction: Prediction | None, error: str = "") -> ResultLine:
+def make_line(source: str, picture: str, prediction: Classification | None, error: str = "") -> ResultLine:
     """Return the line of a picture."""
     if prediction is None:
         return ResultLine(time.time(), source, picture, error=error)
@@ -52,7 +53,7 @@ class ResultFile:
                 sys.stdout.buffer.flush()
                 return
             with self._file.open("ab") as file:
-                if file.tell() + len(content) > MAX_RESULTS_BYTES:
+                if os.fstat(file.fileno()).st_size + len(content) > MAX_RESULTS_BYTES:
                     self._file.replace(self._file.with_name(f"{self._file.name}.1"))
                     self.write(line)
                     return

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 from msgspec import Struct
 
-from edge_client.serving.models import NoModel, Prediction, Server
+from edge_client.serving.models import Classification, ModelServer, NoModel
 from fedvit.data.images import read_image
 from fedvit.errors import ConfigError, DataError, FedvitError
 from fedvit.small_server import ListenAddress, SmallHandler, SmallServer
@@ -49,20 +49,20 @@ class PredictionAnswer(Struct, frozen=True):
     seconds: float
 
 
-class ErrorAnswer(Struct, frozen=True):
+class PredictError(Struct, frozen=True):
     """The reason why there is no prediction."""
 
     error: str
     code: str
 
 
-def describe_answers(prediction: Prediction) -> tuple[str | None, list[RankedClass]]:
+def describe_answers(prediction: Classification) -> tuple[str | None, list[RankedClass]]:
     """Return the label, None for an unsure answer, and the likeliest classes."""
     answers = [RankedClass(each.label, round(each.probability, 5)) for each in prediction.answers]
     return None if prediction.is_unsure else prediction.label, answers
 
 
-def describe_prediction(prediction: Prediction) -> PredictionAnswer:
+def describe_prediction(prediction: Classification) -> PredictionAnswer:
     """Return the answer for programs."""
     label, answers = describe_answers(prediction)
     return PredictionAnswer(
@@ -82,7 +82,7 @@ class PredictServer(SmallServer):
     at_once_of_one_address: ClassVar[int] = 8
     request_queue_size = 16
 
-    def __init__(self, listen: ListenAddress, server: Server, token: str | None) -> None:
+    def __init__(self, listen: ListenAddress, server: ModelServer, token: str | None) -> None:
         self.server = server
         self.token = token
         self.began_at = time.monotonic()
@@ -152,13 +152,13 @@ class _Handler(SmallHandler):
         try:
             prediction = self.server.server.answer(lambda size: read_picture(content, "of the request", size), int(top))
         except DataError as error:
-            self._answer(HTTPStatus.UNPROCESSABLE_ENTITY, ErrorAnswer(str(error), error.code))
+            self._answer(HTTPStatus.UNPROCESSABLE_ENTITY, PredictError(str(error), error.code))
         except NoModel as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, ErrorAnswer(str(error), error.code))
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, PredictError(str(error), error.code))
         except (FedvitError, MemoryError) as error:  # one request must not end the others
             self.server.server.note_trouble("a picture was not answered", str(error))
             code = error.code if isinstance(error, FedvitError) else "FV1492"
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorAnswer(str(error), code))
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, PredictError(str(error), code))
         else:
             self._answer(HTTPStatus.OK, describe_prediction(prediction))
 
@@ -177,7 +177,7 @@ class _Handler(SmallHandler):
         return True
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
-        self._answer(status, ErrorAnswer(reason, "FV1493"))
+        self._answer(status, PredictError(reason, "FV1493"))
 
     def _answer(self, status: HTTPStatus, body: object) -> None:
         headers = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")]

@@ -12,7 +12,7 @@ from export.bundle.assemble import Precision
 from export.bundle.calibration import soften
 from export.bundle.card import CARD_VERSION, Card, Preprocessing
 from export.bundle.measure import FeatureAnswers, as_input, open_session, run_features
-from export.bundle.reference import REFERENCE, Reference
+from export.bundle.reference import REFERENCE, PictureReference
 from export.bundle.write import CARD, LABELS, PREPROCESSING
 from fedvit.data.images import Floats, Pixels, read_image
 from fedvit.errors import BadPayload, ConfigError
@@ -88,10 +88,10 @@ class Bundle:
         return self.card.calibration is not None and confidence < self.card.calibration.unsure_below
 
 
-def read_reference(folder: Path) -> Reference | None:
+def read_reference(folder: Path) -> PictureReference | None:
     """Read what pictures looked like when a bundle was made; None if it does not say. Raises BadPayload."""
     file = folder / REFERENCE
-    return _read(file, Reference) if file.is_file() else None
+    return _read(file, PictureReference) if file.is_file() else None
 
 
 class _Version(msgspec.Struct):

@@ -26,24 +26,24 @@ _LEAST_VARIANCE = 1e-6
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
-class Sample(Struct, frozen=True):
+class Quantiles(Struct, frozen=True):
     """The distribution of one value over images."""
 
     images: int
     quantiles: tuple[float, ...]  # QUANTILES of them, ascending
 
     @classmethod
-    def of(cls, values: Floats) -> "Sample":
+    def of(cls, values: Floats) -> "Quantiles":
         points = np.quantile(values.astype(np.float64), np.linspace(0, 1, QUANTILES))
         return cls(len(values), tuple(float(f"{point:.6g}") for point in points))
 
 
-class Reference(Struct, frozen=True, kw_only=True):
+class PictureReference(Struct, frozen=True, kw_only=True):
     """The device's images as the model sees them."""
 
     mean: tuple[float, ...]  # of the features of training images
     variance: tuple[float, ...]
-    samples: dict[str, Sample]  # by the names in `MEASURES`
+    samples: dict[str, Quantiles]  # by the names in `MEASURES`
     classes: tuple[int, ...]  # answers by class
 
 
@@ -70,7 +70,7 @@ def measure_answers(
 
 def describe_images(
     session: "InferenceSession", batch: Batch, training: Split, test: Split, temperature: float
-) -> Reference | None:
+) -> PictureReference | None:
     """Make the reference from a model's answers to images; None if there are too few training images.
 
     Confidence and distance are those of test images: a model knows its training images, and is surer of them.
@@ -79,13 +79,13 @@ def describe_images(
     if trained is None or len(trained.logits) < LEAST_IMAGES:
         return None
     mean_D, variance_D = trained.features.mean(axis=0), trained.features.var(axis=0) + _LEAST_VARIANCE
-    samples = {name: Sample.of(values) for name, values in trained.pixels.items()}
+    samples = {name: Quantiles.of(values) for name, values in trained.pixels.items()}
     classes = np.zeros(trained.logits.shape[1], np.int64)
     if tested is not None and len(tested.logits) >= LEAST_IMAGES:
         values = measure_answers(tested.logits, tested.features, mean_D, variance_D, temperature)
-        samples |= {name: Sample.of(value) for name, value in values.items()}
+        samples |= {name: Quantiles.of(value) for name, value in values.items()}
         classes = np.bincount(tested.logits.argmax(axis=1), minlength=len(classes))
-    return Reference(
+    return PictureReference(
         mean=tuple(float(f"{value:.6g}") for value in mean_D),
         variance=tuple(float(f"{value:.6g}") for value in variance_D),
         samples=samples,

@@ -104,13 +104,15 @@ class HomeAssistant:
             return None
         settings = found[0]
         payload = self.states.get(settings["state_topic"], b"").decode()
-        if "payload_on" in settings:
-            return {settings["payload_on"]: "on", settings["payload_off"]: "off"}.get(payload)
-        if self.states.get(settings["availability_topic"]) != b"online":
+        if "availability_topic" in settings and self.states.get(settings["availability_topic"]) != b"online":
             return "unavailable"
-        match = re.fullmatch(r"\{\{ value_json\.(\w+) \}\}", settings["value_template"])
-        assert match
-        value = json.loads(payload)[match[1]] if payload else None
+        value: Any = payload
+        if "value_template" in settings:
+            match = re.fullmatch(r"\{\{ value_json\.(\w+) \}\}", settings["value_template"])
+            assert match
+            value = json.loads(payload)[match[1]] if payload else None
+        if "payload_on" in settings:
+            return {settings["payload_on"]: "on", settings["payload_off"]: "off"}.get(value)
         assert value is None or len(str(value)) <= 255, "Home Assistant takes no longer state"
         return None if value is None else str(value)
 

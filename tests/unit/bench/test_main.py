@@ -13,7 +13,6 @@ COMMANDS = (
     "bytes",
     "cap",
     "failover",
-    "graph",
     "profile",
     "rounds",
     "secure",

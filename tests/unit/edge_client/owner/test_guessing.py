@@ -1,21 +1,42 @@
+"""Which pictures to label first."""
+
+import shutil
 from pathlib import Path
 
-from edge_client.owner.guessing import newest_guesser
-from fedvit.data.folder import DeviceData
-from tests.support.agents import World
-from tests.support.settings import Setting
+import numpy as np
+import pytest
+from PIL import Image
+
+from edge_client.owner.guessing import serving_guesser, sort_least_sure
+from edge_client.owner.labelling import Labelling
+from edge_client.storage.models import DeviceModels
+from fedvit.errors import ConfigError
+from tests.support.codes import has_code
+from tests.support.served import add_model, split_digits, write_digits
 
 
-def test_guess_is_the_answer_of_the_devices_newest_model(world: World, fedavg: Setting, digits: Path) -> None:
-    """The likeliest of three classes has a third at least."""
-    world.device()
-    world.server.acknowledge(world.result(fedavg))
-    guesser = newest_guesser(device="pi", state=world.state, data=DeviceData.open(digits), threads=1)
-    assert guesser is not None
-    guesses = [guesser(path) for path in sorted((digits / "test").glob("*/*.png"))]
-    assert {guess.label for guess in guesses} <= {"0", "1", "2"}
-    assert all(1 / 3 <= guess.probability <= 1 for guess in guesses)
-
-
-def test_device_without_a_run_makes_no_guess(tmp_path: Path, digits: Path) -> None:
-    assert newest_guesser(device="pi", state=tmp_path, data=DeviceData.open(digits), threads=1) is None
+def test_least_sure_pictures_come_first(tmp_path: Path) -> None:
+    """By the model that serves: mostly those of new classes, in the order in which they are shown."""
+    state, folder = tmp_path / "state", tmp_path / "images"
+    with pytest.raises(ConfigError, check=has_code("FV1491")):
+        serving_guesser(state, 1)
+    DeviceModels(state).promote(add_model(state, write_digits(tmp_path / "bundle", 0), 1))
+    parts = split_digits(0)
+    for name, digits in (("known", parts.stream), ("new", parts.unknown)):
+        for number, pixels in enumerate(digits.pixels[:30]):
+            file = folder / "unlabelled" / f"{name}-{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(file)
+    for name in ("cat", "dog"):
+        (folder / name).mkdir()
+        shutil.copy(folder / "unlabelled" / "new-0.png", folder / name)
+    labelling, guesser = Labelling(folder), serving_guesser(state, 1)
+    order = sort_least_sure(labelling.waiting, guesser)
+    labelling.sort(order)
+    assert labelling.current == order[0]
+    sure = [guesser(path).probability for path in order]
+    assert sure == sorted(sure)
+    assert np.mean([path.name.startswith("new") for path in order[:20]]) > 0.7
+    damaged = folder / "unlabelled" / "damaged.png"
+    damaged.write_bytes(b"no picture")
+    assert sort_least_sure([damaged, order[-1]], guesser) == [order[-1], damaged]

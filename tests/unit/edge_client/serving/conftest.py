@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.serving.models import Server
+from edge_client.serving.models import ModelServer
 from edge_client.storage.models import DeviceModels
 from tests.support.served import add_model, write_digits
 
@@ -28,8 +28,8 @@ def state(tmp_path: Path, digit_bundles: dict[str, Path]) -> Path:
 
 
 @pytest.fixture
-def server(state: Path) -> Iterator[Server]:
-    server = Server(state, 1)
+def server(state: Path) -> Iterator[ModelServer]:
+    server = ModelServer(state, 1)
     server.start()
     yield server
     server.close()

@@ -23,7 +23,7 @@ from edge_client.serving.drift import (
     Observation,
 )
 from export.bundle.read import Bundle, read_reference
-from export.bundle.reference import Reference, Sample, measure_pixels
+from export.bundle.reference import PictureReference, Quantiles, measure_pixels
 from fedvit.data.images import Floats, Pixels
 from tests.support.served import Digits, split_digits, write_digits
 
@@ -35,7 +35,7 @@ class Scene:
     """A model, its reference, and its observations of pictures."""
 
     bundle: Bundle
-    reference: Reference
+    reference: PictureReference
 
     @property
     def temperature(self) -> float:
@@ -114,11 +114,12 @@ def test_scores_are_those_of_a_normal_distribution() -> None:
     """For any distribution, also one of few values; outliers are bounded."""
     rng = np.random.default_rng(0)
     for values in (rng.exponential(size=4000), rng.integers(3, size=4000)):
-        scores = NormalScores(Sample.of(values.astype(np.float32)))
+        scores = NormalScores(Quantiles.of(values.astype(np.float32)))
         given = [scores.score(float(value)) for value in values]
         assert abs(float(np.mean(given))) < 0.05
         assert np.std(given) < 1.05
-        assert scores.score(math.inf) == -scores.score(-math.inf) < 3
+        assert scores.score(math.inf) == pytest.approx(-scores.score(-math.inf))
+        assert scores.score(math.inf) < 3
 
 
 def test_blur_and_brightness_of_pictures() -> None:
@@ -153,6 +154,18 @@ def test_alert_is_logged_once_and_ends(
     for number in range(ALERT_LASTS + 200):
         watch.add(normal[number % len(normal)])
     assert "brightness" not in watch.alerts
+
+
+def test_one_scene_for_hours_is_no_drift(scene: Callable[[int], Scene], tmp_path: Path) -> None:
+    made = scene(0)
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", made.reference, made.temperature)
+    seen = made.see(split_digits(0).stream.pixels[0])
+    for _ in range(500):
+        watch.add(seen)
+    assert not watch.alerts
+    [day] = watch.days.values()
+    assert day.answered.pictures == 500
 
 
 def test_sums_survive_a_restart_and_another_model_begins_anew(scene: Callable[[int], Scene], tmp_path: Path) -> None:

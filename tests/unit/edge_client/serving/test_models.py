@@ -11,8 +11,8 @@ from edge_client.serving.models import (
     MOST_STARTS,
     PROBATION,
     PROVEN_PICTURES,
+    ModelServer,
     NoModel,
-    Server,
     is_below_band,
 )
 from edge_client.storage.models import DeviceModels
@@ -28,11 +28,11 @@ def stream() -> Digits:
     return split_digits(0).stream
 
 
-def name_of(server: Server, pixels: Pixels) -> str:
+def name_of(server: ModelServer, pixels: Pixels) -> str:
     return server.answer(lambda _: pixels).model
 
 
-def test_answer_is_calibrated_and_right(server: Server, stream: Digits) -> None:
+def test_answer_is_calibrated_and_right(server: ModelServer, stream: Digits) -> None:
     answers = [server.answer(lambda _, pixels=pixels: pixels, 3) for pixels in stream.pixels[:200]]
     right = [answer.label == f"digit {label}" for answer, label in zip(answers, stream.labels, strict=False)]
     assert np.mean(right) > 0.9
@@ -41,13 +41,13 @@ def test_answer_is_calibrated_and_right(server: Server, stream: Digits) -> None:
     assert all(len(answer.answers) == 3 for answer in answers)
 
 
-def test_new_classes_are_unsure(server: Server) -> None:
+def test_new_classes_are_unsure(server: ModelServer) -> None:
     answers = [server.answer(lambda _, pixels=pixels: pixels) for pixels in split_digits(0).unknown.pixels[:100]]
     assert np.mean([answer.is_unsure for answer in answers]) > 0.3
 
 
 def test_device_without_a_model(tmp_path: Path, stream: Digits) -> None:
-    server = Server(tmp_path, 1)
+    server = ModelServer(tmp_path, 1)
     server.start()
     with pytest.raises(NoModel, check=has_code("FV1492")):
         server.answer(lambda _: stream.pixels[0])
@@ -55,7 +55,7 @@ def test_device_without_a_model(tmp_path: Path, stream: Digits) -> None:
 
 
 def test_model_is_exchanged_between_two_pictures(
-    server: Server, state: Path, digit_bundles: dict[str, Path], stream: Digits
+    server: ModelServer, state: Path, digit_bundles: dict[str, Path], stream: Digits
 ) -> None:
     """A request that began keeps its model; its answer is not counted for the other one."""
     models = DeviceModels(state)
@@ -75,7 +75,7 @@ def test_model_is_exchanged_between_two_pictures(
     wait_until(lambda: name_of(server, stream.pixels[0]) == "digits-1")
 
 
-def test_damaged_list_changes_nothing(server: Server, state: Path, stream: Digits) -> None:
+def test_damaged_list_changes_nothing(server: ModelServer, state: Path, stream: Digits) -> None:
     DeviceModels(state).file.write_bytes(b"{")
     wait_until(lambda: server.answer(lambda _: stream.pixels[0]) and server.status.trouble)
     assert name_of(server, stream.pixels[0]) == "digits-1"
@@ -83,7 +83,7 @@ def test_damaged_list_changes_nothing(server: Server, state: Path, stream: Digit
 
 @pytest.mark.parametrize("damage", ["another version", "cut off", "removed"])
 def test_model_that_cannot_be_opened_is_rolled_back(
-    server: Server,
+    server: ModelServer,
     state: Path,
     digit_bundles: dict[str, Path],
     stream: Digits,
@@ -117,14 +117,14 @@ def test_three_starts_that_die_are_rolled_back(state: Path, digit_bundles: dict[
     """A process that is killed leaves the number of its starts; one that ends well does not."""
     models = DeviceModels(state)
     models.promote(add_model(state, digit_bundles["other"], 2))
-    server = Server(state, 1)
+    server = ModelServer(state, 1)
     server.start()
     server.close()
     for _ in range(MOST_STARTS):
-        killed = Server(state, 1)
+        killed = ModelServer(state, 1)
         killed._look()
         assert name_of(killed, stream.pixels[0]) == "digits-2"
-    server = Server(state, 1)
+    server = ModelServer(state, 1)
     server.start()
     wait_until(lambda: server.current is not None)
     assert name_of(server, stream.pixels[0]) == "digits-1"
@@ -133,20 +133,20 @@ def test_three_starts_that_die_are_rolled_back(state: Path, digit_bundles: dict[
 
 
 def test_proven_model_may_be_killed(state: Path, stream: Digits) -> None:
-    server = Server(state, 1)
+    server = ModelServer(state, 1)
     server.start()
     for pixels in stream.pixels[:PROVEN_PICTURES]:
         name_of(server, pixels)
     wait_until(lambda: (read_serving(state) or server.status).is_proven)
     server.close()
     for _ in range(2 * MOST_STARTS):
-        again = Server(state, 1)
+        again = ModelServer(state, 1)
         again._look()
         assert name_of(again, stream.pixels[0]) == "digits-1"
 
 
 def test_model_without_confidence_is_rolled_back(
-    server: Server, state: Path, digit_bundles: dict[str, Path], stream: Digits
+    server: ModelServer, state: Path, digit_bundles: dict[str, Path], stream: Digits
 ) -> None:
     for pixels in stream.pixels[: 2 * BAND_PICTURES]:
         name_of(server, pixels)

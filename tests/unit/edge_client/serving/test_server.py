@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edge_client.serving.models import Server
+from edge_client.serving.models import ModelServer
 from edge_client.serving.server import MAX_PICTURE_BYTES, SMALL_PICTURE_BYTES, PredictServer
 from fedvit.errors import ConfigError
 from fedvit.small_server import ListenAddress
@@ -17,7 +17,7 @@ PICTURE = encode_picture(split_digits(0).stream.pixels[0])
 
 
 @pytest.fixture
-def web(server: Server) -> Iterator[PredictServer]:
+def web(server: ModelServer) -> Iterator[PredictServer]:
     web = PredictServer(ListenAddress("127.0.0.1", 0), server, None)
     threading.Thread(target=web.serve_forever, daemon=True).start()
     yield web
@@ -90,7 +90,7 @@ def test_page_of_a_browser_is_refused(web: PredictServer) -> None:
     assert request(web.port, "POST", "/predict", PICTURE, {"Origin": "http://example.org"})[0] == 403
 
 
-def test_token(server: Server) -> None:
+def test_token(server: ModelServer) -> None:
     web = PredictServer(ListenAddress("127.0.0.1", 0), server, "eight letters")
     threading.Thread(target=web.serve_forever, daemon=True).start()
     for sent in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "eight letters"}):

@@ -12,7 +12,6 @@ import pytest
 from onnx import TensorProto, helper
 
 from bench.cases import Case
-from bench.graph_side import make_random_feeds
 from bench.onnx_side import START, make_noise_samples, start_values
 from bench.prepare import prepare
 from edge_client.work.runtime import Runtime, Seeds, Watch
@@ -24,6 +23,7 @@ from fedvit.models import SMALL
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import Program, decode_program
 from tests.support.codes import has_code
+from tests.support.feeds import make_random_feeds
 from tests.support.kernels import compiled, kernels_in
 from tests.support.tiny import TINY_MODEL
 

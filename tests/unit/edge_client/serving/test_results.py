@@ -1,0 +1,42 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from edge_client.serving import results
+from edge_client.serving.models import Classification
+from edge_client.serving.results import ResultFile, make_line
+from export.bundle.read import ClassProbability
+from fedvit.errors import StorageFailed
+
+
+def predict(*, is_unsure: bool = False) -> Classification:
+    answers = [ClassProbability("cat", 0.75), ClassProbability("dog", 0.25)]
+    return Classification("street-1", "cat", 0.75, is_unsure, answers, 0.01)
+
+
+def test_lines_of_answers_and_errors(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "lines")
+    file.write(make_line("camera", "1.jpg", predict()))
+    file.write(make_line("camera", "2.jpg", predict(is_unsure=True)))
+    file.write(make_line("camera", "3.jpg", None, "damaged"))
+    sure, unsure, error = map(json.loads, (tmp_path / "lines").read_text().splitlines())
+    assert (sure["label"], sure["confidence"], sure["model"]) == ("cat", 0.75, "street-1")
+    assert sure["answers"] == [{"label": "cat", "confidence": 0.75}, {"label": "dog", "confidence": 0.25}]
+    assert "label" not in unsure
+    assert (error["picture"], error["error"]) == ("3.jpg", "damaged")
+
+
+def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "MAX_RESULTS_BYTES", 1000)
+    file = ResultFile(tmp_path / "lines")
+    for number in range(50):
+        file.write(make_line("camera", f"{number}.jpg", predict()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lines", "lines.1"]
+    assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
+    assert "49.jpg" in (tmp_path / "lines").read_text()
+
+
+def test_full_disk_is_reported() -> None:
+    with pytest.raises(StorageFailed):
+        ResultFile(Path("/dev/full")).write(make_line("camera", "1.jpg", predict()))

@@ -1,0 +1,123 @@
+"""Pictures of folders: each new one once, when it is whole."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_client.serving.sources import (
+    MAX_FILE_BYTES,
+    MOST_WAITING,
+    FolderSource,
+    FrigateSource,
+    Picture,
+    check_folder,
+    follow,
+    open_source,
+    read_later,
+)
+from fedvit.errors import ConfigError, DataError, LinkDown
+from tests.support.codes import has_code
+from tests.support.served import encode_picture, split_digits
+
+PICTURE = encode_picture(split_digits(0).stream.pixels[0])
+
+
+def names(source: FolderSource) -> list[str]:
+    return [path.name for path in source.find_new()]
+
+
+def test_picture_is_new_once_and_when_it_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "old.jpg").write_bytes(PICTURE)
+    source = FolderSource(tmp_path)
+    assert names(source) == []
+    file = tmp_path / "new.jpg"
+    file.write_bytes(PICTURE[:100])
+    assert names(source) == []
+    file.write_bytes(PICTURE)
+    assert names(source) == [], "it has grown since the last look"
+    assert names(source) == ["new.jpg"]
+    assert names(source) == []
+    os.utime(file, ns=(1, 1))
+    assert [*names(source), *names(source)] == ["new.jpg"], "another picture of the same name"
+    (tmp_path / "empty.jpg").touch()
+    assert [*names(source), *names(source)] == []
+
+
+def test_clock_of_the_files_does_not_matter(tmp_path: Path) -> None:
+    source = FolderSource(tmp_path)
+    source.find_new()
+    for number, time_s in enumerate((4e9, 1.0, 1.7e9)):
+        (tmp_path / f"{number}.jpg").write_bytes(PICTURE)
+        os.utime(tmp_path / f"{number}.jpg", (time_s, time_s))
+    source.find_new()
+    assert names(source) == ["1.jpg", "2.jpg", "0.jpg"]
+
+
+def test_most_pictures_of_one_look(tmp_path: Path) -> None:
+    source = FolderSource(tmp_path)
+    source.find_new()
+    for number in range(MOST_WAITING + 5):
+        (tmp_path / f"{number:05}.png").write_bytes(b"x")
+    source.find_new()
+    assert len(source.find_new()) == MOST_WAITING
+    assert source.find_new() == []
+
+
+def test_folder_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(DataError, check=has_code("FV1494")):
+        FolderSource(tmp_path / "none").find_new()
+    with pytest.raises(ConfigError, check=has_code("FV1494")):
+        check_folder(tmp_path / "none", "--watch")
+
+
+def test_snapshots_of_frigate_without_boxes(tmp_path: Path) -> None:
+    """The clean copy of each event, and what was there before is known."""
+
+    def add(event: str) -> None:
+        for suffix in (".jpg", "-clean.webp"):
+            file = tmp_path / f"yard-{event}{suffix}"
+            file.write_bytes(PICTURE)
+            os.utime(file, (time.time() - 60, time.time() - 60))
+
+    add("1700000000.5-abcdef")
+    source = open_source(f"frigate:{tmp_path}", 1.0)
+    assert isinstance(source, FrigateSource)
+    assert names(source) == []
+    add("1700000001.5-abcdeg")
+    assert names(source) == ["yard-1700000001.5-abcdeg-clean.webp"]
+    assert names(source) == []
+
+
+def test_huge_file_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "huge.png"
+    with file.open("wb") as stream:
+        stream.truncate(MAX_FILE_BYTES + 1)
+    for path in (file, tmp_path / "none.png"):
+        with pytest.raises(DataError, check=has_code("FV1403")):
+            read_later(path).read(16)
+
+
+class Failing:
+    """A source that stops twice."""
+
+    name = "failing"
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def pictures(self, stop: threading.Event) -> Iterator[Picture]:
+        self.opened += 1
+        yield read_later(Path(f"{self.opened}.png"))
+        if self.opened < 3:
+            raise LinkDown("FV1494", "it stops")
+
+
+def test_source_that_stops_is_opened_again(caplog: pytest.LogCaptureFixture) -> None:
+    source, answered = Failing(), list[str]()
+    follow(source, lambda picture: answered.append(picture.name), threading.Event())
+    assert answered == ["1.png", "2.png", "3.png"]
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 2

@@ -1,8 +1,11 @@
 """Files on a board's boot partition, by which it joins when it starts for the first time.
 
-cloud-init reads them (the data source NoCloud, which Raspberry Pi OS and Ubuntu have for the boot partition).
+cloud-init reads them (the data source NoCloud, which Raspberry Pi OS and Ubuntu have for the boot partition). It runs
+most commands of user data once, also if the power fails meanwhile. So what it runs here, at each start, is a service
+that continues where it was, and tries again while there is no network.
 """
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +18,53 @@ from fedvit.public_keys import PublicKey
 
 USER_DATA = "user-data"
 FORMER = "user-data.before-fedvit"
+FOLDER = "fedvit"
+"""Of the boot partition: package, token, and the script of the first start."""
+TOKEN, SCRIPT = "token", "fedvit-first-boot.sh"
 TOKEN_FILE = "/etc/fedvit/token"
 """Read once by fedvit-join.service on the board, and removed by it."""
-BOOT_FOLDERS = ("/boot/firmware", "/boot")
-"""Folders where a running board may have its boot partition."""
+UNIT = "fedvit-first-boot"
 HEAD = b"#cloud-config"
 OURS = HEAD + b"\n# written by coordinator enroll\n"
 MAX_BYTES = 1 << 20
+_SCRIPT = f"""\
+#!/bin/sh
+# written by coordinator enroll. {UNIT}.service runs it at each start, and each of its steps once; after a power cut the
+# interrupted step begins anew.
+set -eu
+card=$(dirname "$0") marks=/var/lib/cloud/instance
+export DEBIAN_FRONTEND=noninteractive HOME=/root
+
+give_token() {{ install -D -m 0600 "$card/{TOKEN}" {TOKEN_FILE}; }}
+
+apt() {{ apt-get -o DPkg::Lock::Timeout=600 --yes --quiet "$@"; }}
+
+install_package() {{
+  # apt would read the package six times before it unpacks it, which takes a board a minute
+  dpkg --configure -a && dpkg --install "$card"/PACKAGE && return
+  # the board's image lacks a library
+  apt update
+  apt install --fix-broken "$card"/PACKAGE
+}}
+
+start_services() {{
+  systemctl enable fedvit-join.service fedvit-edge.service
+  systemctl start --no-block fedvit-join.service fedvit-edge.service
+}}
+
+follow_updates() {{
+  UPDATE
+}}
+
+for step in give_token install_package start_services follow_updates; do
+  if [ ! -e "$marks/fedvit-$step" ]; then
+    "$step"
+    sync
+    : > "$marks/fedvit-$step"
+    sync
+  fi
+done
+"""
 
 
 class UpdateSource(NamedTuple):
@@ -46,18 +89,26 @@ def write_boot_files(
     if file.exists() and not file.read_bytes().startswith(OURS):
         shutil.copyfile(file, former)
     settings = _read(former)
-    copy = folder / package.name
-    if not copy.exists() or not copy.samefile(package):
-        atomic_write(copy, package.read_bytes())
     if "hostname" not in settings:
         settings["hostname"] = device
-    settings.setdefault("write_files", []).append({"path": TOKEN_FILE, "permissions": "0600", "content": f"{token}\n"})
-    settings.setdefault("runcmd", []).extend(make_commands(package.name, updates))
-    atomic_write(file, OURS, yaml.safe_dump(settings, sort_keys=False, width=120).encode())
+    settings.setdefault("bootcmd", []).append(make_command())
+    own = folder / FOLDER
+    own.mkdir(exist_ok=True)
+    for other in own.glob("*.deb"):  # of a former call
+        if not other.samefile(package):
+            other.unlink()
+    contents = {
+        own / package.name: package.read_bytes(),
+        own / TOKEN: f"{token}\n".encode(),
+        own / SCRIPT: make_script(package.name, updates).encode(),
+        file: OURS + yaml.safe_dump(settings, sort_keys=False, width=120).encode(),
+    }
     meta_data = folder / "meta-data"
     if not meta_data.exists():
-        atomic_write(meta_data, f"instance-id: fedvit-{device}\n".encode())
-    return [file, meta_data, copy]
+        contents[meta_data] = f"instance-id: fedvit-{device}\n".encode()
+    for path, content in contents.items():
+        atomic_write(path, content)
+    return list(contents)
 
 
 def check_boot_files(folder: Path, package: Path) -> None:
@@ -71,15 +122,22 @@ def check_boot_files(folder: Path, package: Path) -> None:
     _read(folder / USER_DATA)
 
 
-def make_commands(package: str, updates: UpdateSource | None = None) -> list[list[str]]:
-    """Make the commands of the first start: they install the package, and start its services and its updates."""
-    places = " ".join(f"{folder}/{package}" for folder in BOOT_FOLDERS)
-    install = f'for each in {places}; do if [ -e "$each" ]; then apt-get install --yes "$each"; break; fi; done'
-    commands = [["sh", "-c", install], ["systemctl", "enable", "--now", "fedvit-join.service", "fedvit-edge.service"]]
+def make_script(package: str, updates: UpdateSource | None = None) -> str:
+    """Make the script of the first start: it installs the package, and starts its services and its updates."""
+    update = ":"
     if updates:
-        commands.append(["edge-client", "update", updates.source, "--update-key", updates.key])
-        commands.append(["systemctl", "enable", "--now", "fedvit-update.timer"])
-    return commands
+        update = shlex.join(["edge-client", "update", updates.source, "--update-key", updates.key])
+        update += "\n  systemctl enable --now fedvit-update.timer"
+    return _SCRIPT.replace("UPDATE", update).replace("PACKAGE", shlex.quote(package))
+
+
+def make_command() -> list[str]:
+    """Make the command of each start: it lets a service run the script, wherever the board has its boot partition."""
+    settings = ("Type=oneshot", "Restart=on-failure", "RestartSec=30", "Wants=network-online.target")
+    options = [f"--property={setting}" for setting in (*settings, "After=network-online.target")]
+    # no word that systemd would have to quote: it reads the unit again when the package is installed
+    search = ["find", "/boot", "-name", SCRIPT, "-exec", "sh", "{}", "+"]
+    return ["systemd-run", "--no-block", f"--unit={UNIT}", *options, *search]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -95,7 +153,6 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             "FV1330", f"{file} does not begin with #cloud-config; move it away, and add its commands later"
         )
-    for key in ("write_files", "runcmd"):
-        if not isinstance((values or {}).get(key, []), list):
-            raise ConfigError("FV1330", f"{file}: {key} is not a list; move it away, or repair it")
+    if not isinstance((values or {}).get("bootcmd", []), list):
+        raise ConfigError("FV1330", f"{file}: bootcmd is not a list; move it away, or repair it")
     return values or {}

@@ -47,9 +47,16 @@ edge() {
   "${python%/*}/uv" pip install --quiet --target "$packages" --python-version "$2" --python-platform "$machine-manylinux_2_28" \
     --only-binary :all: --no-compile-bytecode -c "$root/constraints.txt" "$wheel" prometheus-client zeroconf
   rm -rf "$packages"/{bin,.lock} "$packages"/fleet "$packages"/coordinator
+  # half of all files, for tools of onnxruntime that devices do not use
+  rm -rf "$packages"/{sympy,mpmath,isympy.py} "$packages"/{sympy,mpmath}-*.dist-info
   find "$packages" -name direct_url.json -delete
   "$python" -P -m fedvit.releases "$packages" "$out/fedvit-edge-$version-py${2/./}-$machine.zip"
   echo "$out/fedvit-edge-$version-py${2/./}-$machine.zip"
+  # compiled here where this Python is at hand, since a board takes a minute for it; else its postinst does it
+  if interpreter=$("${python%/*}/uv" python find --no-project --no-python-downloads "$2" 2> /dev/null); then
+    find "$packages" -exec touch --no-dereference --date "@$SOURCE_DATE_EPOCH" {} +
+    PYTHONHASHSEED=0 "$interpreter" -m compileall -q -s "$to" -p / "$packages" || true
+  fi
   ln -s /usr/bin/python3 "$to/opt/fedvit/bin/python"
   printf 'home = /usr/bin\ninclude-system-site-packages = false\nversion = %s\n' "$2" > "$to/opt/fedvit/pyvenv.cfg"
   install -m 0755 "$here/edge/program" "$to/opt/fedvit/bin/edge-client"

@@ -41,6 +41,7 @@ class Membership(Struct, frozen=True, kw_only=True):
     federation: str
     host: str
     port: int
+    token: str = ""  # id of the token that it joined with
 
 
 class Identity:

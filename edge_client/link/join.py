@@ -75,10 +75,16 @@ def join(
 ) -> Joined:
     """Get a certificate for the token's name and keep it in `folder`.
 
+    A device that has joined with this token already keeps its certificate: a board that lost its power before the token
+    was removed asks a second time.
+
     Raises ConfigError when this device has joined already, PeerRefused when the token is not valid (any more),
     LinkDown without an answer within `patience_s`, BadPayload when the answer is not authentic.
     """
-    if (former := Identity.find(folder)) and not replace:
+    if (former := Identity.find(folder)) and former.membership.token == token.id:
+        _clean(folder)
+        return Joined(former, None)
+    if former and not replace:
         raise ConfigError(
             "FV1306",
             f"this device has joined already, as {former.membership.device!r} ({folder}); --replace replaces it",
@@ -89,7 +95,9 @@ def join(
     granted = _ask(token, request, address, patience_s, report)
     if sha256(granted.authority).digest() != token.authority:
         raise PeerRefused("FV1307", "the answer names another authority than the token; it is not used")
-    membership = Membership(device=token.device, federation=token.federation, host=token.host, port=token.port)
+    membership = Membership(
+        device=token.device, federation=token.federation, host=token.host, port=token.port, token=token.id
+    )
     _keep(folder, token, granted, membership)
     identity = Identity(folder)
     return Joined(identity, _try(identity))
@@ -132,6 +140,11 @@ def _keep(folder: Path, token: Token, granted: JoinGranted, membership: Membersh
     if token.publisher:
         atomic_write(folder.parent / PUBLISHER_FILE, f"{token.publisher}\n".encode(), private=True)
     atomic_write(folder / "membership.json", msgspec.json.encode(membership), private=True)
+    _clean(folder)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what only the joining needed, and give the identity to its owner."""
     for leftover in folder.glob("joining-*"):
         leftover.unlink()
     _hand_over(folder, folder.parent.stat().st_uid, folder.parent.stat().st_gid)

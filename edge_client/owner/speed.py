@@ -4,7 +4,6 @@ A probe that was given up is stored, too: each start would lose the same minutes
 """
 
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -23,9 +22,8 @@ Measure = Callable[[int], Speed]
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """The conditions on which a measured speed depends."""
+    """The conditions on which a measured speed depends: not the version of this software, which updates change."""
 
-    software: str
     engine: str | None
     engine_version: str | None
     threads: int
@@ -35,7 +33,6 @@ class Conditions(Struct, frozen=True, kw_only=True):
     def now(cls, threads: int) -> Self:
         engine, engine_version = find_engine()
         return cls(
-            software=version("fedvit"),
             engine=engine,
             engine_version=engine_version,
             threads=threads,

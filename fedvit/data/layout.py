@@ -22,6 +22,9 @@ UNLABELLED = "unlabelled"
 """In a device's folder: images that wait for a label. It is no class."""
 
 
+SYSTEM_FOLDERS = ("__MACOSX", "lost+found", "System Volume Information", "$RECYCLE.BIN")
+
+
 @dataclass
 class Tree(Generic[File]):
     """Folders by name, and images by name."""
@@ -67,8 +70,8 @@ def read_class_folders(folder: Path) -> Found:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden; __MACOSX is added to archives by macOS."""
-    return name.startswith(".") or name == "__MACOSX"
+    """Return whether a file or folder is hidden, or a system's own: of an archive, a disk, or a stick."""
+    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 def read_tree(folder: Path, depth: int) -> Tree[Path]:

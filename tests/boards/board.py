@@ -1,16 +1,20 @@
-"""A virtual board: Debian for arm64 with systemd on an emulated processor, whose power can be cut at any time.
+"""A virtual board: Debian with systemd on an emulated processor, whose power can be cut at any time.
 
 It has the disk of `volatile_disk`, a boot partition and a stick with pictures, which the board only reads. It reaches
 this machine's loopback as HOST, and of the board only ssh can be reached.
 """
 
+import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from coordinator.security.broker.process import claim_port
 from tests.support.waiting import wait_until
@@ -20,6 +24,23 @@ HOST = "10.0.2.2"
 BOOT_S, OFF_S = 2400.0, 900.0
 COMMAND_S = 600.0
 """Longest times of a start, of its end, and of a command in it, on a busy machine."""
+ACCELERATED_S = 15.0
+"""Time in which this machine's own processor boots a kernel up to the search for its disk: it takes one second."""
+
+
+class Emulator(NamedTuple):
+    """The program that emulates boards of an architecture."""
+
+    program: str
+    machine: str
+    processor: str
+    console: str
+
+
+EMULATORS = {
+    "arm64": Emulator("qemu-system-aarch64", "virt", "cortex-a72", "ttyAMA0"),  # of a Raspberry Pi 4
+    "amd64": Emulator("qemu-system-x86_64", "q35", "max", "ttyS0"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +48,29 @@ class Image:
     """The files of image.sh, which several boards start from."""
 
     folder: Path
+    architecture: str
+
+    @property
+    def emulator(self) -> Emulator:
+        return EMULATORS[self.architecture]
+
+    @cached_property
+    def accelerator(self) -> str:
+        """`kvm` where this machine's own processor boots the kernel, else `tcg`, which translates each instruction.
+
+        That /dev/kvm opens says nothing: within some virtual machines it interprets a kernel, slower than `tcg` does.
+        """
+        emulator = self.emulator
+        command = [emulator.program, "-M", emulator.machine, "-accel", "kvm", "-cpu", "host", "-m", "256"]
+        command += ["-nodefaults", "-display", "none", "-no-reboot", "-append", "panic=-1"]
+        command += ["-kernel", str(self.folder / "vmlinuz")]
+        try:  # without a disk the kernel panics, and the emulator ends
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ACCELERATED_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return "tcg"
+        return "tcg" if done.returncode else "kvm"
 
     @property
     def disk(self) -> Path:
@@ -41,7 +85,7 @@ class Image:
 class Machine:
     """The machine that is emulated."""
 
-    processor: str = "cortex-a72"  # of a Raspberry Pi 4; cortex-a76 is that of a Raspberry Pi 5
+    processor: str = ""  # by default the architecture's; cortex-a76 is that of a Raspberry Pi 5
     cores: int = 1  # more wait for each other where this machine is busy
     memory_mb: int = 1024
 
@@ -53,7 +97,6 @@ class Cuts:
     count: int = 0
     within_flush: int = 0
     lost_blocks: int = 0
-    seconds: list[float] = field(default_factory=list)  # from power-on to ssh, after each
 
 
 class Board:
@@ -79,14 +122,21 @@ class Board:
     def switch_on(self, *more: str) -> float:
         """Start it, and wait until it answers; return the seconds. `more`: arguments for the emulator."""
         began = time.monotonic()
+        self.give_power(*more)
+        self.wait_for_answer()
+        return time.monotonic() - began
+
+    def give_power(self, *more: str) -> None:
+        """Start it, and do not wait."""
         key = self.home / "key"
         key.write_bytes(self.image.key.read_bytes())
         key.chmod(0o600)
         with (self.home / "emulator.log").open("ab") as log:
             command = self._make_command(more)
             self._emulator = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        wait_until(self._answers, f"{self.home.name} does not answer; see console.log", wait_s=BOOT_S, pause_s=3)
-        return time.monotonic() - began
+
+    def wait_for_answer(self) -> None:
+        wait_until(self._answers, f"{self.home.name} does not answer; see console.log", wait_s=BOOT_S, pause_s=0.5)
 
     def switch_off(self) -> None:
         """Shut it down as its owner should."""
@@ -114,6 +164,19 @@ class Board:
         self._emulator.wait()
         self.cuts.within_flush += 1
         self._note_cut()
+
+    def cut(self, *, within_flush: bool) -> None:
+        """Cut its power, either way."""
+        (self.cut_power_within_flush if within_flush else self.cut_power)()
+
+    def plug_cable(self, *, plugged: bool) -> None:
+        """Plug its network cable in, or out."""
+        with socket.socket(socket.AF_UNIX) as monitor, monitor.makefile("r") as answers:
+            wait_until(lambda: not monitor.connect_ex(str(self.home / "monitor")), "the emulator has no monitor")
+            answers.readline()
+            for command, values in (("qmp_capabilities", {}), ("set_link", {"name": "net", "up": plugged})):
+                monitor.sendall(json.dumps({"execute": command, "arguments": values}).encode())
+                assert "return" in json.loads(answers.readline())
 
     def close(self) -> None:
         """End its processes."""
@@ -172,18 +235,22 @@ class Board:
         return disk
 
     def _make_command(self, more: tuple[str, ...]) -> list[str]:
-        folder, machine = self.image.folder, self.machine
+        folder, machine, emulator = self.image.folder, self.machine, self.image.emulator
+        accelerator = self.image.accelerator
+        processor = "host" if accelerator == "kvm" else machine.processor or emulator.processor
         drives = {
             "root": f"file=nbd+unix:///?socket={self._socket},format=raw,cache=writeback",
             # a partition made of the folder's files, as the card's reader shows it
             "boot": f"driver=vvfat,dir={self.boot_folder},label=bootfs,read-only=on",
             "pictures": f"file={self._pictures},format=raw,read-only=on",
         }
-        command = ["qemu-system-aarch64", "-M", "virt", "-cpu", machine.processor, "-smp", str(machine.cores)]
-        command += ["-m", str(machine.memory_mb), "-display", "none", "-monitor", "none"]
+        command = [emulator.program, "-M", emulator.machine, "-accel", accelerator, "-cpu", processor]
+        command += ["-smp", str(machine.cores), "-m", str(machine.memory_mb), "-nodefaults", "-display", "none"]
+        command += ["-qmp", f"unix:{self.home / 'monitor'},server=on,wait=off"]
         command += ["-serial", f"file:{self.home / 'console.log'}"]
         command += ["-kernel", str(folder / "vmlinuz"), "-initrd", str(folder / "initrd.img")]
-        command += ["-append", "root=/dev/vda ro console=ttyAMA0 panic=5 quiet systemd.getty_auto=0"]
+        settings = f"root=/dev/vda ro console={emulator.console} panic=5 quiet mitigations=off systemd.getty_auto=0"
+        command += ["-append", settings]
         for name, drive in drives.items():
             command += ["-drive", f"if=none,id={name},{drive}", "-device", f"virtio-blk-pci,drive={name}"]
         command += ["-netdev", f"user,id=net,ipv6=off,hostfwd=tcp:127.0.0.1:{self._port}-:22"]
@@ -192,7 +259,7 @@ class Board:
 
     def _answers(self) -> bool:
         assert self._runs(), (self.home / "emulator.log").read_text()
-        return self.try_run("true", 180).returncode == 0
+        return self.try_run("true", 60).returncode == 0
 
     def _runs(self) -> bool:
         return self._emulator is not None and self._emulator.poll() is None

@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
-# Makes FOLDER with a virtual board's Debian 12 for arm64: root.img (ext4), vmlinuz, initrd.img and key (of root's ssh):
-#   tests/boards/image.sh FOLDER
+# Makes FOLDER with a virtual board's Debian 12: root.img (ext4), vmlinuz, initrd.img and key (of root's ssh):
+#   tests/boards/image.sh FOLDER arm64|amd64
 # It holds what a board's image holds before it is used: systemd, Python, cloud-init, and nothing of fedvit.
-# Root runs it, on Linux 6.7 or newer. It takes a quarter of an hour, as the packages' scripts are emulated.
+# Root runs it. It takes a minute for this machine's own architecture; for another one, a quarter of an hour and Linux 6.7
+# or newer, as the packages' scripts are emulated.
 set -euo pipefail
-folder=$(realpath -m "$1")
+folder=$(realpath -m "$1") architecture=$2
 root=$folder/root
 # the archives that this machine's own apt uses
 list_archives() { apt-get indextargets --format '$(REPO_URI)' | sort -u; }
-mirror=${MIRROR:-$(list_archives | grep -v security | head -n 1)} security=${SECURITY:-$(list_archives | grep security | head -n 1)}
-packages=systemd-sysv,systemd-timesyncd,udev,dbus,kmod,linux-image-arm64,initramfs-tools,zstd,iproute2,procps,e2fsprogs
+mirror=${MIRROR:-$(list_archives | grep -v security | head -n 1)}
+security=${SECURITY:-$(list_archives | grep security | head -n 1 || true)} # not every machine has one
+packages=systemd-sysv,systemd-timesyncd,udev,dbus,kmod,linux-image-cloud-$architecture,initramfs-tools,zstd,iproute2,procps,e2fsprogs
 packages+=,openssh-server,python3,libstdc++6,ca-certificates,cloud-init
 [ "$(id -u)" = 0 ] || { echo "image.sh needs root: files of the image belong to many users" >&2; exit 1; }
 
 # run_emulated COMMAND...: run it as root of a user namespace in which programs for aarch64 run. A user namespace has a
 # binfmt_misc of its own, so nothing is registered for the rest of this machine. All ids are the same inside.
+# Where programs for the architecture run anyway, it only runs the command.
 run_emulated() {
   local gate parent child
+  [ "$architecture" != "$(dpkg --print-architecture)" ] || { "$@"; return; }
   gate=$(mktemp -u); mkfifo "$gate"
   unshare --user --mount --pid --fork sh -c 'read -r _ < "$0"
     mount -t binfmt_misc none /proc/sys/fs/binfmt_misc
@@ -41,11 +45,11 @@ echo MODULES=list > "$1/etc/initramfs-tools/conf.d/board"
 printf '%s\n' virtio_pci virtio_blk ext4 > "$1/etc/initramfs-tools/modules"
 END
 chmod +x "$folder/before-packages"
-run_emulated mmdebstrap --quiet --mode=root --architectures=arm64 --variant=minbase --skip=check/qemu \
+run_emulated mmdebstrap --quiet --mode=root --architectures="$architecture" --variant=minbase --skip=check/qemu \
   --format=directory --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
   --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt=force-unsafe-io --include="$packages" \
   --essential-hook="$folder/before-packages" \
-  bookworm "$root" "deb $mirror bookworm main" "deb $security bookworm-security main"
+  bookworm "$root" "deb $mirror bookworm main" ${security:+"deb $security bookworm-security main"}
 
 echo board > "$root/etc/hostname"
 mkdir -p "$root/boot/firmware" "$root/srv/fedvit/images" "$root/root/.ssh" "$root/var/log/journal"
@@ -63,7 +67,12 @@ wants=$root/etc/systemd/system/multi-user.target.wants
 ln -sf /lib/systemd/system/systemd-networkd.service "$wants/"
 mkdir -p "$root/etc/systemd/system/network-online.target.wants"
 ln -sf /lib/systemd/system/systemd-networkd-wait-online.service "$root/etc/systemd/system/network-online.target.wants/"
-for unit in apt-daily.timer apt-daily-upgrade.timer; do ln -sf /dev/null "$root/etc/systemd/system/$unit"; done
+# what nothing here uses, and takes an emulated board seconds
+for unit in apt-daily.timer apt-daily-upgrade.timer e2scrub_reap.service e2scrub_all.timer systemd-binfmt.service \
+    modprobe@{configfs,dm_mod,drm,efi_pstore,fuse,loop}.service sys-kernel-{config,debug,tracing}.mount \
+    dev-{hugepages,mqueue}.mount systemd-{pstore,update-utmp}.service kmod-static-nodes.service getty.target; do
+  ln -sf /dev/null "$root/etc/systemd/system/$unit"
+done
 # a board speaks with this machine alone: no archive, no time server
 : > "$root/etc/apt/sources.list"
 mkdir -p "$root/etc/systemd/timesyncd.conf.d"

@@ -15,6 +15,17 @@ from tests.support.programs import query_record, toml
 from tests.support.waiting import wait_until
 
 BIN = Path(sys.executable).parent
+RUN: dict[str, Any] = {
+    "method": "fedper",
+    "rounds": 1,
+    "seed": 5,
+    "devices": 1,
+    "options": {"batch_size": 8, "epochs": 1, "lr": 0.05, "momentum": 0.9},
+    "model_options": {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2},
+    "deadline_s": 3600.0,
+    "rejoin_grace_s": 1800.0,
+}
+"""A method with personal tensors, so that each round is written into the vault."""
 ROUND_S = 3600.0
 """Longest wait for a round: a board trains a hundred times slower than this machine, and starts again meanwhile."""
 

@@ -263,7 +263,7 @@ def test_a_device_joins_and_its_key_stays_at_home(stage: Stage, tmp_path: Path) 
     joined = join(token, tmp_path / "identity")
     assert joined.trouble is None
     assert joined.identity.membership == Membership(
-        device="pi-join", federation="home", host="127.0.0.1", port=stage.deployment.settings.port
+        device="pi-join", federation="home", host="127.0.0.1", port=stage.deployment.settings.port, token=token.id
     )
     assert (tmp_path / "identity").stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "identity").iterdir())
@@ -272,10 +272,21 @@ def test_a_device_joins_and_its_key_stays_at_home(stage: Stage, tmp_path: Path) 
     assert b"PRIVATE KEY" in key
     assert key not in b"".join(path.read_bytes() for path in stage.deployment.folder.iterdir() if path.is_file())
     with pytest.raises(ConfigError, check=has_code("FV1306")):
-        join(token, tmp_path / "identity")
+        join(make_token(stage.deployment, "pi-other", 60.0), tmp_path / "identity")
     listed = json.loads(run("devices", "--deployment", str(stage.deployment.folder), "--json").stdout)
     [entry] = [entry for entry in listed if entry["device"] == "pi-join"]
     assert entry["state"] == "valid"
+
+
+def test_interrupted_end_of_joining(stage: Stage, tmp_path: Path) -> None:
+    """A board that lost its power before its token was removed joins with it again: it keeps its certificate."""
+    token, folder = make_token(stage.deployment, "pi-cut", 60.0), tmp_path / "identity"
+    certificate = join(token, folder).identity.certificate.read_bytes()
+    (folder / f"joining-{token.id}.key").write_text("left over")
+    again = join(token, folder)
+    assert again.trouble is None
+    assert again.identity.certificate.read_bytes() == certificate
+    assert not list(folder.glob("joining-*"))
 
 
 def test_join_as_root_leaves_files_readable_by_the_service(stage: Stage, tmp_path: Path) -> None:
@@ -843,10 +854,11 @@ def test_what_a_device_joined_is_used_without_any_flag(stage: Stage, tmp_path: P
 
 
 def test_the_command_line_joins(stage: Stage, tmp_path: Path) -> None:
-    token = make_token(stage.deployment, "pi-typed", 60.0).text()
-    given = ["join", token, "--state", str(tmp_path)]
-    assert "joined as 'pi-typed'" in CliRunner().invoke(edge_cli, given).stdout
-    assert isinstance(CliRunner().invoke(edge_cli, given).exception, ConfigError)
+    token, other = (make_token(stage.deployment, name, 60.0).text() for name in ("pi-typed", "pi-other"))
+    for _ in range(2):
+        assert "joined as 'pi-typed'" in CliRunner().invoke(edge_cli, ["join", token, "--state", str(tmp_path)]).stdout
+    refused = CliRunner().invoke(edge_cli, ["join", other, "--state", str(tmp_path)])
+    assert isinstance(refused.exception, ConfigError)
 
 
 def test_enroll_prints_a_line_that_needs_no_flag(tmp_path: Path) -> None:

@@ -55,7 +55,6 @@ def test_without_a_state_nothing_is_kept() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("software", "9.9"),
         ("engine", "onnxruntime-gpu"),
         ("engine_version", "1.20.1"),
         ("threads", 3),
@@ -63,7 +62,7 @@ def test_without_a_state_nothing_is_kept() -> None:
     ],
 )
 def test_speed_is_measured_again_under_other_conditions(tmp_path: Path, name: str, value: object) -> None:
-    """The file is as another software, engine, number of threads or board left it."""
+    """The file is as another engine, number of threads or board left it."""
     find_speed(tmp_path, 2, Measure())
     kept = msgspec.json.decode((tmp_path / FILE).read_bytes())
     assert name in Conditions.__struct_fields__

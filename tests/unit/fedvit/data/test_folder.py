@@ -29,6 +29,14 @@ def break_late(path: Path) -> None:
 
 
 class TestLayouts:
+    def test_folders_of_systems_are_not_classes(self, tmp_path: Path) -> None:
+        """A stick has lost+found, which only root can list."""
+        put(tmp_path / "cat", "0.png")
+        for name in ("lost+found", "System Volume Information", ".Trash-1000"):
+            put(tmp_path / name, "1.png")
+        data = DeviceData.open(tmp_path)
+        assert (data.classes, data.empty, data.problems()) == (("cat",), (), [])
+
     def test_train_and_test(self, tmp_path: Path) -> None:
         """Classes are those of both parts together, sorted: bird is in test only, dog in train only, cow is empty."""
         put(tmp_path / "train/cat", "1.png", "0.JPG")

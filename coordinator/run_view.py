@@ -19,7 +19,6 @@ from coordinator.record.liveness import current_status
 from coordinator.record.privacy import DEVICE_EPSILON, EPSILON, ROW_EPSILON, UPLOAD_EPSILON
 from coordinator.record.record import Record
 from coordinator.record.rounds import RunPosition
-from coordinator.record.scores import find_best
 from coordinator.record.tables import DeviceTotals, RefusalRecord, ResultRecord, RoundTotals, RunRecord
 from coordinator.record.totals import add_evaluation, add_training, with_result
 from fedvit.errors import ConfigError
@@ -231,7 +230,7 @@ def read_run(store: Record, run: str, accuracy_of: int | None = None, refusals_o
         bytes_down=sum(device.bytes_down for device in devices),
         bytes_up=sum(device.bytes_up for device in devices),
         max_edge_rss_bytes=max(peaks, default=None),
-        best=find_best(store, run) or None,
+        best=_find_best(listed),
         tested=record.config.get("start_from") if record.config.get("rounds") == 0 else None,
     )
 
@@ -420,6 +419,12 @@ def _under_way(
 
 def _accuracies(results: list[ResultRecord]) -> dict[str, float]:
     return add_evaluation(RoundTotals(cohort=0), [result for result in results if result.kind == "evaluate"]).accuracy
+
+
+def _find_best(rounds: list[RoundView]) -> int | None:
+    """Return the round with the highest mean accuracy, the earliest of equal ones."""
+    tested = [(entry.accuracy_mean, -entry.round) for entry in rounds if entry.accuracy_mean is not None]
+    return -max(tested)[1] if tested else None
 
 
 def _newest(values: Iterator[float | None]) -> float | None:

@@ -186,7 +186,7 @@ build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kerne
 	@CXX=aarch64-linux-gnu-g++ $(BIN)/python kernels/compile.py build/arm/kernels/fedvit_kernels/libfedvit_kernels.so
 	@touch $@
 
-# the device on virtual boards, from first boot to power cuts (docs/boards.md); root, 20 minutes. One check: CHECK=name; boards
+# the device on virtual boards, from first boot to power cuts (docs/boards.md); root. One check: CHECK=name; boards
 # of another architecture than this machine's need Linux 6.7 and hours: ARCH=arm64
 ARCH ?= amd64
 BOARDS := build/boards/$(ARCH)

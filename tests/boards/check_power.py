@@ -98,6 +98,9 @@ def test_power_cuts_in_the_first_boot(scene: Scene, make_board: Callable[..., Bo
     scene.board.switch_off()
     site.enroll(board, package)
     site.start_run("first-cuts", RUN)
+    board.switch_on()
+    board.wait_for("pgrep dpkg-deb", "the package is not unpacked")
+    board.cut_power()
     first_s = scene.times["from the first command to the end of the first round"]
     for number in range(count_cuts(0.12)):
         board.give_power()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from coordinator.record.record import Record
-from coordinator.record.tables import DeviceModel, ModelRecord, ModelStage, Promotion, PromotionAct
+from coordinator.record.tables import DeviceModelRecord, ModelRecord, ModelStage, Promotion, PromotionAct
 from fedvit.wire.messages import ModelState, WantedState
 
 
@@ -76,7 +76,7 @@ class ModelView(Struct, frozen=True, kw_only=True):
 
 def list_models(store: Record) -> list[ModelView]:
     """Return all models, the newest first."""
-    devices: dict[str, list[DeviceModel]] = {}
+    devices: dict[str, list[DeviceModelRecord]] = {}
     for row in store.models.read_devices():
         devices.setdefault(row.model, []).append(row)
     acts: dict[str, list[Promotion]] = {}
@@ -90,7 +90,7 @@ def read_model(store: Record, name: str) -> ModelView:
     return _view(store.models.read(name), store.models.read_devices(name), store.models.read_promotions([name]))
 
 
-def _view(model: ModelRecord, rows: Sequence[DeviceModel], acts: Sequence[Promotion]) -> ModelView:
+def _view(model: ModelRecord, rows: Sequence[DeviceModelRecord], acts: Sequence[Promotion]) -> ModelView:
     return ModelView(
         model=model.name,
         run=model.run,
@@ -114,14 +114,14 @@ def _view(model: ModelRecord, rows: Sequence[DeviceModel], acts: Sequence[Promot
     )
 
 
-def is_pending(row: DeviceModel) -> bool:
+def is_pending(row: DeviceModelRecord) -> bool:
     """Return whether a device is to change the state of a model that it has."""
     if row.wanted in (None, "retired"):
         return row.wanted is not None and row.actual is not None
     return row.actual is not None and row.actual != row.wanted and not row.failed
 
 
-def _describe(row: DeviceModel) -> ModelOnDevice:
+def _describe(row: DeviceModelRecord) -> ModelOnDevice:
     compared = row.comparison
     return ModelOnDevice(
         device=row.device,

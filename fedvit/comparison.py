@@ -12,7 +12,7 @@ _PAIRED = ("both", "challenger", "champion", "neither")
 _ALONE = ("challenger", "neither")
 
 
-class Interval(Struct, frozen=True):
+class ScoreInterval(Struct, frozen=True):
     """A 95 % confidence interval."""
 
     low: float
@@ -52,7 +52,7 @@ class Comparison(Struct, frozen=True):
         """The accuracy of the challenger minus that of the champion."""
         return (self.only_challenger - self.only_champion) / max(1, self.images)
 
-    def gain_interval(self) -> Interval:
+    def gain_interval(self) -> ScoreInterval:
         """Interval of the gain: that of McNemar's test, with half an image added to each of the four counts.
 
         The added images keep its coverage where counts are small (Agresti and Min, 2005).
@@ -60,16 +60,16 @@ class Comparison(Struct, frozen=True):
         better, worse, images = self.only_challenger + 0.5, self.only_champion + 0.5, self.images + 2
         gain = (better - worse) / images
         spread = Z * math.sqrt(better + worse - (better - worse) ** 2 / images) / images
-        return Interval(max(-1.0, gain - spread), min(1.0, gain + spread))
+        return ScoreInterval(max(-1.0, gain - spread), min(1.0, gain + spread))
 
-    def challenger_interval(self) -> Interval:
+    def challenger_interval(self) -> ScoreInterval:
         """Interval of the challenger's accuracy (Wilson)."""
         images, share = self.images, self.challenger_accuracy
         if not images:
-            return Interval(0.0, 1.0)
+            return ScoreInterval(0.0, 1.0)
         middle = (share + Z**2 / (2 * images)) / (1 + Z**2 / images)
         spread = Z * math.sqrt(share * (1 - share) / images + Z**2 / (4 * images**2)) / (1 + Z**2 / images)
-        return Interval(max(0.0, middle - spread), min(1.0, middle + spread))
+        return ScoreInterval(max(0.0, middle - spread), min(1.0, middle + spread))
 
 
 def as_metrics(comparison: Comparison, *, with_champion: bool) -> dict[str, float]:

@@ -7,7 +7,7 @@ import msgspec
 
 from coordinator.commands.flags import runs_flag
 from coordinator.model_view import ModelView, describe_score
-from coordinator.operations.models import ChangedModel
+from coordinator.operations.models import ModelChange
 from coordinator.operations.opening import open_models
 from fedvit.command_line import Command, Group, json_flag
 from fedvit.files import private_files
@@ -73,7 +73,7 @@ def retire(name: str, folder: Path, as_json: bool) -> None:
         _print(source.retire(name), as_json=as_json)
 
 
-def _print(changed: ChangedModel, *, as_json: bool) -> None:
+def _print(changed: ModelChange, *, as_json: bool) -> None:
     click.echo(msgspec.json.encode(changed).decode() if as_json else changed.done)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fedvit.client import Service
 
 
-class ChangedModel(Struct, frozen=True, kw_only=True):
+class ModelChange(Struct, frozen=True, kw_only=True):
     """A model after an operator's request."""
 
     model: str
@@ -35,20 +35,20 @@ class LocalModels:
         """Read one model."""
         return read_model(self._store, name)
 
-    def promote(self, name: str, where: str = "") -> ChangedModel:
+    def promote(self, name: str, where: str = "") -> ModelChange:
         """Let devices use a model: all that have it, or those with labels."""
         return self._describe(name, promote(self._store, name, where))
 
-    def roll_back(self, name: str) -> ChangedModel:
+    def roll_back(self, name: str) -> ModelChange:
         """Stop the use of a model on all devices; they use their former ones again."""
         return self._describe(name, roll_back(self._store, name))
 
-    def retire(self, name: str) -> ChangedModel:
+    def retire(self, name: str) -> ModelChange:
         """Let devices remove a model that none of them uses."""
         return self._describe(name, retire(self._store, name))
 
-    def _describe(self, name: str, done: str) -> ChangedModel:
-        return ChangedModel(model=name, stage=self._store.models.read(name).stage, done=done)
+    def _describe(self, name: str, done: str) -> ModelChange:
+        return ModelChange(model=name, stage=self._store.models.read(name).stage, done=done)
 
 
 class RemoteModels:
@@ -65,14 +65,14 @@ class RemoteModels:
         """Read one model."""
         return self._service.ask(ModelView, "GET", "models", name)
 
-    def promote(self, name: str, where: str = "") -> ChangedModel:
+    def promote(self, name: str, where: str = "") -> ModelChange:
         """Let devices use a model: all that have it, or those with labels."""
-        return self._service.ask(ChangedModel, "POST", "models", name, "promote", body={"where": where})
+        return self._service.ask(ModelChange, "POST", "models", name, "promote", body={"where": where})
 
-    def roll_back(self, name: str) -> ChangedModel:
+    def roll_back(self, name: str) -> ModelChange:
         """Stop the use of a model on all devices; they use their former ones again."""
-        return self._service.ask(ChangedModel, "POST", "models", name, "rollback")
+        return self._service.ask(ModelChange, "POST", "models", name, "rollback")
 
-    def retire(self, name: str) -> ChangedModel:
+    def retire(self, name: str) -> ModelChange:
         """Let devices remove a model that none of them uses."""
-        return self._service.ask(ChangedModel, "POST", "models", name, "retire")
+        return self._service.ask(ModelChange, "POST", "models", name, "retire")

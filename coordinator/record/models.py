@@ -12,7 +12,7 @@ from coordinator.record.tables import (
     DEVICE_MODELS,
     MODELS,
     PROMOTIONS,
-    DeviceModel,
+    DeviceModelRecord,
     ModelRecord,
     ModelStage,
     Promotion,
@@ -50,7 +50,7 @@ class RecordedModels:
         counted = self._database.fetch(select(MODELS.c.stage, func.count()).group_by(MODELS.c.stage))
         return {str(stage): int(count) for stage, count in counted}
 
-    def add(self, model: ModelRecord, devices: Iterable[DeviceModel]) -> None:
+    def add(self, model: ModelRecord, devices: Iterable[DeviceModelRecord]) -> None:
         """Store a model that devices have compared."""
         with self._database.transaction() as connection:
             replace(connection, MODELS, [msgspec.to_builtins(model)])
@@ -61,16 +61,16 @@ class RecordedModels:
         with self._database.transaction() as connection:
             connection.execute(update(MODELS).where(MODELS.c.name == name).values(**values, changed_at=now()))
 
-    def read_devices(self, model: str | None = None, device: str | None = None) -> list[DeviceModel]:
+    def read_devices(self, model: str | None = None, device: str | None = None) -> list[DeviceModelRecord]:
         """Return the models on devices: of one model, of one device, or all."""
         query = select(DEVICE_MODELS).order_by(DEVICE_MODELS.c.model, DEVICE_MODELS.c.device)
         if model is not None:
             query = query.where(DEVICE_MODELS.c.model == model)
         if device is not None:
             query = query.where(DEVICE_MODELS.c.device == device)
-        return self._database.read(DeviceModel, DEVICE_MODELS, query)
+        return self._database.read(DeviceModelRecord, DEVICE_MODELS, query)
 
-    def write_devices(self, rows: Iterable[DeviceModel]) -> None:
+    def write_devices(self, rows: Iterable[DeviceModelRecord]) -> None:
         """Store the states of models on devices."""
         if values := [msgspec.to_builtins(row) for row in rows]:
             with self._database.transaction() as connection:

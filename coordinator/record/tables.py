@@ -336,7 +336,7 @@ class ModelRecord(Struct, frozen=True, kw_only=True):
     canary_since: str | None = None  # the first device reported that it is canary
 
 
-class DeviceModel(Struct, frozen=True, kw_only=True):
+class DeviceModelRecord(Struct, frozen=True, kw_only=True):
     """A model on one device: its comparison, the wanted state and the actual one."""
 
     model: str
@@ -488,7 +488,7 @@ LABELS = Table(
 
 MODELS = Table("models", TABLES, *_columns(ModelRecord, "name"))
 
-DEVICE_MODELS = Table("device_models", TABLES, *_columns(DeviceModel, "model", "device"))
+DEVICE_MODELS = Table("device_models", TABLES, *_columns(DeviceModelRecord, "model", "device"))
 Index("device_models_by_device", DEVICE_MODELS.c.device)
 
 PROMOTIONS = Table("promotions", TABLES, _id(), *_columns(Promotion))

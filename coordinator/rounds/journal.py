@@ -14,7 +14,7 @@ from coordinator.record.rounds import ClosedRound, RoundWork
 from coordinator.record.scores import find_round
 from coordinator.record.tables import (
     Asked,
-    DeviceModel,
+    DeviceModelRecord,
     ModelRecord,
     ResultRecord,
     RoundRecord,
@@ -177,7 +177,7 @@ class RecordJournal(Journal):
             comparison, paired = read_metrics(result.metrics)
             labels = state.presence[result.device].hello.labels if result.device in state.presence else {}
             rows.append(
-                DeviceModel(
+                DeviceModelRecord(
                     model=name, device=result.device, labels=dict(labels), comparison=comparison, paired=paired,
                     actual="challenger", changed_at=at,
                 )

@@ -75,5 +75,7 @@ def _line(model: DeviceModel, width: int) -> str:
     parts = [f"{model.name:<{width}}  {model.state:<10}  {since}  {model.method}"]
     if model.comparison:
         counts = model.comparison
-        parts.append(f"right: both {counts.both}, only it {counts.challenger}, only the champion {counts.champion}")
+        parts.append(
+            f"right: both {counts.both}, only it {counts.only_challenger}, only the champion {counts.only_champion}"
+        )
     return "  ".join([*parts, model.reason]).rstrip()

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from edge_client.storage.serving import Answered
+from edge_client.storage.serving import ServedAnswers
 from export.bundle.reference import MEASURES, PictureReference, Quantiles, measure_answers, measure_pixels
 from fedvit.data.images import Floats, Pixels
 from fedvit.files import atomic_write
@@ -60,7 +60,7 @@ class Day(Struct, frozen=True, kw_only=True):
     """Statistics of one day."""
 
     model: str
-    answered: Answered = Answered()
+    answered: ServedAnswers = ServedAnswers()
     classes: tuple[int, ...] = ()
     measures: dict[str, Moments] = {}
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from edge_client.serving.drift import DriftWatch, Observation
 from edge_client.storage.models import DeviceModel, DeviceModels
-from edge_client.storage.serving import Answered, ServingStatus, read_serving, write_serving
+from edge_client.storage.serving import ServedAnswers, ServingStatus, read_serving, write_serving
 from export.bundle.read import Bundle, ClassProbability, read_reference
 from fedvit.data.images import Pixels
 from fedvit.engine import trim_memory
@@ -71,7 +71,7 @@ class NoModel(FedvitError):
     general_code = "FV1492"
 
 
-def is_below_band(new: Answered, former: Answered) -> bool:
+def is_below_band(new: ServedAnswers, former: ServedAnswers) -> bool:
     """Return whether a new model is less confident than the one before it by more than chance and a tenth."""
     if min(new.pictures, former.pictures) < BAND_PICTURES or new.pictures > PROBATION:
         return False
@@ -228,7 +228,7 @@ class ModelServer:
             status = replace(self.status, trouble="", drift={})
             if wanted.name != status.name:
                 former = status.answered if status.answered.pictures >= BAND_PICTURES else status.former
-                status = replace(status, name=wanted.name, answered=Answered(), former=former, is_proven=False)
+                status = replace(status, name=wanted.name, answered=ServedAnswers(), former=former, is_proven=False)
             self.status = status
         self._reported = ""
         log.info("model answers", extra={"model": wanted.name, "state": wanted.state})
@@ -250,7 +250,7 @@ class ModelServer:
         except (ConfigError, StorageFailed) as error:
             self.note_trouble(f"model {name} is not rolled back", str(error))
             with self._lock:  # it goes on, and is not compared again
-                self.status = replace(self.status, starts=0, former=Answered())
+                self.status = replace(self.status, starts=0, former=ServedAnswers())
             return False
         log.warning("model rolled back", extra={"model": name, "now": now.name, "reason": reason})
         with self._lock:

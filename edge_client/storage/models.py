@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from fedvit.comparison import Comparison
 from fedvit.errors import ConfigError, Damaged
 from fedvit.files import atomic_write, make_folder, storage_failed, sync_folder
 from fedvit.wire.messages import Count
@@ -39,15 +40,6 @@ _LOCK = "lock"
 _NEW = ".new-"
 _ABANDONED_S = 86400.0
 """Age of an incomplete bundle whose writer has ended."""
-
-
-class Comparison(Struct, frozen=True):
-    """Answers of a challenger and a champion to the same test images."""
-
-    both: Count  # both are right
-    challenger: Count  # only the challenger
-    champion: Count  # only the champion
-    neither: Count
 
 
 class DeviceModel(Struct, frozen=True, kw_only=True):

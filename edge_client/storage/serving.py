@@ -16,7 +16,7 @@ SERVING = "SERVING.json"
 MAX_SERVING_BYTES = 1 << 16
 
 
-class Answered(Struct, frozen=True):
+class ServedAnswers(Struct, frozen=True):
     """Sums over the answers of one model."""
 
     pictures: Count = 0
@@ -28,9 +28,9 @@ class Answered(Struct, frozen=True):
     def mean_confidence(self) -> float | None:
         return self.confidence / self.pictures if self.pictures else None
 
-    def add(self, confidence: float, *, is_unsure: bool) -> "Answered":
+    def add(self, confidence: float, *, is_unsure: bool) -> "ServedAnswers":
         """Return the sums with one more answer."""
-        return Answered(
+        return ServedAnswers(
             self.pictures + 1, self.confidence + confidence, self.squares + confidence**2, self.unsure + is_unsure
         )
 
@@ -42,8 +42,8 @@ class ServingStatus(Struct, frozen=True, kw_only=True):
     process: int = 0
     written_s: float = 0.0  # wall clock
     name: str = ""  # the model that answers; "": none
-    answered: Answered = Answered()  # by this model
-    former: Answered = Answered()  # by the model before it, whose confidence is the band
+    answered: ServedAnswers = ServedAnswers()  # by this model
+    former: ServedAnswers = ServedAnswers()  # by the model before it, whose confidence is the band
     is_proven: bool = False  # this model has answered some pictures
     starting: str = ""  # a model that is opened, or that has not proven itself yet
     starts: Count = 0  # how often that has begun

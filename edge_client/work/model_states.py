@@ -9,7 +9,7 @@ import msgspec
 from edge_client.link.device_link import DeviceLink
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.models import ModelList
-from edge_client.storage.serving import Answered, read_serving, serving_file
+from edge_client.storage.serving import ServedAnswers, read_serving, serving_file
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.wire.messages import ModelReport, Models, WantedState
 
@@ -97,7 +97,7 @@ class ModelStates:
         name = used.name if used else ""
         in_use = (name for name, state in self._wanted.items() if state in ("canary", "champion"))
         failed = next((name for name in in_use if name in listed.withdrawn), "")
-        sums = serving.answered if serving and serving.name == name else Answered()
+        sums = serving.answered if serving and serving.name == name else ServedAnswers()
         report = ModelReport(
             self._link.instance,
             {model.name: model.state for model in listed.models},

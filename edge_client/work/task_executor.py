@@ -18,7 +18,7 @@ from edge_client.storage.best_round import keep_best
 from edge_client.storage.delta_chains import DeltaChain, make_blob
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.evaluation import check_takes_part, newest_counted, own_groups, start_values
-from edge_client.storage.models import Comparison, DeviceModel
+from edge_client.storage.models import DeviceModel
 from edge_client.storage.repair import repair_run
 from edge_client.trust.review import review_task
 from edge_client.work.private import clip_update, noisy_rows
@@ -193,7 +193,7 @@ class TaskExecutor:
         watch = Watch(self.make_reporter(task), lambda: execution.stop.is_set() or guarded.over(), guarded.tally)
         seeds = Seeds(task.seed, task.round, self.link.identity.device)
         if task.kind == "compare":
-            return self._compare(execution, program, Prepared(values, personal, data, seeds), watch, guarded)
+            return self._compare(execution, program, PreparedTask(values, personal, data, seeds), watch, guarded)
         if task.kind == "evaluate":
             evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
             use = self.measure_use(execution, guarded, evaluated.flops)
@@ -222,7 +222,7 @@ class TaskExecutor:
         return self.commit(execution, program, upload, guarded)
 
     def _compare(
-        self, execution: TaskExecution, program: Program, prepared: "Prepared", watch: Watch, guarded: Guarded
+        self, execution: TaskExecution, program: Program, prepared: "PreparedTask", watch: Watch, guarded: Guarded
     ) -> Result:
         """Make a challenger of the model, and compare it with the champion on the device's own test images."""
         task, storage = execution.task, self.storage
@@ -243,14 +243,13 @@ class TaskExecutor:
         if execution.stop.is_set():
             raise Stopped("FV1422", "the task was stopped")
         compared_on = compared.comparison
-        counts = (compared_on.both, compared_on.only_challenger, compared_on.only_champion, compared_on.neither)
         challenger = DeviceModel(
             run=task.run,
             round=task.round,
             method=program.method,
             state="challenger",
             changed_s=time.time(),
-            comparison=Comparison(*counts) if compared.with_champion else None,
+            comparison=compared_on if compared.with_champion else None,
         )
         bundle = storage.models.new_folder()
         for name, content in compared.files.items():
@@ -402,7 +401,7 @@ class TaskExecutor:
         )
 
 
-class Prepared(NamedTuple):
+class PreparedTask(NamedTuple):
     """The tensors and images with which a task begins."""
 
     values: Tensors

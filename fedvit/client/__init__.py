@@ -7,7 +7,7 @@ name = service.runs.submit({"method": "fedavg", "rounds": 20})
 service.runs.wait(name)
 """
 
-from fedvit.client.documents import Changed, ChangedModel, Device, Labels, Model, Page, Round, Run, Submitted
+from fedvit.client.documents import Changed, ChangedModel, Device, Labels, Page, Round, Run, Submitted, UsedModel
 from fedvit.client.service import Service
 
-__all__ = ["Changed", "ChangedModel", "Device", "Labels", "Model", "Page", "Round", "Run", "Service", "Submitted"]
+__all__ = ["Changed", "ChangedModel", "Device", "Labels", "Page", "Round", "Run", "Service", "Submitted", "UsedModel"]

@@ -72,7 +72,7 @@ class Device(Struct, frozen=True, kw_only=True):
     revoked: str | None
 
 
-class Model(Struct, frozen=True, kw_only=True):
+class UsedModel(Struct, frozen=True, kw_only=True):
     """A model that devices have compared or use."""
 
     model: str

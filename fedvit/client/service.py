@@ -15,11 +15,11 @@ from fedvit.client.documents import (
     ChangedModel,
     Device,
     Labels,
-    Model,
     Page,
     Round,
     Run,
     Submitted,
+    UsedModel,
 )
 from fedvit.errors import ConfigError, LinkDown
 
@@ -51,7 +51,7 @@ class Service:
         self.connection = Connection(url, token, ca_file)
         self.runs = Runs(self)
         self.devices = Devices(self)
-        self.models = Models(self)
+        self.models = ModelRequests(self)
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -162,15 +162,15 @@ class Runs:
         return self._service.ask(Changed, "POST", "runs", run, act)
 
 
-class Models:
+class ModelRequests:
     """The models of a service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def list_all(self) -> list[Model]:
+    def list_all(self) -> list[UsedModel]:
         """Return the models, the newest first."""
-        return self._service.ask(list[Model], "GET", "models")
+        return self._service.ask(list[UsedModel], "GET", "models")
 
     def promote(self, model: str, where: str = "") -> ChangedModel:
         """Let devices that have a model use it; `where`: only those with these labels."""

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from coordinator.record.record import open_record
-from fedvit.client import Changed, ChangedModel, Device, Labels, Model, Page, Round, Run, Submitted
+from fedvit.client import Changed, ChangedModel, Device, Labels, Page, Round, Run, Submitted, UsedModel
 from tests.support.http_api import Api, serve_api
 
 PAIRS = {
     Run: "RunProgress", Page: "RunPage", Round: "RoundView", Submitted: "SubmittedRun", Changed: "ChangedRun",
-    Labels: "DeviceLabels", Model: "ModelView", ChangedModel: "ChangedModel",
+    Labels: "DeviceLabels", UsedModel: "ModelView", ChangedModel: "ModelChange",
 }  # fmt: skip
 
 

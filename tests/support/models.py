@@ -6,7 +6,7 @@ import msgspec
 
 from coordinator.config import PromoteConfig
 from coordinator.record.record import Record
-from coordinator.record.tables import DeviceModel, ModelRecord
+from coordinator.record.tables import DeviceModelRecord, ModelRecord
 from coordinator.rounds.models.requests import add_model
 from fedvit.comparison import Comparison
 from fedvit.wire.messages import ModelReport, Models, ModelState
@@ -24,7 +24,7 @@ def compare_on(store: Record, name: str, compared: dict[str, Comparison], **rule
         stage="challenger", rules=settings, reason="", changed_at="2026-11-28T10:00",
     )  # fmt: skip
     rows = [
-        DeviceModel(
+        DeviceModelRecord(
             model=name, device=device, labels={"site": "berlin" if device == "a" else "rome"}, comparison=counts,
             paired=device in has_champion, actual="challenger",
         )

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from coordinator.record.record import Record
-from coordinator.record.tables import DeviceModel, ModelRecord, now
+from coordinator.record.tables import DeviceModelRecord, ModelRecord, now
 from coordinator.rounds.isolation import ends_run
 from coordinator.rounds.models.requests import promote_canary, read_rules, roll_back_by_rule
 from coordinator.rounds.models.rules import Wanted, judge_canary
@@ -127,7 +127,7 @@ class ModelKeeper:
         newest, self._act = self._store.models.find_newest_act(), self._act
         if newest != self._act or self._is_any_late():
             self._act = newest
-            by_device: dict[str, list[DeviceModel]] = {}
+            by_device: dict[str, list[DeviceModelRecord]] = {}
             for row in self._store.models.read_devices():
                 by_device.setdefault(row.device, []).append(row)
             for device in self._instances:
@@ -156,7 +156,7 @@ class ModelKeeper:
         if line:
             self._report(escape_line(line))  # it may quote a device, which must not forge a line
 
-    def _send_states(self, device: str, rows: list[DeviceModel], *, only_new: bool = False) -> None:
+    def _send_states(self, device: str, rows: list[DeviceModelRecord], *, only_new: bool = False) -> None:
         """Send a device its wanted states; with `only_new` if they have changed, or it is late to take them."""
         instance = self._instances.get(device)
         shown = [row for row in rows if row.wanted and not (row.wanted == "retired" and row.actual is None)]
@@ -175,7 +175,7 @@ class ModelKeeper:
         return any(time.monotonic() - sent_at >= AGAIN_S for _, sent_at in self._sent.values())
 
 
-def _apply(row: DeviceModel, report: ModelReport) -> DeviceModel:
+def _apply(row: DeviceModelRecord, report: ModelReport) -> DeviceModelRecord:
     """Return what a report says about a model."""
     actual = report.states.get(row.model)
     failed = report.failed == row.model
@@ -187,17 +187,17 @@ def _apply(row: DeviceModel, report: ModelReport) -> DeviceModel:
     return new if new == row or _is_sum(new, row) else msgspec.structs.replace(new, changed_at=now())
 
 
-def _before(rows: list[DeviceModel], changed: list[DeviceModel]) -> list[DeviceModel]:
+def _before(rows: list[DeviceModelRecord], changed: list[DeviceModelRecord]) -> list[DeviceModelRecord]:
     by_model = {row.model: row for row in rows}
     return [by_model[row.model] for row in changed]
 
 
-def _is_sum(new: DeviceModel, row: DeviceModel) -> bool:
+def _is_sum(new: DeviceModelRecord, row: DeviceModelRecord) -> bool:
     """Return whether only the sums of a model on a device have changed."""
     return msgspec.structs.replace(new, answered=row.answered, confidence=row.confidence) == row
 
 
-def _is_there(row: DeviceModel) -> bool:
+def _is_there(row: DeviceModelRecord) -> bool:
     """Return whether a model has its wanted state; one that the device does not have, or that failed, never will."""
     if row.wanted is None or row.failed:
         return True

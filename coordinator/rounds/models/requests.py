@@ -11,7 +11,7 @@ import msgspec
 from coordinator.config import PromoteConfig, why_not_asked
 from coordinator.record.audit import Actor, acting_as, current_actor
 from coordinator.record.record import Record
-from coordinator.record.tables import DeviceModel, ModelRecord, Promotion, PromotionAct, now
+from coordinator.record.tables import DeviceModelRecord, ModelRecord, Promotion, PromotionAct, now
 from coordinator.rounds.models import rules
 from coordinator.rounds.models.rules import Score, Wanted
 from fedvit.errors import ConfigError
@@ -100,7 +100,7 @@ def retire(store: Record, name: str) -> str:
     return f"model {name} is retired on {format_count(len(chosen), 'device')}"
 
 
-def add_model(store: Record, model: ModelRecord, rows: Iterable[DeviceModel]) -> str:
+def add_model(store: Record, model: ModelRecord, rows: Iterable[DeviceModelRecord]) -> str:
     """Store a model that devices have compared, and let devices use it as its run's rules say. Returns what happens.
 
     Nothing changes if it was stored before.
@@ -161,11 +161,11 @@ def change(store: Record, name: str, wanted: Change, devices: Collection[str], a
 
     To be called inside `Database.together`. Returns the number of devices whose states changed.
     """
-    by_device: dict[str, dict[str, DeviceModel]] = {}
+    by_device: dict[str, dict[str, DeviceModelRecord]] = {}
     for row in store.models.read_devices():
         if row.device in devices:
             by_device.setdefault(row.device, {})[row.model] = row
-    at, changed, formers = now(), dict[str, list[DeviceModel]](), list[str]()
+    at, changed, formers = now(), dict[str, list[DeviceModelRecord]](), list[str]()
     for device, rows in by_device.items():
         before: Wanted = {model: row.wanted for model, row in rows.items() if row.wanted}
         after = wanted(before, name)
@@ -184,14 +184,14 @@ def change(store: Record, name: str, wanted: Change, devices: Collection[str], a
     return len(changed)
 
 
-def _want(row: DeviceModel, state: WantedState, at: str) -> DeviceModel:
+def _want(row: DeviceModelRecord, state: WantedState, at: str) -> DeviceModelRecord:
     """Return a model on a device with another wanted state; one that failed before gets another chance."""
     if state in ("canary", "champion"):
         row = msgspec.structs.replace(row, failed=False, reason="")
     return msgspec.structs.replace(row, wanted=state, changed_at=at)
 
 
-def score_of(model: ModelRecord, rows: Iterable[DeviceModel]) -> Score | None:
+def score_of(model: ModelRecord, rows: Iterable[DeviceModelRecord]) -> Score | None:
     """Return the score of a model by what devices have compared."""
     return rules.select_devices(rows, model.classes, read_rules(model)).score
 
@@ -219,5 +219,5 @@ def _describe(name: str, act: Act, devices: int, former: str | None = None) -> P
     )
 
 
-def _count(rows: Collection[DeviceModel]) -> str:
+def _count(rows: Collection[DeviceModelRecord]) -> str:
     return format_count(len(rows), "device")

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from coordinator.config import PromoteConfig, why_not_asked
-from coordinator.record.tables import DeviceModel, ModelStage
-from fedvit.comparison import Comparison, Interval
+from coordinator.record.tables import DeviceModelRecord, ModelStage
+from fedvit.comparison import Comparison, ScoreInterval
 from fedvit.wire.messages import WantedState
 
 FIRST_MARGIN = 0.1
@@ -19,10 +19,10 @@ class Score(NamedTuple):
     challenger: float  # accuracy
     champion: float | None  # None: there is none
     images: int
-    interval: Interval  # of the gain, or without a champion of the accuracy
+    interval: ScoreInterval  # of the gain, or without a champion of the accuracy
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """The decision on devices that have a champion, or on those that have none."""
 
     passes: bool
@@ -30,30 +30,30 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def judge(compared: Comparison, rules: PromoteConfig) -> Verdict:
+def judge(compared: Comparison, rules: PromoteConfig) -> Judgement:
     """Decide whether a challenger replaces champions; `compared`: the counts of all devices with one."""
     gain = compared.gain_interval()
     score = Score(compared.challenger_accuracy, compared.champion_accuracy, compared.images, gain)
     if compared.images < rules.min_images:
-        return Verdict(False, score, f"{compared.images} test images, min_images = {rules.min_images}")
+        return Judgement(False, score, f"{compared.images} test images, min_images = {rules.min_images}")
     where = f"gain {compared.gain:+.3f}, 95 % between {gain.low:+.3f} and {gain.high:+.3f}"
     if gain.low <= rules.min_gain:
-        return Verdict(False, score, f"{where}: not above min_gain = {rules.min_gain:g}")
-    return Verdict(True, score, where)
+        return Judgement(False, score, f"{where}: not above min_gain = {rules.min_gain:g}")
+    return Judgement(True, score, where)
 
 
-def judge_first(alone: Comparison, classes: int, rules: PromoteConfig) -> Verdict:
+def judge_first(alone: Comparison, classes: int, rules: PromoteConfig) -> Judgement:
     """Decide whether devices without a champion use a challenger: it must be clearly better than chance."""
     interval = alone.challenger_interval()
     score = Score(alone.challenger_accuracy, None, alone.images, interval)
     if alone.images < rules.min_images:
-        return Verdict(False, score, f"{alone.images} test images, min_images = {rules.min_images}")
+        return Judgement(False, score, f"{alone.images} test images, min_images = {rules.min_images}")
     chance = 1 / max(2, classes)
     least = chance + FIRST_MARGIN * (1 - chance) + min(0.0, rules.min_gain)
     where = f"accuracy {alone.challenger_accuracy:.3f}, 95 % between {interval.low:.3f} and {interval.high:.3f}"
     if interval.low <= least:
-        return Verdict(False, score, f"{where}: not above {least:.3f}, chance is {chance:.3f}")
-    return Verdict(True, score, f"{where}; a first model")
+        return Judgement(False, score, f"{where}: not above {least:.3f}, chance is {chance:.3f}")
+    return Judgement(True, score, f"{where}; a first model")
 
 
 def is_worse(compared: Comparison, rules: PromoteConfig) -> bool:
@@ -69,7 +69,7 @@ class Selection(NamedTuple):
     reason: str
 
 
-def select_devices(rows: Iterable[DeviceModel], classes: int, rules: PromoteConfig) -> Selection:
+def select_devices(rows: Iterable[DeviceModelRecord], classes: int, rules: PromoteConfig) -> Selection:
     """Decide on which devices a challenger may be used; devices with a champion and those without are two groups."""
     compared = [row for row in rows if row.comparison]
     paired, alone = [row for row in compared if row.paired], [row for row in compared if not row.paired]
@@ -95,13 +95,16 @@ def select_devices(rows: Iterable[DeviceModel], classes: int, rules: PromoteConf
     return Selection(sorted(devices), largest.score, "; ".join(reasons))
 
 
-def add_up(rows: Iterable[DeviceModel]) -> Comparison:
+def add_up(rows: Iterable[DeviceModelRecord]) -> Comparison:
     """Add up the counts of devices."""
     return sum((row.comparison for row in rows if row.comparison), Comparison())
 
 
 def select_canaries(
-    rows: Iterable[DeviceModel], allowed: Sequence[str], labels: Mapping[str, Mapping[str, str]], rules: PromoteConfig
+    rows: Iterable[DeviceModelRecord],
+    allowed: Sequence[str],
+    labels: Mapping[str, Mapping[str, str]],
+    rules: PromoteConfig,
 ) -> list[str]:
     """Choose the devices that use a challenger first; `labels`: those that an operator set, by device."""
     matching = sorted(
@@ -116,8 +119,8 @@ Outcome = Literal["waits", "passes", "fails"]
 
 
 def judge_canary(
-    canaries: Sequence[DeviceModel],
-    champions: Mapping[str, DeviceModel],
+    canaries: Sequence[DeviceModelRecord],
+    champions: Mapping[str, DeviceModelRecord],
     since_s: float | None,
     rules: PromoteConfig,
 ) -> tuple[Outcome, str]:
@@ -137,7 +140,7 @@ def judge_canary(
     return "passes", f"canary on {len(serving)} of {len(canaries)} devices for {since_s:.0f} s"
 
 
-def find_fall(row: DeviceModel, before: DeviceModel, rules: PromoteConfig) -> str | None:
+def find_fall(row: DeviceModelRecord, before: DeviceModelRecord, rules: PromoteConfig) -> str | None:
     """Return the words for a mean confidence that fell too far; None if it did not, or pictures are too few."""
     now, then = row.mean_confidence, before.mean_confidence
     if now is None or then is None or min(row.answered, before.answered) < rules.min_images:
@@ -201,7 +204,7 @@ def want_back(wanted: Mapping[str, WantedState], model: str) -> Wanted:
     return {**changed, model: "retired"}
 
 
-def find_stage(rows: Iterable[DeviceModel]) -> ModelStage:
+def find_stage(rows: Iterable[DeviceModelRecord]) -> ModelStage:
     """Return the state of a model in the fleet: the furthest that a device is to have."""
     wanted = {row.wanted for row in rows}
     for stage in ("champion", "canary", "former"):

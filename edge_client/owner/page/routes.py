@@ -28,7 +28,7 @@ _DAMAGED = (
 )
 
 
-class Answer(Struct, frozen=True):
+class PageAnswer(Struct, frozen=True):
     """An answer to a request."""
 
     status: int
@@ -45,9 +45,9 @@ class GuessAnswer(Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
-def lead_to(path: str, *headers: tuple[str, str]) -> Answer:
+def lead_to(path: str, *headers: tuple[str, str]) -> PageAnswer:
     """Return the answer that makes the browser get a path."""
-    return Answer(303, TEXT, b"", (("Location", path), *headers))
+    return PageAnswer(303, TEXT, b"", (("Location", path), *headers))
 
 
 class OwnerPage:
@@ -61,7 +61,7 @@ class OwnerPage:
         self._pause = OwnerPause(state)
         self._pictures = PictureFolder(settings.data_folder, limit_decoded_bytes(settings.policy.train.memory))
         self.guesses = Guesses(settings, state)
-        self._gets: dict[str, Callable[[Mapping[str, str]], Answer]] = {
+        self._gets: dict[str, Callable[[Mapping[str, str]], PageAnswer]] = {
             "/": self._show_device,
             "/left": lambda query: answer_page(show_ledger(self._use.ledger, self._name(), _read_page(query))),
             "/pictures": self._show_pictures,
@@ -70,23 +70,23 @@ class OwnerPage:
             "/image": self._show_image,
             "/guess": self._guess,
         }
-        self._posts: dict[str, Callable[[Mapping[str, str]], Answer]] = {
+        self._posts: dict[str, Callable[[Mapping[str, str]], PageAnswer]] = {
             "/pause": lambda _: self._change(self._pause.begin),
             "/resume": lambda _: self._change(self._pause.end),
             "/label": self._label,
         }
 
-    def get(self, path: str, query: Mapping[str, str]) -> Answer:
+    def get(self, path: str, query: Mapping[str, str]) -> PageAnswer:
         """Answer a request that changes nothing."""
         return self._answer(self._gets.get(path), query)
 
-    def post(self, path: str, form: Mapping[str, str]) -> Answer:
+    def post(self, path: str, form: Mapping[str, str]) -> PageAnswer:
         """Answer a form."""
         return self._answer(self._posts.get(path), form)
 
-    def _answer(self, act: Callable[[Mapping[str, str]], Answer] | None, values: Mapping[str, str]) -> Answer:
+    def _answer(self, act: Callable[[Mapping[str, str]], PageAnswer] | None, values: Mapping[str, str]) -> PageAnswer:
         if act is None:
-            return Answer(404, TEXT, b"There is no such page.\n")
+            return PageAnswer(404, TEXT, b"There is no such page.\n")
         try:
             return act(values)
         except FedvitError as error:
@@ -102,44 +102,46 @@ class OwnerPage:
 
     # --- views ----------------------------------------------------------------------------------------
 
-    def _show_device(self, _: Mapping[str, str]) -> Answer:
+    def _show_device(self, _: Mapping[str, str]) -> PageAnswer:
         try:
             waiting = len(self._pictures.open_classes().list_waiting())
         except DataError:  # the pages of pictures show why
             waiting = 0
         return answer_page(self._device.show(self._name(), waiting))
 
-    def _show_pictures(self, query: Mapping[str, str]) -> Answer:
+    def _show_pictures(self, query: Mapping[str, str]) -> PageAnswer:
         return answer_page(show_pictures(self._pictures, self._name(), _read_name(query, "of"), _read_page(query)))
 
-    def _show_picture(self, query: Mapping[str, str]) -> Answer:
+    def _show_picture(self, query: Mapping[str, str]) -> PageAnswer:
         return answer_page(show_picture(self._pictures, self._name(), _read_name(query, "name")))
 
-    def _show_labelling(self, query: Mapping[str, str]) -> Answer:
+    def _show_labelling(self, query: Mapping[str, str]) -> PageAnswer:
         wanted, after = _read_name(query, "picture"), _read_name(query, "after")
         return answer_page(show_labelling(self._pictures, self._name(), wanted, after))
 
-    def _show_image(self, query: Mapping[str, str]) -> Answer:
+    def _show_image(self, query: Mapping[str, str]) -> PageAnswer:
         side = SMALL if query.get("side") == str(SMALL) else LARGE
         try:
-            return Answer(200, "image/jpeg", self._pictures.draw(self._pictures.find(_read_name(query, "name")), side))
+            return PageAnswer(
+                200, "image/jpeg", self._pictures.draw(self._pictures.find(_read_name(query, "name")), side)
+            )
         except DataError:  # a sign in its place, with the picture's name
-            return Answer(200, "image/svg+xml", _DAMAGED)
+            return PageAnswer(200, "image/svg+xml", _DAMAGED)
 
-    def _guess(self, query: Mapping[str, str]) -> Answer:
+    def _guess(self, query: Mapping[str, str]) -> PageAnswer:
         try:
             guess = self.guesses.guess(self._pictures.find(_read_name(query, "name")))
         except FedvitError as error:
-            return Answer(200, JSON, msgspec.json.encode(GuessAnswer(reason=str(error))))
-        return Answer(200, JSON, msgspec.json.encode(GuessAnswer(guess.label, guess.probability)))
+            return PageAnswer(200, JSON, msgspec.json.encode(GuessAnswer(reason=str(error))))
+        return PageAnswer(200, JSON, msgspec.json.encode(GuessAnswer(guess.label, guess.probability)))
 
     # --- changes --------------------------------------------------------------------------------------
 
-    def _change(self, act: Callable[[], None]) -> Answer:
+    def _change(self, act: Callable[[], None]) -> PageAnswer:
         act()
         return lead_to("/")
 
-    def _label(self, form: Mapping[str, str]) -> Answer:
+    def _label(self, form: Mapping[str, str]) -> PageAnswer:
         picture = _read_name(form, "picture")
         try:
             if form.get("act") == "undo":
@@ -152,8 +154,8 @@ class OwnerPage:
         return lead_to(make_link("/label", after=quote_name(picture)))
 
 
-def answer_page(body: bytes, status: int = 200) -> Answer:
-    return Answer(status, HTML, body)
+def answer_page(body: bytes, status: int = 200) -> PageAnswer:
+    return PageAnswer(status, HTML, body)
 
 
 def _read_name(values: Mapping[str, str], key: str) -> str:

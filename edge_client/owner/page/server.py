@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from edge_client.owner.page.access import AttemptUnderWay
 from edge_client.owner.page.html import render_document, tag
-from edge_client.owner.page.routes import TEXT, Answer, OwnerPage, answer_page, lead_to
+from edge_client.owner.page.routes import TEXT, OwnerPage, PageAnswer, answer_page, lead_to
 from fedvit.errors import ConfigError
 from fedvit.small_server import ListenAddress, SmallHandler, SmallServer
 
@@ -91,26 +91,26 @@ class _Handler(SmallHandler):
             return
         except Exception:  # one request must not end the page
             log.exception("request failed", extra={"path": self.path})
-            answer = Answer(500, TEXT, b"Unexpected failure; the program's log has it.\n")
+            answer = PageAnswer(500, TEXT, b"Unexpected failure; the program's log has it.\n")
         self.answer(answer.status, answer.kind, answer.body, (*HEADERS, *answer.headers))
 
-    def _find_answer(self, method: str) -> Answer:
+    def _find_answer(self, method: str) -> PageAnswer:
         access = self.server.page.access
         try:
             address = urlsplit(self.path)
             query = dict(parse_qsl(address.query, max_num_fields=MOST_FIELDS))
         except ValueError:
-            return Answer(400, TEXT, b"This address cannot be read.\n")
+            return PageAnswer(400, TEXT, b"This address cannot be read.\n")
         if not access.is_expected(method, self.headers.get("Host", ""), self.headers.get("Origin")):
-            return Answer(403, TEXT, b"This address is not served.\n")
+            return PageAnswer(403, TEXT, b"This address is not served.\n")
         if method == "GET" and address.path in _ASSETS:
             name = address.path.lstrip("/")
-            return Answer(200, _ASSETS[address.path], files("edge_client.owner.page").joinpath(name).read_bytes())
+            return PageAnswer(200, _ASSETS[address.path], files("edge_client.owner.page").joinpath(name).read_bytes())
         if method == "GET" and access.token and "token" in query:
             return self._enter(query["token"])
         form = self._read_form() if method == "POST" else {}
         if form is None:
-            return Answer(413, TEXT, b"This is not a form of this page.\n")
+            return PageAnswer(413, TEXT, b"This is not a form of this page.\n")
         if method == "POST" and address.path == "/login":
             return self._enter(form.get("secret", ""))
         if not access.has_session(self.headers.get("Cookie", "")):
@@ -118,15 +118,15 @@ class _Handler(SmallHandler):
         page = self.server.page
         return page.post(address.path, form) if method == "POST" else page.get(address.path, query)
 
-    def _ask(self, *, is_wrong: bool = False) -> Answer:
+    def _ask(self, *, is_wrong: bool = False) -> PageAnswer:
         what = "token" if self.server.page.access.password is None else "password"
         return answer_page(show_login(what, is_wrong=is_wrong), 403 if is_wrong else 200)
 
-    def _enter(self, secret: str) -> Answer:
+    def _enter(self, secret: str) -> PageAnswer:
         try:
             cookie = self.server.page.access.enter(secret, self.client_address[0] if self.client_address else "")
         except AttemptUnderWay as error:
-            return Answer(429, TEXT, f"{str(error).capitalize()}.\n".encode())
+            return PageAnswer(429, TEXT, f"{str(error).capitalize()}.\n".encode())
         return lead_to("/", ("Set-Cookie", cookie)) if cookie else self._ask(is_wrong=True)
 
     def _read_form(self) -> dict[str, str] | None:

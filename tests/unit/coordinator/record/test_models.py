@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coordinator.record.record import open_record
-from coordinator.record.tables import DeviceModel, Promotion
+from coordinator.record.tables import DeviceModelRecord, Promotion
 from fedvit.comparison import Comparison
 from fedvit.errors import ConfigError
 from tests.support.codes import has_code
@@ -26,7 +26,7 @@ def test_models_outlive_the_process(tmp_path: Path) -> None:
     assert again.models.count_stages() == {"champion": 1}
     again.runs.remove("r")
     assert again.models.count_stages() == {"champion": 1}, "devices still use it"
-    row = DeviceModel(model="r-1", device="a", answered=40, confidence=31.5)
+    row = DeviceModelRecord(model="r-1", device="a", answered=40, confidence=31.5)
     again.models.write_devices([row])
     assert again.models.read_devices("r-1", "a") == [row]
     assert row.mean_confidence == pytest.approx(0.7875)

@@ -16,7 +16,7 @@ from edge_client.serving.models import (
     is_below_band,
 )
 from edge_client.storage.models import DeviceModels
-from edge_client.storage.serving import Answered, read_serving
+from edge_client.storage.serving import ServedAnswers, read_serving
 from fedvit.data.images import Pixels
 from tests.support.codes import has_code
 from tests.support.served import Digits, add_model, split_digits
@@ -159,9 +159,9 @@ def test_model_without_confidence_is_rolled_back(
 
 
 def test_band() -> None:
-    sums = Answered(100, 90.0, 81.5)
-    assert not is_below_band(Answered(100, 85.0, 73.0), sums), "a tenth below is no reason"
-    assert is_below_band(Answered(100, 70.0, 50.0), sums)
-    assert not is_below_band(Answered(BAND_PICTURES - 1, 10.0, 3.0), sums)
-    assert not is_below_band(Answered(PROBATION + 1, 10.0, 3.0), sums)
-    assert not is_below_band(Answered(100, 70.0, 50.0), Answered())
+    sums = ServedAnswers(100, 90.0, 81.5)
+    assert not is_below_band(ServedAnswers(100, 85.0, 73.0), sums), "a tenth below is no reason"
+    assert is_below_band(ServedAnswers(100, 70.0, 50.0), sums)
+    assert not is_below_band(ServedAnswers(BAND_PICTURES - 1, 10.0, 3.0), sums)
+    assert not is_below_band(ServedAnswers(PROBATION + 1, 10.0, 3.0), sums)
+    assert not is_below_band(ServedAnswers(100, 70.0, 50.0), ServedAnswers())

@@ -8,12 +8,12 @@ import pytest
 
 from edge_client.storage.models import (
     MAX_WITHDRAWN,
-    Comparison,
     DeviceModel,
     DeviceModels,
     ModelList,
     ModelState,
 )
+from fedvit.comparison import Comparison
 from fedvit.errors import ConfigError, Damaged, StorageFailed
 from fedvit.files import sync_file, sync_folder
 from tests.support.codes import has_code

@@ -3,7 +3,7 @@
 import pytest
 
 from edge_client.storage.models import DeviceModels
-from edge_client.storage.serving import Answered, ServingStatus, write_serving
+from edge_client.storage.serving import ServedAnswers, ServingStatus, write_serving
 from fedvit.policy import ModelsPolicy, Policy
 from fedvit.wire.messages import ModelReport, Models, WantedState
 from tests.support.agents import World
@@ -83,7 +83,7 @@ def test_sums_of_the_process_that_answers_are_reported(
     device = world.device()
     world.server.acknowledge(world.result(fedavg, kind="compare"))
     tell(world, run_1="champion")
-    write_serving(world.state, ServingStatus(name="run-1", answered=Answered(pictures=40, confidence=30.0)))
+    write_serving(world.state, ServingStatus(name="run-1", answered=ServedAnswers(pictures=40, confidence=30.0)))
     report = world.server.expect(ModelReport)
     assert (report.serving, report.answered, report.confidence) == ("run-1", 40, 30.0)
     assert [line.what for line in device.agent.storage.ledger.read() if line.kind == "model counts"][-1] == (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from coordinator.config import PromoteConfig
-from coordinator.record.tables import DeviceModel
+from coordinator.record.tables import DeviceModelRecord
 from coordinator.rounds.models import rules
 from coordinator.rounds.models.rules import Wanted
 from fedvit.comparison import Comparison
@@ -19,9 +19,9 @@ COUNTS = st.builds(Comparison, *(st.integers(0, 300) for _ in range(4)))
 SEEDS = 20
 
 
-def on(device: str, compared: Comparison | None = None, *, paired: bool = True, **values: object) -> DeviceModel:
+def on(device: str, compared: Comparison | None = None, *, paired: bool = True, **values: object) -> DeviceModelRecord:
     settings: dict[str, object] = {"model": "r-2", "device": device, "comparison": compared, "paired": paired, **values}
-    return DeviceModel(**settings)  # type: ignore[arg-type]
+    return DeviceModelRecord(**settings)  # type: ignore[arg-type]
 
 
 # --- the fleet and single devices ---------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Digits:
             optimizer.step()
         return model
 
-    def compare(self, challenger: torch.nn.Module, champion: torch.nn.Module | None) -> list[DeviceModel]:
+    def compare(self, challenger: torch.nn.Module, champion: torch.nn.Module | None) -> list[DeviceModelRecord]:
         """Count right answers of both models on the test images of each device."""
         rows = []
         for number, places in enumerate(np.array_split(np.arange(600, len(self.labels)), 6)):

@@ -100,7 +100,7 @@ def test_an_option_that_is_not_there_is_noticed() -> None:
 
 
 def test_all_files_were_looked_into() -> None:
-    assert len(of_services()) == 4
+    assert len(of_services()) == 5
     assert len(of_containers()) == 11
     assert len(of_the_page()) >= 5
 

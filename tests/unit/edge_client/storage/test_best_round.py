@@ -15,7 +15,8 @@ from tests.support.vaults import RUN, personal, result, round_folder, task
 
 @pytest.fixture(params=[False, True], ids=["plain", "sealed"])
 def vault(request: pytest.FixtureRequest, tmp_path: Path) -> Vault:
-    return Vault(tmp_path, VaultKey.load(tmp_path / "key", make=True) if request.param else None)
+    key = VaultKey.load(tmp_path / "key", make=True) if request.param else None
+    return Vault(tmp_path / "vault", key)
 
 
 def go_through(vault: Vault, number: int, best: int) -> None:

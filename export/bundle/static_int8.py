@@ -35,7 +35,7 @@ class Scale(NamedTuple):
     def of(cls, lowest: float, highest: float) -> "Scale":
         """Cover a range, and zero.
 
-        >>> Scale.of(-1.0, 1.55).zero
+        >>> int(Scale.of(-1.0, 1.55).zero)
         100
         """
         lowest, highest = min(lowest, 0.0), max(highest, 0.0)

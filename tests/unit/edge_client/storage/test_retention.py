@@ -142,10 +142,10 @@ def test_a_result_that_is_done_just_when_its_run_ends_does_not_wait(
     device = world.device()
     commit = device.vault.commit
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any, **named: Any) -> None:
         world.server.tell(RunEnded("run", "finished"))
         wait_until(lambda: device.vault.is_over("run"))
-        commit(*arguments)
+        commit(*arguments, **named)
 
     monkeypatch.setattr(device.vault, "commit", late)
     world.give(fedavg)

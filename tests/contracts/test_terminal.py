@@ -26,7 +26,7 @@ from coordinator.security.folder import Deployment
 from coordinator.security.registry import Certificate
 from edge_client.health import status as device_status
 from edge_client.storage.ledger import Ledger
-from edge_client.storage.models import DeviceModelRecord, DeviceModels, ModelList
+from edge_client.storage.models import DeviceModel, DeviceModels, ModelList
 from edge_client.storage.serving import ServingStatus, write_serving
 from edge_client.storage.state import status_file
 from fedvit import command_line
@@ -180,9 +180,7 @@ def _record(folder: Path) -> None:
         name=ATTACK, run=ATTACK, round=1, method=ATTACK, classes=2, created_at=now(), stage="canary", rules={},
         reason=ATTACK, changed_at=now(),
     )  # fmt: skip
-    on_device = tables.DeviceModelRecord(
-        model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK
-    )
+    on_device = tables.DeviceModelRecord(model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK)
     store.models.add(model, [on_device])
     store.close()
     at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -245,7 +243,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tmp_path / "state").mkdir()
     Ledger(tmp_path / "state").note_refusal(Task("i", 1, ATTACK, 1, "train", 0, "d", {}, (), 1.0), ATTACK)
     status_file(tmp_path / "state").write_bytes(msgspec.json.encode(shown))
-    model = DeviceModelRecord(run="run", round=1, method=ATTACK, state="champion", changed_s=1.0, reason=ATTACK)
+    model = DeviceModel(run="run", round=1, method=ATTACK, state="champion", changed_s=1.0, reason=ATTACK)
     models = DeviceModels(tmp_path / "state")
     models.new_folder()
     models.file.write_bytes(msgspec.json.encode(ModelList(models=(model,), withdrawn={ATTACK: ATTACK})))

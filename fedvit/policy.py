@@ -118,7 +118,7 @@ class TrainPolicy(Struct, frozen=True, kw_only=True):
 
 
 class ModelsPolicy(Struct, frozen=True, kw_only=True):
-    """Which of the device's own models answers pictures."""
+    """The choice of the device's own model that answers pictures."""
 
     from_coordinator: bool = True  # the coordinator chooses, and devices compare models for it; False: the owner alone
 

@@ -15,7 +15,7 @@ from edge_client.storage.vault import Vault
 from fedvit.errors import ConfigError
 from fedvit.methods.rules.generator_update import PERSONAL
 from fedvit.tensors import Array, Tensors, map_tensors
-from fleet.engines.simulation import kept_by
+from fleet.engines.simulation import read_kept_tensors
 from profiles.report.console import Console
 
 WIDTH = 100
@@ -78,7 +78,7 @@ class FinishedRun:
         vault = self.folder / "state" / device / "vault"
         if vault.is_dir():
             return Vault(vault).local(self.name) or {}
-        return kept_by(self.folder, device)
+        return read_kept_tensors(self.folder, device)
 
     def __repr__(self) -> str:
         accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.3f}"

@@ -22,7 +22,7 @@ class RoundScores:
 
     def __init__(self, stop: StopConfig) -> None:
         self.reason: str | None = None
-        """Why the run stops after the newest round; None: it goes on."""
+        """Reason why the run stops after the newest round; None: it goes on."""
         self.best = 0
         """The evaluated round with the highest mean accuracy, the earliest of equal ones; 0: none yet."""
         self._stop = stop

@@ -19,7 +19,7 @@ from fedvit.public_keys import PublicKey
 USER_DATA = "user-data"
 FORMER = "user-data.before-fedvit"
 FOLDER = "fedvit"
-"""Of the boot partition: package, token, and the script of the first start."""
+"""Files on the boot partition: package, token, and the script of the first start."""
 TOKEN, SCRIPT = "token", "fedvit-first-boot.sh"
 TOKEN_FILE = "/etc/fedvit/token"
 """Read once by fedvit-join.service on the board, and removed by it."""

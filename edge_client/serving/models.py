@@ -131,7 +131,7 @@ class ModelServer:
         with self._lock:
             began = time.perf_counter()
             run = model.bundle.run(pixels)
-            probabilities = model.bundle.calibrated(run.logits[0])
+            probabilities = model.bundle.calibrate(run.logits[0])
             seconds = time.perf_counter() - began
             best = int(probabilities.argmax())
             confidence = float(probabilities[best])

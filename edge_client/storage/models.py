@@ -118,12 +118,12 @@ class DeviceModels:
         try:
             listed = msgspec.json.decode(content, type=ModelList)
         except msgspec.MsgspecError as error:
-            raise self._damaged(str(error)) from error
+            raise self._make_damage(str(error)) from error
         states = [model.state for model in listed.models]
         if len(content) > MAX_LIST_BYTES or len(set(states)) < len(states):
-            raise self._damaged("it lists two models of one state, or is too long")
+            raise self._make_damage("it lists two models of one state, or is too long")
         if wrong := [model.run for model in listed.models if not is_name(model.run)]:
-            raise self._damaged(f"{wrong[0][:80]!r} is not the name of a run")
+            raise self._make_damage(f"{wrong[0][:80]!r} is not the name of a run")
         return listed
 
     def stamp(self) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class DeviceModels:
         if not is_name(model.run):
             raise ConfigError("FV1491", f"{model.run[:80]!r} cannot be the name of a run's model")
         assert model.state in ("trained", "challenger"), model.state
-        with self._locked() as listed:
+        with self._lock_list() as listed:
             known = listed.get(model.name)
             if known is None:
                 self._move_in(bundle, model.name)
@@ -175,7 +175,7 @@ class DeviceModels:
 
         Raises ConfigError for a model that is not listed, StorageFailed.
         """
-        with self._locked() as listed:
+        with self._lock_list() as listed:
             model = self._find(listed, name)
             champion, canary = listed.find("champion"), listed.find("canary")
             if model.state == state or (model.state == "champion" and state == "canary"):
@@ -195,7 +195,7 @@ class DeviceModels:
         With `only` a list in which another model answers meanwhile stays. Raises ConfigError if there is no model to go
         back to, StorageFailed.
         """
-        with self._locked() as listed:
+        with self._lock_list() as listed:
             champion, canary, former = listed.find("champion"), listed.find("canary"), listed.find("former")
             if only and (serving := listed.serving()) and serving.name != only:
                 return serving
@@ -211,7 +211,7 @@ class DeviceModels:
 
     def retire(self, name: str, reason: str = "") -> None:
         """Remove a model. Raises ConfigError for a model that is not listed or that is the champion, StorageFailed."""
-        with self._locked() as listed:
+        with self._lock_list() as listed:
             if self._find(listed, name).state == "champion":
                 raise ConfigError("FV1491", f"{name} is this device's champion: promote another model, or roll it back")
             self._replace(listed.withdraw(name, reason[:MAX_REASON] or "retired"))
@@ -225,7 +225,7 @@ class DeviceModels:
         return model
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[ModelList]:
+    def _lock_list(self) -> Iterator[ModelList]:
         """Lock the list for one change. Raises StorageFailed."""
         self.new_folder()
         try:
@@ -263,7 +263,7 @@ class DeviceModels:
                     continue  # its writer may be at work
                 shutil.rmtree(entry.path, ignore_errors=True)  # a process that serves it has its files open
 
-    def _damaged(self, why: str) -> Damaged:
+    def _make_damage(self, why: str) -> Damaged:
         return Damaged("FV1491", f"{self.file} is damaged: {why}; remove it, and add a model again")
 
 

@@ -1,4 +1,4 @@
-"""What the process that serves reports to the agent, the owner and the home: `STATE/models/SERVING.json`.
+"""The report of the process that serves, to the agent, the owner and the home: `STATE/models/SERVING.json`.
 
 It also counts the starts with a model that has not proven itself yet, which must survive the process.
 """

@@ -66,13 +66,13 @@ class Bundle:
     def answer(self, image: Path, top: int) -> list[ClassProbability]:
         """The likeliest classes of one picture. Raises DataError, naming the file, when it cannot be read."""
         pixels = read_image(image, self.batch.image_size)
-        return self.rank(self.calibrated(self.run(pixels).logits[0]), top)
+        return self.rank(self.calibrate(self.run(pixels).logits[0]), top)
 
     def run(self, pixels_SSC: Pixels) -> FeatureAnswers:
         """Answer one picture. Raises BadPayload when the model cannot run."""
         return run_features(self.session, as_input(pixels_SSC[None], self.batch))
 
-    def calibrated(self, logits_C: Floats) -> Floats:
+    def calibrate(self, logits_C: Floats) -> Floats:
         """Return the calibrated probabilities of one answer."""
         calibration = self.card.calibration
         [probabilities_C] = soften(logits_C[None], calibration.temperature if calibration else 1.0)

@@ -1,4 +1,4 @@
-"""What pictures looked like when a model was made: the reference that drift is measured against.
+"""The reference that drift is measured against: the look of pictures when a model was made.
 
 It holds quantiles and sums over the device's images, no value of a single one beyond those quantiles.
 """

@@ -133,7 +133,7 @@ def check_new(out: Path) -> None:
 
 
 class _Place(Protocol):
-    """Where the files of a bundle are written."""
+    """A place for the files of a bundle."""
 
     def write(self, name: str, parts: Parts) -> None: ...
 

@@ -27,7 +27,7 @@ _TIMM = re.compile(
 _BASE = "vit_tiny_patch16_224"
 """Architecture of timm whose arguments describe our small model completely."""
 _NORM_EPS = 1e-6
-"""Of timm's layer norms; a model with another one cannot be described by arguments."""
+"""The epsilon of timm's layer norms; a model with another one cannot be described by arguments."""
 
 
 def write(out: Path, trained: TrainedModel) -> list[str]:

@@ -110,7 +110,7 @@ class TorchSimulation:
             self.display.show(View(text))
 
 
-def kept_by(home: Path, device: str, number: int | None = None) -> Tensors:
+def read_kept_tensors(home: Path, device: str, number: int | None = None) -> Tensors:
     """The tensors that a device kept for itself in the run in the folder `home`, as its vault would hold them: after a
     round that is kept, or the last."""
     files = {int(file.stem.partition("-")[2]): file for file in (home / "state").glob("devices-*.safetensors")}

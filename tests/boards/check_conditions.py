@@ -1,4 +1,4 @@
-"""What boards meet: a clock without battery, a memory limit, bad networks, full and broken disks, a second board."""
+"""Conditions of boards: a clock without battery, a memory limit, bad networks, full and broken disks, a second board."""
 
 import time
 from collections.abc import Callable

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(7200)
 
 PASSWORD = "correct-horse"
 PICTURES = 4
-"""Of each of two classes: the model of README is large for an emulated board."""
+"""Images of each of two classes: the model of README is large for an emulated board."""
 ROUND_S = 2400.0
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin"}
 
@@ -65,7 +65,7 @@ def start_as(board: Board, user: str, name: str, command: str) -> None:
 
 
 @contextmanager
-def started(command: str, folder: Path, home: Path | None = None) -> Iterator[Path]:
+def start_command(command: str, folder: Path, home: Path | None = None) -> Iterator[Path]:
     """Type a command without an end here; yield the file with its output."""
     log = folder / f"{len(list(folder.glob('*.log')))}.log"
     with log.open("wb") as file:
@@ -102,7 +102,7 @@ def test_broker_that_is_there(board: Board, pictures: Path, tmp_path: Path) -> N
             (home / "images" / label).mkdir(parents=True)
             for picture in sorted((pictures / "pi-2" / "train" / label).iterdir())[:PICTURES]:
                 (home / "images" / label / picture.name).write_bytes(picture.read_bytes())
-        with started(here, tmp_path) as log, started(fill(device, names), tmp_path, home):
+        with start_command(here, tmp_path) as log, start_command(fill(device, names), tmp_path, home):
             start_as(board, "one", "readme", there)
             wait_for_round(tmp_path, log, 2)
         board.run("systemctl stop readme")
@@ -113,9 +113,9 @@ def test_deployment(board: Board, tmp_path: Path) -> None:
     subprocess.run(fill(init, {"SERVER": HOST}).split(), cwd=tmp_path, env=ENVIRONMENT, check=True)
     settings = tmp_path / "deployment" / "deployment.json"
     settings.write_text(settings.read_text().replace("0.0.0.0", "127.0.0.1"))  # boards come from there
-    with started(start, tmp_path) as log:
+    with start_command(start, tmp_path) as log:
         for number, user in enumerate(("one", "two", "three"), start=1):
-            with started(enroll.replace("pi-1", f"pi-{number}"), tmp_path) as said:
+            with start_command(enroll.replace("pi-1", f"pi-{number}"), tmp_path) as said:
                 wait_until(lambda: "join" in said.read_text(), "there is no token")
                 token = re.search(r"edge-client join (\S+)", said.read_text())
                 assert token

@@ -180,7 +180,9 @@ def _record(folder: Path) -> None:
         name=ATTACK, run=ATTACK, round=1, method=ATTACK, classes=2, created_at=now(), stage="canary", rules={},
         reason=ATTACK, changed_at=now(),
     )  # fmt: skip
-    on_device = tables.DeviceModelRecord(model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK)
+    on_device = tables.DeviceModelRecord(
+        model=ATTACK, device=ATTACK, labels={ATTACK: ATTACK}, actual="canary", reason=ATTACK
+    )
     store.models.add(model, [on_device])
     store.close()
     at = datetime.now(UTC).isoformat(timespec="seconds")

@@ -290,7 +290,7 @@ def test_timm_loads_the_model_with_equal_logits(
 
 
 def test_peft_files_are_the_additions_of_the_run(trained: Callable[[str], Trained], tmp_path: Path) -> None:
-    """As PEFT computes: weight + lora_alpha / r * B A on the backbone that the run began with, and the saved head."""
+    """PEFT: weight + lora_alpha / r * B A on the backbone that the run began with, and the saved head."""
     run = trained("fed_lora")
     for name in ("peft", "timm"):
         done = on_server(run, tmp_path / name, "--format", name)

@@ -134,7 +134,7 @@ class Watched:
             self.devices[target] = start_device(self.stage, target)
 
     def has_settled(self, name: str) -> bool:
-        """Whether a model was judged for good, and each device uses what the record wants it to use."""
+        """Return whether a model was judged for good, and each device uses what the record wants it to use."""
         self.look()
         rows = self.stage.query("select device, model, wanted, actual from device_models")
         wanted = {device: model for device, model, state, _ in rows if state == "champion"}

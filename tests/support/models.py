@@ -33,7 +33,7 @@ def compare_on(store: Record, name: str, compared: dict[str, Comparison], **rule
     return add_model(store, model, rows)
 
 
-def wanted_of(store: Record, device: str) -> dict[str, str | None]:
+def list_wanted(store: Record, device: str) -> dict[str, str | None]:
     """The wanted states of the models of a device."""
     return {row.model: row.wanted for row in store.models.read_devices(device=device)}
 

@@ -14,7 +14,7 @@ NEW: dict[str, Any] = {"models": 1, "test_samples": 100}
 """A device that knows models, with as many test images as the comparisons of the tests have."""
 
 
-def wanted(stage: Stage) -> dict[str, str | None]:
+def list_wanted(stage: Stage) -> dict[str, str | None]:
     return {row.device: row.wanted for row in stage.store.models.read_devices()}
 
 
@@ -26,7 +26,7 @@ def test_run_ends_with_a_comparison_and_devices_use_its_model(stage: Stage) -> N
     assert [device.tasks("compare") for device in (a, b, old)] == [[2], [2], []]
     assert old.tasks("evaluate") == [1, 2]
     assert stage.accepted(2, "compare") == ["a", "b"]
-    assert wanted(stage) == {"a": "champion", "b": "champion"}
+    assert list_wanted(stage) == {"a": "champion", "b": "champion"}
     assert [message.states for message in a.got(Models)] == [{"r-2": "champion"}]
     rows = stage.store.models.read_devices("r-2")
     assert [(row.actual, row.comparison) for row in rows] == [("champion", Comparison(0, 90, 0, 10))] * 2
@@ -99,6 +99,6 @@ def test_counts_that_cannot_be_are_refused(stage: Stage, changes: dict[str, Any]
     liar.bring = lambda result: lie(**changes)(liar, result)  # type: ignore[method-assign]
     stage.start(devices=2, promote={"after": 0})
     assert stage.finish() == "finished"
-    assert wanted(stage) == {"honest": "champion"}
+    assert list_wanted(stage) == {"honest": "champion"}
     assert any(reason.startswith("compare") for reason in stage.refusals("liar"))
     assert honest_one.models.report("").serving == "r-1"

@@ -1,4 +1,4 @@
-"""Which pictures to label first."""
+"""The order in which pictures are labelled."""
 
 import shutil
 from pathlib import Path

@@ -44,7 +44,7 @@ class Scene:
 
     def see(self, pixels: Pixels) -> Observation:
         run = self.bundle.run(pixels)
-        probabilities = self.bundle.calibrated(run.logits[0])
+        probabilities = self.bundle.calibrate(run.logits[0])
         best = int(probabilities.argmax())
         return Observation(pixels, run.logits[0], run.features[0], best, float(probabilities[best]), False)
 
@@ -195,7 +195,7 @@ def test_damaged_file_begins_anew(scene: Callable[[int], Scene], tmp_path: Path,
 
 
 def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thousand classes, and with a clock that jumps by days."""
+    """A thousand classes, and with a clock that jumps by days."""
     watch = DriftWatch(tmp_path)
     watch.use("digits-1", None, 1.0)
     watch.add(observe(1000, best=999))

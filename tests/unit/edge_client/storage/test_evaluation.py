@@ -1,4 +1,4 @@
-"""Which personal tensors a task may use."""
+"""The personal tensors that a task may use."""
 
 from pathlib import Path
 

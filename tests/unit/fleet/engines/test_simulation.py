@@ -92,7 +92,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def check_kept(calm: dict[str, Any], home: Path) -> None:
     """What is returned as a device's own tensors is what a checkpoint holds of them: not what a codec left out."""
     for number in range(DEVICES):
-        own = simulation.kept_by(home, f"device-{number}")
+        own = simulation.read_kept_tensors(home, f"device-{number}")
         assert set(own) == {"head.weight", "head.bias"}
         assert all(np.array_equal(value, calm[f"kept/device-{number}/{name}"]) for name, value in own.items())
 
@@ -146,7 +146,7 @@ def test_run_stops_and_keeps_its_best_round(folders: list[Path], tmp_path: Path)
     assert str(view.reason).startswith(f"stopped: accuracy {view.rounds[-2].accuracy_mean:.4g} of round {view.best} ")
     for number in (view.best, last):
         held = load_file(home / "state" / f"devices-{number}.safetensors")
-        own = simulation.kept_by(home, "device-0", number)
+        own = simulation.read_kept_tensors(home, "device-0", number)
         assert all(np.array_equal(value, held[f"kept/device-0/{name}"]) for name, value in own.items())
     assert len(list((home / "state").iterdir())) == 2
     best, newest = load_file(home / "best" / "model.safetensors"), load_file(home / "model.safetensors")

@@ -9,7 +9,7 @@ from coordinator.record.record import Record, open_record
 from coordinator.rounds.models.keeper import ModelKeeper
 from coordinator.rounds.models.requests import promote, promote_canary, roll_back
 from fedvit.wire.messages import ModelReport, Models
-from tests.support.models import BETTER, FIRST, StatesOnly, compare_on, wanted_of
+from tests.support.models import BETTER, FIRST, StatesOnly, compare_on, list_wanted
 
 
 class Hall:
@@ -112,7 +112,7 @@ def test_device_whose_challenger_was_replaced_meanwhile_keeps_its_champion(hall:
     promote_canary(hall.store, "r-2", "its time is over")
     hall.settle()
     assert hall.serving() == ["r-2", "r-1"]
-    assert wanted_of(hall.store, "b") == {"r-1": "champion", "r-2": None}
+    assert list_wanted(hall.store, "b") == {"r-1": "champion", "r-2": None}
 
 
 def test_canary_that_a_device_stopped_is_rolled_back_everywhere(hall: Hall) -> None:
@@ -182,7 +182,7 @@ def test_retired_model_is_named_until_the_device_has_removed_it(hall: Hall) -> N
     hall.keeper.look()
     assert hall.told[-1][1].states == {"r-1": "champion", "r-2": "retired"}
     hall.settle()
-    assert wanted_of(hall.store, "a") == {"r-1": "champion", "r-2": "retired"}
+    assert list_wanted(hall.store, "a") == {"r-1": "champion", "r-2": "retired"}
     hall.begin()
     hall.join("a")
     assert hall.told[-1][1].states == {"r-1": "champion"}

@@ -1,4 +1,4 @@
-"""Conditions of boards: a clock without battery, a memory limit, bad networks, full and broken disks, a second board."""
+"""Conditions of boards: a clock without battery, a memory limit, bad networks, full and broken disks, a second one."""
 
 import time
 from collections.abc import Callable

@@ -56,8 +56,8 @@ def test_nothing_accumulates(
             super().__init__(*parts, **more)
             finish = self.journal.finish
 
-            def count(number: int) -> None:
-                finish(number)
+            def count(number: int, **named: Any) -> None:
+                finish(number, **named)
                 seen.append(sizes(self, "coordinator"))
 
             monkeypatch.setattr(self.journal, "finish", count)

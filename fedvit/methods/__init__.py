@@ -26,6 +26,8 @@ from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedbabu import FedBABU
 from fedvit.methods.fedbfpt import FedBFPT
 from fedvit.methods.fedbn import FedBN
+from fedvit.methods.fednova import FedNova
+from fedvit.methods.fedopt import FedOpt
 from fedvit.methods.fedper import FedPer
 from fedvit.methods.fedperfix import FedPerfix
 from fedvit.methods.fedprox import FedProx
@@ -61,6 +63,8 @@ METHODS: dict[str, type[Method]] = {
     "fedbabu": FedBABU,
     "fedbfpt": FedBFPT,
     "fedbn": FedBN,
+    "fednova": FedNova,
+    "fedopt": FedOpt,
     "fedper": FedPer,
     "fedperfix": FedPerfix,
     "fedprox": FedProx,

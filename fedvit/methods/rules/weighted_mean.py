@@ -1,12 +1,12 @@
 """Move the shared tensors by what the cohort's deltas come to: their mean, unless the run says otherwise."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fedvit.errors import EmptyCohort
-from fedvit.methods.aggregators import Delta
+from fedvit.methods.aggregators import Delta, Floats
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 
 
@@ -24,7 +24,7 @@ class WeightedMean(ServerRule):
     mixing: float = 1.0  # share of the way from the old tensors to the mean (pFedMe: beta)
 
     @property
-    def why_never_late(self) -> None:
+    def why_never_late(self) -> str | None:
         """A delta is a step, which can be applied to a newer state (Nguyen et al., arXiv:2106.06639)."""
         return None
 
@@ -33,23 +33,34 @@ class WeightedMean(ServerRule):
         return True
 
     @property
-    def why_no_regions(self) -> None:
+    def why_no_regions(self) -> str | None:
         """The weighted mean of weighted means is that of all devices."""
         return None
+
+    def weigh(self, uploads: Sequence[Upload], round_number: int) -> list[Delta]:
+        """Raises EmptyCohort when no upload holds a sample."""
+        return weight_deltas(uploads, round_number)
+
+    def average(self, state: ServerState, uploads: Sequence[Upload], context: RoundContext) -> dict[str, Floats]:
+        """The aggregator's step for each shared tensor. Sums are float64.
+
+        Raises EmptyCohort when no upload holds a sample, or too few came for the aggregator."""
+        return context.aggregator.combine(self.weigh(uploads, context.round), state.tensors.keys(), self.mixing)
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
-        """Sums are float64. Discounts are not normalised: a late cohort changes the server less.
+        """Discounts are not normalised: a late cohort changes the server less. Raises EmptyCohort as `average` does."""
+        return move_tensors(state, self.average(state, uploads, context))
 
-        Raises EmptyCohort when no upload holds a sample, or too few came for the aggregator."""
-        deltas = weight_deltas(uploads, context.round)
-        mean = context.aggregator.combine(deltas, state.tensors.keys(), self.mixing)
-        updated = {
-            name: np.add(state.tensors[name], step).astype(state.tensors[name].dtype) for name, step in mean.items()
-        }
-        norm = float(np.sqrt(sum(float(np.square(step).sum()) for step in mean.values())))
-        return replace(state, tensors={**state.tensors, **updated}), {"update_norm": norm}
+
+def move_tensors(state: ServerState, steps: Mapping[str, Floats]) -> tuple[ServerState, dict[str, float]]:
+    """Add steps to the server's tensors; return also the norm of all steps together, for the report."""
+    updated = {
+        name: np.add(state.tensors[name], step).astype(state.tensors[name].dtype) for name, step in steps.items()
+    }
+    norm = float(np.sqrt(sum(float(np.square(step).sum()) for step in steps.values())))
+    return replace(state, tensors={**state.tensors, **updated}), {"update_norm": norm}
 
 
 def weight_deltas(uploads: Sequence[Upload], round_number: int) -> list[Delta]:

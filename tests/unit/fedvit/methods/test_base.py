@@ -242,8 +242,8 @@ def test_fedavgs_forward_is_the_model() -> None:
 
 
 GENERIC = {
-    "analytic", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt", "fedprox",
-    "fedrod", "knn_per", "per_fedavg", "personal_analytic", "pfedme",
+    "analytic", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt",
+    "fednova", "fedopt", "fedprox", "fedrod", "knn_per", "per_fedavg", "personal_analytic", "pfedme",
 }  # fmt: skip
 
 

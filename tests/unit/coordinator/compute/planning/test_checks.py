@@ -12,9 +12,8 @@ from tests.support.runs import Configure
 
 AVERAGED = {
     "adapters", "analytic", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt",
-    "fedbn", "fedper", "fedperfix", "fedprox", "fedrep", "fedrod", "fedvpt_d", "knn_per", "per_fedavg",
-    "personal_analytic", "personal_part",
-    "pfedme", "prefix", "prompts", "vanilla_attention",
+    "fedbn", "fedopt", "fedper", "fedperfix", "fedprox", "fedrep", "fedrod", "fedvpt_d", "knn_per",
+    "per_fedavg", "personal_analytic", "personal_part", "pfedme", "prefix", "prompts", "vanilla_attention",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from coordinator.cli import cli
 from coordinator.record.record import Record, open_record
 from fedvit.errors import ConfigError
-from tests.support.models import BETTER, FIRST, WORSE, compare_on, wanted_of
+from tests.support.models import BETTER, FIRST, WORSE, compare_on, list_wanted
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_list_names_states_devices_and_scores(store: Record, tmp_path: Path) -> 
 
 def test_changes_are_in_the_record_and_the_audit(store: Record, tmp_path: Path) -> None:
     assert call(tmp_path, "promote", "s-3", "--where", "site=berlin") == "model s-3 becomes champion on 1 device\n"
-    assert wanted_of(store, "a")["s-3"] == "champion"
+    assert list_wanted(store, "a")["s-3"] == "champion"
     assert json.loads(call(tmp_path, "rollback", "s-3", "--json"))["stage"] == "retired"
     assert call(tmp_path, "retire", "r-2") == "model r-2 is retired on 1 device\n"
     acts = [(entry.act, entry.subject) for entry in store.audit.read()][-3:]

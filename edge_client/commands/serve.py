@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from edge_client.commands.options import program_options, read_settings
+from edge_client.sandbox.confine import confine_server
 from edge_client.settings import DeviceSettings
 from edge_client.storage.models import DeviceModels
 from edge_client.storage.state import read_device_id, state_folder
@@ -113,6 +114,8 @@ def command(
 
     opened = [FolderSource(check_folder(folder, "--watch")) for folder in folders]
     every_source = [*opened, *(open_source(text, every_s) for text in sources)]
+    if not confine_server():  # before threads start
+        log.warning("a model that is an attack could start programs: this system has no seccomp")
     notifier, stop = Notifier.from_environment(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

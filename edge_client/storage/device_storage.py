@@ -129,7 +129,7 @@ class DeviceStorage:
         With `keep_runs` the vaults of finished runs that are older than so many are removed.
         """
         try:
-            if run in self.vault.runs()[:1] and (note := self.vault.newest_task(run)):
+            if run in self.vault.notes.list_runs()[:1] and (note := self.vault.notes.find_newest(run)):
                 needed = blobs_of_model(self.program(note.program), note, self.vault)
                 needed |= blobs_of_notes([best_task(self.vault, run)], self.vault, self.blobs)
                 freed_bytes = self.blobs.prune(keep=needed | pinned)

@@ -30,7 +30,7 @@ VAULT, BLOBS, LOCK = "vault", "blobs", "lock"
 
 def find_retired_runs(vault: Vault, keep_runs: int) -> list[str]:
     """Runs that are older than the newest `keep_runs` of this device, are over, and have no unacknowledged result."""
-    return [run for run in vault.runs()[keep_runs:] if _why_kept(vault, run) is None]
+    return [run for run in vault.notes.list_runs()[keep_runs:] if _why_kept(vault, run) is None]
 
 
 def find_least_run(vault: Vault) -> str | None:
@@ -41,7 +41,7 @@ def find_least_run(vault: Vault) -> str | None:
     """
     if retired := find_retired_runs(vault, 0):
         return retired[-1]
-    noted = dict.fromkeys(reversed(vault.runs()))
+    noted = dict.fromkeys(reversed(vault.notes.list_runs()))
     unnoted = [run for run in vault.folders() if run not in noted]  # the first task ended early
     rounds = {run: count_earlier_rounds(find_current(vault.path(run))) for run in (*unnoted, *noted)}
     fewest = sorted((run for run, finished in rounds.items() if finished <= 1), key=rounds.__getitem__)
@@ -106,11 +106,11 @@ def collect(state: Path, *, keep_runs: int, dry_run: bool) -> Report:
     """Remove the vaults of finished runs, except those of the newest `keep_runs` runs, and data that no kept run needs;
     with `dry_run` only report what would be removed. The state must not be in use. Raises StorageFailed."""
     vault = Vault(state / VAULT)
-    newest = vault.runs()[:keep_runs]
+    newest = vault.notes.list_runs()[:keep_runs]
     gone = dict.fromkeys(find_retired_runs(vault, keep_runs), f"over, and older than the newest {keep_runs}")
     kept = {
         run: f"among the newest {keep_runs}" if run in newest else str(_why_kept(vault, run))
-        for run in vault.runs()
+        for run in vault.notes.list_runs()
         if run not in gone
     }
     return _remove(state, vault, gone, kept, dry_run=dry_run)
@@ -129,9 +129,8 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
         except BadPayload as error:
             raise ConfigError(error.code, str(error)) from error
         if not exists:
-            raise ConfigError(
-                "FV1423", f"no run {run!r} in {vault.folder}; known runs: {', '.join(vault.runs()[:5]) or 'none'}"
-            )
+            known = ", ".join(vault.notes.list_runs()[:5]) or "none"
+            raise ConfigError("FV1423", f"no run {run!r} in {vault.folder}; known runs: {known}")
         if vault.has_pending(run):
             raise ConfigError("FV1423", f"a result of run {run!r} is not acknowledged yet: start the device to send it")
         if not vault.is_over(run) and not force:
@@ -140,7 +139,7 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
                 f"this device was not informed that run {run!r} is over; if the run is resumed, its personal tensors "
                 "are lost. --force removes it anyway",
             )
-    kept = {run: "not named" for run in vault.runs() if run not in runs}
+    kept = {run: "not named" for run in vault.notes.list_runs() if run not in runs}
     return _remove(state, vault, dict.fromkeys(runs, "named"), kept, dry_run=dry_run)
 
 
@@ -198,7 +197,7 @@ def _list_needed_blobs(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> s
     """Blobs for the models of runs, for the next tasks of unfinished runs, and unacknowledged uploads."""
     needed = {result.upload.digest for result in vault.pending() if result.upload}
     for run in runs:
-        note = vault.newest_task(run)
+        note = vault.notes.find_newest(run)
         if note is None:
             continue
         try:

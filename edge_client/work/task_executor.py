@@ -180,7 +180,7 @@ class TaskExecutor:
         if not task.personal_of:
             keep_best(storage.vault, task.run, task.best)
             if task.kind != "compare":  # its round may be an earlier one
-                storage.vault.note(task)
+                storage.vault.notes.write(task)
         data = self._relabel(program.classes)
         data.check_fits(program.batch)
         self._runtime.keep_only({graph.digest for graph in program.graphs.values()})

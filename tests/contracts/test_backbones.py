@@ -35,8 +35,8 @@ PARTS: dict[str, dict[str, Any]] = {"personal_part": {"part": "head"}}
 """Options with which a method needs no Transformer."""
 TRAINED = {
     "lstm": {
-        "apfl", "fed_bias", "fed_head", "fedavg", "fedbabu", "fednova", "fedopt", "fedper", "fedprox", "fedrep",
-        "local", "per_fedavg", "personal_part", "pfedhn", "pfedme",
+        "apfl", "ditto", "fed_bias", "fed_head", "fedavg", "fedbabu", "feddyn", "fednova", "fedopt", "fedper",
+        "fedprox", "fedrep", "local", "per_fedavg", "personal_part", "pfedhn", "pfedme", "scaffold",
     },
 }  # fmt: skip
 TRAINED["resnet"] = TRAINED["lstm"] | {"analytic", "fedbn", "fedrod", "knn_per", "personal_analytic"}

@@ -29,9 +29,11 @@ from fedvit.methods.fedbfpt import FedBFPT
 from fedvit.methods.fedbn import FedBN
 from fedvit.methods.feddyn import FedDyn
 from fedvit.methods.fednova import FedNova
+from fedvit.methods.fedntd import FedNTD
 from fedvit.methods.fedopt import FedOpt
 from fedvit.methods.fedper import FedPer
 from fedvit.methods.fedperfix import FedPerfix
+from fedvit.methods.fedproto import FedProto
 from fedvit.methods.fedprox import FedProx
 from fedvit.methods.fedrep import FedRep
 from fedvit.methods.fedrod import FedRoD
@@ -41,6 +43,7 @@ from fedvit.methods.fedvpt_d import FedVptDeep
 from fedvit.methods.ffa_lora import FfaLora
 from fedvit.methods.knn_per import KnnPer
 from fedvit.methods.local import Local
+from fedvit.methods.lora_fair import LoraFair
 from fedvit.methods.per_fedavg import PerFedAvg
 from fedvit.methods.personal_analytic import PersonalAnalytic
 from fedvit.methods.personal_part import PersonalPart
@@ -71,9 +74,11 @@ METHODS: dict[str, type[Method]] = {
     "fedbn": FedBN,
     "feddyn": FedDyn,
     "fednova": FedNova,
+    "fedntd": FedNTD,
     "fedopt": FedOpt,
     "fedper": FedPer,
     "fedperfix": FedPerfix,
+    "fedproto": FedProto,
     "fedprox": FedProx,
     "fedrep": FedRep,
     "fedrod": FedRoD,
@@ -83,6 +88,7 @@ METHODS: dict[str, type[Method]] = {
     "ffa_lora": FfaLora,
     "knn_per": KnnPer,
     "local": Local,
+    "lora_fair": LoraFair,
     "per_fedavg": PerFedAvg,
     "personal_analytic": PersonalAnalytic,
     "personal_part": PersonalPart,

@@ -65,6 +65,7 @@ SHARED_FILES = {
     "aggregators",
     "base",
     "calculus",
+    "class_sums",
     "hyperparameters",
     "linear_term",
     "novel",

@@ -55,7 +55,7 @@ def run_signed_rank_tests(outcome: ExperimentOutcome, *, holm: bool) -> list[Sig
                 better=sum(gap > 0 for gap in gaps),
                 worse=sum(gap < 0 for gap in gaps),
                 median=median(gaps) if gaps else None,
-                p=_signed_rank_p(gaps),
+                p=_compute_p(gaps),
             )
         )
     if not holm:
@@ -122,7 +122,7 @@ def _read_accuracies(outcome: ExperimentOutcome) -> dict[str, dict[tuple[str, in
     return accuracies
 
 
-def _signed_rank_p(gaps: Sequence[float]) -> float | None:
+def _compute_p(gaps: Sequence[float]) -> float | None:
     if len(gaps) < 2:
         return None
     return float(wilcoxon(gaps).pvalue) if any(gaps) else 1.0

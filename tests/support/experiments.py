@@ -83,14 +83,14 @@ def run_experiment(
     return ExperimentRun(make_outcome(grid, schedule.over.values()), ran, shown.lines)
 
 
-def measured_outcome(grid: Grid, curves: Mapping[str, Sequence[float]]) -> ExperimentOutcome:
+def make_measured_outcome(grid: Grid, curves: Mapping[str, Sequence[float]]) -> ExperimentOutcome:
     """Make the outcome of cells with these accuracies in rounds 1, 2 ..., by a cell's path; other cells are missing."""
     return make_outcome(grid, [
-        FinishedCell(cell, measured_result(curves[cell.path]), None) for cell in grid.cells if cell.path in curves
+        FinishedCell(cell, make_measured_result(curves[cell.path]), None) for cell in grid.cells if cell.path in curves
     ])  # fmt: skip
 
 
-def measured_result(accuracies: Sequence[float]) -> CellResult:
+def make_measured_result(accuracies: Sequence[float]) -> CellResult:
     """The result of a cell with one device, whose accuracy in each round is given."""
     rounds = [
         RoundFigures(

@@ -11,7 +11,7 @@ from fleet.commands.results import results_command
 from fleet.experiments.command import write_results
 from fleet.experiments.outcome import make_outcome
 from tests.support.codes import has_code
-from tests.support.experiments import measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
 
 FILE = """
 dataset = "digits"
@@ -34,7 +34,7 @@ CURVES = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
-    write_results(measured_outcome(read_grid(written_experiment(folder, FILE)), CURVES), folder)
+    write_results(make_measured_outcome(read_grid(written_experiment(folder, FILE)), CURVES), folder)
     return folder
 
 
@@ -67,7 +67,7 @@ def test_files_are_written_and_named(folder: Path, tmp_path: Path) -> None:
 def test_unfinished_cells_are_named(tmp_path: Path) -> None:
     grid = read_grid(written_experiment(tmp_path, FILE))
     some = {name: means for name, means in CURVES.items() if name != "fedper/even/seed-1"}
-    write_results(measured_outcome(grid, some), tmp_path)
+    write_results(make_measured_outcome(grid, some), tmp_path)
     shown = call(tmp_path, "--csv", "--out", tmp_path / "tables")
     assert "1 of 4 cells are not finished; not run or interrupted: fedper/even/seed-1" in shown
     document = json.loads(call(tmp_path, "--json", "--wilcoxon"))

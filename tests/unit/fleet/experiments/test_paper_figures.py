@@ -13,7 +13,7 @@ from fleet.experiments.paper_figures import FigureStyle, check_font, write_bars,
 from fleet.experiments.significance import MethodRanks
 from profiles.report.experiment import ExperimentOutcome
 from tests.support.codes import has_code
-from tests.support.experiments import measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
 
 FILE = """
 dataset = "digits"
@@ -74,7 +74,7 @@ class Picture:
 
 @pytest.fixture
 def outcome(tmp_path: Path) -> ExperimentOutcome:
-    return measured_outcome(read_grid(written_experiment(tmp_path, FILE)), CURVES)
+    return make_measured_outcome(read_grid(written_experiment(tmp_path, FILE)), CURVES)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fleet.experiments.result_files import read_results, write_csv, write_figure
 from fleet.experiments.significance import run_signed_rank_tests
 from profiles.report.experiment import ExperimentOutcome
 from tests.support.codes import has_code
-from tests.support.experiments import measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
 
 FILE = """
 dataset = "digits"
@@ -46,7 +46,7 @@ CURVES = {
 
 @pytest.fixture
 def outcome(tmp_path: Path) -> ExperimentOutcome:
-    return measured_outcome(read_grid(written_experiment(tmp_path, FILE)), CURVES)
+    return make_measured_outcome(read_grid(written_experiment(tmp_path, FILE)), CURVES)
 
 
 def read_table(file: Path) -> list[dict[str, str]]:
@@ -142,7 +142,7 @@ def test_latex_has_the_cells_of_the_report(outcome: ExperimentOutcome, tmp_path:
 
 def test_bold_needs_an_interval_above_all_others(tmp_path: Path) -> None:
     near = {**CURVES, "fedper/even/seed-0": [0.4, 0.51], "fedper/even/seed-1": [0.4, 0.9]}
-    outcome = measured_outcome(read_grid(written_experiment(tmp_path, FILE)), near)
+    outcome = make_measured_outcome(read_grid(written_experiment(tmp_path, FILE)), near)
     write_latex(outcome, [], tmp_path)
     assert r"\textbf" not in (tmp_path / "accuracy.tex").read_text()
 

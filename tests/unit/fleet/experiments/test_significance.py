@@ -12,7 +12,7 @@ from fleet.experiments.significance import (
     rank_methods,
     run_signed_rank_tests,
 )
-from tests.support.experiments import measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
 
 FILE = """
 dataset = "digits"
@@ -54,7 +54,7 @@ def count_signed_ranks(gaps: tuple[float, ...]) -> float:
 
 def test_signed_ranks_are_counted_over_all_cells(tmp_path: Path) -> None:
     fedper, local = run_signed_rank_tests(
-        measured_outcome(read_grid(written_experiment(tmp_path, FILE)), CURVES), holm=True
+        make_measured_outcome(read_grid(written_experiment(tmp_path, FILE)), CURVES), holm=True
     )
     assert (fedper.method, fedper.pairs, fedper.better, fedper.worse) == ("fedper", 6, 5, 1)
     assert fedper.median == pytest.approx(0.125)
@@ -66,7 +66,7 @@ def test_signed_ranks_are_counted_over_all_cells(tmp_path: Path) -> None:
 def test_missing_cells_leave_fewer_pairs(tmp_path: Path) -> None:
     curves = {name: means for name, means in CURVES.items() if name != "fedper/even/seed-2"}
     curves = {name: means for name, means in curves.items() if "local" not in name or "skewed/seed-0" in name}
-    outcome = measured_outcome(read_grid(written_experiment(tmp_path, FILE)), curves)
+    outcome = make_measured_outcome(read_grid(written_experiment(tmp_path, FILE)), curves)
     fedper, local = run_signed_rank_tests(outcome, holm=False)
     assert (fedper.pairs, local.pairs) == (5, 1)
     assert local.p is None  # one pair shows nothing
@@ -75,7 +75,7 @@ def test_missing_cells_leave_fewer_pairs(tmp_path: Path) -> None:
 
 
 def test_equal_methods_do_not_differ(tmp_path: Path) -> None:
-    outcome = measured_outcome(read_grid(written_experiment(tmp_path, FILE)), {name: [0.5] for name in CURVES})
+    outcome = make_measured_outcome(read_grid(written_experiment(tmp_path, FILE)), {name: [0.5] for name in CURVES})
     assert [test.p for test in run_signed_rank_tests(outcome, holm=True)] == [1.0, 1.0]
     ranks = rank_methods(outcome)
     assert ranks is not None
@@ -84,7 +84,7 @@ def test_equal_methods_do_not_differ(tmp_path: Path) -> None:
 
 
 def test_ranks_and_critical_difference(tmp_path: Path) -> None:
-    ranks = rank_methods(measured_outcome(read_grid(written_experiment(tmp_path, FILE)), CURVES))
+    ranks = rank_methods(make_measured_outcome(read_grid(written_experiment(tmp_path, FILE)), CURVES))
     assert ranks is not None
     assert ranks.blocks == 6
     assert ranks.means == pytest.approx({"fedavg": 11 / 6, "fedper": 7 / 6, "local": 3.0})

@@ -122,14 +122,14 @@ def loop_command(data: str, names: str, seed: int, out: Path, as_json: bool) -> 
 
     It takes a few minutes: a service, and on each device one process that trains and one that answers pictures.
     """
-    from fleet.loop.story import LoopSettings, tell_story  # onnxruntime: --help need not wait for it
+    from fleet.loop.story import LoopSettings, play_story  # onnxruntime: --help need not wait for it
 
     began = time.monotonic()
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         click.echo(f"{time.monotonic() - began:4.0f} s  {line}", err=as_json)
 
-    outcome = tell_story(LoopSettings(out, data, tuple(filter(None, names.split(","))), seed), say)
+    outcome = play_story(LoopSettings(out, data, tuple(filter(None, names.split(","))), seed), report)
     if as_json:
         print_json(outcome)
         return

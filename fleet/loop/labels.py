@@ -74,4 +74,4 @@ def _wait_for_picture(end: int, number: int) -> str | None:
         for match in _SCREEN.finditer(shown):
             if int(match[1]) == number:
                 return match[3]
-    raise FedvitError("FV2126", f"edge-client label shows no picture: {shown[-200:]!r}")
+    raise FedvitError("FV2128", f"edge-client label shows no picture: {shown[-200:]!r}")

@@ -39,9 +39,9 @@ def choose_classes(samples: Samples, names: Sequence[str]) -> tuple[int, ...]:
     chosen = tuple(names) or samples.classes[:CLASSES]
     if missing := [name for name in chosen if name not in samples.classes]:
         known = ", ".join(samples.classes[:20])
-        raise ConfigError("FV2125", f"{samples.dataset}: there is no class {missing[0]!r}; it has: {known}")
+        raise ConfigError("FV2127", f"{samples.dataset}: there is no class {missing[0]!r}; it has: {known}")
     if len(set(chosen)) != CLASSES:
-        raise ConfigError("FV2125", f"{samples.dataset}: the story needs {CLASSES} classes, not {', '.join(chosen)}")
+        raise ConfigError("FV2127", f"{samples.dataset}: the story needs {CLASSES} classes, not {', '.join(chosen)}")
     return tuple(samples.classes.index(name) for name in chosen)
 
 
@@ -56,7 +56,7 @@ def plan_pictures(samples: Samples, classes: Sequence[int], devices: int, seed: 
         if before < LEAST_NEW or min(labelled) < LEAST_NEW:
             counts = ", ".join(str(len(each)) for each in (*known, new))
             raise ConfigError(
-                "FV2125", f"{samples.dataset}: {counts} pictures of the classes for a device, the story needs 38 each"
+                "FV2127", f"{samples.dataset}: {counts} pictures of the classes for a device, the story needs 38 each"
             )
         usual = [each[count:][:ARRIVING] for each, count in zip(known, labelled, strict=True)]
         rest = [each[count + ARRIVING :][:ARRIVING] for each, count in zip(known, labelled, strict=True)]

@@ -230,11 +230,11 @@ class LoopFleet:
         return last_line(self._log(name))
 
     def _make_error(self, what: str) -> FedvitError:
-        return FedvitError("FV2126", f"{what}; logs: {self.home / 'logs'}")
+        return FedvitError("FV2128", f"{what}; logs: {self.home / 'logs'}")
 
 
-def tell_story(settings: LoopSettings, say: Callable[[str], None]) -> LoopOutcome:
-    """Play the story, and say what happens; all processes have ended afterwards.
+def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOutcome:
+    """Play the story, and report what happens; all processes have ended afterwards.
 
     Raises ConfigError and DataError for pictures that do not fit, FedvitError if a step does not happen.
     """
@@ -253,7 +253,7 @@ def tell_story(settings: LoopSettings, say: Callable[[str], None]) -> LoopOutcom
             devices.append(LoopDevice(name, pictures, plan, home / "state" / name, home / "answers" / f"{name}.jsonl"))
         (home / "answers").mkdir()
         world = LoopFleet(home, devices, stack.enter_context(Fleet()))
-        story = LoopStory(world, classes, {**RUN, "seed": settings.seed}, say)
+        story = LoopStory(world, classes, {**RUN, "seed": settings.seed}, report)
         first = story.use_first_model()
         false_alarms = story.show_usual(first.model)
         drift, drift_after, before = story.show_new_class(first.model)
@@ -280,9 +280,9 @@ class LoopStory:
     """The steps of the story, in this order."""
 
     def __init__(
-        self, world: LoopFleet, classes: tuple[str, ...], values: dict[str, Any], say: Callable[[str], None]
+        self, world: LoopFleet, classes: tuple[str, ...], values: dict[str, Any], report: Callable[[str], None]
     ) -> None:
-        self._world, self._say = world, say
+        self._world, self._report = world, report
         self._classes, self._new = classes, classes[-1]
         self._values = values
 
@@ -290,24 +290,24 @@ class LoopStory:
         """Train a model of two classes, and let the devices answer pictures with it."""
         world, known = self._world, self._classes[:-1]
         labelled = len(world.devices[0].plan.labelled)
-        self._say(f"{' and '.join(SITES)} have {labelled} pictures of {' and '.join(known)} each")
+        self._report(f"{' and '.join(SITES)} have {labelled} pictures of {' and '.join(known)} each")
         world.start()
         if address := world.start_dashboard():
-            self._say(f"dashboard: {address}")
+            self._report(f"dashboard: {address}")
         values = {**self._values, "stop": {"accuracy": 0.97}, "promote": {**RULES, "after": 0}}
         first = world.train("first", {**values, "classes": list(known)})
-        self._say(f"model {first.model} is trained: {first.reason}")
+        self._report(f"model {first.model} is trained: {first.reason}")
         world.wait_for_champion(first.model)
         for device in world.devices:
             world.start_serving(device)
         world.wait_for_answers(first.model)
-        self._say(f"model {first.model} answers on {' and '.join(SITES)}")
+        self._report(f"model {first.model} answers on {' and '.join(SITES)}")
         return first
 
     def show_usual(self, model: str) -> int:
         """Let pictures of the known classes arrive; return the number of devices that report drift."""
         self._world.show(lambda device: device.plan.usual)
-        self._say(f"pictures arrive: {_describe(count_answers(self._world.devices, model))}")
+        self._report(f"pictures arrive: {_describe(count_answers(self._world.devices, model))}")
         return sum(bool(device.read_drift()) for device in self._world.devices)
 
     def show_new_class(self, model: str) -> tuple[dict[str, list[str]], dict[str, int], dict[str, ServedClass]]:
@@ -331,9 +331,9 @@ class LoopStory:
         world.show(lambda device: device.plan.new, look)
         world.wait(look, "no drift is reported")
         before = count_answers(world.devices, model)
-        self._say(f"{new} appears: {_describe({new: before[new]})}")
+        self._report(f"{new} appears: {_describe({new: before[new]})}")
         for name, measures in drift.items():
-            self._say(f"{name} reports drift of {', '.join(measures)} after {after[name]} pictures of {new}")
+            self._report(f"{name} reports drift of {', '.join(measures)} after {after[name]} pictures of {new}")
         return drift, after, before
 
     def give_labels(self) -> Counter[str]:
@@ -342,7 +342,9 @@ class LoopStory:
         for device in self._world.devices:
             (device.pictures.folder / self._new).mkdir()
             given += self._world.label(device, self._classes)
-        self._say(f"labels for the least sure pictures: {', '.join(f'{given[name]} {name}' for name in sorted(given))}")
+        self._report(
+            f"labels for the least sure pictures: {', '.join(f'{given[name]} {name}' for name in sorted(given))}"
+        )
         return given
 
     def learn_new_class(self) -> ModelView:
@@ -351,18 +353,18 @@ class LoopStory:
         second = world.train(
             "second", {**self._values, "classes": list(self._classes), "promote": {**RULES, "after": CANARY}}
         )
-        self._say(f"model {second.model} is trained: {second.reason}")
-        self._say(f"model {second.model} is canary on {' and '.join(find_canaries(second))} for {CANARY}")
+        self._report(f"model {second.model} is trained: {second.reason}")
+        self._report(f"model {second.model} is canary on {' and '.join(find_canaries(second))} for {CANARY}")
         world.wait_for_champion(second.model)
         world.wait_for_answers(second.model)
-        self._say(f"model {second.model} is promoted, and answers on {' and '.join(SITES)}")
+        self._report(f"model {second.model} is promoted, and answers on {' and '.join(SITES)}")
         return second
 
     def show_later(self, model: str) -> dict[str, ServedClass]:
         """Let pictures of all classes arrive; return the answers."""
         self._world.show(lambda device: device.plan.later)
         after = count_answers(self._world.devices, model)
-        self._say(f"pictures arrive: {_describe(after)}")
+        self._report(f"pictures arrive: {_describe(after)}")
         return after
 
 

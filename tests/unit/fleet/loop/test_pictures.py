@@ -34,7 +34,7 @@ def test_classes_by_name_the_last_one_is_new() -> None:
     for names in (("7", "0"), ("7", "0", "cat"), ("7", "7", "0")):
         with pytest.raises(ConfigError) as error:
             choose_classes(digits, names)
-        assert error.value.code == "FV2125"
+        assert error.value.code == "FV2127"
 
 
 def test_too_few_pictures() -> None:
@@ -42,7 +42,7 @@ def test_too_few_pictures() -> None:
     few = replace(digits, images=digits.images[np.arange(300)], labels=digits.labels[:300])
     with pytest.raises(ConfigError) as error:
         plan_pictures(few, (0, 1, 2), 2, seed=0)
-    assert error.value.code == "FV2125"
+    assert error.value.code == "FV2127"
 
 
 def test_pictures_arrive_without_a_label(tmp_path: Path) -> None:

@@ -41,5 +41,5 @@ def test_process_that_ends_is_named_with_its_last_line(tmp_path: Path, device: L
         (tmp_path / "home").mkdir()
         with pytest.raises(FedvitError) as error:
             world.train("first", {"method": "no-such-method"})
-    assert error.value.code == "FV2126"
+    assert error.value.code == "FV2128"
     assert "no-such-method" in str(error.value)

@@ -57,7 +57,7 @@ class ServiceProcess:
         own = ("file", "folder", "url", "standby", "quiet", "metrics_address")
         file, self._folder, url, self._standby, quiet, self._metrics_address = (options.pop(name) for name in own)
         self._config, self._broker = _read_settings(file, options, standby=self._standby)
-        self._drift_rule = _read_drift_rule(self._config)
+        self._drift_rule = read_drift_rule(self._config)
         self._backups = BackupFolder(Path(self._config.backup)) if self._config.backup else None
         self._notifier = Notifier.from_environment()
         if url is not None:
@@ -178,7 +178,7 @@ def _read_settings(file: Path | None, flags: dict[str, Any], *, standby: bool) -
     return config, broker
 
 
-def _read_drift_rule(config: ServiceConfig) -> DriftRule | None:
+def read_drift_rule(config: ServiceConfig) -> DriftRule | None:
     """Return the rule that starts a run on drift; None if there is none. Raises ConfigError if its run is invalid."""
     if config.drift_run is None:
         return None

@@ -71,7 +71,7 @@ def plan_pictures(samples: Samples, classes: Sequence[int], devices: int, seed: 
     return plans
 
 
-class PictureFolder:
+class ArrivingPictures:
     """A device's folder of pictures; their names say which rows of the data set they are."""
 
     def __init__(self, folder: Path, samples: Samples) -> None:

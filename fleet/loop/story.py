@@ -24,9 +24,10 @@ from edge_client.storage.serving import read_serving
 from fedvit.data.images import Indices
 from fedvit.errors import FedvitError
 from fedvit.files import private_files
+from fedvit.quantities import format_count
 from fleet.datasets import IMAGE_SIZE, read_samples
 from fleet.loop.labels import give_labels
-from fleet.loop.pictures import EVERY_S, PictureFolder, PicturePlan, choose_classes, plan_pictures
+from fleet.loop.pictures import EVERY_S, ArrivingPictures, PicturePlan, choose_classes, plan_pictures
 from fleet.processes import Fleet, last_line, program
 
 SITES = {"garden": "berlin", "gate": "munich"}
@@ -89,7 +90,7 @@ class LoopDevice(NamedTuple):
     """One device: its pictures, and the files of its two processes."""
 
     name: str
-    pictures: PictureFolder
+    pictures: ArrivingPictures
     plan: PicturePlan
     state: Path
     answers: Path
@@ -179,6 +180,15 @@ class LoopFleet:
         """Wait until all devices answer with a model."""
         self.wait(lambda: all(each.is_served_by(model) for each in self.devices), f"{model} does not answer")
 
+    def wait_for_drift(self, devices: int) -> None:
+        """Wait until the coordinator knows of drift on so many devices."""
+
+        def look() -> bool:
+            with closing(open_existing_record(self.runs)) as store:
+                return store.models.count_drifted() >= devices
+
+        self.wait(look, "the coordinator does not hear of drift")
+
     def label(self, device: LoopDevice, classes: Sequence[str]) -> Counter[str]:
         """Give labels to the pictures of which the device is least sure."""
         command = [*program("edge_client.cli"), "label", *self._folders(device), "--least-sure"]
@@ -248,7 +258,7 @@ def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOut
     with private_files(), ExitStack() as stack:
         devices = []
         for name, plan in zip(SITES, plans, strict=True):
-            pictures = PictureFolder(home / "pictures" / name, samples)
+            pictures = ArrivingPictures(home / "pictures" / name, samples)
             pictures.write_labelled(plan.labelled)
             devices.append(LoopDevice(name, pictures, plan, home / "state" / name, home / "answers" / f"{name}.jsonl"))
         (home / "answers").mkdir()
@@ -333,7 +343,9 @@ class LoopStory:
         before = count_answers(world.devices, model)
         self._report(f"{new} appears: {_describe({new: before[new]})}")
         for name, measures in drift.items():
-            self._report(f"{name} reports drift of {', '.join(measures)} after {after[name]} pictures of {new}")
+            self._report(f"{name} has drift of {', '.join(measures)} after {after[name]} pictures of {new}")
+        world.wait_for_drift(len(drift))
+        self._report(f"the coordinator knows of drift on {format_count(len(drift), 'device')}")
         return drift, after, before
 
     def give_labels(self) -> Counter[str]:

@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from edge_client.storage.models import DeviceModels
+from edge_client.storage.serving import ServingStatus, write_serving
 from fedvit.errors import FedvitError
 from fedvit.wire.messages import ModelReport
 from tests.support.federation import BROKER_MARKS
 from tests.support.forked import Forked
-from tests.support.programs import Stage, program, query_record, said, wait_for
+from tests.support.programs import CONFIG, Stage, program, query_record, said, toml, wait_for
 from tests.support.served import PictureStream, Supervisor, encode_picture, split_digits
 from tests.support.waiting import WAIT_S
 
@@ -38,9 +39,9 @@ TARGETS = ["service", "broker", *SITES, *(f"serving {name}" for name in SITES)]
 PICTURES = [encode_picture(pixels) for pixels in split_digits(0).stream.pixels[:50]]
 
 
-def serve(stage: Stage) -> Forked:
+def serve(stage: Stage, *options: str) -> Forked:
     given = ["serve", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port)]
-    return stage.fork("service", *given)
+    return stage.fork("service", *given, *options)
 
 
 def start_device(stage: Stage, name: str) -> "subprocess.Popen[bytes]":
@@ -96,6 +97,27 @@ def test_model_goes_from_a_run_over_a_canary_to_all_devices_and_back(stage: Stag
     assert "Traceback" not in stage.log("service")
     service.send_signal(signal.SIGTERM)
     assert stage.finish(service, "service") == 130
+
+
+@pytest.mark.slow
+def test_drift_on_a_device_starts_a_run_by_rule(stage: Stage) -> None:
+    """Once, as the next one begins a day later; the file is what the process that serves writes."""
+    file = stage.folder / "again.toml"
+    again = {**CONFIG, **RUN, "variants": {}, "rounds": 1}
+    file.write_text(toml({key: value for key, value in again.items() if key != "promote"}))
+    serve(stage, "--drift-run", str(file), "--drift-devices", "1")
+    stage.observer()
+    for name in SITES:
+        start_device(stage, name)
+    stage.submit("first", **{**RUN, "promote": {**RULES, "after": 0}})
+    wait_for(lambda: [find_serving(stage, name) for name in SITES] == ["first-1"] * 2, "both devices to use it")
+    write_serving(stage.folder / "state" / "device-0", ServingStatus(name="first-1", drift={"blur": time.time()}))
+    runs = "select status from runs where id like 'drift-%'"
+    wait_for(lambda: stage.query(runs) == [("finished",)], "the run of the rule")
+    [listed] = [model for model in stage_models(stage) if model["model"] == "first-1"]
+    assert [device["device"] for device in listed["devices"] if device["drifted_since"]] == ["device-0"]
+    assert "pictures of device-0 have drifted from those of model first-1" in stage.log("service")
+    assert "Traceback" not in stage.log("service")
 
 
 def stage_models(stage: Stage) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 from fedvit.data.layout import UNLABELLED, read_class_folders
 from fedvit.errors import ConfigError
 from fleet.datasets.digits import read_digits
-from fleet.loop.pictures import LABELLED, LEAST_NEW, PictureFolder, choose_classes, plan_pictures
+from fleet.loop.pictures import LABELLED, LEAST_NEW, ArrivingPictures, choose_classes, plan_pictures
 
 
 def test_every_picture_arrives_once_at_one_device() -> None:
@@ -48,7 +48,7 @@ def test_too_few_pictures() -> None:
 def test_pictures_arrive_without_a_label(tmp_path: Path) -> None:
     digits = read_digits()
     [plan] = plan_pictures(digits, (0, 1, 2), 1, seed=0)
-    pictures = PictureFolder(tmp_path / "garden", digits)
+    pictures = ArrivingPictures(tmp_path / "garden", digits)
     pictures.write_labelled(plan.labelled)
     assert read_class_folders(pictures.folder).layout.classes == ("0", "1")
     stop = threading.Event()

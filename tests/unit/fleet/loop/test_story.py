@@ -7,7 +7,7 @@ import pytest
 
 from fedvit.errors import FedvitError
 from fleet.datasets.digits import read_digits
-from fleet.loop.pictures import PictureFolder, plan_pictures
+from fleet.loop.pictures import ArrivingPictures, plan_pictures
 from fleet.loop.story import LoopDevice, LoopFleet, ServedClass, count_answers
 from fleet.processes import Fleet
 
@@ -16,7 +16,7 @@ from fleet.processes import Fleet
 def device(tmp_path: Path) -> LoopDevice:
     digits = read_digits()
     [plan] = plan_pictures(digits, (0, 1, 2), 1, seed=0)
-    pictures = PictureFolder(tmp_path / "pictures", digits)
+    pictures = ArrivingPictures(tmp_path / "pictures", digits)
     return LoopDevice("garden", pictures, plan, tmp_path / "state", tmp_path / "answers.jsonl")
 
 

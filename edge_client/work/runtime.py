@@ -58,19 +58,9 @@ class GraphRunner(Protocol):
         watch: "Watch",
     ) -> "Trained": ...
 
-    def evaluate(
-        self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: "Seeds", watch: "Watch"
-    ) -> "Evaluated": ...
+    def evaluate(self, test: "ModelTest", watch: "Watch") -> "Evaluated": ...
 
-    def compare(
-        self,
-        program: Program,
-        values: Mapping[str, Array],
-        data: DeviceData,
-        seeds: "Seeds",
-        watch: "Watch",
-        challenge: "Challenge",
-    ) -> "Compared": ...
+    def compare(self, test: "ModelTest", watch: "Watch", challenge: "Challenge") -> "Compared": ...
 
 
 class Stopped(FedvitError):
@@ -126,13 +116,28 @@ class Evaluated:
     by_class: tuple[ClassCount, ...]  # of the classes with test images; () of a text
 
 
-class Challenge(NamedTuple):
-    """The model that a device makes of a run's round, and the one that it uses."""
+class ModelTest(NamedTuple):
+    """A model of a device that is tested on its images: a Program and its tensors, which do not change."""
+
+    program: Program
+    values: Mapping[str, Array]
+    data: DeviceData
+    seeds: Seeds
+
+
+class ModelSource(NamedTuple):
+    """The round and the device whose tensors a model has."""
 
     run: str
     round: int
     device: str
     personal_tensors: int  # of the device's own
+
+
+class Challenge(NamedTuple):
+    """The model that a device makes of a run's round, and the one that it uses."""
+
+    source: ModelSource
     graph: Path  # of the Program's evaluation
     champion: Path | None  # folder of its bundle; None: the device uses no model
     machine: str
@@ -283,16 +288,11 @@ class Runtime:
 
     # --- evaluation -----------------------------------------------------------------------------------
 
-    def evaluate(
-        self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: Seeds, watch: Watch
-    ) -> Evaluated:
-        """Count right answers on full, unaugmented test images; `values` do not change.
-
-        Raises Stopped, BadPayload, DataError.
-        """
-        images, batch = data.test, program.batch
+    def evaluate(self, test: ModelTest, watch: Watch) -> Evaluated:
+        """Count right answers on full, unaugmented test images. Raises Stopped, BadPayload, DataError."""
+        program, images, batch = test.program, test.data.test, test.program.batch
         graph = self._graph(program, program.evaluate.graph)
-        feeds, flops = self.prepare(program, values, data.train, seeds, watch)
+        feeds, flops = self.prepare(test, watch)
         graph.require(feeds.keys() | INPUTS)
         correct, seen = 0.0, 0
         tally = AnswerTally(len(program.classes))
@@ -312,32 +312,23 @@ class Runtime:
         flops += program.graphs[program.evaluate.graph].flops * total
         return Evaluated(correct, seen, flops, tally.by_class())
 
-    def compare(
-        self,
-        program: Program,
-        values: Mapping[str, Array],
-        data: DeviceData,
-        seeds: Seeds,
-        watch: Watch,
-        challenge: Challenge,
-    ) -> Compared:
-        """Make a bundle of the model, and compare it with the one that the device uses; `values` do not change.
+    def compare(self, test: ModelTest, watch: Watch, challenge: Challenge) -> Compared:
+        """Make a bundle of the model, and compare it with the one that the device uses.
 
         Raises Stopped, BadPayload, DataError, ExportMismatch.
         """
         comparing = import_module("edge_client.work.comparing")  # late: few tasks need the code of bundles
-        compared: Compared = comparing.compare_models(self, program, values, data, seeds, watch, challenge)
+        compared: Compared = comparing.compare_models(self, test, watch, challenge)
         return compared
 
-    def prepare(
-        self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch
-    ) -> tuple[Tensors, int]:
+    def prepare(self, test: ModelTest, watch: Watch) -> tuple[Tensors, int]:
         """The predict graph's inputs but the images, and the FLOPs that they cost.
 
         They are the tensors, tuned on the device's training images if the method tunes, and the features of these
         images if the method gathers them. Raises Stopped, BadPayload, DataError.
         """
-        *training, choice_rng = seeds.generators(6)
+        program, values, images = test.program, test.values, test.data.train
+        *training, choice_rng = test.seeds.generators(6)
         evaluate, flops = program.evaluate, 0
         if evaluate.adapt:
             quiet = Watch(lambda *_: None, watch.stopped)

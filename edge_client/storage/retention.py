@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from edge_client.storage.best_round import best_task, blobs_of_notes
 from edge_client.storage.evaluation import blobs_of_model
+from edge_client.storage.features import FEATURES, FeatureFolder
 from edge_client.storage.round_files import count_earlier_rounds, find_current
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
 from fedvit.blobs import BlobStore
@@ -57,7 +58,7 @@ def _why_kept(vault: Vault, run: str) -> str | None:
 class Entry(Struct, frozen=True, kw_only=True):
     """A run, file or folder that is removed, would be removed, or is kept."""
 
-    what: str  # run, blobs, file, state
+    what: str  # run, blobs, features, file, state
     run: str | None = None  # of a whole state: its folder's name
     path: str
     bytes: int
@@ -80,7 +81,7 @@ def lines(report: Report) -> str:
     rows = [(verb, entry) for entry in report.removed] + [("kept", entry) for entry in report.kept]
     named = max((len(entry.run or "") for _, entry in rows), default=0)
     shown = [
-        f"{what:<{len(verb)}}  {entry.what:<5}  {entry.run or '':<{named}}  {format_bytes(entry.bytes):>8}  {entry.why}"
+        f"{what:<{len(verb)}}  {entry.what:<8}  {entry.run or '':<{named}}  {format_bytes(entry.bytes):>8}  {entry.why}"
         for what, entry in rows
     ]
     total = f"{verb} {format_bytes(report.removed_bytes)}" if report.removed else "nothing to remove"
@@ -170,6 +171,10 @@ def _remove(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str
     half = [file for file in state.rglob(f"{WRITING}*") if not file.is_relative_to(state / BLOBS)]
     half = [file for file in half if not any(file.is_relative_to(entry.path) for entry in removed)]
     removed += [_file(file, "a process ended while writing it") for file in half]
+    features = FeatureFolder(state / FEATURES)
+    if features_bytes := features.used_bytes():
+        why = "the next task makes them again"
+        removed.append(Entry(what="features", path=str(features.folder), bytes=features_bytes, why=why))
     blobs = BlobStore(state / BLOBS)
     shared = blobs.folder.is_symlink()  # the host's devices remove what none of them needs
     needed = set[str]() if shared else _list_needed_blobs(vault, blobs, kept)
@@ -180,6 +185,7 @@ def _remove(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str
         for run in gone:
             remove_run(vault, run)
         finish_removals(vault)
+        features.remove_all()
         for file in half:
             _delete(file)
         if not shared:

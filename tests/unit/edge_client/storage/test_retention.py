@@ -15,6 +15,7 @@ import edge_client.owner.trained
 import edge_client.storage.disk
 from edge_client.cli import cli
 from edge_client.storage.disk import DiskBudget
+from edge_client.storage.features import FeatureFolder
 from edge_client.storage.retention import find_least_run
 from edge_client.storage.state import lock_state
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
@@ -255,6 +256,23 @@ def test_finished_runs_make_room_the_oldest_first(world: World, fedavg: Setting)
     assert set(device.vault.notes.list_runs()) == {"run", "older", "resumable"}
 
 
+def test_features_make_room_before_any_run(tmp_path: Path) -> None:
+    vault, features = Vault(tmp_path / "vault"), FeatureFolder(tmp_path / "features")
+    over(vault, "older")
+    disk = DiskBudget(vault, BlobStore(tmp_path / "blobs"), None, features=features)
+    assert disk.find_feature_room() is None
+    file = features.find_file("a" * 64, 10, 5, None)
+    assert file
+    file.write_bytes(bytes(10**6))
+    disk.limit_bytes = disk.used_bytes() + 10**6
+    assert disk.find_feature_room() == 10**6, "half of what the others leave"
+    disk.make_room("run", 10**6)
+    assert file.exists()
+    disk.make_room("run", 10**6 + 1)
+    assert not file.exists()
+    assert vault.runs() == ["older"]
+
+
 # --- a removal that is cut ----------------------------------------------------------------------------
 
 
@@ -376,6 +394,16 @@ def test_gc_keeps_all_blobs_of_a_run_that_may_go_on_and_of_one_that_is_over_its_
     vault.end("newest")
     report("gc", "--state", state)
     assert digests(blobs) == {noted.program, *noted.groups.values(), graphs["predict"].digest, *waits}
+
+
+def test_gc_removes_features(state: Path) -> None:
+    """Also the device that never runs again has them; they are made again where they are needed."""
+    file = FeatureFolder(state / "features").find_file("a" * 64, 10, 5, None)
+    assert file
+    file.write_bytes(bytes(1000))
+    [entry] = [entry for entry in report("gc", "--state", state)["removed"] if entry["what"] == "features"]
+    assert (entry["path"], entry["why"]) == (str(file.parent), "the next task makes them again")
+    assert not file.exists()
 
 
 def test_gc_removes_states_that_no_run_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -618,6 +618,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_device_that_is_killed_while_it_renews_keeps_a_valid_certificate(stage: Stage, tmp_path: Path) -> None:
     identity = identity_of(stage.deployment, tmp_path, "pi-killed", age_days=0.0)
     renewed = [next_of(stage, identity) for _ in range(2)]
@@ -732,6 +733,7 @@ def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
     assert Client(address, "again").connected
 
 
+@pytest.mark.slow
 def test_device_with_too_many_connections_is_revoked(stage: Stage, tmp_path: Path) -> None:
     """Connections are what one device could use up for all others."""
     address = make_device(stage.deployment, tmp_path, "pi-crowds")

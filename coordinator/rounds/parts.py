@@ -19,7 +19,7 @@ from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Inbox
 from coordinator.rounds.lease import Lease
 from coordinator.rounds.membership import Admission
-from coordinator.rounds.models.keeper import ModelKeeper
+from coordinator.rounds.models.keeper import ModelKeeper, describe_drift
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.reporter import Reporter
@@ -154,7 +154,9 @@ class RunParts:
             self.models.welcome(device, message.instance)
 
     def _keep_models(self, store: Record) -> ModelKeeper:
-        return ModelKeeper(store, self.inbox.send, lambda: self.state.epoch, self.operator_log)
+        keeper = ModelKeeper(store, self.inbox.send, lambda: self.state.epoch, self.operator_log)
+        keeper.on_drift = lambda device, model: self.alerts.send("drift", describe_drift(device, model), device)
+        return keeper
 
     def _send_transfer_message(self, device: str, message: TransferMessage) -> None:
         assert not isinstance(message, BlobPut)  # only devices send them

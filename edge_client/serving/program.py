@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 
+from edge_client.sandbox.confine import confine_server
 from edge_client.serving.home import open_home
 from edge_client.serving.models import ModelServer
 from edge_client.serving.pipeline import Pipeline
@@ -26,6 +27,8 @@ def serve_pictures(request: ServeRequest) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises ConfigError for a source or an address that cannot be used."""
     opened = [FolderSource(check_folder(folder, "--watch")) for folder in request.folders]
     every_source = [*opened, *(open_source(text, request.every_s) for text in request.sources)]
+    if not confine_server():  # before threads start
+        log.warning("a model that is an attack could start programs: this system has no seccomp")
     notifier, stop = Notifier.from_environment(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

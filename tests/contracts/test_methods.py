@@ -41,6 +41,8 @@ from fedvit.methods.optimizers import AdamW
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
+from fedvit.onnx_cut import cut_model
+from fedvit.onnx_model import read_model, write_model
 from fedvit.policy import find_needs
 from fedvit.program import Gather, Program, Role, Train, decode_program
 from fedvit.tensors import Tensors, check_tensors, unpack
@@ -85,6 +87,9 @@ MODEL = {**TINY_MODEL, "depth": DEPTH}
 OPTIONS = {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.003}
 """A batch is worked off in parts of 3, 3 and 2 samples, where a method's step is one gradient."""
 DEVICES, ROUNDS = 3, 2
+
+CUT = {"analytic", "fed_head", "fedproto", "fedrep", "personal_analytic"}
+"""Methods with a phase whose graph a device can cut."""
 
 SMALLEST: dict[str, dict[str, Any]] = {"eftvit": {"local_blocks": 1}, "fedbfpt": {"local_blocks": 2}}
 """Options that suit a model of two blocks."""
@@ -247,6 +252,26 @@ def test_graphs_have_the_names_of_the_contract(case: Case, tiny: Any) -> None:
         graph = onnx.load_from_string(exported.content).graph
         inputs, outputs = ({value.name for value in values} for values in (graph.input, graph.output))
         assert_names_of_the_contract(method, vit, serves[name], inputs, outputs)
+
+
+@each_case
+def test_a_graph_that_a_device_cuts_computes_what_the_whole_one_does(case: Case, tiny: Any) -> None:
+    """The phases whose features a device keeps, in front of what they train."""
+    made, cuts = tiny(case), {}
+    for phase in training(made.method, made.vit):
+        content = made.graphs[phase.graph].content
+        model, trained = read_model(content), list_trained(made.method, made.vit, phase)
+        fixed = [name for name in model.inputs if name.startswith("tensor/") and name[7:] not in trained]
+        if not (cut := cut_model(model, "batch/patches", fixed, "batch/feature")):
+            continue
+        cuts[phase.graph] = list(cut.inputs.values())
+        inputs = example_inputs(made.method, made.vit, made.batch, phase)
+        features = Session(b"".join(map(bytes, write_model(cut.features, {}, {}))))(inputs)
+        given = {name: features[value] for name, value in cut.inputs.items()}
+        got = Session(b"".join(map(bytes, write_model(cut.rest, {}, {}))))({**inputs, **given})
+        for key, want in Session(content)(inputs).items():
+            torch.testing.assert_close(got[key], want, rtol=1e-4, atol=1e-6)
+    assert bool(cuts) == (case.name in CUT), cuts
 
 
 @each_case

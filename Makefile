@@ -210,9 +210,10 @@ methods: install
 	@$(BIN)/python -c "from coordinator.compute.planning.catalogue import store_entries; store_entries()"
 	@$(BIN)/python -c "from coordinator.compute.planning.trials import store_trials; store_trials()"
 
-# after a change of methods, models or their export: the digests of graphs that devices know without a publisher
+# after a change of methods, models or their export: the digests of graphs that devices know without a publisher;
+# METHOD="NAME NAME" adds those of new methods
 own-graphs: install
-	@$(BIN)/python -c "from coordinator.compute.planning.own_graphs import store_digests; store_digests()"
+	@$(BIN)/python -c "from coordinator.compute.planning.own_graphs import store_digests; store_digests('$(METHOD)'.split())"
 
 # docs/troubleshooting.md from the explanations of error codes
 errors: install

@@ -186,9 +186,9 @@ build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kerne
 	@CXX=aarch64-linux-gnu-g++ $(BIN)/python kernels/compile.py build/arm/kernels/fedvit_kernels/libfedvit_kernels.so
 	@touch $@
 
-# power cuts of a device's disk, without an emulator (docs/boards.md); root
+# power cuts and faults of a device's disk, without an emulator (docs/boards.md); root
 power-cuts: install mosquitto
-	@$(BIN)/python -m pytest -q -rP tests/e2e/check_power_cuts.py
+	@$(BIN)/python -m pytest -q -rP tests/e2e/check_*.py
 
 # the device on virtual boards, from first boot to power cuts (docs/boards.md); root. One check: CHECK=name; with
 # AGAIN=1 the next call begins with the board as it is after its first round; boards of another architecture than this

@@ -16,19 +16,18 @@ from tests.support.waiting import wait_until
 SHUT_DOWN = 0x8004587D
 LOSE_DATA, LOSE_JOURNAL = 1, 2
 """What is lost: data of files that were not synced, or the last changes of names and sizes, too."""
-SIZE_MB = 512
 
 
 class CutDisk:
     """A disk in a file, mounted at a folder."""
 
-    def __init__(self, file: Path, folder: Path, seed: int) -> None:
+    def __init__(self, file: Path, folder: Path, seed: int, size_mb: int = 512) -> None:
         self.file, self.folder = file, folder
         self.cuts = 0
         self._drawn = random.Random(seed)
         folder.mkdir(parents=True)
         with file.open("wb") as made:
-            made.truncate(SIZE_MB << 20)
+            made.truncate(size_mb << 20)
         run("mke2fs", "-q", "-t", "ext4", str(file))
         self.mount()
 

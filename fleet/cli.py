@@ -14,6 +14,7 @@ COMMANDS = {
     "host": "Host virtual devices in this process, each with its own name, vault and connection.",
     "partition": "Deal a data set out into one folder per device.",
     "region": "Serve a region: a coordinator whose devices count as one device of another coordinator, the centre.",
+    "results": "Write the results of an experiment as CSV, LaTeX tables and figures; without flags show them.",
     "run": "Run a coordinator and its devices on this machine: a process per device folder, or many virtual devices.",
 }
 """The commands and the first sentences of their help."""

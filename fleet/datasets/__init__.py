@@ -7,13 +7,19 @@ from typing import NamedTuple
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 from fleet.datasets.cifar import is_cifar, read_cifar
+from fleet.datasets.columns import Columns
 from fleet.datasets.digits import read_digit_domains, read_digits, read_turned_digits
 from fleet.datasets.domainfolder import is_domainfolder, read_domainfolder
 from fleet.datasets.idx import is_idx, read_idx
 from fleet.datasets.imagefolder import read_imagefolder
+from fleet.datasets.leafimages import is_leafimages, read_leafimages
+from fleet.datasets.manifest import is_manifest, read_manifest
 from fleet.datasets.medmnist import is_medmnist, read_medmnist
+from fleet.datasets.npz import is_npz, read_npz
 from fleet.datasets.parquet import is_parquet, read_parquet
+from fleet.datasets.pfllib import is_pfllib, read_pfllib
 from fleet.datasets.samples import Samples
+from fleet.datasets.saved import is_saved, read_saved
 from fleet.datasets.texts import Texts, is_texts, read_texts
 
 IMAGE_SIZE = 32
@@ -32,13 +38,19 @@ class DatasetReader(NamedTuple):
 
     recognises: Callable[[Path], bool]
     read: Callable[[Path, int], Samples]
+    read_columns: Callable[[Path, int, Columns], Samples] | None = None  # of a table, whose columns may be named
 
 
 READERS: dict[str, DatasetReader] = {
+    "npz": DatasetReader(is_npz, read_npz),
     "medmnist": DatasetReader(is_medmnist, read_medmnist),
     "idx": DatasetReader(is_idx, read_idx),
     "cifar": DatasetReader(is_cifar, read_cifar),
-    "parquet": DatasetReader(is_parquet, read_parquet),
+    "manifest": DatasetReader(is_manifest, read_manifest, read_manifest),
+    "pfllib": DatasetReader(is_pfllib, read_pfllib),
+    "leafimages": DatasetReader(is_leafimages, read_leafimages),
+    "saved": DatasetReader(is_saved, read_saved, read_saved),
+    "parquet": DatasetReader(is_parquet, read_parquet, read_parquet),
     "domainfolder": DatasetReader(is_domainfolder, read_domainfolder),
     "imagefolder": DatasetReader(Path.exists, read_imagefolder),
 }
@@ -54,21 +66,24 @@ def check_dataset(dataset: str) -> None:
         )
 
 
-def read_samples(dataset: str, size: int) -> Samples:
-    """Open a data set by its name in `SOURCES`, or by its path.
+def read_samples(dataset: str, size: int, columns: Columns | None = None) -> Samples:
+    """Open a data set by its name in `SOURCES`, or by its path; of a table, `columns` may be named.
 
-    Raises ConfigError when it is neither, DataError when the path cannot be used.
+    Raises ConfigError when it is neither, or has no columns, DataError when the path cannot be used.
     """
     check_dataset(dataset)
-    if dataset in SOURCES:
-        return SOURCES[dataset](size)
     path = Path(dataset)
-    return next(reader.read(path, size) for reader in READERS.values() if reader.recognises(path))
+    reader = None if dataset in SOURCES else next(one for one in READERS.values() if one.recognises(path))
+    if columns is not None and columns != Columns():
+        if reader is None or reader.read_columns is None:
+            raise ConfigError("FV2011", f"{dataset} has no columns to name; Parquet, CSV and saved data sets have")
+        return reader.read_columns(path, size, columns)
+    return SOURCES[dataset](size) if reader is None else reader.read(path, size)
 
 
-def read_dataset(dataset: str, size: int | None) -> Samples | Texts:
+def read_dataset(dataset: str, size: int | None, columns: Columns | None = None) -> Samples | Texts:
     """Open images, or a text, whose `size` is its context in characters; None: the default size."""
     check_dataset(dataset)
-    if dataset not in SOURCES and is_texts(Path(dataset)):
+    if dataset not in SOURCES and is_texts(Path(dataset)) and not is_leafimages(Path(dataset)):
         return read_texts(Path(dataset), size)
-    return read_samples(dataset, IMAGE_SIZE if size is None else size)
+    return read_samples(dataset, IMAGE_SIZE if size is None else size, columns)

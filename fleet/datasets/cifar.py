@@ -50,6 +50,7 @@ def read_cifar(path: Path, size: int = 32) -> Samples:
         labels=labels[:, -1],
         classes=kind.classes,
         coarse_labels=labels[:, 0] if len(kind.label_counts) == 2 else None,
+        official_test=np.repeat([name.startswith("test") for name in kind.files], [len(one) for _, one in batches]),
     )
 
 

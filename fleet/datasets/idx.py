@@ -37,7 +37,8 @@ def read_idx(path: Path, size: int = 32) -> Samples:
         raise DataError(
             "FV2008", f"{path}: holds the sets {', '.join(map(repr, sets))}; name an images file of one of them"
         )
-    return join_batches(path, path.resolve().name, [_read_batch(file) for file in files], size)
+    are_tests = [match[2] != "train" for file in files if (match := _IMAGES.fullmatch(file.name))]
+    return join_batches(path, path.resolve().name, [_read_batch(file) for file in files], size, are_tests)
 
 
 def _image_files(path: Path) -> list[Path]:

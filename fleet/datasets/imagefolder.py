@@ -7,7 +7,7 @@ import numpy as np
 from fedvit.data.layout import find_layout
 from fleet.datasets.cifar100 import coarse_labels
 from fleet.datasets.imagefiles import keep_readable, open_tree
-from fleet.datasets.samples import Samples
+from fleet.datasets.samples import Samples, mark_tests
 
 
 def read_imagefolder(path: Path, size: int = 32) -> Samples:
@@ -33,4 +33,5 @@ def read_imagefolder(path: Path, size: int = 32) -> Samples:
         classes=layout.classes,
         coarse_labels=coarse_labels(layout.classes, labels),
         unreadable=unreadable,
+        official_test=mark_tests((np.arange(len(entries)) >= len(layout.train))[good].tolist()),
     )

@@ -30,12 +30,13 @@ def read_medmnist(path: Path, size: int = 32) -> Samples:
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            batches = [_read_split(arrays, path, split) for split in _SPLITS if f"{split}_images" in arrays]
+            splits = [split for split in _SPLITS if f"{split}_images" in arrays]
+            batches = [_read_split(arrays, path, split) for split in splits]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError("FV2010", f"{path}: no readable .npz file: {error}") from error
     if not batches:
         raise DataError("FV2010", f"{path}: no array train_images, val_images or test_images")
-    return join_batches(path, path.stem, batches, size)
+    return join_batches(path, path.stem, batches, size, [split == "test" for split in splits])
 
 
 def _read_split(arrays: "np.lib.npyio.NpzFile", path: Path, split: str) -> tuple[Pixels, Indices]:

@@ -8,7 +8,7 @@ import math
 import pickle
 import re
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,18 +30,33 @@ def read_pickle(path: Path) -> dict[str, Any]:
         raise DataError(error.code, f"{path}: {error}") from error
 
 
-def unpickle(file: BinaryIO) -> dict[str, Any]:
+def unpickle(file: IO[bytes], reader: "type[_Unpickler] | None" = None) -> dict[str, Any]:
     """Read an open file as `read_pickle` does. Raises OSError, and DataError without the file's name."""
     try:
-        content = _Unpickler(file, encoding="latin1").load()
+        content = (reader or _Unpickler)(file, encoding="latin1").load()
     except (OSError, DataError):
         raise
     except Exception as error:
         # broad, because the unpickler raises nearly anything on damaged files (EOFError, KeyError, ...)
         raise DataError("FV2009", f"no readable pickle: {type(error).__name__}: {error}") from error
+    if isinstance(content, _ObjectArray) and len(content.objects) == 1:
+        [content] = content.objects
     if not isinstance(content, dict):
         raise DataError("FV2009", f"holds a {type(content).__name__}, expected a dictionary")
     return {str(key): value.array if isinstance(value, _Array) else value for key, value in content.items()}
+
+
+def unpickle_array(file: IO[bytes]) -> dict[str, Any]:
+    """Read a dictionary that numpy saved as an array with one object. Raises OSError, and DataError."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, _, dtype = read(file)
+    except (KeyError, ValueError) as error:
+        raise DataError("FV2009", f"no array of numpy: {error}") from error
+    if dtype != np.dtype(object) or shape != ():
+        raise DataError("FV2009", f"holds {dtype} of shape {shape}, expected one dictionary")
+    return unpickle(file, _ArrayUnpickler)
 
 
 class _Dtype:
@@ -76,6 +91,18 @@ class _Array:
         self.array = np.frombuffer(raw, dtype).reshape(shape, order="F" if by_columns else "C")
 
 
+class _ObjectArray(_Array):
+    """Replaces an array of objects, which were read by the same rules, or of numbers."""
+
+    objects: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: Any) -> None:
+        if state[2].code == "O8" and isinstance(state[4], list):
+            self.objects = tuple(state[4])
+        else:
+            super().__setstate__(state)
+
+
 _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): _Array,
     ("numpy._core.multiarray", "_reconstruct"): _Array,
@@ -91,3 +118,9 @@ class _Unpickler(pickle.Unpickler):
                 "FV2009", f"refused, the pickle names {module}.{name}, expected nothing but arrays of numbers"
             )
         return _KNOWN[module, name]
+
+
+class _ArrayUnpickler(_Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        known = super().find_class(module, name)
+        return _ObjectArray if known is _Array else known

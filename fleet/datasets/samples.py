@@ -97,9 +97,15 @@ class Samples:
     domains: Indices | None = None  # where a sample comes from: indices into `domain_names`
     domain_names: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()  # images that were left out, with the reason
+    official_test: npt.NDArray[np.bool_] | None = None  # images of the data set's own test split; None: it has none
 
     def __post_init__(self) -> None:
-        for what, values in (("images", self.images), ("coarse labels", self.coarse_labels), ("domains", self.domains)):
+        for what, values in (
+            ("images", self.images),
+            ("coarse labels", self.coarse_labels),
+            ("domains", self.domains),
+            ("marks of test images", self.official_test),
+        ):
             if values is not None and len(values) != len(self.labels):
                 raise DataError("FV2012", f"{self.dataset}: {len(values)} {what} for {len(self.labels)} labels")
         if unfit := [name for name in self.classes if not _is_folder_name(name)]:
@@ -113,6 +119,11 @@ class Samples:
     @property
     def annotations(self) -> Annotations:
         return Annotations(labels=self.labels, coarse_labels=self.coarse_labels, domains=self.domains)
+
+
+def mark_tests(flags: Sequence[bool]) -> npt.NDArray[np.bool_] | None:
+    """Mark the images of the official test split; None if there is none, or nothing else."""
+    return np.array(flags, dtype=np.bool_) if any(flags) and not all(flags) else None
 
 
 def folder_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -144,14 +155,23 @@ def number_classes(values: npt.NDArray[np.integer]) -> tuple[Indices, tuple[str,
     return labels.astype(np.int64), tuple(f"{value:0{width}d}" for value in present.tolist())
 
 
-def join_batches(path: Path, dataset: str, batches: Sequence[tuple[Pixels, Indices]], size: int) -> Samples:
-    """Join images in memory with numbered classes. Raises DataError, naming the path, for images of different sizes."""
+def join_batches(
+    path: Path, dataset: str, batches: Sequence[tuple[Pixels, Indices]], size: int, are_tests: Sequence[bool] = ()
+) -> Samples:
+    """Join images in memory with numbered classes; `are_tests` marks batches of the official test split.
+
+    Raises DataError, naming the path, for images of different sizes.
+    """
     shapes = {images.shape[1:] for images, _ in batches}
     if len(shapes) > 1:
         raise DataError("FV2008", f"{path}: images of different sizes, {' and '.join(map(str, sorted(shapes)))}")
     labels, classes = number_classes(np.concatenate([labels for _, labels in batches]))
     images = ArrayImages(np.concatenate([images for images, _ in batches]), size)
-    return Samples(dataset=dataset, size=size, images=images, labels=labels, classes=classes)
+    counts = [len(labels) for _, labels in batches]
+    official_test = mark_tests(np.repeat([*are_tests], counts).tolist()) if are_tests else None
+    return Samples(
+        dataset=dataset, size=size, images=images, labels=labels, classes=classes, official_test=official_test
+    )
 
 
 def _is_folder_name(name: str) -> bool:

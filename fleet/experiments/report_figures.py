@@ -1,6 +1,6 @@
 """Pictures of an experiment's report, as SVG; the same figures give the same bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from statistics import fmean
 from typing import Any
@@ -10,34 +10,54 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from fleet.experiments.report_tables import note_missing_seeds
 from profiles.report.curves import COSTS, add_up, curve, mean_over_seeds
 from profiles.report.experiment import EmbeddedDevice, ExperimentOutcome
 from profiles.report.figures import svg
+
+Spread = Callable[[Sequence[float]], tuple[float, float]]
+"""Lower and upper end of a band around the mean of these values."""
 
 
 def draw_curves(outcome: ExperimentOutcome, partition: str) -> str:
     """Mean accuracy by round, a line per method; the band spans the seeds."""
 
     def draw(axes: Axes) -> None:
-        for index, method in enumerate(outcome.methods):
-            by_round: dict[int, list[float]] = {}
-            for cell in outcome.find_cells(method, partition):
-                for entry in cell.result.rounds if cell.result else ():
-                    if entry.accuracy:
-                        by_round.setdefault(entry.round, []).append(entry.accuracy.mean)
-            if not by_round:
-                continue
-            rounds = sorted(by_round)
-            means = [fmean(by_round[number]) for number in rounds]
-            axes.plot(rounds, means, **_style(index), label=method, marker="." if len(rounds) < 40 else "")
-            low, high = ([extreme(by_round[number]) for number in rounds] for extreme in (min, max))
-            axes.fill_between(rounds, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("round")
-        axes.set_ylabel("accuracy, mean over devices")
+        plot_curves(axes, outcome, partition, lambda values: (min(values), max(values)))
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
     return svg(draw, width=8, height=3.6)
+
+
+def plot_curves(axes: Axes, outcome: ExperimentOutcome, partition: str, spread: Spread) -> None:
+    """Plot the mean accuracy over seeds by round, a line per method, with its band; the legend is the caller's."""
+    for index, method in enumerate(outcome.methods):
+        by_round: dict[int, list[float]] = {}
+        cells = [cell for cell in outcome.find_cells(method, partition) if cell.result]
+        for cell in cells:
+            for entry in cell.result.rounds if cell.result else ():
+                if entry.accuracy:
+                    by_round.setdefault(entry.round, []).append(entry.accuracy.mean)
+        if not by_round:
+            continue
+        rounds = sorted(by_round)
+        label = f"{method}{note_missing_seeds(outcome, [cell.seed for cell in cells])}"
+        (line,) = axes.plot(
+            rounds,
+            [fmean(by_round[number]) for number in rounds],
+            **_style(index),
+            label=label,
+            marker="." if len(rounds) < 40 else "",
+        )
+        line.set_gid(f"curve-{method}")
+        if len(cells) == 1:
+            continue
+        low, high = zip(*(spread(by_round[number]) for number in rounds), strict=True)
+        band = axes.fill_between(rounds, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
+        band.set_gid(f"band-{method}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("round")
+    axes.set_ylabel("accuracy, mean over devices")
 
 
 def draw_costs(outcome: ExperimentOutcome, partition: str) -> list[str]:

@@ -44,12 +44,16 @@ VALIDATION = (
 )
 OF_MEAN = f" of the mean over devices, [ ] is its {CONFIDENCE:.0%} interval over seeds (Student's t)"
 
+MOST_NAMED = 10
+"""Most unfinished cells that a line names."""
+
 Rows = list[tuple[str, ...]]
 
 
 class ReportSection(NamedTuple):
     """A table with its title and the note below it."""
 
+    name: str  # of its file
     title: str
     sheet: Sheet
     note: str
@@ -69,21 +73,22 @@ def make_sheet(headings: Sequence[str], rows: Sequence[tuple[str, ...]], names: 
 def make_sections(outcome: ExperimentOutcome) -> list[ReportSection]:
     """Make the tables between accuracy and costs, as far as the experiment has their figures."""
     columns = ("method", *outcome.partitions)
-    name = outcome.experiment
+    experiment = outcome.experiment
     sections = []
     if outcome.differences:
         sheet = make_sheet(columns, _difference_rows(outcome))
-        sections.append(ReportSection(f"{name}: difference in accuracy to {outcome.reference}", sheet, DIFFERENCES))
+        title = f"{experiment}: difference in accuracy to {outcome.reference}"
+        sections.append(ReportSection("differences", title, sheet, DIFFERENCES))
     if outcome.gains:
         sheet = make_sheet(("method", "partition", *GAIN_COLUMNS), _gain_rows(outcome), names=2)
-        sections.append(ReportSection(f"{name}: gain over {outcome.reference}", sheet, GAINS))
+        sections.append(ReportSection("gains", f"{experiment}: gain over {outcome.reference}", sheet, GAINS))
     if rows := _mean_rows(outcome, lambda entry: (entry.generic, entry.generic_interval)):
-        sections.append(ReportSection("generic model", make_sheet(columns, rows), GENERIC))
+        sections.append(ReportSection("generic", "generic model", make_sheet(columns, rows), GENERIC))
     if rows := _mean_rows(outcome, lambda entry: (entry.novel, entry.novel_interval)):
-        sections.append(ReportSection("novel devices", make_sheet(columns, rows), NOVEL))
+        sections.append(ReportSection("novel", "novel devices", make_sheet(columns, rows), NOVEL))
     if rows := _progress_rows(outcome):
         sheet = make_sheet(_progress_headings(outcome), rows, names=2)
-        sections.append(ReportSection("progress", sheet, PROGRESS, is_titled=False))
+        sections.append(ReportSection("progress", "progress", sheet, PROGRESS, is_titled=False))
     return sections
 
 
@@ -179,9 +184,12 @@ def describe_missing(outcome: ExperimentOutcome) -> str:
     missing = [cell for cell in outcome.cells if cell.result is None]
     if not missing:
         return ""
-    failed = [f"{cell.method}/{cell.partition}/seed-{cell.seed}: {cell.failure}" for cell in missing if cell.failure]
+    failed = [f"{cell.name}: {cell.failure}" for cell in missing if cell.failure]
+    others = [cell.name for cell in missing if not cell.failure]
+    more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
     reasons = f"; failed: {'; '.join(failed)}" if failed else ""
-    return f"{len(missing)} of {len(outcome.cells)} cells are not finished{reasons}"
+    unfinished = f"; not run or interrupted: {', '.join(others[:MOST_NAMED])}{more}" if others else ""
+    return f"{len(missing)} of {len(outcome.cells)} cells are not finished{reasons}{unfinished}"
 
 
 def setting_rows(outcome: ExperimentOutcome) -> list[tuple[str, str]]:
@@ -256,14 +264,14 @@ def _accuracy(outcome: ExperimentOutcome, method: str, partition: str) -> str:
     has_single_seeds = all(len(other.seeds) == 1 for other in outcome.comparisons)
     deviation = entry.std_over_devices if has_single_seeds else entry.std_over_seeds
     plus_minus = "" if deviation is None else f" ± {deviation:.3f}"
-    return f"{entry.accuracy:.3f}{plus_minus}{_interval(entry.interval)}{_fewer(outcome, entry.seeds)}"
+    return f"{entry.accuracy:.3f}{plus_minus}{_interval(entry.interval)}{note_missing_seeds(outcome, entry.seeds)}"
 
 
 def _difference(outcome: ExperimentOutcome, method: str, partition: str) -> str:
     entry = outcome.difference(method, partition)
     if entry is None:
         return "-"
-    return f"{entry.mean:+.3f}{_interval(entry.interval)}{_fewer(outcome, entry.seeds)}"
+    return f"{entry.mean:+.3f}{_interval(entry.interval)}{note_missing_seeds(outcome, entry.seeds)}"
 
 
 def _interval(interval: Interval | None) -> str:
@@ -271,7 +279,8 @@ def _interval(interval: Interval | None) -> str:
     return f"\n[{interval.low:.3f}, {interval.high:.3f}]" if interval else ""
 
 
-def _fewer(outcome: ExperimentOutcome, seeds: Sequence[int]) -> str:
+def note_missing_seeds(outcome: ExperimentOutcome, seeds: Sequence[int]) -> str:
+    """Write the number of finished seeds behind a figure; empty if all are."""
     return f" ({len(seeds)} of {len(outcome.seeds)} seeds)" if len(seeds) < len(outcome.seeds) else ""
 
 

@@ -67,6 +67,15 @@ class CellOutcome(Struct, frozen=True, kw_only=True):
     result: CellResult | None  # None: not finished
     failure: str | None  # why, when it failed
 
+    @property
+    def name(self) -> str:
+        return f"{self.method}/{self.partition}/seed-{self.seed}"
+
+    @property
+    def state(self) -> str:
+        """Return the state of the cell in one word or two."""
+        return "finished" if self.result else "failed" if self.failure else "not finished"
+
 
 class Interval(Struct, frozen=True):
     """Student's t interval of a mean over seeds, not cut off at 0 and 1."""

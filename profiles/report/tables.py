@@ -1,4 +1,4 @@
-"""Tables of all reports: columns are declared once, and drawn in a terminal, in a page, in Markdown or as CSV.
+"""Tables of all reports: columns are declared once, and drawn in a terminal, in a page, in Markdown, LaTeX or as CSV.
 
 The unit in a column's name decides how its values are written, so a new field needs only its name and a heading.
 A line break in a heading or a text is one in a terminal, and a space elsewhere.
@@ -37,6 +37,12 @@ _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     (r"_at$|^at$", lambda value: clock(value)),
 )
 """By what a name contains: how a value of it is written."""
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$", "|": r"\textbar{}", "±": r"$\pm$",
+    "–": "--", "\n": " ",
+}  # fmt: skip
+"""Letters that LaTeX would read as commands, or does not have."""
 
 
 class Column(NamedTuple):
@@ -138,6 +144,27 @@ class Sheet:
         lines = [[column.heading for column in self.columns], ["---"] * len(self.columns), *rows]
         return "\n".join(f"| {' | '.join(cells)} |".replace("\n", " ") for cells in lines)
 
+    def latex(self, caption: str, label: str) -> str:
+        """The table for a paper; the document needs the package booktabs."""
+        rows = [
+            [
+                rf"\textbf{{{escape_latex(text)}}}" if style == "bold" else escape_latex(text)
+                for text, style in zip(*row, strict=True)
+            ]
+            for row in zip(self.texts, self.styles, strict=True)
+        ]
+        places = range(len(self.columns))
+        alignment = "".join("l" if self.is_long(place) or self.is_text(place) else "r" for place in places)
+        headings = [escape_latex(column.heading) for column in self.columns]
+        lines = [rf"{' & '.join(cells)} \\" for cells in (headings, *rows)]
+        return "\n".join(
+            [
+                r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(caption)}}}", rf"\label{{{label}}}",
+                rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule",
+                r"\end{tabular}", r"\end{table}", "",
+            ]
+        )  # fmt: skip
+
     def draw(self, title: str | None, width: int = 80, optional: Sequence[str] = ()) -> Table:
         """Draw the table for a terminal: columns of `optional` are left out, the first one first, until it fits.
 
@@ -176,6 +203,17 @@ class Sheet:
         if self.columns[place].name == "device":
             return shorten(text, name_width)
         return "" if self.is_long(place) and not name_width else text
+
+
+def escape_latex(text: str) -> str:
+    """Write a text so that LaTeX prints it, and reads none of it as a command.
+
+    >>> print(escape_latex("50% of a_b"), escape_latex("[-0.1, 0.2]"))
+    50\\% of a\\_b {[}$-$0.1, 0.2]
+    """
+    escaped = "".join(_LATEX.get(letter, letter) for letter in text)
+    escaped = re.sub(r"(?<![\w.)])-(?=\d)", "$-$", escaped)  # a minus sign, no hyphen
+    return f"{{[}}{escaped[1:]}" if escaped.startswith("[") else escaped  # after a line's end it would be an option
 
 
 def natural_width(table: Table) -> int:

@@ -45,7 +45,7 @@ WITH_JSON = {
     *(f"edge-client {name}" for name in (
         "certify", "doctor", "explain", "export", "gc", "ledger", "models", "predict", "profile", "rm", "status",
     )),
-    *(f"fleet {name}" for name in ("demo", "experiment", "explain", "partition", "run")),
+    *(f"fleet {name}" for name in ("demo", "experiment", "explain", "partition", "results", "run")),
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {
@@ -90,6 +90,7 @@ WITH_RUNS = {
 WITH_OUT = {
     "coordinator bugreport", "coordinator export", "coordinator profile", "coordinator report", "edge-client bugreport",
     "edge-client certify", "edge-client export", "fleet bugreport", "fleet demo", "fleet experiment", "fleet partition",
+    "fleet results",
 }  # fmt: skip
 """Commands that write a file or a folder of their own."""
 

@@ -135,6 +135,7 @@ LINES: dict[str, list[list[str]]] = {
         ["--dataset", "images", "--devices", "2", "--partition", "iid", "--out", "parts", "--json"],
     ],
     "fleet region": [["--config", "{attack}", "--state", "region", "--centre", "{attack}"]],
+    "fleet results": [["{attack}"]],
     "fleet run": [["--parts", "{attack}"]],
     **{f"{program} explain": [["{attack}"]] for program in ("coordinator", "edge-client", "fleet")},
 }

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +11,14 @@ from coordinator.config import TrackersConfig
 from coordinator.record.rounds import RecordedRounds
 from coordinator.rounds.display import Display
 from fleet.experiments.cell import CellOptions, run_cell
-from fleet.experiments.folder import LOG_FILE, CellFolder
+from fleet.experiments.folder import LOG_FILE, CellFolder, FinishedCell
 from fleet.experiments.grid import Grid, plan_grid
 from fleet.experiments.outcome import make_outcome
 from fleet.experiments.scheduler import Launcher, run_cells
 from fleet.experiments.search import Schedule
 from fleet.experiments.settings import read_experiment
-from profiles.report.experiment import ExperimentOutcome
+from profiles.report.curves import Accuracy, RoundFigures
+from profiles.report.experiment import CellResult, ExperimentOutcome
 
 
 def written_experiment(folder: Path, text: str) -> Path:
@@ -80,6 +81,30 @@ def run_experiment(
 
     run_cells(schedule.take_runnable(), schedule, Launcher(launch), shown)
     return ExperimentRun(make_outcome(grid, schedule.over.values()), ran, shown.lines)
+
+
+def make_measured_outcome(grid: Grid, curves: Mapping[str, Sequence[float]]) -> ExperimentOutcome:
+    """Make the outcome of cells with these accuracies in rounds 1, 2 ..., by a cell's path; other cells are missing."""
+    return make_outcome(grid, [
+        FinishedCell(cell, make_measured_result(curves[cell.path]), None) for cell in grid.cells if cell.path in curves
+    ])  # fmt: skip
+
+
+def make_measured_result(accuracies: Sequence[float]) -> CellResult:
+    """The result of a cell with one device, whose accuracy in each round is given."""
+    rounds = [
+        RoundFigures(
+            round=number, cohort=1, accepted=1, accuracy=Accuracy(mean=mean, std_over_devices=0.1, weighted=mean),
+            train_loss=None, bytes_down=2e6, bytes_up=1e6, flops=None,
+        )
+        for number, mean in enumerate(accuracies, start=1)
+    ]  # fmt: skip
+    last = rounds[-1].accuracy
+    assert last is not None
+    return CellResult(
+        digest="", software="1", protocol="p", accuracy=last, accuracy_by_device={"device-0": last.mean}, wall_s=10.0,
+        bytes_down=2e6, bytes_up=1e6, flops=None, peak_rss_bytes=None, refusals=0, rounds=rounds,
+    )  # fmt: skip
 
 
 def main() -> None:

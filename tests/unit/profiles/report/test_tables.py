@@ -58,3 +58,12 @@ def test_names_lose_their_middle(width: int) -> None:
     assert name.startswith(begin)
     assert name.endswith(end)
     assert width <= 2 or 0 <= len(begin) - len(end) <= 1 or short == name
+
+
+def test_latex_reads_no_name_as_a_command() -> None:
+    row = Row("pi_5 & \\input{x} 50%", -0.5, 1)
+    lines = Sheet([row], COLUMNS).latex("a_b", "tab:x").splitlines()
+    assert lines[2] == r"\caption{a\_b}"
+    assert r"\begin{tabular}{lrr}" in lines
+    assert lines[lines.index(r"\midrule") + 1].startswith(r"pi\_5 \& \textbackslash{}input\{x\} 50\% & $-$")
+    assert r"\textbf{1 B} \\" in lines[lines.index(r"\midrule") + 1]

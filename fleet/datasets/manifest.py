@@ -1,0 +1,104 @@
+"""A CSV file that lists images and their labels, with a line of names first.
+
+Columns: `path` (or `file`, `file_name`, `filename`, `image`), relative to the CSV file; `label` (or `class`); and, if
+there are such, `coarse_label`, `domain`, and `split`, in which "test" marks the official test images.
+"""
+
+import csv
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from fedvit.errors import DataError
+from fleet.datasets.cifar100 import coarse_labels
+from fleet.datasets.columns import Columns
+from fleet.datasets.imagefiles import ImageFile, keep_readable
+from fleet.datasets.samples import Samples, mark_tests
+from fleet.datasets.tables import number_labels
+
+MOST_ROWS = 20_000_000
+
+_USUAL = {
+    "image": ("path", "file", "file_name", "filename", "image"), "label": ("label", "class"),
+    "coarse_label": ("coarse_label",), "domain": ("domain",), "split": ("split",),
+}  # fmt: skip
+
+
+def is_manifest(path: Path) -> bool:
+    """Return True for a .csv file."""
+    return path.is_file() and path.suffix == ".csv"
+
+
+def read_manifest(path: Path, size: int = 32, columns: Columns | None = None) -> Samples:
+    """Open the images that a CSV file lists; those without a good header or label are left out and listed.
+
+    Raises DataError, naming the file and the line, for a path outside of the file's folder, a missing column, or a file
+    without a readable image.
+    """
+    rows = _read_rows(path)
+    chosen = _choose_columns(path, [*rows[0]] if rows else [], columns or Columns())
+    labelled = [(line, row) for line, row in enumerate(rows, start=2) if row[chosen["label"]]]
+    unlabelled = tuple(f"no label: {path}, line {line}" for line, row in enumerate(rows, 2) if not row[chosen["label"]])
+    folder = path.parent.resolve()
+    files = [_open_image(path, folder, line, row[chosen["image"]]) for line, row in labelled]
+    images, good, unreadable = keep_readable(files, size, f"{path}: no readable image with a label")
+    kept = [row for (_, row), is_good in zip(labelled, good, strict=True) if is_good]
+
+    def read(purpose: str) -> list[str]:
+        return [row[chosen[purpose]] for row in kept] if purpose in chosen else []
+
+    labels, classes = number_labels(read("label"), (), str(path))
+    coarse, domains = read("coarse_label"), read("domain")
+    domain_labels, domain_names = number_labels([*domains], (), str(path))
+    return Samples(
+        dataset=path.resolve().parent.name,
+        size=size,
+        images=images,
+        labels=labels,
+        classes=classes,
+        coarse_labels=number_labels([*coarse], (), str(path))[0] if coarse else coarse_labels(classes, labels),
+        domains=domain_labels if domains else None,
+        domain_names=domain_names if domains else (),
+        official_test=mark_tests([split == "test" for split in read("split")]),
+        unreadable=unlabelled + unreadable,
+    )
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, restval="", strict=True)
+            rows = list(islice(reader, MOST_ROWS + 1))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError("FV2008", f"{path}: no readable CSV file: {error}") from error
+    if len(rows) > MOST_ROWS:
+        raise DataError("FV2008", f"{path}: more than {MOST_ROWS} lines")
+    long = next((line for line, row in enumerate(rows, start=2) if None in row), None)
+    if long is not None:
+        raise DataError("FV2008", f"{path}, line {long}: more cells than the first line has names")
+    return rows
+
+
+def _choose_columns(path: Path, names: list[str], columns: Columns) -> dict[str, str]:
+    chosen: dict[str, str] = {}
+    for purpose, usual in _USUAL.items():
+        asked = getattr(columns, purpose, None)
+        name = asked or next((name for name in usual if name in names), None)
+        if (asked and asked not in names) or (name is None and purpose in ("image", "label")):
+            wanted = asked or " or ".join(usual)
+            raise DataError("FV2011", f"{path}: no column {wanted}; it has {', '.join(names) or 'no line of names'}")
+        if name is not None:
+            chosen[purpose] = name
+    return chosen
+
+
+def _open_image(path: Path, folder: Path, line: int, name: str) -> ImageFile:
+    """Raises DataError for a path that leads out of the folder, also through a link."""
+    file = folder / name
+    if "\0" in name or not file.resolve().is_relative_to(folder):
+        raise DataError("FV2009", f"{path}, line {line}: refused, {name!r} is outside of the folder")
+
+    def open_file() -> BinaryIO:
+        return file.open("rb")
+
+    return ImageFile(file, open_file)

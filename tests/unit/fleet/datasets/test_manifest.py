@@ -1,0 +1,87 @@
+"""CSV files that list images, and paths that lead out of their folder."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedvit.errors import DataError
+from fleet.datasets import read_samples
+from fleet.datasets.columns import Columns
+from fleet.datasets.manifest import read_manifest
+from tests.support.codes import has_code
+
+
+def write(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "images").mkdir(exist_ok=True)
+    for number in range(4):
+        Image.new("RGB", (4, 4), (number,) * 3).save(folder / "images" / f"{number}.png")
+    (folder / "list.csv").write_text(text)
+    return folder / "list.csv"
+
+
+def test_images_with_domain_and_split(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "set",
+        "path,label,domain,split\nimages/2.png,dog,b,train\nimages/0.png,cat,a,test\nimages/1.png,dog,a,train\n",
+    )
+    samples = read_samples(str(path), 4)
+    assert samples.dataset == "set"
+    assert samples.classes == ("cat", "dog")
+    assert samples.labels.tolist() == [1, 0, 1]
+    assert samples.images[np.arange(3)][:, 0, 0, 0].tolist() == [2, 0, 1]
+    assert samples.domain_names == ("a", "b")
+    assert samples.domains is not None
+    assert samples.domains.tolist() == [1, 0, 0]
+    assert samples.official_test is not None
+    assert samples.official_test.tolist() == [False, True, False]
+
+
+def test_columns_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, "\N{ZERO WIDTH NO-BREAK SPACE}image,kind,x\nimages/1.png,owl,1\nimages/2.png,hen,2\n")
+    samples = read_samples(str(path), 4, Columns(label="kind", domain="x"))
+    assert (samples.classes, samples.domain_names) == (("hen", "owl"), ("1", "2"))
+    assert samples.official_test is None
+
+
+def test_lines_without_label_or_image_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, "path,label\nimages/0.png,a\nimages/1.png,\nimages/9.png,b\nlist.csv,b\n")
+    samples = read_manifest(path, 4)
+    assert len(samples) == 1
+    assert samples.classes == ("a",)
+    assert samples.unreadable[0].startswith("no label: ")
+    assert len(samples.unreadable) == 3
+
+
+@pytest.mark.parametrize("name", ["../outside.png", "/etc/hostname", "images/link.png", "images/../../outside.png"])
+def test_paths_that_lead_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "set", f"path,label\nimages/0.png,a\n{name},a\n")
+    Image.new("RGB", (4, 4)).save(tmp_path / "outside.png")
+    (tmp_path / "set" / "images" / "link.png").symlink_to(tmp_path / "outside.png")
+    with pytest.raises(DataError, check=has_code("FV2009", "line 3")):
+        read_manifest(path, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "name"),
+    [
+        ("", "FV2011", "path"),
+        ("path,kind\nimages/0.png,a\n", "FV2011", "label"),
+        ("a,label\nimages/0.png,a\n", "FV2011", "path"),
+        ("path,label\nimages/0.png,a,b\n", "FV2008", "line 2"),
+        ('path,label\n"images/0.png,a\n', "FV2008", "list.csv"),
+        ("path,label\nimages/7.png,a\n", "FV2008", "7.png"),
+    ],
+)
+def test_error_names_line_and_column(tmp_path: Path, text: str, code: str, name: str) -> None:
+    with pytest.raises(DataError, check=has_code(code, name)):
+        read_manifest(write(tmp_path, text), 4)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    path.write_bytes(b"path,label\n\xff\xfe,a\n")
+    with pytest.raises(DataError, check=has_code("FV2008", "list.csv")):
+        read_manifest(path, 4)

@@ -163,7 +163,7 @@ def test_power_cuts_while_joining(stage: Stage, disk: CutDisk, drawn: random.Ran
         token.write_text(said(stage, "coordinator.cli", *flags).split()[-1])
         token.chmod(0o600)
         os.sync()
-        delay_s = drawn.uniform(0, join_s)
+        delay_s = drawn.uniform(0, join_s * 1.3)
         process = start(["bash", "-c", join], stage.environment)
         time.sleep(delay_s)  # the moment is drawn, not waited for
         cut(disk, process)

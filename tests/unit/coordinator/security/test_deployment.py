@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -448,6 +449,19 @@ def test_join_without_broker_fails(tmp_path: Path) -> None:
     token = make_token(make_deployment(tmp_path / "made"), "pi-1", 60.0)
     with pytest.raises(LinkDown, check=has_code("FV1305")):
         join(token, tmp_path / "identity", patience_s=0.5)
+
+
+def test_join_goes_on_once_the_broker_can_be_reached(tmp_path: Path) -> None:
+    """As at the first boot of a board before its network or its coordinator; meanwhile it says why, in one line."""
+    said: list[str] = []
+    deployment = make_deployment(tmp_path / "made")
+    token = make_token(deployment, "pi-1", 600.0)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join, token, tmp_path / "identity", patience_s=WAIT_S, report=said.append)
+        wait_until(lambda: any("trying again" in line for line in said), "what it waits for")
+        with serve_deployment(deployment):
+            assert joining.result(WAIT_S).trouble is None
+    assert len([line for line in said if "connection refused" in line]) == 1
 
 
 # --- renewal ------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
             shutil.rmtree(out)  # of another version of the software
             runs = _train(cell, out, parts, options, watcher)
     except EmptyCohort as error:
-        if cell.deal.validation_share is None:
+        if cell.tried is UNSET:
             raise
         atomic_write(folder / UNUSABLE_FILE, msgspec.json.encode(UnusableCell(digest=cell.digest, reason=str(error))))
         return

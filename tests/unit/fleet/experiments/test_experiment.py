@@ -29,10 +29,12 @@ from fedvit.models import SMALL, build_vit
 from fleet.commands.experiment import experiment_command
 from fleet.experiments.cells import Grid
 from fleet.experiments.command import select_cells, write_results
-from fleet.experiments.folder import FinishedCell, read_progress
+from fleet.experiments.folder import CellFolder, FinishedCell, read_progress
 from fleet.experiments.outcome import find_leader, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.report_tables import describe_spread
+from fleet.experiments.scheduler import Dealer
+from fleet.partition import DealSettings, deal
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult, ExperimentOutcome
 from tests.support.codes import has_code
@@ -182,6 +184,45 @@ class TestGrid:
         assert grid.cells == read_grid(written(tmp_path)).cells
         with pytest.raises(ConfigError, check=has_code("FV2107")):
             read_grid(written(tmp_path, FILE + '\n[run]\ntrackers = { writers = ["mlflow"] }\n'))
+
+    def test_parts_that_were_dealt_out_before(self, tmp_path: Path) -> None:
+        """Each seed has its folder; new parts are a new cell, and no data set is needed."""
+        for seed in (3, 5):
+            deal("digits", "iid", 3, tmp_path / f"own-{seed}", DealSettings(seed=seed, global_test=0.05))
+        text = FILE.replace('dataset = "digits"\n', "").replace("seeds = [0]", "seeds = [3, 5]")
+        tables = f'[partitions.own]\nparts = "{tmp_path}/own-{{seed}}"\n\n[common]'
+        file = written(tmp_path, re.sub(r"\[partitions.*\[common\]", tables, text, flags=re.DOTALL))
+        grid = read_grid(file)
+        assert [cell.path for cell in grid.cells][::2] == ["fedavg/own/seed-3", "fedavg/own/seed-5"]
+        folders = [CellFolder(cell, tmp_path / "out").parts for cell in grid.cells]
+        assert folders == [tmp_path / "own-3"] * 2 + [tmp_path / "own-5"] * 2
+        Dealer().deal(CellFolder(grid.cells[0], tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
+        deal("digits", "iid", 3, tmp_path / "own-3", DealSettings(seed=9, global_test=0.05, overwrite=True))
+        again = read_grid(file)
+        assert [one.digest == other.digest for one, other in zip(grid.cells, again.cells, strict=True)] == [
+            False, False, True, True,
+        ]  # fmt: skip
+        for old, new, code in (
+            ("own-{seed}", "gone-{seed}", "FV2127"),
+            ("devices = 3", "devices = 2", "FV2127"),
+            ("image_size = 32", "image_size = 16", "FV2127"),
+            ("lr = 0.05", "tune = { lr = [0.1, 0.2] }", "FV2127"),
+            ("rounds = 2", "rounds = 2\nvalidation_share = 0.5", "FV2127"),
+            ("[common]", 'partition = "iid"\n[common]', "FV2107"),
+            ("[common]", '[partitions.even]\npartition = "iid"\n[common]', "FV2107"),
+        ):
+            with pytest.raises(ConfigError, check=has_code(code)):
+                read_grid(written(tmp_path / "other", file.read_text().replace(old, new, 1)))
+
+    def test_official_and_validation_images(self, tmp_path: Path) -> None:
+        text = FILE.replace("test_share = 0.9", 'test_share = "official"\nvalidation_share = 0.2')
+        for cell in read_grid(written(tmp_path, text)).cells:
+            assert (cell.deal.test_share, cell.deal.validation_share) == ("official", 0.2)
+            assert CellFolder(cell, tmp_path).parts.name == "validation-seed-0"
+        table = FILE.replace('dataset = "digits"', 'dataset = "digits"\ncolumns = { lable = "x" }')
+        with pytest.raises(ConfigError, check=has_code("FV2011", "lable")):
+            read_grid(written(tmp_path, table))
 
     def test_only(self, tmp_path: Path) -> None:
         grid = read_grid(written(tmp_path))

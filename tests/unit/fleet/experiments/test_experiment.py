@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from PIL import Image
 from rich.console import Console
 from safetensors.numpy import load_file
+from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from coordinator.config import TrackersConfig
 from coordinator.record.record import open_record
@@ -317,6 +318,33 @@ class TestRun:
             entry = outcome.comparison(method, "even")
             assert entry is not None
             assert entry.generic == (None if expected is None else pytest.approx(expected))
+
+    def test_scores_that_weigh_classes_equally(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
+        """As scikit-learn scores the answers of timm's own model; EFTViT's devices do not count theirs by class."""
+        out, (outcome, _, _) = tiny_run
+        fedavg, eftvit = (outcome.find_cells(method, "even")[0].result for method in ("fedavg", "eftvit"))
+        assert fedavg is not None
+        assert eftvit is not None
+        assert eftvit.balanced_accuracy is eftvit.macro_f1 is None
+        model = build_vit(SMALL, 10, seed=0, options=TINY_MODEL).vit
+        found = load_file(out / "cells/fedavg/even/seed-0/runs/run/model.safetensors")
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in found.items()})
+        for device in ("device-0", "device-1", "device-2"):
+            files = sorted((out / "parts/even/seed-0" / device / "test").glob("*/*.png"))
+            pixels = np.stack([np.asarray(Image.open(file)) for file in files])
+            with torch.no_grad():
+                logits = model(torch.from_numpy((pixels / 127.5 - 1).astype(np.float32).transpose(0, 3, 1, 2)))
+            labels, answers = [int(file.parent.name) for file in files], logits.argmax(dim=1).numpy()
+            assert fedavg.balanced_by_device[device] == pytest.approx(balanced_accuracy_score(labels, answers))
+            f1 = f1_score(labels, answers, average="macro", zero_division=0)
+            assert fedavg.macro_f1_by_device[device] == pytest.approx(f1)
+        assert fedavg.balanced_accuracy == pytest.approx(np.mean([*fedavg.balanced_by_device.values()]))
+        table = markdown_report(outcome)
+        assert "balanced accuracy" in table
+        shown = [f"{entry.balanced_accuracy:.3f}" for entry in outcome.comparisons if entry.balanced_accuracy]
+        assert len(shown) == 2
+        assert f"| fedavg | {' | '.join(shown)} |" in table
+        assert "macro F1" in html_report(outcome).replace("Macro f1", "macro F1")
 
     def test_what_is_sent(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         """FedAvg sends up the whole model, 48k weights of 4 bytes; EFTViT masks three quarters of the patches."""

@@ -145,7 +145,12 @@ def write_latex(outcome: ExperimentOutcome, tests: list[SignedRankTest], folder:
     notes = [describe_spread(outcome), LEADER, *protocol_lines(outcome)]
     cost_section = ReportSection("costs", "costs", cost_sheet(outcome), COST_UNITS)
     sections = [
-        ReportSection("accuracy", f"{outcome.experiment}: accuracy", accuracy_sheet(outcome), ". ".join(notes)),
+        ReportSection(
+            "accuracy",
+            f"{outcome.experiment}: accuracy",
+            accuracy_sheet(outcome),
+            ". ".join(f"{note[0].upper()}{note[1:]}" for note in notes),
+        ),
         *make_sections(outcome),
         cost_section,
         *([make_tests_section(outcome, tests)] if tests else []),
@@ -153,7 +158,8 @@ def write_latex(outcome: ExperimentOutcome, tests: list[SignedRankTest], folder:
     missing = describe_missing(outcome)
     written = []
     for section in sections:
-        caption = ". ".join(text for text in (section.title, section.note, missing) if text)
+        notes_below = [f"{text[0].upper()}{text[1:]}" for text in (section.note, missing) if text]
+        caption = ". ".join([section.title, *notes_below])
         label = f"tab:{outcome.experiment.replace(' ', '-')}-{section.name}"
         written.append(_write(folder / f"{section.name}.tex", SOURCE + section.sheet.latex(f"{caption}.", label)))
     return written

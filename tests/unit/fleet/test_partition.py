@@ -268,7 +268,7 @@ class TestDeal:
             assert level in apart or level % 3 == int(file.relative_to(tmp_path / "parts").parts[0][-1])
 
     def test_official_test_images_test(self, tmp_path: Path) -> None:
-        """Of 30 images every third one is of the data set's own test split."""
+        """Every third of 30 images is in the data set's own test split."""
         samples = replace(make_samples([0] * 15 + [1] * 15), official_test=np.arange(30) % 3 == 0)
         summary = deal(samples, "iid", 2, tmp_path / "parts", DealSettings(test_share="official"))
         assert summary.test_share == "official"

@@ -320,7 +320,7 @@ class TestRun:
             assert entry.generic == (None if expected is None else pytest.approx(expected))
 
     def test_scores_that_weigh_classes_equally(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
-        """As scikit-learn scores the answers of timm's own model; EFTViT's devices do not count theirs by class."""
+        """Scikit-learn scores timm's own model alike; EFTViT's devices do not count their answers by class."""
         out, (outcome, _, _) = tiny_run
         fedavg, eftvit = (outcome.find_cells(method, "even")[0].result for method in ("fedavg", "eftvit"))
         assert fedavg is not None

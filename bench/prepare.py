@@ -15,7 +15,6 @@ from bench.product import FILES
 from coordinator.compute.planning.planner import make_plan
 from coordinator.config import RunConfig
 from fedvit.blobs import BlobStore
-from fedvit.program import Role
 from fedvit.tensors import pack
 
 
@@ -36,7 +35,7 @@ def prepare(case: Case, folder: Path, product_side: int, cache: Path | None = No
         if spec.initial is not None:
             digests[group] = spec.initial
             continue
-        generated = spec.role is Role.GENERATED
+        generated = spec.role.is_made_for_device
         values = plan.rule.generate(plan.state, "device-0", config.seed) if generated else plan.state.tensors
         names = [name for name in program.names(group) if name in values]
         digest = blobs.put(pack({name: values[name] for name in names})).digest

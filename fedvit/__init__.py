@@ -1,4 +1,12 @@
 import os
 
-# official builds of onnxruntime number the machine and report to their maker, unless this is set before they are loaded
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+def disable_telemetry() -> None:
+    """Keep onnxruntime from numbering this machine and reporting to its maker, as its official builds do.
+
+    Call it before the engine is loaded, and again where the environment was cleared.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
+disable_telemetry()

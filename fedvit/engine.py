@@ -28,13 +28,15 @@ _IDENTITY = (
 one float32 each."""
 
 
-def open_session(path: Path, threads: int, provider: str = CPU, *, own_kernels: bool = True) -> "InferenceSession":
-    """A session of the graph in `path`; on the CPU, with a warning, if the execution provider is not available.
+def open_session(
+    graph: Path | bytes, threads: int, provider: str = CPU, *, own_kernels: bool = True
+) -> "InferenceSession":
+    """Open a session of a graph or file; on the CPU, with a warning, if the execution provider is not available.
 
     On the CPU operators of the optional kernels are put in, if they are installed and `own_kernels`. Raises BadPayload
     for a file that would make the engine read another file, and onnxruntime's exceptions.
     """
-    check_self_contained(path)
+    check_self_contained(graph)
     onnxruntime = _engine()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
@@ -47,9 +49,9 @@ def open_session(path: Path, threads: int, provider: str = CPU, *, own_kernels: 
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.add_session_config_entry("session.load_model_format", "ONNX")  # whatever its first bytes may say
     options.log_severity_level = 3
-    graph = _with_kernels(path, options) if own_kernels and _providers(provider) == [CPU] else None
+    changed = _with_kernels(graph, options) if own_kernels and _providers(provider) == [CPU] else None
     session: InferenceSession = onnxruntime.InferenceSession(
-        graph or str(path),
+        changed or (graph if isinstance(graph, bytes) else str(graph)),
         options,
         providers=_providers(provider),
         # equal unpackings of a weight in the forward and in the backward pass, and what a block computes again, must
@@ -59,7 +61,7 @@ def open_session(path: Path, threads: int, provider: str = CPU, *, own_kernels: 
     return session
 
 
-def _with_kernels(path: Path, options: Any) -> bytes | None:
+def _with_kernels(graph: Path | bytes, options: Any) -> bytes | None:
     """The graph with operators of the kernels, which are registered for the session; None if it has none of them."""
     if (library := kernels.find_library()) is None:
         return None
@@ -68,7 +70,7 @@ def _with_kernels(path: Path, options: Any) -> bytes | None:
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
         _warn_of_kernels(str(library), str(error))
         return None
-    return kernels.insert_kernels(path.read_bytes())
+    return kernels.insert_kernels(graph if isinstance(graph, bytes) else graph.read_bytes())
 
 
 @functools.cache

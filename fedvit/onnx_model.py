@@ -101,6 +101,13 @@ class Model:
             raise BadPayload("FV2310", f"the graph does not define the shape of {name!r}")
         return shape
 
+    def dtype(self, name: str) -> int | None:
+        """Return the code of a value's dtype; None if the graph does not tell."""
+        port = self.outputs.get(name) or self.inputs.get(name)
+        if port is None and name in self.values:
+            port = _read_port(self.values[name])[1]
+        return port.dtype if port else None
+
     def with_operators_of(self, domain: str) -> "Model":
         """Return the model with version 1 of another set of operators."""
         opset = bytes_field(1, domain) + number_field(2, 1)

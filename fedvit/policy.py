@@ -114,6 +114,7 @@ class TrainPolicy(Struct, frozen=True, kw_only=True):
     max_temperature: Measure | None = None  # a task is declined above it
     min_battery: Annotated[int, Meta(ge=0, le=100)] | None = None  # a task is declined below it, unless it is charged
     busy_file: Path | None = None  # a task is declined while it exists
+    keep_features: bool = True  # features of layers that a task does not train stay on the disk
     keep_runs: Annotated[int, Meta(ge=1)] | None = None  # vaults of older runs that are over are removed
 
 

@@ -266,7 +266,11 @@ class Program(Struct, frozen=True, kw_only=True):
 
     def common_groups(self) -> list[str]:
         """Names of the groups that the server sends each round, the same to all devices."""
-        return self.with_role(*(role for role in Role if role.from_server_each_round and role is not Role.GENERATED))
+        return self.with_role(*(role for role in Role if role.from_server_each_round and not role.is_made_for_device))
+
+    def own_groups(self) -> list[str]:
+        """Names of the groups that the server makes for each device."""
+        return self.with_role(*(role for role in Role if role.is_made_for_device))
 
     def steps_of(self, phase: Train, images: int) -> int:
         """Steps of a phase on a device with this number of training images, if all of them can be read."""

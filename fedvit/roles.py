@@ -23,11 +23,16 @@ class Role(enum.StrEnum):
     SEEDED = "seeded"  # the server, each round; trained on the device, not sent back
     SHARED = "shared"  # the server, each round; trained, delta sent back to be averaged
     GENERATED = "generated"  # the server, made for this device; trained, delta sent back
+    ASSIGNED = "assigned"  # the server, made for this device; only its training reads it
     LOCAL = "local"  # the device's vault; trained, never leaves the device
 
     @property
     def from_server_each_round(self) -> bool:
-        return self in (Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED)
+        return self in (Role.GLOBAL, Role.SEEDED, Role.SHARED) or self.is_made_for_device
+
+    @property
+    def is_made_for_device(self) -> bool:
+        return self in (Role.GENERATED, Role.ASSIGNED)
 
     @property
     def is_trained_on_device(self) -> bool:

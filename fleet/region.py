@@ -71,7 +71,7 @@ class _Executor(TaskExecutor):
     def run(self, execution: TaskExecution, program: Program) -> Result:
         """Raises the error that the run gives as its answer, and Stopped when the centre does not wait any longer."""
         task = execution.task
-        if others := [run for run in self.storage.vault.runs() if run != task.run]:
+        if others := [run for run in self.storage.vault.notes.list_runs() if run != task.run]:
             raise AnotherRun(
                 "FV2204",
                 f"this region takes part in run {others[0]!r} of its centre, the task is of run {task.run!r}: begin "
@@ -79,7 +79,7 @@ class _Executor(TaskExecutor):
             )
         self.check_files(execution, program)
         self.rebuild_blobs(execution)
-        self.storage.vault.note(task)
+        self.storage.vault.notes.write(task)
         offered = CentralTask(
             kind=task.kind,
             round=task.round,

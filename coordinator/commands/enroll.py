@@ -13,6 +13,7 @@ from coordinator.operations.documents import Invitation
 from coordinator.security.first_boot import UpdateSource, check_boot_files, write_boot_files
 from coordinator.security.folder import Deployment
 from coordinator.security.service import is_served, served
+from coordinator.security.serving_lock import is_wanted
 from fedvit.command_line import Command, amount, json_flag, print_json
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.minisign import parse_any_key
@@ -145,7 +146,7 @@ def wait_for_devices(deployment: Deployment, devices: dict[str, str], valid_s: f
         if is_served(deployment):
             click.echo("the coordinator that serves this deployment will answer; waiting", err=True)
         else:
-            service = stack.enter_context(served(deployment, lambda line: click.echo(line, err=True)))
+            service = stack.enter_context(served(deployment, lambda line: click.echo(line, err=True), for_now=True))
             what = "it; after Ctrl-C the token stays" if len(waiting) == 1 else "them; after Ctrl-C the tokens stay"
             click.echo(f"waiting for {what} valid", err=True)
         while waiting:
@@ -156,6 +157,10 @@ def wait_for_devices(deployment: Deployment, devices: dict[str, str], valid_s: f
                 click.echo(f"{waiting.pop(token)} has joined", err=True)
             if service:
                 service.watch()
+                if is_wanted(deployment.folder):
+                    stack.close()
+                    service = None
+                    click.echo("a coordinator serves this deployment now; waiting", err=True)
             time.sleep(TICK_S)
         linger = time.monotonic() + LINGER_S
         while service and time.monotonic() < linger:  # the last device receives its answer, and tests its certificate

@@ -38,7 +38,6 @@ from coordinator.record.scores import BEST
 from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, OverBudget
 from fedvit.methods.base import ServerState
-from fedvit.program import Role
 
 Answer = TypeVar("Answer")
 
@@ -173,7 +172,7 @@ class Engine:
             for group in variant.program.common_groups()
         }
         sent = [known for group, known in saved.references.items() if groups.get(group) == known.digest]
-        for group in variant.program.with_role(Role.GENERATED):
+        for group in variant.program.own_groups():
             generated = plan.rule.generate(state.value, device, self._config.seed)
             members = {name: generated[name] for name in variant.program.names(group)}
             sent.append(snapshot(members, self._config.updates, blobs))

@@ -59,8 +59,8 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         what = f"noise_multiplier = {self.noise_multiplier}"
         if Role.SHARED not in roles:
             raise ConfigError("FV1014", f"{what}: method {method!r} averages no tensors")
-        if Role.GENERATED in roles or collects:
-            other = "features" if collects else "updates of generated tensors"
+        if collects or any(role.is_made_for_device for role in roles):
+            other = "features" if collects else "updates from which tensors of single devices are made"
             raise ConfigError("FV1014", f"{what}: method {method!r} also uploads {other}, which no noise would cover")
         for key, allowed in (("aggregator", "mean"), ("clip_norm", None), ("reject_scale", None), ("max_weight", None)):
             if getattr(robust, key) != allowed:

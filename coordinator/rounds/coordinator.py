@@ -11,15 +11,19 @@ from functools import partial
 from coordinator.compute.messages import Finish
 from coordinator.config.writing import FILE as CONFIG_FILE
 from coordinator.config.writing import as_toml
+from coordinator.rounds.comparisons import RecordComparisons
 from coordinator.rounds.engine import RoundEngine
 from coordinator.rounds.events import Events
+from coordinator.rounds.history import RecordHistory
 from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.journal import RecordJournal
 from coordinator.rounds.leading import Owner
 from coordinator.rounds.lease import FederationTaken
 from coordinator.rounds.parts import RunParts, RunSetup
 from coordinator.rounds.pausing import repeat_with_resources
+from coordinator.rounds.ports import Ports
 from coordinator.rounds.preparation import check_broker, prepare, wait_for_devices
+from coordinator.rounds.roster import DeviceRoster
 from coordinator.rounds.trainer import DeviceTrainer
 from fedvit.errors import FedvitError, LeadershipLost, StorageFailed
 from fedvit.wire.messages import FromCoordinator, RunEnded
@@ -39,11 +43,14 @@ class Coordinator(RunParts):
     def __init__(self, setup: RunSetup, owner: Owner = UNOWNED) -> None:
         super().__init__(setup)
         self.lead = owner.lead(self)
-        self.trainer = DeviceTrainer(self)
-        self.journal = RecordJournal(self)
-        self.engine = RoundEngine(
-            setup.run, setup.config, self.trainer, self.journal, step=self.lead.step, report=self.operator_log
+        self.ports = Ports(
+            DeviceRoster(self.state, self.quarantine),
+            DeviceTrainer(self),
+            RecordJournal(self),
+            RecordHistory(setup.run, setup.store),
+            RecordComparisons(self),
         )
+        self.engine = RoundEngine(setup.run, setup.config, self.ports, step=self.lead.step, report=self.operator_log)
         self.inbox.handler = self._events = Events(self, owner, self.lead.on_tick)
 
     def expel(self, device: str, reason: str) -> None:
@@ -116,7 +123,7 @@ class Coordinator(RunParts):
 
     def _finish(self) -> None:
         run, best, reason = self.state.run, self.state.best, self.engine.scores.reason
-        kept = self.journal.find(best) if best else None
+        kept = self.state.store.rounds.read(run, best) if best else None
         if self.state.config.rounds:
             self.ask(Finish(saved=self.state.newest(), best=kept.state if kept else None))
         if self.objects and self.objects.is_mirror:

@@ -1,7 +1,8 @@
 """The round engine: asks a cohort, makes the next state of its answers, and evaluates it, round by round.
 
-It knows no broker and no database. A `Trainer` computes what a `RoundPlan` asks, a `Journal` keeps what a restart
-needs, a mode says how rounds follow each other. Runs on devices, regions and simulations differ in these only.
+It knows no broker and no database. It has `Ports`: a `Trainer` computes what a `RoundPlan` asks, a `Journal`
+keeps what a restart needs. A mode says how rounds follow each other. Runs on devices, regions and simulations differ in
+these only.
 """
 
 import logging
@@ -15,7 +16,7 @@ from coordinator.record.scores import RoundScores
 from coordinator.record.tables import SUM, RoundRecord
 from coordinator.rounds.modes.base import Mode
 from coordinator.rounds.open_round import OpenRound, RoundPlan
-from coordinator.rounds.ports import Journal, MakeState, RoundResult, Trainer
+from coordinator.rounds.ports import Comparisons, MakeState, Ports, RoundResult
 from fedvit.errors import EmptyCohort
 
 log = logging.getLogger(__name__)
@@ -31,37 +32,38 @@ class RoundEngine:
         self,
         run: str,
         config: RunConfig,
-        trainer: Trainer,
-        journal: Journal,
+        ports: Ports,
         *,
         step: MakeState,
         report: Callable[[str], None],
     ) -> None:
         mode: type[Mode] = resolve_name(MODES[config.mode].implementation)
-        self.mode = mode(run, config, trainer, journal)
+        self.mode = mode(run, config, ports)
         self.scores = RoundScores(config.stop)
         self._run = run
         self._config = config
-        self._trainer = trainer
-        self._journal = journal
+        self._trainer = ports.trainer
+        self._journal = ports.journal
+        self._history = ports.history
+        self._comparisons = ports.comparisons
         self._step = step
         self._log = report
 
     def run(self) -> None:
         """Run all rounds that an earlier process has not finished, until a rule of [stop] holds."""
-        config, journal, scores = self._config, self._journal, self.scores
+        config, journal, history, scores = self._config, self._journal, self._history, self.scores
         if config.rounds == 0:
             self._test_earlier_run()
             return
-        first = max(1, journal.first_round())
-        for past in journal.read_past(first):
+        first = max(1, history.first_round())
+        for past in history.read_past(first):
             scores.close(past.round, past.figures)
             scores.evaluate(past.round, past.totals.accuracy_mean)
         self._keep_best()
         for number in range(first, config.rounds + 1):
             if scores.reason is not None:
                 break
-            before = journal.find(number)
+            before = history.find(number)
             self._trainer.begin(number, is_new=before is None)
             if before is None or before.closed_at is None:
                 scores.close(number, self.train(number, before))
@@ -80,15 +82,16 @@ class RoundEngine:
         if scores.reason is not None:
             self._trainer.dismiss()
             self._log(f"stopped: {scores.reason}")
-        if config.promote and self._trainer.compares_models:
-            self.compare(journal.find_compared())
+        if config.promote and self._comparisons:
+            self._compare(self._comparisons)
 
-    def compare(self, number: int) -> None:
-        """Let devices compare a round's model with the one that they use, once."""
-        if not self._journal.has_comparison(number):
+    def _compare(self, comparisons: Comparisons) -> None:
+        """Let devices compare the run's model with the one that they use, once."""
+        number = comparisons.find_round()
+        if not comparisons.has(number):
             self._trainer.begin(number, is_new=False)
-            self.mode.compare(number)
-            self._journal.keep_comparison(number)
+            self.mode.compare(number, comparisons.can_compare)
+            comparisons.keep(number)
 
     def _test_earlier_run(self) -> None:
         """Evaluate the state that the run began with, once."""
@@ -140,7 +143,7 @@ class RoundEngine:
                 updates = journal.results(opened)
                 if journal.drop_damaged(updates, damaged):
                     damaged += 1
-                    before = journal.find(number)
+                    before = self._history.find(number)
                     continue
                 trained_s = earlier_s + time.monotonic() - began
                 stepped = self._step(opened, updates)
@@ -166,13 +169,13 @@ class RoundEngine:
                 trainer.dismiss()
             journal.prune(result)
             return figures
-        show = journal.show_command()
+        show = self._history.show_command()
         raise EmptyCohort("FV1501", f"round {number}: no usable result in {ATTEMPTS} attempts; see `{show}`")
 
     def resume_tasks(self) -> None:
         """Assign again the tasks of an earlier process that the mode continues; their results still count."""
         trainer, journal = self._trainer, self._journal
-        open_round = journal.open_round()
+        open_round = self._history.open_round()
         journal.begin(open_round)  # before any device can bring a late result
         if not self._config.uses_late_results():
             return

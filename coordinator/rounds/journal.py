@@ -1,43 +1,32 @@
 """The journal of a run on devices: its record, backups, blobs and mirror. What is acknowledged is on the disk."""
 
 import logging
-import time
 from collections.abc import Mapping
 from functools import partial
-
-import msgspec
 
 from coordinator.compute.integrity import essential
 from coordinator.record.backups import Closed
 from coordinator.record.retention import oldest_kept
-from coordinator.record.rounds import ClosedRound, RoundWork
+from coordinator.record.rounds import RoundWork
 from coordinator.record.scores import find_round
 from coordinator.record.tables import (
     Asked,
-    DeviceModelRecord,
-    ModelRecord,
     ResultRecord,
     RoundRecord,
     RoundTotals,
     TaskRecord,
-    now,
 )
 from coordinator.record.totals import add_evaluation
-from coordinator.rounds.models.requests import add_model
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.parts import RunParts
 from coordinator.rounds.ports import Journal, RoundResult
 from coordinator.rounds.round_line import round_line
 from coordinator.rounds.tasks import Work
-from fedvit.comparison import read_metrics
-from fedvit.hints import command
 
 log = logging.getLogger(__name__)
 
 PARTIAL_KEPT_S = 24 * 3600.0
 """Time for which a partial upload is kept for a device that may continue it."""
-SETTLE_S = 5.0
-"""Longest wait for the reports of devices whose models change at the end of a run."""
 
 
 class RecordJournal(Journal):
@@ -49,21 +38,7 @@ class RecordJournal(Journal):
         self._store = parts.state.store
         self._run = parts.state.run
 
-    # --- as an earlier process left it ------------------------------------------------------------------
-
-    def first_round(self) -> int:
-        first_open = min((record.round for record in self._store.rounds.read_open(self._run)), default=None)
-        return first_open - 1 if first_open else self._store.rounds.find_last(self._run)
-
-    def open_round(self) -> int:
-        newest = self._store.rounds.read_newest_closed(self._run)
-        return newest.round + 1 if newest else 1
-
-    def find(self, number: int) -> RoundRecord | None:
-        return self._store.rounds.read(self._run, number)
-
-    def read_past(self, first: int) -> list[ClosedRound]:
-        return [past for past in self._store.rounds.read_totals(self._run) if past.round < first]
+    # --- an open round ----------------------------------------------------------------------------------
 
     def find_unanswered(self, number: int | None = None) -> list[TaskRecord]:
         return self._store.tasks.read_unanswered(self._run, number)
@@ -73,24 +48,6 @@ class RecordJournal(Journal):
 
     def count_asked(self) -> Mapping[str, Asked]:
         return self._store.devices.read_asked(self._run)
-
-    def show_command(self) -> str:
-        return command("coordinator", "show", self._run, runs=self._store.database.folder)
-
-    def open_test(self) -> RoundRecord:
-        rounds, run, config = self._store.rounds, self._run, self._state.config
-        if (left := rounds.read_newest_closed(run)) is not None:
-            return left
-        assert config.start_from is not None  # the configuration has been checked
-        number = find_round(self._store, config.start_from, config.start_round).round
-        with self._store.database.together():
-            rounds.open(run, number, [], 0)
-            rounds.close(run, number, self._state.newest(), {}, RoundWork([], []))
-        tested = rounds.read(run, number)
-        assert tested is not None  # it was just written
-        return tested
-
-    # --- an open round ----------------------------------------------------------------------------------
 
     def begin(self, number: int) -> None:
         self._state.count_in(number)
@@ -130,6 +87,19 @@ class RecordJournal(Journal):
 
     # --- a closed round ---------------------------------------------------------------------------------
 
+    def open_test(self) -> RoundRecord:
+        rounds, run, config = self._store.rounds, self._run, self._state.config
+        if (left := rounds.read_newest_closed(run)) is not None:
+            return left
+        assert config.start_from is not None  # the configuration has been checked
+        number = find_round(self._store, config.start_from, config.start_round).round
+        with self._store.database.together():
+            rounds.open(run, number, [], 0)
+            rounds.close(run, number, self._state.newest(), {}, RoundWork([], []))
+        tested = rounds.read(run, number)
+        assert tested is not None  # it was just written
+        return tested
+
     def close(self, result: RoundResult) -> None:
         state, store, parts = self._state, self._store, self._parts
         number, saved, figures = result.number, result.stepped.saved, result.figures
@@ -162,41 +132,12 @@ class RecordJournal(Journal):
         self._store.rounds.close_evaluation(self._run, number, results)
         return add_evaluation(RoundTotals(cohort=0), results).totals.accuracy_mean
 
-    def find_compared(self) -> int:
-        return find_round(self._store, self._run, None).round
-
-    def has_comparison(self, number: int) -> bool:
-        return self._store.models.has(f"{self._run}-{number}")
-
-    def keep_comparison(self, number: int) -> None:
-        """Store the counts with what the rules say of them, in one transaction; then devices hear of it."""
-        state, rules = self._state, self._state.config.promote
-        name, at = f"{self._run}-{number}", now()
-        rows = []
-        for result in state.results(number, "compare"):
-            comparison, paired = read_metrics(result.metrics)
-            labels = state.presence[result.device].hello.labels if result.device in state.presence else {}
-            rows.append(
-                DeviceModelRecord(
-                    model=name, device=result.device, labels=dict(labels), comparison=comparison, paired=paired,
-                    actual="challenger", changed_at=at,
-                )
-            )  # fmt: skip
-        model = ModelRecord(
-            name=name, run=self._run, round=number, method=state.config.method, classes=len(state.classes),
-            created_at=at, stage="challenger", rules=msgspec.to_builtins(rules), reason="", changed_at=at,
-        )  # fmt: skip
-        self._parts.operator_log(add_model(self._store, model, rows))
-        if keeper := self._parts.models:
-            keeper.look()
-            self._parts.inbox.pump(keeper.is_settled, deadline=time.monotonic() + SETTLE_S)
-
     def keep_best(self, number: int) -> None:
         """Its blobs are here: they were those of the newest round, or are kept since."""
         self._state.best = number
 
     def _find_best_blobs(self) -> set[str]:
-        best = self.find(self._state.best) if self._state.best else None
+        best = self._store.rounds.read(self._run, self._state.best) if self._state.best else None
         return essential(best.state) if best and best.state else set()
 
     def finish(self, number: int, *, is_last: bool = False) -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: B027 - empty methods are defaults
-"""The ports of the round engine: who computes, and what survives.
+"""The ports of the round engine: who can be asked, who computes, and what survives.
 
 What they do unless they say otherwise holds for devices that are always there, answer at once, and are asked in one
 process that starts from the beginning.
@@ -30,15 +30,8 @@ class RoundResult(NamedTuple):
     is_last: bool
 
 
-class Trainer(ABC):
-    """Computes what rounds ask: devices behind a broker, or a cohort in this process."""
-
-    compares_models = False
-    """Its devices have models of their own, which they can compare with those that they use."""
-    is_repeatable = True
-    """Another attempt at a round without a usable result can give one."""
-
-    # --- who can be asked -------------------------------------------------------------------------------
+class Roster(ABC):
+    """The devices of a run, and which of them can be asked now."""
 
     @abstractmethod
     def online(self) -> list[str]:
@@ -71,15 +64,16 @@ class Trainer(ABC):
         """Return whether no device that was online within this time may return."""
         return True
 
-    def can_compare(self, device: str) -> bool:
-        """Return whether a device knows tasks that compare, and its owner allows them."""
-        return False
-
     def may_answer_later(self) -> bool:
         """Return whether a device will be available after a while."""
         return False
 
-    # --- what is asked ----------------------------------------------------------------------------------
+
+class Trainer(ABC):
+    """Computes what rounds ask: devices behind a broker, or a cohort in this process."""
+
+    is_repeatable = True
+    """Another attempt at a round without a usable result can give one."""
 
     @abstractmethod
     def begin(self, number: int, *, is_new: bool) -> None:
@@ -118,38 +112,32 @@ class Trainer(ABC):
         """End all tasks: the last round is closed."""
 
 
-class Journal(ABC):
-    """Keeps what a restart needs: on the disk before a device is asked or answered, or with the next checkpoint."""
+class RunHistory(ABC):
+    """Rounds as earlier processes left them."""
 
-    # --- what an earlier process left -------------------------------------------------------------------
-
+    @abstractmethod
     def first_round(self) -> int:
         """The first round that is not finished, or the last one, which may lack its evaluation."""
-        return 1
 
+    @abstractmethod
     def open_round(self) -> int:
         """The round after the newest closed one."""
-        return self.first_round()
 
+    @abstractmethod
     def find(self, number: int) -> RoundRecord | None:
-        """Return a round as an earlier process left it."""
-        return None
+        """Return a round; None if no earlier process opened it."""
 
+    @abstractmethod
     def read_past(self, first: int) -> list[ClosedRound]:
         """Rounds before the round `first`, in order."""
-        return []
 
-    def find_unanswered(self, number: int | None = None) -> list[TaskRecord]:
-        """Tasks that are under way: those of a round, or all."""
-        return []
+    @abstractmethod
+    def show_command(self) -> str:
+        """Command line that shows the run."""
 
-    def devices_s(self, number: int) -> float:
-        """Seconds in which earlier processes waited for the results of a round."""
-        return 0.0
 
-    def open_test(self) -> RoundRecord:
-        """Return the round of the earlier run that this one only tests, closed with the state that it begins with."""
-        raise NotImplementedError("only runs on devices test an earlier run")
+class Journal(ABC):
+    """Keeps what a restart needs: on the disk before a device is asked or answered, or with the next checkpoint."""
 
     # --- an open round ----------------------------------------------------------------------------------
 
@@ -164,6 +152,14 @@ class Journal(ABC):
     @abstractmethod
     def results(self, opened: OpenRound) -> list[ResultRecord]:
         """Results that the server step of a round uses."""
+
+    def find_unanswered(self, number: int | None = None) -> list[TaskRecord]:
+        """Tasks that are under way: those of a round, or all."""
+        return []
+
+    def devices_s(self, number: int) -> float:
+        """Seconds in which earlier processes waited for the results of a round."""
+        return 0.0
 
     def begin(self, number: int) -> None:
         """Count the results that come from now on in this round."""
@@ -181,6 +177,10 @@ class Journal(ABC):
 
     # --- a closed round ---------------------------------------------------------------------------------
 
+    def open_test(self) -> RoundRecord:
+        """Return the round of the earlier run that this one only tests, closed with the state that it begins with."""
+        raise NotImplementedError("only runs on devices test an earlier run")
+
     @abstractmethod
     def close(self, result: RoundResult) -> None:
         """Keep a round's state as the newest."""
@@ -192,17 +192,6 @@ class Journal(ABC):
     def keep_best(self, number: int) -> None:
         """Keep the state of the best round so far, in place of an earlier one."""
 
-    def find_compared(self) -> int:
-        """The round whose model devices compare at the end: the best one if its state is kept, else the newest."""
-        return self.open_round() - 1
-
-    def has_comparison(self, number: int) -> bool:
-        """Return whether devices have compared the model of a round."""
-        return False
-
-    def keep_comparison(self, number: int) -> None:
-        """Keep the comparison of a round's model, and let devices use it as the run's rules say."""
-
     @abstractmethod
     def finish(self, number: int, *, is_last: bool = False) -> None:
         """Complete a round, and show it to the operator."""
@@ -210,6 +199,32 @@ class Journal(ABC):
     def prune(self, result: RoundResult) -> None:
         """Delete what is no longer needed now that a round has closed."""
 
+
+class Comparisons(ABC):
+    """Devices of a run have models of their own, which they can compare with the model of a round."""
+
     @abstractmethod
-    def show_command(self) -> str:
-        """Command line that shows the run."""
+    def can_compare(self, device: str) -> bool:
+        """Return whether a device knows tasks that compare, and its owner allows them."""
+
+    @abstractmethod
+    def find_round(self) -> int:
+        """The round whose model devices compare at the end: the best one if its state is kept, else the newest."""
+
+    @abstractmethod
+    def has(self, number: int) -> bool:
+        """Return whether devices have compared the model of a round."""
+
+    @abstractmethod
+    def keep(self, number: int) -> None:
+        """Keep the comparison of a round's model, and let devices use it as the run's rules say."""
+
+
+class Ports(NamedTuple):
+    """Everything that differs between runs on devices, regions and simulations."""
+
+    roster: Roster
+    trainer: Trainer
+    journal: Journal
+    history: RunHistory
+    comparisons: Comparisons | None = None  # None: devices have no models of their own

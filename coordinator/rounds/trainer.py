@@ -18,46 +18,9 @@ log = logging.getLogger(__name__)
 class DeviceTrainer(Trainer):
     """A trainer whose devices are behind a broker."""
 
-    compares_models = True
-
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
         self._state = parts.state
-
-    # --- who can be asked -------------------------------------------------------------------------------
-
-    def has_online(self) -> bool:
-        return bool(self._state.presence.count_online())
-
-    def online(self) -> list[str]:
-        return self.admit(self._state.presence.online())
-
-    def available(self) -> list[str]:
-        return self.admit(self._state.presence.available())
-
-    def at_work(self) -> list[str]:
-        return [task.device for task in self._state.tasks]
-
-    def admit(self, devices: Iterable[str]) -> list[str]:
-        allowed = [device for device in devices if device not in self._state.revoked]
-        return self._parts.quarantine.admitted(allowed, self._state.number)
-
-    def has_seen(self, device: str) -> bool:
-        return device in self._state.presence
-
-    def is_online(self, device: str) -> bool:
-        return self._state.presence.is_online(device)
-
-    def is_complete(self, patience_s: float) -> bool:
-        return not self._state.presence.may_return(patience_s)
-
-    def can_compare(self, device: str) -> bool:
-        return device in self._state.presence and self._state.presence[device].hello.models > 0
-
-    def may_answer_later(self) -> bool:
-        return bool(self._state.presence.backing_off())
-
-    # --- what is asked ----------------------------------------------------------------------------------
 
     def begin(self, number: int, *, is_new: bool) -> None:
         self._state.number = number

@@ -16,7 +16,6 @@ DIR/run/                   logs, and the lock of the serving process
 
 import base64
 import contextlib
-import fcntl
 import ipaddress
 import os
 import re
@@ -281,23 +280,6 @@ def _registry_in(folder: Path) -> Registry:
 
 def _login(token: OpenToken) -> str:
     return password_line(token.id, login_of(token.secret_bytes))
-
-
-@contextlib.contextmanager
-def exclusively_served(folder: Path) -> Iterator[None]:
-    """Hold the lock of the deployment in `folder`. Raises ConfigError, naming the process, if another one holds it."""
-    handle = os.open(folder / "run" / "served", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(handle, 32, 0).decode().strip()
-            raise ConfigError("FV1314", f"{folder} is being served by process {owner}") from None
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(handle)
 
 
 def own_hosts(names: Sequence[str], listen: str, addresses: Sequence[str]) -> tuple[str, ...]:

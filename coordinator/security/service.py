@@ -23,7 +23,8 @@ from coordinator.security.broker.process import Broker, claim_port
 from coordinator.security.broker_log import BrokerLog, Misuse
 from coordinator.security.enrolment import EnrolmentService
 from coordinator.security.expiry import CertificateEnds, read_certificate_ends
-from coordinator.security.folder import COORDINATOR, Deployment, exclusively_served
+from coordinator.security.folder import COORDINATOR, Deployment
+from coordinator.security.serving_lock import exclusively_served
 from coordinator.security.tending import Tending
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
@@ -199,14 +200,15 @@ def served(
     *,
     broker: Address | None = None,
     device_days: float = DEVICE_DAYS,
+    for_now: bool = False,
 ) -> Iterator[Service]:
-    """Serve a deployment within the block, as its only process.
+    """Serve a deployment within the block, as its only process; `for_now`: until another one wants to.
 
     Without `broker`, mosquitto is started, unless one already runs with this deployment's configuration. Raises
     ConfigError if another process serves it, mosquitto is missing, or its port is taken.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(exclusively_served(deployment.folder))
+        stack.enter_context(exclusively_served(deployment.folder, for_now=for_now))
         deployment.write_configuration()
         applied, trusted = deployment.registry.generation(), deployment.authority_file.read_bytes()
         own = None if broker else _start(deployment, operator_log)
@@ -223,7 +225,7 @@ def served(
 def is_served(deployment: Deployment) -> bool:
     """Return whether a process serves this deployment now."""
     try:
-        with exclusively_served(deployment.folder):
+        with exclusively_served(deployment.folder, for_now=True):
             return False
     except ConfigError:
         return True

@@ -96,7 +96,8 @@ def read_trained_model(
     part = "" if kept.round == last.round else f"{BEST}/"
     values |= _read_generated(program, record, summary, files, device, part)
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
-    check_tensors(held, program.forms_of([*program.groups]), f"run {run!r}")
+    read = [name for name, group in program.groups.items() if group.role is not Role.ASSIGNED]
+    check_tensors(held, program.forms_of(read), f"run {run!r}")
     origin = Origin(
         run=run,
         method=program.method,

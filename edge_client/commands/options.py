@@ -249,6 +249,12 @@ OPTIONS = (
     ),
     SectionOption(["--profile"], is_flag=True, help="Measure the compute speed at the start if it is not known yet."),
     SectionOption(
+        ["--keep-features/--no-keep-features", "keep_features"],
+        default=None,
+        help="Keep features of layers that a task does not train in the state, within --disk-budget, instead of making "
+        "them again in each epoch. By default they are kept.",
+    ),
+    SectionOption(
         ["--keep-runs"],
         type=click.IntRange(min=1),
         metavar="N",

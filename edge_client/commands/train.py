@@ -29,6 +29,7 @@ from edge_client.sandbox.sandbox import Sandbox
 from edge_client.settings import DeviceSettings
 from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.disk import DEFAULT_SHARE
+from edge_client.storage.features import FEATURES, FeatureFolder
 from edge_client.storage.installed import Installation
 from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import default_state, device_id, home_folder, lock_new_state, split_file, status_file
@@ -179,7 +180,11 @@ def build_agent(
         models=MODELS_VERSION if policy.models.from_coordinator else 0,
     )
     disk_budget_bytes = policy.train.disk or default_disk_budget(state)
-    storage = DeviceStorage(vault, blobs, images, disk_budget_bytes=disk_budget_bytes)
+    features = None
+    if policy.train.keep_features:
+        key = vault.round_files.key
+        features = FeatureFolder(state / FEATURES, key.features_key if key else None)
+    storage = DeviceStorage(vault, blobs, images, disk_budget_bytes=disk_budget_bytes, features=features)
     client_id = f"{device}-{secrets.token_hex(4)}"
     link = DeviceLink(
         identity,

@@ -40,7 +40,7 @@ def newest_guesser(
 
     Raises ConfigError when the model is not whole here, and StorageFailed.
     """
-    runs = Vault(state / "vault").runs()
+    runs = Vault(state / "vault").notes.list_runs()
     if not runs:
         return None
     trained, _ = load_own_model(runs[0], device=device, state=state, data=data, threads=threads, vault_key=vault_key)

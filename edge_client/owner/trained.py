@@ -9,7 +9,8 @@ from pathlib import Path
 
 from edge_client.storage.best_round import best_task
 from edge_client.storage.evaluation import own_groups, start_values
-from edge_client.storage.vault import TaskNote, Vault
+from edge_client.storage.task_notes import TaskNote
+from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
 from edge_client.work.comparing import make_model
 from edge_client.work.runtime import Runtime, Seeds, Watch
@@ -49,7 +50,7 @@ def load_own_model(
         for name in program.graphs_for("evaluate") if evaluate.adapt or evaluate.gather else ():
             runtime.open(program.graphs[name].digest, blobs.path(program.graphs[name].digest))
     except BadPayload as error:
-        newest = vault.runs()[0]
+        newest = vault.notes.list_runs()[0]
         if newest != run:
             why = f"this device has worked for run {newest!r} since, and keeps only the blobs of its newest run"
             raise ConfigError("FV1424", f"run {run!r} cannot be exported here any more: {why}") from error
@@ -94,10 +95,10 @@ def _find_model(vault: Vault, run: str, asked: str | int | None) -> tuple[TaskNo
 
 def _note(vault: Vault, run: str) -> TaskNote:
     try:
-        note = vault.newest_task(run)
+        note = vault.notes.find_newest(run)
     except BadPayload as error:  # no run can have this name
         raise ConfigError(error.code, str(error)) from error
     if note is None:
-        runs = ", ".join(vault.runs()[:5]) or "none yet"
+        runs = ", ".join(vault.notes.list_runs()[:5]) or "none yet"
         raise ConfigError("FV1424", f"no run {run!r} in {vault.folder}; this device has worked for: {runs}")
     return note

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from edge_client.sandbox.confine import die_with_parent
 from edge_client.sandbox.worker import serve_requests
+from fedvit import disable_telemetry
 from fedvit.engine import load_engine
 
 
@@ -88,6 +89,7 @@ def _run_alone(work: Callable[[Connection], None], connection: Connection, *, wi
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # of a terminal's group: the device decides when they end
         os.environ.clear()
+        disable_telemetry()  # the engine is loaded below
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         work(connection)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from edge_client.work.frozen_features import CutGraph
 from edge_client.work.runtime import Challenge, Seeds
 from fedvit.comparison import Comparison
 from fedvit.data.folder import DeviceData, Split
@@ -35,6 +36,7 @@ class TrainRequest:
     images: Split
     seeds: Seeds
     lr_scale: float
+    cuts: dict[str, CutGraph]  # by digest
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from edge_client.sandbox.messages import (
 from edge_client.sandbox.pickles import RequestPickler
 from edge_client.sandbox.shared import count_bytes, list_file_forms, list_forms, make_shared, map_shared
 from edge_client.sandbox.worker import STOP, Limits
+from edge_client.work.frozen_features import CutGraph, open_features
 from edge_client.work.runtime import Challenge, Compared, Evaluated, OutOfMemory, Seeds, Stopped, Trained, Watch
 from fedvit.data.folder import DeviceData, Files, Split
 from fedvit.engine import CPU
@@ -129,6 +130,7 @@ class Sandbox:
         self._memory_bytes = memory_bytes
         self._own_kernels = own_kernels
         self._graphs: dict[str, Path] = {}
+        self._cuts: dict[str, CutGraph] = {}
         self._process: GraphProcess | None = None
         self._warned = False
         self.memory = SharedMemory()
@@ -139,13 +141,17 @@ class Sandbox:
         """Start the process if there is none. Raises DeviceTrouble."""
         self._find_process(frozenset())
 
-    def open(self, digest: str, path: Path) -> None:
+    def open(self, digest: str, path: Path, cut: CutGraph | None = None) -> None:
         """Note a graph that the next task runs; the process loads it then."""
         self._graphs[digest] = path.resolve()
+        self._cuts.pop(digest, None)
+        if cut:
+            self._cuts[digest] = cut
 
     def keep_only(self, digests: set[str]) -> None:
         """Forget graphs of finished programs."""
         self._graphs = {digest: path for digest, path in self._graphs.items() if digest in digests}
+        self._cuts = {digest: cut for digest, cut in self._cuts.items() if digest in digests}
 
     def release(self) -> None:
         """End the process: all memory of graphs and images goes back to the system."""
@@ -161,7 +167,7 @@ class Sandbox:
         self, program: Program, start: Mapping[str, Array], images: Split, seeds: Seeds, lr_scale: float, watch: Watch
     ) -> Trained:
         """Run all training phases. Raises Stopped, BadPayload, DataError, DeviceTrouble."""
-        request = TrainRequest(program, self._graphs, dict(start), images, seeds, lr_scale)
+        request = TrainRequest(program, self._graphs, dict(start), images, seeds, lr_scale, self._cuts)
         result = make_shared(count_bytes(list_forms(program, count_most_rows(program, len(images)))))
         try:
             done = self._work(request, {"train": images.files}, result, watch)
@@ -239,9 +245,16 @@ class Sandbox:
         raw = io.BytesIO()
         known = {files: name for name, files in process.images.items()}
         RequestPickler(raw, known, lambda file: process.can_read([file.resolve()])).dump(request)
-        process.connection.send_bytes(pickle.dumps(new))
+        files = [cut.file for cut in request.cuts.values()] if isinstance(request, TrainRequest) else []
+        process.connection.send_bytes(pickle.dumps((new, files)))
         process.connection.send_bytes(raw.getbuffer())
         send_handle(process.connection, result, process.pid)
+        for file in files:
+            handle = open_features(file)
+            try:
+                send_handle(process.connection, handle, process.pid)
+            finally:
+                os.close(handle)
         try:
             done = self._wait(process, watch)
         except BadPayload:

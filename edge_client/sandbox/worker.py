@@ -30,6 +30,7 @@ from edge_client.sandbox.messages import (
     Request,
     StepsDone,
     TrainingDone,
+    TrainRequest,
     Unreadable,
     WorkFailed,
 )
@@ -86,6 +87,8 @@ class _GraphWorker:
     def __init__(self, connection: Connection, limits: Limits) -> None:
         self._connection = connection
         self._runtime = Runtime(limits.threads, limits.provider, limits.own_kernels)
+        self._runtime.open_features = lambda file: os.dup(self._features[file])
+        self._features: dict[Path, int] = {}  # handles of files that this process may not open
         self._images = _KnownImages()
 
     def serve(self) -> None:
@@ -101,13 +104,16 @@ class _GraphWorker:
         self._connection.send_bytes(msgspec.msgpack.encode(reply))
 
     def _work(self, raw: bytes) -> None:
-        self._images.add(pickle.loads(raw))  # noqa: S301 - the device wrote it
+        new, files = pickle.loads(raw)  # noqa: S301 - the device wrote it
+        self._images.add(new)
         raw = self._connection.recv_bytes()
         result = recv_handle(self._connection)
+        self._features = {file: recv_handle(self._connection) for file in files}
         try:
             reply = self._try(raw, result)
         finally:
-            os.close(result)
+            for handle in (result, *self._features.values()):
+                os.close(handle)
         trim_memory()
         self.send(reply)
 
@@ -133,8 +139,9 @@ class _GraphWorker:
     def _run(self, request: Request, result: int) -> Reply:
         runtime, program = self._runtime, request.program
         runtime.keep_only(set(request.graphs))
+        cuts = request.cuts if isinstance(request, TrainRequest) else {}
         for digest, path in request.graphs.items():
-            runtime.open(digest, path)
+            runtime.open(digest, path, cuts.get(digest))
         report = _Report(self)
         if isinstance(request, EvaluateRequest):
             evaluated = runtime.evaluate(program, request.values, request.data, request.seeds, report.watch)

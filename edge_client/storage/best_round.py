@@ -5,10 +5,12 @@ round; the vault keeps its personal tensors, and the device the blobs.
 """
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 from edge_client.storage.evaluation import blobs_of_model
-from edge_client.storage.vault import TaskNote, Vault, read_note, write_note
+from edge_client.storage.task_notes import TaskNote, read_note, write_note
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, Damaged, StorageFailed
 from fedvit.files import storage_failed
@@ -42,9 +44,9 @@ def keep_best(vault: Vault, run: str, best: int) -> None:
 
 def find_test(vault: Vault, run: str, number: int) -> TaskNote | None:
     """Return the device's test of a round if it is the newest task, or is kept as the best; None if it is neither."""
-    for read in (best_task, Vault.newest_task):
+    for read in (partial(best_task, vault), vault.notes.find_newest):
         with contextlib.suppress(Damaged):
-            note = read(vault, run)
+            note = read(run)
             if note and (note.kind, note.round) == ("evaluate", number):
                 return note
     return None
@@ -55,7 +57,7 @@ def blobs_beside(task: Task, vault: Vault, blobs: BlobStore) -> set[str]:
     notes = [find_test(vault, task.vault_run, task.best)]
     if task.personal_of:
         with contextlib.suppress(Damaged):
-            notes += [vault.newest_task(task.vault_run), best_task(vault, task.vault_run)]
+            notes += [vault.notes.find_newest(task.vault_run), best_task(vault, task.vault_run)]
     return blobs_of_notes(notes, vault, blobs)
 
 

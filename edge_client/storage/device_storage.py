@@ -7,6 +7,7 @@ from collections.abc import Collection
 from edge_client.storage.best_round import best_task, blobs_of_notes, keep_best
 from edge_client.storage.disk import DiskBudget
 from edge_client.storage.evaluation import blobs_of_model
+from edge_client.storage.features import FeatureFolder
 from edge_client.storage.integrity import DamagedBlobs, Integrity
 from edge_client.storage.ledger import Ledger
 from edge_client.storage.models import DeviceModels
@@ -41,7 +42,8 @@ class FixedImages:
 class DeviceStorage:
     """Vault, blobs and images of one device.
 
-    Several devices of one process may share blobs and `integrity`. `disk_budget_bytes` limits blobs and vault together.
+    Several devices of one process may share blobs and `integrity`. `disk_budget_bytes` limits what all of them take
+    together. `features`: those of frozen layers, which are made anew in each epoch without.
     """
 
     def __init__(
@@ -52,13 +54,15 @@ class DeviceStorage:
         *,
         integrity: Integrity | None = None,
         disk_budget_bytes: int | None = None,
+        features: FeatureFolder | None = None,
     ) -> None:
         self.vault = vault
         self.blobs = blobs
         self.images = images
         self.integrity = integrity or Integrity(blobs, vault.files)
         self.models = DeviceModels(vault.folder.parent)
-        self.disk = DiskBudget(vault, blobs, disk_budget_bytes, self.models)
+        self.features = features
+        self.disk = DiskBudget(vault, blobs, disk_budget_bytes, self.models, features)
         self.ledger = Ledger(vault.folder.parent)
         self.sums = SumStore(vault)
         self._programs: dict[str, Program] = {}
@@ -129,7 +133,7 @@ class DeviceStorage:
         With `keep_runs` the vaults of finished runs that are older than so many are removed.
         """
         try:
-            if run in self.vault.runs()[:1] and (note := self.vault.newest_task(run)):
+            if run in self.vault.notes.list_runs()[:1] and (note := self.vault.notes.find_newest(run)):
                 needed = blobs_of_model(self.program(note.program), note, self.vault)
                 needed |= blobs_of_notes([best_task(self.vault, run)], self.vault, self.blobs)
                 freed_bytes = self.blobs.prune(keep=needed | pinned)

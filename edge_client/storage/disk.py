@@ -2,6 +2,7 @@
 
 import logging
 
+from edge_client.storage.features import FeatureFolder
 from edge_client.storage.models import DeviceModels
 from edge_client.storage.retention import find_least_run, find_retired_runs
 from edge_client.storage.vault import Vault, remove_run
@@ -22,24 +23,32 @@ not show."""
 
 
 class DiskBudget:
-    """Keeps blobs, vault and models of one device below `limit_bytes`; None: without limit."""
+    """Keeps blobs, vault, models and features of one device below `limit_bytes`; None: without limit."""
 
     def __init__(
-        self, vault: Vault, blobs: BlobStore, limit_bytes: int | None, models: DeviceModels | None = None
+        self,
+        vault: Vault,
+        blobs: BlobStore,
+        limit_bytes: int | None,
+        models: DeviceModels | None = None,
+        features: FeatureFolder | None = None,
     ) -> None:
         self.limit_bytes = limit_bytes
         self._vault = vault
         self._blobs = blobs
         self._models = models
+        self._features = features
 
     def make_room(self, run: str, new_bytes: int) -> None:
-        """Make sure that a run may write so many bytes more; vaults of finished runs are removed for it, the oldest
-        first.
+        """Make sure that a run may write so many bytes more: features are removed for it, then vaults of finished runs,
+        the oldest first.
 
         Raises OverBudget if they do not fit.
         """
         if self.limit_bytes is None or new_bytes <= 0:
             return
+        if self._features and self.used_bytes() + new_bytes > self.limit_bytes and self._features.remove_all():
+            log.info("features of frozen layers removed", extra={"for_run": run, "limit_bytes": self.limit_bytes})
         finished = [old for old in find_retired_runs(self._vault, 0) if old != run]
         while (used_bytes := self.used_bytes()) + new_bytes > self.limit_bytes:
             if not finished:
@@ -71,5 +80,13 @@ class DiskBudget:
         log.info("vault removed", extra={"run": old, "for_run": run, "limit": MAX_RUNS})
 
     def used_bytes(self) -> int:
+        """Return the bytes of everything that the budget is for."""
         models_bytes = folder_bytes(self._models.folder) if self._models else 0
-        return folder_bytes(self._vault.folder) + folder_bytes(self._blobs.folder) + models_bytes
+        features_bytes = self._features.used_bytes() if self._features else 0
+        return folder_bytes(self._vault.folder) + folder_bytes(self._blobs.folder) + models_bytes + features_bytes
+
+    def find_feature_room(self) -> int | None:
+        """Return the bytes that features may take: half of what the rest leaves, since updates need room, too."""
+        if self.limit_bytes is None or self._features is None:
+            return None
+        return max(0, self.limit_bytes - self.used_bytes() + self._features.used_bytes()) // 2

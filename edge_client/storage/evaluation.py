@@ -5,7 +5,8 @@ The device's tests and the bundles exported from its state use the same tensors.
 
 from collections.abc import Collection
 
-from edge_client.storage.vault import TaskNote, Vault
+from edge_client.storage.task_notes import TaskNote
+from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Role

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from edge_client.storage.best_round import best_task, blobs_of_notes
 from edge_client.storage.evaluation import blobs_of_model
+from edge_client.storage.features import FEATURES, FeatureFolder
 from edge_client.storage.round_files import count_earlier_rounds, find_current
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
 from fedvit.blobs import BlobStore
@@ -30,7 +31,7 @@ VAULT, BLOBS, LOCK = "vault", "blobs", "lock"
 
 def find_retired_runs(vault: Vault, keep_runs: int) -> list[str]:
     """Runs that are older than the newest `keep_runs` of this device, are over, and have no unacknowledged result."""
-    return [run for run in vault.runs()[keep_runs:] if _why_kept(vault, run) is None]
+    return [run for run in vault.notes.list_runs()[keep_runs:] if _why_kept(vault, run) is None]
 
 
 def find_least_run(vault: Vault) -> str | None:
@@ -41,7 +42,7 @@ def find_least_run(vault: Vault) -> str | None:
     """
     if retired := find_retired_runs(vault, 0):
         return retired[-1]
-    noted = dict.fromkeys(reversed(vault.runs()))
+    noted = dict.fromkeys(reversed(vault.notes.list_runs()))
     unnoted = [run for run in vault.folders() if run not in noted]  # the first task ended early
     rounds = {run: count_earlier_rounds(find_current(vault.path(run))) for run in (*unnoted, *noted)}
     fewest = sorted((run for run, finished in rounds.items() if finished <= 1), key=rounds.__getitem__)
@@ -57,7 +58,7 @@ def _why_kept(vault: Vault, run: str) -> str | None:
 class Entry(Struct, frozen=True, kw_only=True):
     """A run, file or folder that is removed, would be removed, or is kept."""
 
-    what: str  # run, blobs, file, state
+    what: str  # run, blobs, features, file, state
     run: str | None = None  # of a whole state: its folder's name
     path: str
     bytes: int
@@ -80,7 +81,7 @@ def lines(report: Report) -> str:
     rows = [(verb, entry) for entry in report.removed] + [("kept", entry) for entry in report.kept]
     named = max((len(entry.run or "") for _, entry in rows), default=0)
     shown = [
-        f"{what:<{len(verb)}}  {entry.what:<5}  {entry.run or '':<{named}}  {format_bytes(entry.bytes):>8}  {entry.why}"
+        f"{what:<{len(verb)}}  {entry.what:<8}  {entry.run or '':<{named}}  {format_bytes(entry.bytes):>8}  {entry.why}"
         for what, entry in rows
     ]
     total = f"{verb} {format_bytes(report.removed_bytes)}" if report.removed else "nothing to remove"
@@ -106,11 +107,11 @@ def collect(state: Path, *, keep_runs: int, dry_run: bool) -> Report:
     """Remove the vaults of finished runs, except those of the newest `keep_runs` runs, and data that no kept run needs;
     with `dry_run` only report what would be removed. The state must not be in use. Raises StorageFailed."""
     vault = Vault(state / VAULT)
-    newest = vault.runs()[:keep_runs]
+    newest = vault.notes.list_runs()[:keep_runs]
     gone = dict.fromkeys(find_retired_runs(vault, keep_runs), f"over, and older than the newest {keep_runs}")
     kept = {
         run: f"among the newest {keep_runs}" if run in newest else str(_why_kept(vault, run))
-        for run in vault.runs()
+        for run in vault.notes.list_runs()
         if run not in gone
     }
     return _remove(state, vault, gone, kept, dry_run=dry_run)
@@ -129,9 +130,8 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
         except BadPayload as error:
             raise ConfigError(error.code, str(error)) from error
         if not exists:
-            raise ConfigError(
-                "FV1423", f"no run {run!r} in {vault.folder}; known runs: {', '.join(vault.runs()[:5]) or 'none'}"
-            )
+            known = ", ".join(vault.notes.list_runs()[:5]) or "none"
+            raise ConfigError("FV1423", f"no run {run!r} in {vault.folder}; known runs: {known}")
         if vault.has_pending(run):
             raise ConfigError("FV1423", f"a result of run {run!r} is not acknowledged yet: start the device to send it")
         if not vault.is_over(run) and not force:
@@ -140,7 +140,7 @@ def remove_runs(state: Path, runs: list[str], *, force: bool, dry_run: bool) -> 
                 f"this device was not informed that run {run!r} is over; if the run is resumed, its personal tensors "
                 "are lost. --force removes it anyway",
             )
-    kept = {run: "not named" for run in vault.runs() if run not in runs}
+    kept = {run: "not named" for run in vault.notes.list_runs() if run not in runs}
     return _remove(state, vault, dict.fromkeys(runs, "named"), kept, dry_run=dry_run)
 
 
@@ -171,6 +171,10 @@ def _remove(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str
     half = [file for file in state.rglob(f"{WRITING}*") if not file.is_relative_to(state / BLOBS)]
     half = [file for file in half if not any(file.is_relative_to(entry.path) for entry in removed)]
     removed += [_file(file, "a process ended while writing it") for file in half]
+    features = FeatureFolder(state / FEATURES)
+    if features_bytes := features.used_bytes():
+        why = "the next task makes them again"
+        removed.append(Entry(what="features", path=str(features.folder), bytes=features_bytes, why=why))
     blobs = BlobStore(state / BLOBS)
     shared = blobs.folder.is_symlink()  # the host's devices remove what none of them needs
     needed = set[str]() if shared else _list_needed_blobs(vault, blobs, kept)
@@ -181,6 +185,7 @@ def _remove(state: Path, vault: Vault, gone: dict[str, str], kept: dict[str, str
         for run in gone:
             remove_run(vault, run)
         finish_removals(vault)
+        features.remove_all()
         for file in half:
             _delete(file)
         if not shared:
@@ -198,7 +203,7 @@ def _list_needed_blobs(vault: Vault, blobs: BlobStore, runs: Iterable[str]) -> s
     """Blobs for the models of runs, for the next tasks of unfinished runs, and unacknowledged uploads."""
     needed = {result.upload.digest for result in vault.pending() if result.upload}
     for run in runs:
-        note = vault.newest_task(run)
+        note = vault.notes.find_newest(run)
         if note is None:
             continue
         try:

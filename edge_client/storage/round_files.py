@@ -13,6 +13,7 @@ from fedvit.errors import BadPayload, ConfigError, Damaged
 from fedvit.files import atomic_write, storage_failed, sync_folder
 from fedvit.tensors import Tensors, map_tensors, pack, pack_in_pieces, unpack
 from fedvit.wire.messages import Result
+from fedvit.wire.topics import check_name
 
 LOCAL, NEW_RESIDUAL, RESIDUAL = "local", "left", "owed"
 PLAIN, SEALED = ".safetensors", ".sealed"
@@ -92,6 +93,14 @@ class RoundFiles:
         if file is None:
             return [folder / f"{LOCAL}{PLAIN}"]
         return [file] if tensors and not self.is_whole(file) else []
+
+
+def find_run_folder(vault: Path, run: str) -> Path:
+    """Return the folder of a run in a vault. Raises BadPayload for an invalid name: it comes from the network."""
+    try:
+        return vault / check_name(run, "run")
+    except ConfigError as error:
+        raise BadPayload(error.code, str(error)) from None
 
 
 def find_file(folder: Path, name: str) -> Path | None:

@@ -39,33 +39,23 @@ from edge_client.storage.round_files import (
     find_current,
     find_file,
     find_round,
+    find_run_folder,
     list_replaced,
     list_rounds,
     parse_round,
 )
-from edge_client.storage.sums import Sums, add_digest, check_digest, read_file, read_sums, write_sums
+from edge_client.storage.sums import Sums, read_sums, write_sums
+from edge_client.storage.task_notes import TaskNotes
 from edge_client.storage.vault_key import VaultKey
 from fedvit.blobs import digest_of
-from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
+from fedvit.errors import BadPayload, StorageFailed
 from fedvit.files import WRITING, atomic_write, folder_bytes, make_folder, storage_failed, sync_folder
 from fedvit.tensors import Tensors
-from fedvit.wire.messages import Result, Task, TaskKind
-from fedvit.wire.topics import check_name, is_name
+from fedvit.wire.messages import Result
+from fedvit.wire.topics import is_name
 
-_TASK = "TASK"
 _OVER = "OVER"
 _REMOVED = ".removed"
-
-
-class TaskNote(msgspec.Struct, frozen=True):
-    """A task's seed and digests: enough to load its tensors again, while their blobs are here."""
-
-    run: str
-    round: int
-    kind: TaskKind
-    seed: int
-    program: str  # digest
-    groups: dict[str, str]  # group -> digest
 
 
 class Residual(NamedTuple):
@@ -89,13 +79,11 @@ class Vault:
     def __init__(self, folder: Path, key: VaultKey | None = None) -> None:
         self.folder = folder
         self.round_files = RoundFiles(key)
+        self.notes = TaskNotes(folder)
 
     def path(self, run: str) -> Path:
         """Return the folder of a run. Raises BadPayload for an invalid name."""
-        try:
-            return self.folder / check_name(run, "run")
-        except ConfigError as error:
-            raise BadPayload(error.code, str(error)) from None
+        return find_run_folder(self.folder, run)
 
     def round_of(self, run: str, upto: int | None = None) -> int:
         """Return the newest stored round, or the newest up to a round; 0 if there is none."""
@@ -181,7 +169,7 @@ class Vault:
                 for name, digest in sums.files.items() if sums else ():
                     yield folder / name, digest
 
-    # --- results and tasks ----------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------
 
     def pending(self) -> list[Result]:
         """Return the results that no coordinator has acknowledged yet."""
@@ -205,20 +193,6 @@ class Vault:
                 (folder / PENDING).unlink(missing_ok=True)
             except OSError as error:
                 raise StorageFailed("FV1703", f"cannot delete {folder / PENDING}: {error.strerror}") from error
-
-    def note(self, task: Task) -> None:
-        """Store the description of the run's newest task."""
-        note = TaskNote(task.run, task.round, task.kind, task.seed, task.program, task.groups)
-        write_note(self.path(task.run) / _TASK, note)
-
-    def newest_task(self, run: str) -> TaskNote | None:
-        """Return the newest task of the run that was started here; None before the first. Raises Damaged."""
-        return read_note(self.path(run) / _TASK)
-
-    def runs(self) -> list[str]:
-        """Return the runs that this device has worked for, the newest first."""
-        notes = sorted(self.folder.glob(f"*/{_TASK}"), key=lambda file: file.stat().st_mtime, reverse=True)
-        return [file.parent.name for file in notes]
 
     def folders(self) -> list[str]:
         """Return the runs that have a folder here, in no order."""
@@ -270,24 +244,6 @@ class Vault:
         if current is None or upto is None or parse_round(current) <= upto:
             return current
         return find_round(self.path(run), upto)
-
-
-# --- descriptions of tasks ----------------------------------------------------------------------------
-
-
-def write_note(file: Path, note: TaskNote) -> None:
-    """Write the description of a task. Raises StorageFailed."""
-    atomic_write(file, add_digest(msgspec.msgpack.encode(note)), private=True)
-
-
-def read_note(file: Path) -> TaskNote | None:
-    """Read the description of a task; None if there is none. Raises Damaged."""
-    if not file.exists():
-        return None
-    try:
-        return msgspec.msgpack.decode(check_digest(read_file(file)), type=TaskNote)
-    except (BadPayload, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Damaged("FV1704", f"{file} is damaged: {error}") from error
 
 
 # --- removal ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ key is in a file that only its owner can read. With that file the vault can be r
 than the vault, or on an encrypted one.
 """
 
+import hashlib
 import os
 import secrets
 from pathlib import Path
@@ -28,6 +29,8 @@ class VaultKey:
         if len(key) != _KEY_BYTES:
             raise ConfigError("FV1417", f"vault key {file} holds {len(key)} bytes, expected {_KEY_BYTES}")
         self.file = file
+        self.features_key = hashlib.blake2b(b"features", key=key, digest_size=_KEY_BYTES).digest()
+        """A key of its own for features: the process that runs graphs gets it, and not that of the vault."""
         self._cipher = AESGCM(key)
 
     @classmethod

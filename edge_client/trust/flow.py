@@ -327,6 +327,19 @@ def _check_update(model: Model, phase: Train) -> None:
         raise refuse("a rate has more than one number")
 
 
+def find_sample_shapes(program: Program, phase: Train, model: Model) -> dict[str, Shape]:
+    """Return the shapes of a phase's values that have a row for each sample, which follows from that sample alone."""
+    local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
+    trained = [name for group in phase.groups for name in program.names(group)]
+    flow = _follow(model, _list_inputs(program, phase, trained, local), linear=phase.update is not None)
+    count = _count_samples(program, phase)
+    return {
+        name: value.shape
+        for name, value in flow.values.items()
+        if value.shape[:1] == (count,) and value.samples and (value.samples == Samples(0, 1, count, 1) or count == 1)
+    }
+
+
 # --- answers ------------------------------------------------------------------------------------------
 
 

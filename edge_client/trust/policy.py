@@ -35,6 +35,7 @@ FLAGS = {
     "max_temperature": "train.max_temperature",
     "min_battery": "train.min_battery",
     "busy_file": "train.busy_file",
+    "keep_features": "train.keep_features",
     "keep_runs": "train.keep_runs",
 }
 """Parameters of `edge-client` that override the key of a table."""

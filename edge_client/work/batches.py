@@ -5,7 +5,7 @@ All draws follow from the task's seeds.
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ class Fed(NamedTuple):
     rows: Indices
     readable: Flags
     feeds: dict[str, Any]
+    computed: int = 0  # runs of the first part of a cut graph
 
 
 def training_batches(
@@ -37,12 +38,16 @@ def training_batches(
     mask_rng: np.random.Generator,
 ) -> Iterator[Fed]:
     """The batches of a phase in order, until its epochs or its steps are used up."""
-    length = batch.batch_size
-    if phase.update:  # processed in several runs of the graph
-        length = -(-length // batch.run_size) * batch.run_size
+    length = training_length(batch, phase)
     for epoch, rows in batch_rows(len(images), batch, phase, order_rng):
         feeds, readable = training_feeds(images, rows, batch, length, picture_rng, mask_rng)
         yield Fed(epoch, rows, readable, feeds)
+
+
+def training_length(batch: Batch, phase: Train) -> int:
+    """Return the samples of a padded batch: a multiple of a run's where several runs of the graph process it."""
+    length = batch.batch_size
+    return -(-length // batch.run_size) * batch.run_size if phase.update else length
 
 
 def batch_rows(
@@ -59,7 +64,7 @@ def batch_rows(
             yield epoch, order[first : first + batch.batch_size]
 
 
-def ahead(batches: Iterator[Fed]) -> Iterator[Fed]:
+def ahead(batches: Iterator[Fed]) -> Generator[Fed]:
     """The same batches; the next one is prepared while the caller works on one, as decoding takes time."""
     ready: queue.Queue[Fed | Exception | None] = queue.Queue(maxsize=1)
     over = threading.Event()
@@ -106,7 +111,7 @@ def training_feeds(
     if isinstance(images, TextSplit):
         readable = np.ones(len(rows), dtype=np.bool_)
         sample = {"tokens": images.tokens[rows], "labels": images.labels[rows], "weight": readable.astype(np.float32)}
-        return {f"batch/{name}": _pad(values, length) for name, values in sample.items()}, readable
+        return {f"batch/{name}": pad_rows(values, length) for name, values in sample.items()}, readable
     pictures, readable = images.load(rows, batch.image_size)
     pictures = augment(pictures, batch, picture_rng)
     masked = batch.kept_patches < batch.patches
@@ -120,11 +125,11 @@ def training_feeds(
         patches[first : first + len(whole)] = whole if kept is None else select(whole, kept[some])
     feeds: dict[str, Any] = {"batch/patches": patches}
     if kept is not None:
-        feeds["batch/kept"] = _pad(kept, length)
+        feeds["batch/kept"] = pad_rows(kept, length)
     if batch.sample_seeds:
-        feeds["batch/seeds"] = _pad(mask_rng.integers(0, SEEDS, len(rows)), length)
-    feeds["batch/labels"] = _pad(images.labels[rows], length)
-    feeds["batch/weight"] = _pad(readable.astype(np.float32), length)
+        feeds["batch/seeds"] = pad_rows(mask_rng.integers(0, SEEDS, len(rows)), length)
+    feeds["batch/labels"] = pad_rows(images.labels[rows], length)
+    feeds["batch/weight"] = pad_rows(readable.astype(np.float32), length)
     return feeds, readable
 
 
@@ -136,12 +141,12 @@ def whole_samples(images: Split, chosen: Indices, batch: Batch) -> Iterator[tupl
             yield (
                 rows,
                 np.ones(len(rows), dtype=np.bool_),
-                {"batch/tokens": _pad(images.tokens[rows], batch.answer_size)},
+                {"batch/tokens": pad_rows(images.tokens[rows], batch.answer_size)},
             )
             continue
         pictures, readable = images.load(rows, batch.image_size)
         patches = unfold(normalise(pictures, batch), batch.patch_size)
-        yield rows, readable, {"batch/patches": _pad(patches, batch.answer_size)}
+        yield rows, readable, {"batch/patches": pad_rows(patches, batch.answer_size)}
 
 
 def choose_rows(count: int, capacity: int, rng: np.random.Generator) -> Indices:
@@ -159,7 +164,7 @@ def facts_of(program: Program, phase: Train, images: Split, rng: np.random.Gener
     return facts
 
 
-def _pad(rows: Any, length: int) -> Any:
+def pad_rows(rows: Any, length: int) -> Any:
     """Pad a short last batch with zeros, whose weight is zero, too."""
     if len(rows) == length:
         return rows

@@ -7,7 +7,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,8 @@ import msgspec
 import numpy as np
 
 from edge_client.health.guard import Tally
-from edge_client.work.batches import ahead, choose_rows, facts_of, training_batches, whole_samples
+from edge_client.work.batches import Fed, ahead, choose_rows, facts_of, training_batches, whole_samples
+from edge_client.work.frozen_features import CutGraph, FrozenFeatures, count_flops, open_features
 from edge_client.work.sampler import make_sampler
 from edge_client.work.steps import Graph, Steps, SummedSteps, WholeSteps
 from fedvit.comparison import Comparison
@@ -40,7 +42,7 @@ class GraphRunner(Protocol):
 
     def load(self) -> None: ...
 
-    def open(self, digest: str, path: Path) -> None: ...
+    def open(self, digest: str, path: Path, cut: CutGraph | None = None) -> None: ...
 
     def keep_only(self, digests: set[str]) -> None: ...
 
@@ -184,18 +186,23 @@ class Runtime:
     threads: int
     provider: str = CPU
     own_kernels: bool = True  # where they are installed
+    open_features: Callable[[Path], int] = open_features  # returns a handle of the file
     _graphs: dict[str, Graph] = field(default_factory=dict)
+    _cuts: dict[str, CutGraph] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def open(self, digest: str, path: Path) -> None:
-        """Load a graph once. Raises BadPayload when onnxruntime cannot."""
+    def open(self, digest: str, path: Path, cut: CutGraph | None = None) -> None:
+        """Load a graph once; of one that is cut, only the rest. Raises BadPayload when onnxruntime cannot."""
         with self._lock:
-            if digest not in self._graphs:
-                self._graphs[digest] = self._load(digest, path)
+            before = self._cuts.pop(digest, None)
+            if cut:
+                self._cuts[digest] = cut
+            if digest not in self._graphs or (before and before.rest) != (cut and cut.rest):
+                self._graphs[digest] = self._load(digest, cut.rest if cut else path)
 
-    def _load(self, digest: str, path: Path) -> Graph:
+    def _load(self, digest: str, graph: Path | bytes) -> Graph:
         try:
-            return Graph(open_session(path, self.threads, self.provider, own_kernels=self.own_kernels))
+            return Graph(open_session(graph, self.threads, self.provider, own_kernels=self.own_kernels))
         except Exception as error:  # onnxruntime's exceptions share no base of their own
             raise BadPayload("FV1418", f"graph {digest} cannot be loaded: {error}") from error
 
@@ -204,6 +211,7 @@ class Runtime:
         with self._lock:
             for digest in self._graphs.keys() - digests:
                 del self._graphs[digest]
+                self._cuts.pop(digest, None)
 
     def load(self) -> None:
         """Import the engine: its memory is there before a task begins."""
@@ -250,24 +258,28 @@ class Runtime:
             collect = phase.collect
             sampler = make_sampler(collect, images.labels, phase.epochs, sample_rng) if collect else None
             losses: dict[int, list[tuple[float, int]]] = {}
-            batches_of = training_batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
-            for fed in ahead(batches_of):
-                lost.update(fed.rows[~fed.readable].tolist())
-                if not fed.readable.any():
-                    continue
-                for repeat in range(phase.repeats):
-                    if watch.stopped():
-                        raise Stopped("FV1422", "the task was stopped")
-                    began = time.perf_counter()
-                    stepped = loop.step(fed.feeds, last=repeat == phase.repeats - 1)
-                    times.append(time.perf_counter() - began)
-                    for counts in (tally, watch.tally):
-                        counts.flops += stepped.runs * program.graphs[phase.graph].flops
-                losses.setdefault(fed.epoch, []).append((stepped.loss, int(fed.readable.sum())))
-                if sampler and collect:
-                    values_of_rows = stepped.collected[f"collect/{collect.output}"]
-                    sampler.record(fed.epoch, fed.rows, fed.readable, values_of_rows)
-                watch.step(tally.steps, total, stepped.loss)
+            cut, flops = self._find_cut(program, phase), program.graphs[phase.graph].flops
+            with (
+                self._make_batches(program, phase, values, images, (order_rng, picture_rng, mask_rng)) as batches,
+                closing(ahead(batches)) as ready,
+            ):
+                for fed in ready:
+                    lost.update(fed.rows[~fed.readable].tolist())
+                    if not fed.readable.any():
+                        continue
+                    for repeat in range(phase.repeats):
+                        if watch.stopped():
+                            raise Stopped("FV1422", "the task was stopped")
+                        began = time.perf_counter()
+                        stepped = loop.step(fed.feeds, last=repeat == phase.repeats - 1)
+                        times.append(time.perf_counter() - began)
+                        for counts in (tally, watch.tally):
+                            counts.flops += count_flops(flops, cut, stepped.runs, 0 if repeat else fed.computed)
+                    losses.setdefault(fed.epoch, []).append((stepped.loss, int(fed.readable.sum())))
+                    if sampler and collect:
+                        values_of_rows = stepped.collected[f"collect/{collect.output}"]
+                        sampler.record(fed.epoch, fed.rows, fed.readable, values_of_rows)
+                    watch.step(tally.steps, total, stepped.loss)
             if not loop.count:
                 raise DataError("FV1403", f"none of the {len(images)} training images can be decoded")
             last_epoch = losses[max(losses)]
@@ -280,6 +292,33 @@ class Runtime:
         result.samples = len(images) - len(lost)
         result.steps, result.step_s, result.flops = tally.steps, tally.step_s, tally.flops
         return result
+
+    def _find_cut(self, program: Program, phase: Train) -> CutGraph | None:
+        return self._cuts.get(program.graphs[phase.graph].digest)
+
+    @contextmanager
+    def _make_batches(
+        self,
+        program: Program,
+        phase: Train,
+        values: Mapping[str, Array],
+        images: Split,
+        generators: tuple[np.random.Generator, np.random.Generator, np.random.Generator],
+    ) -> Iterator[Iterator[Fed]]:
+        """Give the batches of a phase: of images, or of features that are kept where its graph is cut."""
+        order_rng, picture_rng, mask_rng = generators
+        if (cut := self._find_cut(program, phase)) is None:
+            yield training_batches(images, program.batch, phase, order_rng, picture_rng, mask_rng)
+            return
+
+        def load(content: bytes) -> Graph:
+            return self._load(f"{program.graphs[phase.graph].digest}, its first part,", content)
+
+        frozen = FrozenFeatures(cut, self.open_features(cut.file), load, program, values, images)
+        try:
+            yield frozen.batches(phase, order_rng, mask_rng)
+        finally:
+            frozen.close()
 
     # --- evaluation -----------------------------------------------------------------------------------
 

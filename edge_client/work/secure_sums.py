@@ -158,7 +158,7 @@ class SecureSums:
         with self._storage.sums.lock:  # from now on the payload stays
             part.take_inbox(inbox)
             payload, noise = self._read_payload(invite), part.share_noise()
-        note = self._storage.vault.newest_task(sum_id.run)
+        note = self._storage.vault.notes.find_newest(sum_id.run)
         seeds = find_rounding_seeds(note.seed if note else 0, sum_id.round, self._link.identity.device)
         self._at_work = sum_id
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # imported when the first graph is loaded
 PIECE_ELEMENTS = 1 << 17
 """Elements that one run of an update processes: with slots and temporaries they fit into a core's cache."""
 ALIGNED_ELEMENTS = 16
+FEATURE = "batch/feature"
+"""Start of the names of inputs that a cut graph reads in place of images (`edge_client.work.frozen_features`)."""
 
 _DTYPES = {
     "tensor(float)": np.dtype(np.float32),
@@ -142,6 +144,7 @@ class Steps(ABC):
         fixed = {**self._fixed, **self._scalars}
         kinds = ("patches", "kept", "seeds", "tokens", "labels", "weight")
         batch = {f"batch/{kind}" for kind in kinds}
+        batch |= {name for name in self._bound.graph.inputs if name.startswith(FEATURE)}
         self._bound.graph.require(fixed.keys() | trained | batch)
         for name, array in fixed.items():
             self._bound.read(name, array)

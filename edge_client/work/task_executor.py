@@ -21,6 +21,7 @@ from edge_client.storage.evaluation import check_takes_part, newest_counted, own
 from edge_client.storage.models import DeviceModel
 from edge_client.storage.repair import repair_run
 from edge_client.trust.review import review_task
+from edge_client.work.cutting import cut_graphs
 from edge_client.work.private import clip_update, noisy_rows
 from edge_client.work.runtime import Challenge, GraphRunner, OutOfMemory, Seeds, Stopped, Trained, Watch
 from edge_client.work.uplink import encode_upload
@@ -180,13 +181,14 @@ class TaskExecutor:
         if not task.personal_of:
             keep_best(storage.vault, task.run, task.best)
             if task.kind != "compare":  # its round may be an earlier one
-                storage.vault.note(task)
+                storage.vault.notes.write(task)
         data = self._relabel(program.classes)
         data.check_fits(program.batch)
         self._runtime.keep_only({graph.digest for graph in program.graphs.values()})
+        cuts = cut_graphs(program, storage, len(data.train)) if task.kind == "train" else {}
         for name in program.graphs_for(task.kind):
             digest = program.graphs[name].digest
-            self._runtime.open(digest, storage.blobs.path(digest))
+            self._runtime.open(digest, storage.blobs.path(digest), cuts.get(digest))
         trains, upto = task.kind == "train", newest_counted(task)
         own = program.with_role(Role.LOCAL) if trains else own_groups(program, task, storage.vault, upto)
         values, personal = start_values(program, task, own, storage.vault, storage.blobs, upto)

@@ -17,6 +17,7 @@ from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.analytic import Analytic
 from fedvit.methods.apfl import APFL
 from fedvit.methods.base import Method, check_fits
+from fedvit.methods.ditto import Ditto
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fed_bias import FedBias
 from fedvit.methods.fed_head import FedHead
@@ -26,17 +27,23 @@ from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedbabu import FedBABU
 from fedvit.methods.fedbfpt import FedBFPT
 from fedvit.methods.fedbn import FedBN
+from fedvit.methods.feddyn import FedDyn
 from fedvit.methods.fednova import FedNova
+from fedvit.methods.fedntd import FedNTD
 from fedvit.methods.fedopt import FedOpt
 from fedvit.methods.fedper import FedPer
 from fedvit.methods.fedperfix import FedPerfix
+from fedvit.methods.fedproto import FedProto
 from fedvit.methods.fedprox import FedProx
 from fedvit.methods.fedrep import FedRep
 from fedvit.methods.fedrod import FedRoD
+from fedvit.methods.fedsa_lora import FedSaLora
 from fedvit.methods.fedtp import FedTP
 from fedvit.methods.fedvpt_d import FedVptDeep
+from fedvit.methods.ffa_lora import FfaLora
 from fedvit.methods.knn_per import KnnPer
 from fedvit.methods.local import Local
+from fedvit.methods.lora_fair import LoraFair
 from fedvit.methods.per_fedavg import PerFedAvg
 from fedvit.methods.personal_analytic import PersonalAnalytic
 from fedvit.methods.personal_part import PersonalPart
@@ -45,6 +52,7 @@ from fedvit.methods.pfedme import PFedMe
 from fedvit.methods.pfedpg import PFedPG
 from fedvit.methods.prefix import PersonalPrefix
 from fedvit.methods.prompts import PersonalPrompts
+from fedvit.methods.scaffold import Scaffold
 from fedvit.methods.single_vpt import SingleVpt
 from fedvit.methods.vanilla_attention import VanillaAttention
 from fedvit.models import build_vit
@@ -54,6 +62,7 @@ METHODS: dict[str, type[Method]] = {
     "adapters": PersonalAdapters,
     "analytic": Analytic,
     "apfl": APFL,
+    "ditto": Ditto,
     "eftvit": EFTViT,
     "fed_bias": FedBias,
     "fed_head": FedHead,
@@ -63,17 +72,23 @@ METHODS: dict[str, type[Method]] = {
     "fedbabu": FedBABU,
     "fedbfpt": FedBFPT,
     "fedbn": FedBN,
+    "feddyn": FedDyn,
     "fednova": FedNova,
+    "fedntd": FedNTD,
     "fedopt": FedOpt,
     "fedper": FedPer,
     "fedperfix": FedPerfix,
+    "fedproto": FedProto,
     "fedprox": FedProx,
     "fedrep": FedRep,
     "fedrod": FedRoD,
+    "fedsa_lora": FedSaLora,
     "fedtp": FedTP,
     "fedvpt_d": FedVptDeep,
+    "ffa_lora": FfaLora,
     "knn_per": KnnPer,
     "local": Local,
+    "lora_fair": LoraFair,
     "per_fedavg": PerFedAvg,
     "personal_analytic": PersonalAnalytic,
     "personal_part": PersonalPart,
@@ -82,6 +97,7 @@ METHODS: dict[str, type[Method]] = {
     "pfedpg": PFedPG,
     "prefix": PersonalPrefix,
     "prompts": PersonalPrompts,
+    "scaffold": Scaffold,
     "single_vpt": SingleVpt,
     "vanilla_attention": VanillaAttention,
 }

@@ -10,10 +10,11 @@ from torch import Tensor
 from fedvit.methods.base import Gathered, GroupRule, Images, StepInputs, StepResult, clip_grads
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.twins import TWIN, name_twins, select_twins
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
 
-ALPHA, TWIN = "alpha", "twin."
+ALPHA = "alpha"
 MIX = "mix"
 CODES_DECAY = 0.02  # of alpha, in the released code
 
@@ -40,8 +41,7 @@ class APFL(FedAvg):
     # --- tensors --------------------------------------------------------------------------------------
 
     def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
-        twin = {f"{TWIN}{name}": value for name, value in vit.tensors().items()}
-        return twin | ({ALPHA: torch.tensor([self.alpha])} if self.adaptive else {})
+        return name_twins(vit.tensors()) | ({ALPHA: torch.tensor([self.alpha])} if self.adaptive else {})
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         return (
@@ -55,7 +55,7 @@ class APFL(FedAvg):
 
     def _mix(self, tensors: Named) -> dict[str, Tensor]:
         share = self._share(tensors)
-        return {name: share * own + (1 - share) * tensors[name] for name, own in _select_twins(tensors).items()}
+        return {name: share * own + (1 - share) * tensors[name] for name, own in select_twins(tensors).items()}
 
     # --- the device's half ----------------------------------------------------------------------------
 
@@ -65,19 +65,19 @@ class APFL(FedAvg):
         tensors = {**fixed, **updated}
         if phase.graph == MIX:
             mixed = self._mix(tensors)
-            loss, collected = self.objective(vit, phase, mixed, inputs)
-            return StepResult(loss, _twin(mixed), collected)
-        twin = _select_twins(tensors)
+            loss, collected, _ = self.objective(vit, phase, mixed, inputs)
+            return StepResult(loss, name_twins(mixed), collected)
+        twin = select_twins(tensors)
         shared = {name: tensors[name] for name in twin}
         learner = self._mix(tensors) if self.form == "paper" else twin
         learning = {name: value for name, value in shared.items() if name in updated}  # on a novel device: nothing
         grads: dict[str, Tensor] = {}
         if learning or self.form == "code":
             grads, _ = self._gradients(calculus, vit, phase, shared, inputs)
-        own, (loss, collected) = self._gradients(calculus, vit, phase, learner, inputs)
+        own, (loss, collected, _) = self._gradients(calculus, vit, phase, learner, inputs)
         share = self._share(tensors)
         by_twin = {name: share * grad for name, grad in own.items()} if self.form == "paper" else own
-        new = calculus.update({**learning, **_twin(twin)}, {**grads, **_twin(by_twin)})
+        new = calculus.update({**learning, **name_twins(twin)}, {**grads, **name_twins(by_twin)})
         if self.adaptive:
             if self.form == "paper":
                 slope = _product(tensors, own)
@@ -95,7 +95,7 @@ class APFL(FedAvg):
         return (grads if self.clip_norm is None else clip_grads(grads, self.clip_norm)), value
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
-        answering = self._mix(tensors) if self.form == "paper" else _select_twins(tensors)
+        answering = self._mix(tensors) if self.form == "paper" else select_twins(tensors)
         return self.forward(vit, answering, images).logits
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
@@ -105,14 +105,6 @@ class APFL(FedAvg):
             if self.form == "paper"
             else (*together, self.phase(("twin",), graph=MIX, slots=(), epochs=1, steps=1))
         )
-
-
-def _twin(model: Named) -> dict[str, Tensor]:
-    return {f"{TWIN}{name}": value for name, value in model.items()}
-
-
-def _select_twins(tensors: Named) -> dict[str, Tensor]:
-    return {name.removeprefix(TWIN): value for name, value in tensors.items() if name.startswith(TWIN)}
 
 
 def _product(tensors: Named, grads: Named) -> Tensor:

@@ -287,7 +287,7 @@ class Method(Hyperparameters, ABC):
         self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
         """One step of a phase, which moves the tensors `moved`: by default one gradient and one update."""
-        grads, (loss, collected) = calculus.gradients(
+        grads, (loss, collected, _) = calculus.gradients(
             lambda at: self.objective(vit, phase, {**fixed, **at}, inputs), updated
         )
         if self.clip_norm is not None:
@@ -372,9 +372,13 @@ def list_trained(method: Method, vit: PatchViT, phase: Train) -> list[str]:
 
 
 def list_untrained(method: Method, vit: PatchViT) -> list[str]:
-    """The tensors that a device moves neither in training nor when it tunes a copy before a test."""
+    """The tensors, the same for all, that a device moves neither in training nor when it tunes a copy before a test."""
     tuned = {group for phase in method.evaluate(vit).adapt for group in phase.groups}
-    still = (group for group, (role, _) in method.groups(vit).items() if not role.is_trained_on_device)
+    still = (
+        group
+        for group, (role, _) in method.groups(vit).items()
+        if not role.is_trained_on_device and not role.is_made_for_device
+    )
     return method.names_in(vit, *(group for group in still if group not in tuned))
 
 

@@ -16,6 +16,8 @@ from torch.func import grad_and_value
 from fedvit.methods.optimizers import Optimizer
 
 Named = Mapping[str, Tensor]
+SHOWN = "loss that is shown"
+"""Its name among the values that are collected, while gradients are traced."""
 
 
 class Objective(NamedTuple):
@@ -23,6 +25,7 @@ class Objective(NamedTuple):
 
     loss: Tensor  # ()
     collected: dict[str, Tensor]
+    shown: Tensor | None = None  # (): what the device reports as its loss; None: the loss
 
 
 class Calculus(ABC):
@@ -35,7 +38,7 @@ class Calculus(ABC):
 
     @abstractmethod
     def gradients(self, objective: Callable[[Named], Objective], at: Named) -> tuple[dict[str, Tensor], Objective]:
-        """The gradient of the loss by every tensor of `at`, and the objective's value there."""
+        """The gradient of the loss by every tensor of `at`, and the objective there; its loss is the reported one."""
 
     @abstractmethod
     def update(self, values: Named, grads: Named) -> dict[str, Tensor]:
@@ -48,10 +51,10 @@ class TracedCalculus(Calculus):
     def gradients(self, objective: Callable[[Named], Objective], at: Named) -> tuple[dict[str, Tensor], Objective]:
         def loss(at: Named) -> tuple[Tensor, dict[str, Tensor]]:
             value = objective(at)
-            return value.loss, value.collected
+            return value.loss, value.collected if value.shown is None else {**value.collected, SHOWN: value.shown}
 
         grads, (value, collected) = grad_and_value(loss, has_aux=True)(dict(at))
-        return grads, Objective(value, collected)
+        return grads, Objective(collected.pop(SHOWN, value), collected)
 
     def update(self, values: Named, grads: Named) -> dict[str, Tensor]:
         updated = {}
@@ -69,10 +72,11 @@ class TorchCalculus(Calculus):
 
     def gradients(self, objective: Callable[[Named], Objective], at: Named) -> tuple[dict[str, Tensor], Objective]:
         leaves = {name: value.detach().clone().requires_grad_() for name, value in at.items()}
-        loss, collected = objective(leaves)
-        loss.backward()
+        value = objective(leaves)
+        value.loss.backward()
         grads = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
-        return grads, Objective(loss.detach(), {name: value.detach() for name, value in collected.items()})
+        shown = value.loss if value.shown is None else value.shown
+        return grads, Objective(shown.detach(), {name: each.detach() for name, each in value.collected.items()})
 
     def update(self, values: Named, grads: Named) -> dict[str, Tensor]:
         leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}

@@ -55,7 +55,7 @@ class PerFedAvg(FedAvg):
 
         assert inputs.lr is not None
         if phase.graph == ADAPT:
-            grads, (loss, collected) = gradients(inputs.rows(slice(self.batch_size)), updated)
+            grads, (loss, collected, _) = gradients(inputs.rows(slice(self.batch_size)), updated)
             return StepResult(loss, _add_scaled(updated, grads, -inputs.lr), collected)
         # padding is at the end: every other image divides a batch that is not full, too
         first, second = _every_other(inputs, 0), _every_other(inputs, 1)

@@ -12,10 +12,9 @@ from fedvit.methods.base import Gathered, GroupRule, Images, ServerRule, StepInp
 from fedvit.methods.calculus import Calculus, Named
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
+from fedvit.methods.twins import TWIN, name_twins, select_twins
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
-
-TWIN = "twin."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class PFedMe(FedAvg):
     # --- tensors --------------------------------------------------------------------------------------
 
     def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
-        return {f"{TWIN}{name}": value for name, value in vit.tensors().items()}
+        return name_twins(vit.tensors())
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         return (GroupRule("twin", Role.LOCAL, (f"{TWIN}*",)), GroupRule("model", Role.SHARED, ("*",)))
@@ -58,12 +57,12 @@ class PFedMe(FedAvg):
         self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
         assert inputs.lr is not None
-        theta, tensors = _select_twins(updated), {**fixed, **updated}
+        theta, tensors = select_twins(updated), {**fixed, **updated}
         shared = {name: tensors[name] for name in theta}
         if self.start == "shared":
             begins = calculus.inputs["hyper/step"] == 1
             theta = {name: torch.where(begins, shared[name], value) for name, value in theta.items()}
-        grads, (loss, collected) = calculus.gradients(lambda at: self.objective(vit, phase, at, inputs), theta)
+        grads, (loss, collected, _) = calculus.gradients(lambda at: self.objective(vit, phase, at, inputs), theta)
         pulled = {name: grad + self.lam * (theta[name] - shared[name]) for name, grad in grads.items()}
         if self.clip_norm is not None:
             pulled = clip_grads(pulled, self.clip_norm)
@@ -73,10 +72,10 @@ class PFedMe(FedAvg):
         if inputs.last is not None:
             pull = inputs.last * pull
         shared = {name: w - pull * (w - theta[name]) for name, w in shared.items() if name in updated}
-        return StepResult(loss, {**shared, **{f"{TWIN}{name}": value for name, value in theta.items()}}, collected)
+        return StepResult(loss, {**shared, **name_twins(theta)}, collected)
 
     def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
-        return self.forward(vit, _select_twins(tensors), images).logits
+        return self.forward(vit, select_twins(tensors), images).logits
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         return (self.phase(("twin", "model"), repeats=self.inner_steps, lr=self.personal_lr or self.lr),)
@@ -85,7 +84,3 @@ class PFedMe(FedAvg):
 
     def server_rule(self, vit: PatchViT) -> ServerRule:
         return WeightedMean(mixing=self.mixing)
-
-
-def _select_twins(tensors: Named) -> dict[str, Tensor]:
-    return {name.removeprefix(TWIN): value for name, value in tensors.items() if name.startswith(TWIN)}

@@ -74,12 +74,13 @@ def _gradient_step(method: Method, vit: PatchViT, phase: Train, calculus: Calcul
         given = _step_inputs(inputs)
 
         def objective(at: Named) -> Objective:
-            value = method.objective(vit, phase, {**fixed, **at}, given)
-            return Objective(value.loss * inputs["batch/share"], value.collected)
+            loss, collected, shown = method.objective(vit, phase, {**fixed, **at}, given)
+            share = inputs["batch/share"]
+            return Objective(loss * share, collected, None if shown is None else shown * share)
 
         with vit.recomputing(method.recompute):
-            grads, (loss, collected) = used.gradients(objective, updated)
-        outputs = {"metric/loss": loss, **_record(phase, collected)}
+            grads, value = used.gradients(objective, updated)
+        outputs = {"metric/loss": value.loss, **_record(phase, value.collected)}
         return outputs | {f"new/grad/{name}": inputs[f"grad/{name}"] + grads[name] for name in names}
 
     return step

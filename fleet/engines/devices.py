@@ -328,19 +328,19 @@ class SimulatedDevices:
         kept = set(program.with_role(Role.LOCAL)) | (set(program.evaluate.kept) if kind == "evaluate" else set())
         for group, spec in program.groups.items():
             names = [name for name in program.names(group) if not name.endswith(SCALE)]
-            if spec.role is Role.GENERATED:
+            if spec.role.is_made_for_device:
                 first = self._generated([device.name for device in devices], names)
             else:
                 first = self._given(method, group, names)
             if group not in kept:
-                (own if spec.role is Role.GENERATED else common).update(first)
+                (own if spec.role.is_made_for_device else common).update(first)
                 continue
             counts = spec.role is Role.LOCAL or not program.evaluate.kept_of_this_round
             for name in names:
                 rows = []
                 for index, device in enumerate(devices):
                     has = name in device.kept and (counts or device.kept_round == number)
-                    initial = first[name][index] if spec.role is Role.GENERATED else first[name]
+                    initial = first[name][index] if spec.role.is_made_for_device else first[name]
                     rows.append(device.kept[name] if has else initial)
                 own[name] = torch.stack(rows)
         return Values(common, own)

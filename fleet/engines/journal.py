@@ -9,14 +9,14 @@ from statistics import fmean
 from msgspec.structs import replace
 
 from coordinator.record.record import Record
-from coordinator.record.rounds import ClosedRound, RoundWork
+from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import Asked, RefusalRecord, ResultRecord, SavedState, TaskRecord, now
+from coordinator.rounds.history import RecordHistory
 from coordinator.rounds.open_round import OpenRound
 from coordinator.rounds.ports import Journal, RoundResult
 from coordinator.rounds.round_line import round_line
 from fedvit.blobs import BlobStore
 from fedvit.files import atomic_write
-from fedvit.hints import command
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, compute_packed_bytes, pack, unpack
 from fedvit.wire.messages import Result, TaskKind
@@ -29,6 +29,13 @@ CHECKPOINT_SHARE = 0.05
 """Largest share of the time for checkpoints: large states are written less often."""
 
 
+class CheckpointHistory(RecordHistory):
+    """Rounds are stored together with their evaluations, so that no stored one is unfinished."""
+
+    def first_round(self) -> int:
+        return self.open_round()
+
+
 class CheckpointJournal(Journal):
     """The newest checkpoint is on disk: after `kill -9` the run resumes from it, with the same results."""
 
@@ -38,7 +45,6 @@ class CheckpointJournal(Journal):
         self._run, self._store, self._home, self._blobs = run, store, home, blobs
         self._trainer = trainer
         self._server = server
-        self._first = 1
         self._selected: dict[str, Asked] = {}  # how often each device was in a cohort, and when last
         self._opened_at = ""
         self._closed: tuple[RoundResult, str] | None = None  # the round that is not finished, and when it closed
@@ -52,16 +58,9 @@ class CheckpointJournal(Journal):
         newest = self._store.rounds.read_newest_closed(self._run)
         if newest is None or newest.state is None:
             return
-        self._first = newest.round + 1
         self._selected = self._store.devices.read_asked(self._run)
         self._trainer.devices.restore(unpack(self._own_file(newest.round).read_bytes()))
         self._server.restore(newest.state)
-
-    def first_round(self) -> int:
-        return self._first
-
-    def read_past(self, first: int) -> list[ClosedRound]:
-        return [past for past in self._store.rounds.read_totals(self._run) if past.round < first]
 
     def count_asked(self) -> Mapping[str, Asked]:
         return self._selected
@@ -107,9 +106,6 @@ class CheckpointJournal(Journal):
         self._trainer.trained = []  # frees the uploads
         if saved:
             self._checkpoint(number, saved)
-
-    def show_command(self) -> str:
-        return command("coordinator", "show", self._run, runs=self._store.database.folder)
 
     def devices_seen(self) -> list[str]:
         """Devices that were in a cohort."""

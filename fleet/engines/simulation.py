@@ -18,13 +18,14 @@ from coordinator.record.record import Record
 from coordinator.record.scores import BEST
 from coordinator.rounds.display import Display, View
 from coordinator.rounds.engine import RoundEngine
+from coordinator.rounds.ports import Ports
 from coordinator.rounds.quarantine import Quarantine
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.tensors import Tensors, map_tensors
 from fleet.engines.devices import SimulatedDevices, TorchSettings
-from fleet.engines.journal import CheckpointJournal
+from fleet.engines.journal import CheckpointHistory, CheckpointJournal
 from fleet.engines.server import TorchServer
 from fleet.engines.trainer import PROGRAM, TorchTrainer
 
@@ -78,7 +79,8 @@ class TorchSimulation:
         trainer = TorchTrainer(config, devices, quarantine, self.display)
         server = TorchServer(run, store, plan, blobs, trainer)
         journal = CheckpointJournal(run, store, self.home, blobs, trainer, server)
-        engine = RoundEngine(run, config, trainer, journal, step=server.step, report=self.display.line)
+        ports = Ports(trainer, trainer, journal, CheckpointHistory(run, store))
+        engine = RoundEngine(run, config, ports, step=server.step, report=self.display.line)
         store.runs.update(run, classes=list(plan.classes), status="running", program=PROGRAM, protocol=plan.protocol)
         try:
             journal.resume()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from coordinator.config import RunConfig
 from coordinator.rounds.display import Display, View
 from coordinator.rounds.open_round import Missing, OpenRound
-from coordinator.rounds.ports import Trainer
+from coordinator.rounds.ports import Roster, Trainer
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.tasks import Work
 from fleet.engines.devices import DeviceEvaluation, DeviceResult, SimulatedDevices
@@ -14,7 +14,7 @@ PROGRAM = "torch"
 """Stands for the Program's digest in the record of a run of this engine, so that no other engine resumes it."""
 
 
-class TorchTrainer(Trainer):
+class TorchTrainer(Roster, Trainer):
     """The devices of a run, of which each is asked in this process. `trained` and `tested` are the newest answers."""
 
     is_repeatable = False  # the same work gives the same numbers

@@ -35,11 +35,11 @@ PARTS: dict[str, dict[str, Any]] = {"personal_part": {"part": "head"}}
 """Options with which a method needs no Transformer."""
 TRAINED = {
     "lstm": {
-        "apfl", "fed_bias", "fed_head", "fedavg", "fedbabu", "fednova", "fedopt", "fedper", "fedprox", "fedrep",
-        "local", "per_fedavg", "personal_part", "pfedhn", "pfedme",
+        "apfl", "ditto", "fed_bias", "fed_head", "fedavg", "fedbabu", "feddyn", "fednova", "fedntd", "fedopt",
+        "fedper",         "fedprox", "fedrep", "local", "per_fedavg", "personal_part", "pfedhn", "pfedme", "scaffold",
     },
 }  # fmt: skip
-TRAINED["resnet"] = TRAINED["lstm"] | {"analytic", "fedbn", "fedrod", "knn_per", "personal_analytic"}
+TRAINED["resnet"] = TRAINED["lstm"] | {"analytic", "fedbn", "fedproto", "fedrod", "knn_per", "personal_analytic"}
 CASES = [(backbone, name) for backbone, names in TRAINED.items() for name in sorted(names)]
 CASES += [("bottlenecks", "fedavg"), ("bottlenecks", "fedrod")]
 

@@ -41,6 +41,8 @@ from fedvit.methods.optimizers import AdamW
 from fedvit.methods.step import Update, example_inputs, gather_step, predict_step, steps_of, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
+from fedvit.onnx_cut import cut_model
+from fedvit.onnx_model import read_model, write_model
 from fedvit.policy import find_needs
 from fedvit.program import Gather, Program, Role, Train, decode_program
 from fedvit.tensors import Tensors, check_tensors, unpack
@@ -65,7 +67,9 @@ SHARED_FILES = {
     "aggregators",
     "base",
     "calculus",
+    "class_sums",
     "hyperparameters",
+    "linear_term",
     "novel",
     "sketch",
     "optimizers",
@@ -74,6 +78,7 @@ SHARED_FILES = {
     "private_mean",
     "products",
     "step",
+    "twins",
 }
 """Files of fedvit/methods that are no method."""
 
@@ -82,6 +87,9 @@ MODEL = {**TINY_MODEL, "depth": DEPTH}
 OPTIONS = {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.003}
 """A batch is worked off in parts of 3, 3 and 2 samples, where a method's step is one gradient."""
 DEVICES, ROUNDS = 3, 2
+
+CUT = {"analytic", "fed_head", "fedproto", "fedrep", "personal_analytic"}
+"""Methods with a phase whose graph a device can cut."""
 
 SMALLEST: dict[str, dict[str, Any]] = {"eftvit": {"local_blocks": 1}, "fedbfpt": {"local_blocks": 2}}
 """Options that suit a model of two blocks."""
@@ -242,6 +250,26 @@ def test_graphs_have_the_names_of_the_contract(case: Case, tiny: Any) -> None:
         graph = onnx.load_from_string(exported.content).graph
         inputs, outputs = ({value.name for value in values} for values in (graph.input, graph.output))
         assert_names_of_the_contract(method, vit, serves[name], inputs, outputs)
+
+
+@each_case
+def test_a_graph_that_a_device_cuts_computes_what_the_whole_one_does(case: Case, tiny: Any) -> None:
+    """The phases whose features a device keeps, in front of what they train."""
+    made, cuts = tiny(case), {}
+    for phase in training(made.method, made.vit):
+        content = made.graphs[phase.graph].content
+        model, trained = read_model(content), list_trained(made.method, made.vit, phase)
+        fixed = [name for name in model.inputs if name.startswith("tensor/") and name[7:] not in trained]
+        if not (cut := cut_model(model, "batch/patches", fixed, "batch/feature")):
+            continue
+        cuts[phase.graph] = list(cut.inputs.values())
+        inputs = example_inputs(made.method, made.vit, made.batch, phase)
+        features = Session(b"".join(map(bytes, write_model(cut.features, {}, {}))))(inputs)
+        given = {name: features[value] for name, value in cut.inputs.items()}
+        got = Session(b"".join(map(bytes, write_model(cut.rest, {}, {}))))({**inputs, **given})
+        for key, want in Session(content)(inputs).items():
+            torch.testing.assert_close(got[key], want, rtol=1e-4, atol=1e-6)
+    assert bool(cuts) == (case.name in CUT), cuts
 
 
 @each_case
@@ -554,21 +582,23 @@ def test_bytes_and_flops_of_a_round_are_known_beforehand(case: Case, recorded: R
 
 @each_case
 def test_what_is_sent_down_is_what_the_roles_say(case: Case, recorded: Record) -> None:
-    """In every round the values of global, seeded and shared tensors, the same for all, and of generated ones, made
-    for each device; of frozen and local ones only the first value, once, by the digest that the Program names."""
+    """In every round the values of global, seeded and shared tensors, the same for all, and of generated and assigned
+    ones, made for each device; of frozen and local ones only the first value, once, by the Program's digest."""
     run, asked, once = recorded(case), set(), set()
     common: dict[tuple[int, str], dict[str, str]] = {}
     for device, task in run.tasks:
         program = run.program(task)
-        generated = program.with_role(Role.GENERATED)
+        own = program.own_groups()
         for group, digest in task.groups.items():
             assert set(unpack(run.down[digest])) == set(program.names(group))
-            if group not in generated:
+            if group not in own:
                 assert common.setdefault((task.round, task.kind), {}).setdefault(group, digest) == digest
         assert {name for group in task.groups for name in program.names(group)} == with_roles(
-            case, task.round, Role.GLOBAL, Role.SEEDED, Role.SHARED, Role.GENERATED
+            case, task.round, *(role for role in Role if role.from_server_each_round)
         )
-        for group in generated:
+        for group in own:
+            if program.groups[group].role is Role.ASSIGNED and (task.round, task.kind) == (1, "train"):
+                continue  # it follows from a device's updates
             same = [
                 other for d, other in run.tasks if d != device and (other.round, other.kind) == (task.round, task.kind)
             ]
@@ -621,7 +651,7 @@ def test_the_model_that_is_kept_is_the_servers_part(case: Case, recorded: Record
     """What all devices share in one file, what was made for one device in a file of its own."""
     run = recorded(case)
     assert set(unpack(run.model)) == with_roles(case, ROUNDS, Role.GLOBAL, Role.SEEDED, Role.SHARED)
-    generated = with_roles(case, ROUNDS, Role.GENERATED)
+    generated = with_roles(case, ROUNDS, Role.GENERATED, Role.ASSIGNED)
     files = sorted(run.folder.glob("generated/*.safetensors"))
     assert [file.stem for file in files] == ([f"device-{number}" for number in range(DEVICES)] if generated else [])
     for device, task in run.tasks:
@@ -699,7 +729,7 @@ def fleet(device_folders: list[Path], graph_cache: Path, tmp_path_factory: pytes
 
 REAL_NAMES = (
     "analytic", "apfl", "eftvit", "fedavg", "fedbfpt", "fedperfix", "fedrep", "fedtp", "knn_per", "per_fedavg",
-    "pfedme", "pfedpg",
+    "pfedme", "pfedpg", "scaffold",
 )  # fmt: skip
 REAL = [case for case in CASES if case.id in REAL_NAMES]
 """A method for each kind of work that a Program can ask of a device; agents and their code are those of all others."""
@@ -779,7 +809,7 @@ def test_coded_bytes_are_known_beforehand(case: Case, recorded: Record) -> None:
         program, result = run.program(task), run.results[device, task.round, "train"]
         graphs = {name: graph_cost(run.down[spec.digest]) for name, spec in program.graphs.items()}
         cost = PricedProgram(program, {}, graphs).cost(images=result.samples, test_images=0)
-        generated = program.with_role(Role.GENERATED)
+        generated = program.own_groups()
         if task.round == 1:
             assert result.use.fetched_bytes == cost.bytes_once + cost.bytes_down
         else:

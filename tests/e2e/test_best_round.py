@@ -91,7 +91,7 @@ def check_run(federation: Federation, tmp_path: Path, folders: list[Path]) -> No
 def check_scores(federation: Federation, home: Path, best: int, last: int) -> None:
     """Devices test both kept rounds again, without training: the same scores, and their vaults stay as they are."""
     vault = Vault(home / "state" / DEVICES[0] / "vault")
-    before = vault.newest_task("killed")
+    before = vault.notes.find_newest("killed")
     rounds = {entry["round"]: entry for entry in show(federation, "killed")["rounds"]}
     for asked, number in (("best", best), ("last", last)):
         federation.evaluate("killed", f"scores-{asked}", "--round", asked)
@@ -102,7 +102,7 @@ def check_scores(federation: Federation, home: Path, best: int, last: int) -> No
         assert entry["round"] == number
         assert entry["accuracy_mean"] == rounds[number]["accuracy_mean"]
         assert len(entry["accuracy"]) == len(DEVICES)
-    assert vault.newest_task("killed") == before
+    assert vault.notes.find_newest("killed") == before
     assert sorted(vault.folders()) == ["calm", "killed"]
 
 

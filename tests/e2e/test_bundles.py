@@ -431,7 +431,7 @@ def test_a_device_that_went_on_cannot_look_back(copied: Callable[[str], Trained]
     shutil.copytree(vault.folder / run.name, vault.folder / "later")
     for age_s, name in enumerate(("later", run.name)):
         os.utime(vault.folder / name / "TASK", (1e9 - age_s, 1e9 - age_s))
-    noted = vault.newest_task(run.name)
+    noted = vault.notes.find_newest(run.name)
     assert noted is not None
     program_blob = BlobStore(run.state / "blobs").path(noted.program)
     program_blob.unlink()

@@ -71,6 +71,23 @@ def test_join_train_and_revoke(stage: Stage) -> None:
     assert "Traceback" not in "".join(stage.log(name) for name in ("coordinator", *devices))
 
 
+def test_coordinator_takes_over_from_enroll_that_waits(stage: Stage) -> None:
+    """`enroll` was typed first, or while `start` made its plan: it serves the deployment until `start` does."""
+    folder = make_deployment(stage)
+    enroll = stage.start("enroll", [*program("coordinator.cli"), "enroll", "device-0", "--deployment", folder])
+    wait_for(lambda: "waiting for it" in stage.log("enroll"), "the token")
+    coordinator = stage.coordinator("--devices", "1", "--broker.deployment", folder, broker="auto")
+    wait_for(lambda: "a coordinator serves this deployment now" in stage.log("enroll"), "the coordinator")
+    token = next(line for line in stage.log("enroll").splitlines() if line.startswith("edge-client join")).split()[-1]
+    state = str(stage.folder / "state" / "device-0")
+    said(stage, "edge_client.cli", "join", token, "--state", state, "--patience", "5m")
+    assert stage.finish(enroll, "enroll") == 0, stage.log("enroll")
+    device = [*program("edge_client.cli"), "--data", str(stage.parts / "device-0"), "--state", state, "--threads", "1"]
+    started = stage.start("device-0", [*device, "--once"])
+    assert stage.finish(coordinator, "coordinator") == 0, stage.log("coordinator")
+    assert stage.finish(started, "device-0") == 0, stage.log("device-0")
+
+
 @pytest.mark.slow
 def test_service_does_not_wait_for_revoked_devices(stage: Stage) -> None:
     """One is revoked in the middle of a round, one while no service runs: the service that resumes the round closes it

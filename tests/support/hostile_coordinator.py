@@ -152,7 +152,7 @@ class HostileDevice:
     def read_personal(self) -> list[Any]:
         """Read the personal tensors of the newest runs; of one or two numbers a copy would prove nothing."""
         vault = Vault(self.state / "vault")
-        kept = [vault.local(run) or {} for run in vault.runs()[:5]]
+        kept = [vault.local(run) or {} for run in vault.notes.list_runs()[:5]]
         return [value for tensors in kept for value in tensors.values() if value.size > 4]
 
     def terminate(self) -> None:

@@ -79,9 +79,9 @@ class Parts(Coordinator):
         """Open round 1 for these devices, which have their tasks then."""
         work = dict.fromkeys(devices, self.work)
         self.state.store.rounds.open("r", 1, list(devices), needed)
-        self.journal.add_tasks(1, work)
+        self.ports.journal.add_tasks(1, work)
         opened = OpenRound(RoundPlan("r", 1, "train", list(devices), needed, work))
-        self.trainer.open(opened)
+        self.ports.trainer.open(opened)
         for device in devices:
             self.scheduler.assign_open(device)
         return opened

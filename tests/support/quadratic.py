@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedvit.methods.apfl import ALPHA, TWIN
+from fedvit.methods.apfl import ALPHA
 from fedvit.methods.base import StepInputs
 from fedvit.methods.calculus import Named, Objective
+from fedvit.methods.twins import TWIN
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Train

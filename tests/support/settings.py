@@ -19,6 +19,8 @@ MODEL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg": {"batch_size": 8, "epochs": 2, "lr": 0.05, "momentum": 0.9},
     "fedavg in parts": {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.05, "momentum": 0.9},
+    "fed_head": {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.05},
+    "fedrep": {"batch_size": 8, "epochs": 1, "head_epochs": 2, "lr": 0.05},
     "eftvit": {"batch_size": 8, "epochs": 3, "lr": 1e-3, "mask": 0.5, "local_blocks": 1},
 }
 

@@ -42,6 +42,7 @@ _ON_DEVICE = {
     Role.SHARED: "trains and returns {}",
     Role.GENERATED: "trains and returns {}, made for it",
     Role.LOCAL: "trains and keeps {}",
+    Role.ASSIGNED: "uses {}, made for it",
     Role.SEEDED: "trains a copy of {}",
     Role.GLOBAL: "uses the server's {}",
     Role.FROZEN: "uses the fixed {}",

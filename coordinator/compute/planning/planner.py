@@ -187,7 +187,7 @@ class Plan:
         return all(
             self.groups.get(group) == names
             for group, (role, names) in method.groups(self.vit).items()
-            if names and role.from_server_each_round and role is not Role.GENERATED
+            if names and role.from_server_each_round and not role.is_made_for_device
         )
 
     def export(self, method: Method) -> dict[str, Exported]:
@@ -269,12 +269,12 @@ class Plan:
         updates = self.config.updates
         if not role.from_server_each_round:
             return TensorGroup(role, keep(members))
-        made_here = role is Role.GENERATED  # new in every round: there is no earlier value for a delta
         floats = all(value.dtype == np.float32 for value in members.values())
         return TensorGroup(
             role,
             up=updates.up_of(group) if role.is_sent_back else NONE,
-            down=updates.down if floats and not made_here else NONE,
+            # what is made for one device is new in every round: there is no earlier value for a delta
+            down=updates.down if floats and not role.is_made_for_device else NONE,
             whole=updates.down_whole if floats else NONE,
         )
 
@@ -379,7 +379,7 @@ def _collect_tensors(config: RunConfig, vit: PatchViT, methods: list[Method]) ->
     for method in methods:
         values |= {name: np.ascontiguousarray(value.numpy()) for name, value in method.tensors(vit).items()}
         for group, (role, names) in method.groups(vit).items():
-            if not names or not role.from_server_each_round or role is Role.GENERATED:
+            if not names or not role.from_server_each_round or role.is_made_for_device:
                 continue
             if groups.setdefault(group, names) != names:
                 raise ConfigError(

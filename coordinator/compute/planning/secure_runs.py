@@ -25,7 +25,7 @@ def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_
         f"late = {config.late!r}: a sum needs the results of one round; set late = 'refuse'": config.late != "refuse",
         f"{method} sends features, which no sum hides; choose a method that averages updates, as 'fedavg'": collects,
         f"{method} needs the update of each device; choose a method that averages updates, as 'fedper'": (
-            Role.GENERATED in roles
+            any(role.is_made_for_device for role in roles)
         ),
         f"{method} averages no tensors, so that there is nothing to add up": Role.SHARED not in roles,
         f"{method}: {why_no_mean}": why_no_mean is not None,

@@ -2,14 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from coordinator.config import RunConfig
 from coordinator.record.privacy import cohort_seed
 from coordinator.record.tables import RoundRecord
 from coordinator.rounds.cohort import cohort_size, select_fair, select_uniform
 from coordinator.rounds.open_round import Missing, OpenRound, RoundPlan
-from coordinator.rounds.ports import Journal, Trainer
+from coordinator.rounds.ports import Ports
 
 BACK_S = 5.0
 """Longest wait of an evaluation for devices that have just gone offline."""
@@ -20,11 +20,12 @@ EVALUATION_DRAW = 1
 class Mode(ABC):
     """The order in which rounds follow each other: one file of this package, one row of its table."""
 
-    def __init__(self, run: str, config: RunConfig, trainer: Trainer, journal: Journal) -> None:
+    def __init__(self, run: str, config: RunConfig, ports: Ports) -> None:
         self._run = run
         self._config = config
-        self._trainer = trainer
-        self._journal = journal
+        self._roster = ports.roster
+        self._trainer = ports.trainer
+        self._journal = ports.journal
 
     @abstractmethod
     def train(self, number: int, before: RoundRecord | None) -> OpenRound:
@@ -46,10 +47,10 @@ class Mode(ABC):
 
         Return the closed evaluation; None if no device could be asked.
         """
-        config, trainer = self._config, self._trainer
+        config, trainer, roster = self._config, self._trainer, self._roster
         # after a restart of the broker all devices are offline for a moment
-        trainer.wait(lambda: trainer.is_complete(min(BACK_S, config.rejoin_grace_s)))
-        devices = [device for device in trainer.available() if device not in leave]
+        trainer.wait(lambda: roster.is_complete(min(BACK_S, config.rejoin_grace_s)))
+        devices = [device for device in roster.available() if device not in leave]
         wanted = cohort_size(config.evaluation_cohort, len(devices))
         cohort = select_uniform(devices, wanted, config.seed, number, EVALUATION_DRAW)
         work = trainer.plan(cohort)
@@ -58,22 +59,22 @@ class Mode(ABC):
             return self.ask(RoundPlan(self._run, number, "evaluate", list(work), needed, work))
         return None
 
-    def compare(self, number: int) -> OpenRound | None:
-        """Let available devices compare a round's model with the one that they use, on their own test images.
+    def compare(self, number: int, can_compare: Callable[[str], bool]) -> OpenRound | None:
+        """Let available devices that can do so compare a round's model with the one that they use.
 
         Return the closed comparison; None if no device could be asked.
         """
-        trainer = self._trainer
-        trainer.wait(lambda: trainer.is_complete(self._config.rejoin_grace_s))
-        work = trainer.plan([device for device in trainer.available() if trainer.can_compare(device)])
+        trainer, roster = self._trainer, self._roster
+        trainer.wait(lambda: roster.is_complete(self._config.rejoin_grace_s))
+        work = trainer.plan([device for device in roster.available() if can_compare(device)])
         if work:
             return self.ask(RoundPlan(self._run, number, "compare", list(work), len(work), work))
         return None
 
     def free(self) -> list[str]:
         """Available devices without a task and without a result for the current round."""
-        taken = {*self._trainer.at_work(), *self._journal.find_counted()}
-        return [device for device in self._trainer.available() if device not in taken]
+        taken = {*self._roster.at_work(), *self._journal.find_counted()}
+        return [device for device in self._roster.available() if device not in taken]
 
     def draw(self, number: int, devices: list[str], wanted: int) -> list[str]:
         """Draw the devices that train in a round."""
@@ -84,12 +85,12 @@ class Mode(ABC):
 
     def ask(self, plan: RoundPlan) -> OpenRound:
         """Ask a cohort, and wait until the round closes by quorum, deadlines or absence."""
-        trainer, opened = self._trainer, OpenRound(plan)
+        trainer, roster, opened = self._trainer, self._roster, OpenRound(plan)
         trainer.open(opened)
         trainer.offer(opened, opened.waiting_for())
         grace_s = self._config.rejoin_grace_s
-        trainer.wait(lambda: opened.closes() or opened.is_given_up(trainer.is_online, grace_s))
-        at_work = [device for device in trainer.at_work() if opened.waits_for(device)]
+        trainer.wait(lambda: opened.closes() or opened.is_given_up(roster.is_online, grace_s))
+        at_work = [device for device in roster.at_work() if opened.waits_for(device)]
         for device in () if opened.closes() else at_work:
             opened.fail(device, Missing.OFFLINE)
         trainer.close(opened)

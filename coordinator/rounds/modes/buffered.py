@@ -16,7 +16,7 @@ class Buffered(Mode):
         trainer, journal, wanted = self._trainer, self._journal, self._config.buffer
         asked = list(before.cohort) if before else []
         journal.open(number, asked, wanted)
-        opened = OpenRound(RoundPlan(self._run, number, "train", trainer.at_work(), wanted))
+        opened = OpenRound(RoundPlan(self._run, number, "train", self._roster.at_work(), wanted))
         trainer.open(opened)
         counted = journal.find_counted()
         opened.extend(counted)
@@ -54,14 +54,14 @@ class Buffered(Mode):
         candidates = len(self._candidates(opened))
         if self._config.concurrency is None:
             return candidates
-        at_work = sum(map(self._trainer.is_online, self._trainer.at_work()))
+        at_work = sum(map(self._roster.is_online, self._roster.at_work()))
         return min(candidates, max(0, self._config.concurrency - at_work))
 
     def _is_stuck(self, opened: OpenRound) -> bool:
         """Return whether no device can return another result; offline devices have the grace period to return."""
         if not (opened.accepted or opened.failed):
             return False
-        trainer, at_work = self._trainer, self._trainer.at_work()
-        none_online = not any(map(trainer.is_online, at_work))
-        grace_s = self._config.rejoin_grace_s if at_work or trainer.may_answer_later() else 0.0
+        roster, at_work = self._roster, self._roster.at_work()
+        none_online = not any(map(roster.is_online, at_work))
+        grace_s = self._config.rejoin_grace_s if at_work or roster.may_answer_later() else 0.0
         return opened.is_abandoned(none_online and not self._candidates(opened), grace_s)

@@ -12,23 +12,23 @@ class Synchronous(Mode):
     """One cohort after the other. A late device may still answer if the run uses late results."""
 
     def train(self, number: int, before: RoundRecord | None) -> OpenRound:
-        config, trainer, journal = self._config, self._trainer, self._journal
+        config, roster, trainer, journal = self._config, self._roster, self._trainer, self._journal
         drawn: tuple[int, int] | None = None
         asked: dict[str, TaskRecord] = {}
         if before is None:
             journal.begin(number)
             trainer.wait(self._can_draw)
-            free, wanted = self.free(), cohort_size(config.cohort, len(trainer.online()))
+            free, wanted = self.free(), cohort_size(config.cohort, len(roster.online()))
             cohort = self.draw(number, free, math.ceil((1 + config.over_select) * wanted - 1e-9))
             drawn = (len(free), len(cohort))
             needed = quorum(config.quorum, min(wanted, len(cohort)))
             journal.open(number, cohort, needed)
         else:  # devices that were put into quarantine meanwhile are not awaited
-            cohort = trainer.admit(before.cohort) or before.cohort
+            cohort = roster.admit(before.cohort) or before.cohort
             needed = before.needed or quorum(config.quorum, len(before.cohort))
             asked = {task.device: task for task in journal.find_unanswered(number)}
         # a device that is not online yet gets the recorded task, since its profile is unknown
-        absent = [device for device in sorted(asked.keys() & set(cohort)) if not trainer.has_seen(device)]
+        absent = [device for device in sorted(asked.keys() & set(cohort)) if not roster.has_seen(device)]
         recalled = trainer.recall(asked[device] for device in absent)
         planned = trainer.plan([device for device in cohort if device not in recalled])
         work = recalled | {
@@ -47,11 +47,11 @@ class Synchronous(Mode):
         return assigned_in < open_round
 
     def busy(self) -> list[str]:
-        return self._trainer.at_work()
+        return self._roster.at_work()
 
     def _can_draw(self) -> bool:
         """Return whether a round can be opened: devices that are offline for a moment get the grace period."""
-        trainer = self._trainer
-        if not (trainer.has_online() and trainer.is_complete(self._config.rejoin_grace_s)):
+        roster = self._roster
+        if not (roster.has_online() and roster.is_complete(self._config.rejoin_grace_s)):
             return False
         return bool(self.free() or self._journal.find_counted())

@@ -81,7 +81,7 @@ class Guesses:
     def _load(self) -> "Guesser":
         """Return the newest model, or one of the same run that is seconds old: a device that trains makes many."""
         try:
-            run = next(iter(Vault(self._state / "vault").runs()), None)
+            run = next(iter(Vault(self._state / "vault").notes.list_runs()), None)
         except OSError as error:
             raise NoGuess("FV1424", f"the vault cannot be read: {error.strerror}") from error
         if run is None:

@@ -214,6 +214,7 @@ def test_a_flipped_byte_is_another_program_or_refused(position: int, byte: int) 
         (Role.SEEDED, True, True, False),
         (Role.SHARED, True, True, True),
         (Role.GENERATED, True, True, True),
+        (Role.ASSIGNED, True, False, False),
         (Role.LOCAL, False, True, False),
     ],
 )
@@ -224,9 +225,9 @@ def test_what_a_role_means(role: Role, from_server_each_round: bool, trained_on_
     assert role.is_sent_back is sent_back
 
 
-def test_there_are_six_roles() -> None:
-    """A seventh needs a line in the table above."""
-    assert set(Role) == {"frozen", "global", "seeded", "shared", "generated", "local"}
+def test_there_are_seven_roles() -> None:
+    """An eighth needs a line in the table above."""
+    assert set(Role) == {"frozen", "global", "seeded", "shared", "generated", "assigned", "local"}
 
 
 def test_groups_by_role() -> None:

@@ -54,13 +54,13 @@ def test_nothing_accumulates(
     class Counted(Coordinator):
         def __init__(self, *parts: Any, **more: Any) -> None:
             super().__init__(*parts, **more)
-            finish = self.journal.finish
+            finish = self.ports.journal.finish
 
             def count(number: int, **named: Any) -> None:
                 finish(number, **named)
                 seen.append(sizes(self, "coordinator"))
 
-            monkeypatch.setattr(self.journal, "finish", count)
+            monkeypatch.setattr(self.ports.journal, "finish", count)
 
     class Remembered(Host):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from coordinator.record.rounds import ClosedRound
 from coordinator.record.tables import Asked, ResultRecord, RoundRecord, RoundTotals, SavedState, TaskRecord
 from coordinator.rounds.engine import ATTEMPTS, RoundEngine
 from coordinator.rounds.open_round import Missing, OpenRound
-from coordinator.rounds.ports import Journal, RoundResult, Trainer
+from coordinator.rounds.ports import Journal, Ports, Roster, RoundResult, RunHistory, Trainer
 from coordinator.rounds.tasks import Work
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
@@ -22,7 +22,7 @@ PROGRAM: Any = None
 """Nothing here reads it."""
 
 
-class Devices(Trainer):
+class Devices(Roster, Trainer):
     """Devices answer as soon as they are asked, except those in `failing`."""
 
     def __init__(self, *names: str) -> None:
@@ -58,7 +58,7 @@ class Devices(Trainer):
         self.log.append("dismiss")
 
 
-class Memory(Journal):
+class Memory(Journal, RunHistory):
     """`log` has what was kept, in order."""
 
     def __init__(self, log: list[str]) -> None:
@@ -74,6 +74,9 @@ class Memory(Journal):
 
     def first_round(self) -> int:
         return min(self.left, default=0)
+
+    def open_round(self) -> int:
+        return self.first_round()
 
     def find(self, number: int) -> RoundRecord | None:
         return self.left.get(number)
@@ -138,9 +141,8 @@ class World:
         self.journal = Memory(self.trainer.log)
         self.lines: list[str] = []
         config = make_config({"method": "fedavg", "rounds": 1, **values}, "test").run
-        self.engine = RoundEngine(
-            "r", config, self.trainer, self.journal, step=self.step, report=self.lines.append
-        )  # fmt: skip
+        ports = Ports(self.trainer, self.trainer, self.journal, self.journal)
+        self.engine = RoundEngine("r", config, ports, step=self.step, report=self.lines.append)
 
     def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         if not results:

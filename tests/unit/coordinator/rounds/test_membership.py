@@ -130,14 +130,14 @@ def test_revoked_device_is_not_waited_for(parts: Parts) -> None:
     assert parts.refusals("stranger") == [], "it never took part"
     ends = {task.device: task.outcome for task in parts.state.store.tasks.read_histories("r", [1])}
     assert ends == {"pi": "revoked", "nano": None}
-    assert parts.trainer.admit(["nano", "pi"]) == ["nano"]
+    assert parts.ports.roster.admit(["nano", "pi"]) == ["nano"]
     parts.arrive("pi")  # with a new certificate
-    assert parts.trainer.admit(["nano", "pi"]) == ["nano", "pi"]
+    assert parts.ports.roster.admit(["nano", "pi"]) == ["nano", "pi"]
 
 
 def test_device_revoked_while_no_coordinator_ran_is_not_waited_for(parts: Parts) -> None:
     """An earlier process asked it: its task is in the record alone."""
-    parts.journal.add_tasks(1, {"pi": parts.work})
+    parts.ports.journal.add_tasks(1, {"pi": parts.work})
     parts.expel("pi", "its certificate was revoked")
     assert parts.refusals("pi") == ["revoked: its certificate was revoked"]
     assert parts.state.store.tasks.read_unanswered("r") == []

@@ -112,7 +112,7 @@ def test_devices_that_test_are_drawn_apart_from_those_that_train(make_parts: Mak
     parts = make_parts(evaluation_cohort=0.4)
     mode, names, tested = parts.engine.mode, list("abcde"), list[list[str]]()
     parts.arrive(*names)
-    parts.trainer.plan = lambda devices: tested.append(list(devices)) or {}  # type: ignore[func-returns-value,method-assign]
+    parts.ports.trainer.plan = lambda devices: tested.append(list(devices)) or {}  # type: ignore[func-returns-value,method-assign]
     for number in range(1, 21):
         mode.evaluate(number)
     assert {len(cohort) for cohort in tested} == {2}

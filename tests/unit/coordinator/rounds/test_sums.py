@@ -51,7 +51,7 @@ class Scene:
         parts.arrive(*names)
         parts.state.store.rounds.open("r", 1, list(names), len(names))
         self.opened = OpenRound(RoundPlan("r", 1, "train", list(names), len(names), work))
-        parts.trainer.open(self.opened)
+        parts.ports.trainer.open(self.opened)
         results = [(name, Result("r", 1, "train", 0, {}, ResourceUse()), 1) for name in names]
         parts.state.add_results(parts.state.store.tasks.add_results(results))
         self.devices = {

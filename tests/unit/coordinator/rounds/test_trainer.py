@@ -11,7 +11,7 @@ from tests.support.parts import Parts
 def test_journal_records_tasks_but_those_of_devices_that_have_a_result(parts: Parts) -> None:
     parts.state.store.rounds.open("r", 1, ["pi", "nano"], 2)
     parts.state.counted.add("nano")
-    parts.journal.add_tasks(1, {"pi": parts.work._replace(attempt=2), "nano": parts.work})
+    parts.ports.journal.add_tasks(1, {"pi": parts.work._replace(attempt=2), "nano": parts.work})
     [task] = parts.state.store.tasks.read_unanswered("r")
     assert (task.device, task.program, task.groups, task.attempt) == (
         "pi",
@@ -27,20 +27,20 @@ def test_journal_records_tasks_when_the_mirror_has_their_blobs(parts: Parts) -> 
         (set(digests), len(parts.state.store.tasks.read_unanswered("r")))
     )
     parts.state.store.rounds.open("r", 1, ["pi"], 1)
-    parts.journal.add_tasks(1, {"pi": parts.work})
+    parts.ports.journal.add_tasks(1, {"pi": parts.work})
     assert mirrored == [(parts.work.offered(), 0)]
     assert len(parts.state.store.tasks.read_unanswered("r")) == 1
 
 
 def test_trainer_plans_nothing_for_nobody(parts: Parts) -> None:
-    assert parts.trainer.plan([]) == {}
+    assert parts.ports.trainer.plan([]) == {}
 
 
 def test_trainer_leaves_recorded_tasks_out_whose_blobs_are_gone(parts: Parts) -> None:
     parts.state.store.rounds.open("r", 1, ["pi"], 1)
-    parts.journal.add_tasks(1, {"pi": parts.work})
+    parts.ports.journal.add_tasks(1, {"pi": parts.work})
     parts.state.blobs.path(parts.work.planned.groups["model"]).unlink()
-    assert parts.trainer.recall(parts.state.store.tasks.read_unanswered("r")) == {}
+    assert parts.ports.trainer.recall(parts.state.store.tasks.read_unanswered("r")) == {}
 
 
 def test_trainer_opens_a_round_with_the_results_that_the_record_has(parts: Parts) -> None:
@@ -50,7 +50,7 @@ def test_trainer_opens_a_round_with_the_results_that_the_record_has(parts: Parts
     parts.collector.on_result("pi", parts.result())
     parts.collector.commit(now=True)
     again = OpenRound(RoundPlan("r", 1, "train", ["pi", "nano"], 2))
-    parts.trainer.open(again)
+    parts.ports.trainer.open(again)
     assert (again.accepted, again.waiting_for()) == ({"pi"}, ["nano"])
     assert parts.state.doing == f"round 1/{parts.state.config.rounds}: train"
 
@@ -60,8 +60,8 @@ def test_trainer_asks_until_enough_devices_have_answered(parts: Parts) -> None:
     parts.arrive("quick", "slow")
     parts.state.store.rounds.open("r", 1, ["quick", "slow"], 1)
     work = {"quick": parts.work, "slow": parts.work}
-    parts.journal.add_tasks(1, work)
-    parts.trainer.wait = lambda until: answer(parts, until)  # type: ignore[method-assign]  # no device is connected
+    parts.ports.journal.add_tasks(1, work)
+    parts.ports.trainer.wait = lambda until: answer(parts, until)  # type: ignore[method-assign]  # no device is connected
     opened = parts.engine.mode.ask(RoundPlan("r", 1, "train", list(work), 1, work))
     assert opened.accepted == {"quick"}
     assert [(cancel.round, cancel.reason) for cancel in parts.got("slow", Cancel)] == [
@@ -83,7 +83,7 @@ def test_trainer_says_without_which_devices_a_round_closed(parts: Parts) -> None
     opened = parts.open("pi", "nano")
     opened.fail("pi", Missing.DEADLINE)
     opened.fail("nano", Missing.DECLINED)
-    parts.trainer.close(opened)
+    parts.ports.trainer.close(opened)
     assert [line for line in parts.lines if "closed without" in line] == [
         "round 1: train closed without pi (deadline)"
     ], "to decline is no failure"

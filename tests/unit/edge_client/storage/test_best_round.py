@@ -22,10 +22,10 @@ def vault(request: pytest.FixtureRequest, tmp_path: Path) -> Vault:
 def go_through(vault: Vault, number: int, best: int) -> None:
     """Train and test a round while the coordinator names the best one."""
     keep_best(vault, RUN, best)
-    vault.note(task(number))
+    vault.notes.write(task(number))
     vault.commit(result(number), personal(number), best=best)
     keep_best(vault, RUN, best)
-    vault.note(replace(task(number), kind="evaluate", groups={"model": f"after {number}"}))
+    vault.notes.write(replace(task(number), kind="evaluate", groups={"model": f"after {number}"}))
 
 
 def value(vault: Vault, upto: int) -> float:
@@ -63,13 +63,13 @@ def test_end_of_a_run_names_the_last_round_as_the_best(vault: Vault) -> None:
     go_through(vault, 1, 0)
     go_through(vault, 2, 1)
     keep_best(vault, RUN, 2)
-    assert best_task(vault, RUN) == vault.newest_task(RUN)
+    assert best_task(vault, RUN) == vault.notes.find_newest(RUN)
     keep_best(vault, RUN, 0)
     assert best_task(vault, RUN) is None
 
 
 def test_training_of_the_best_round_is_not_its_test(vault: Vault) -> None:
-    vault.note(task(3))
+    vault.notes.write(task(3))
     assert find_test(vault, RUN, 3) is None
     keep_best(vault, "unknown", 3)
     assert vault.folders() == [RUN]

@@ -64,14 +64,14 @@ def test_a_power_cut_while_a_task_is_noted(tmp_path: Path) -> None:
     state = tmp_path.resolve() / "state"
     state.mkdir()
     vault = Vault(state / "vault")
-    vault.note(task(1))
+    vault.notes.write(task(1))
     before = tree(state)
     with recorded(state) as ops:
-        vault.note(task(2))
+        vault.notes.write(task(2))
     for number, (done, left) in enumerate(after_power_cut(before, ops)):
         folder = tmp_path / f"cut-{number}"
         write_tree(left, folder)
-        noted = Vault(folder / "vault").newest_task(RUN)
+        noted = Vault(folder / "vault").notes.find_newest(RUN)
         assert noted is not None
         assert noted.round == 2 if done == len(ops) else noted.round in (1, 2)
 

@@ -148,10 +148,10 @@ def test_a_bit_of_a_note_is_found(two_rounds: Vault) -> None:
     two_rounds.note(task(2))
     for vault, place in copies(two_rounds, two_rounds.folder / RUN / "TASK"):
         with pytest.raises(StorageFailed, check=has_code("FV1704", "TASK")):
-            vault.newest_task(RUN)
+            vault.notes.find_newest(RUN)
         assert repair_run(vault, RUN) == [], place
-        vault.note(task(3))
-        assert vault.newest_task(RUN) is not None
+        vault.notes.write(task(3))
+        assert vault.notes.find_newest(RUN) is not None
 
 
 def test_what_is_settled_late_is_settled_in_the_round_before_too(vault: Vault) -> None:

@@ -15,6 +15,7 @@ import edge_client.owner.trained
 import edge_client.storage.disk
 from edge_client.cli import cli
 from edge_client.storage.disk import DiskBudget
+from edge_client.storage.features import FeatureFolder
 from edge_client.storage.retention import find_least_run
 from edge_client.storage.state import lock_state
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
@@ -41,7 +42,7 @@ def digests(blobs: BlobStore) -> set[str]:
 def keep_run(vault: Vault, run: str, *, upload: Manifest | None = None, **task: Any) -> None:
     """A run with a round and a result that waits; later calls are newer runs."""
     given: dict[str, Any] = {"kind": "train", "seed": 5, "program": "blake3:" + "0" * 64, "groups": {}, **task}
-    vault.note(Task(instance="i", epoch=1, run=run, round=1, blobs=(), deadline_s=1.0, **given))
+    vault.notes.write(Task(instance="i", epoch=1, run=run, round=1, blobs=(), deadline_s=1.0, **given))
     vault.commit(Result(run, 1, "train", 5, {}, ResourceUse(), upload), {"w": np.ones(4, np.float32)})
     newest = len(list(vault.folder.glob("*/TASK")))
     os.utime(vault.path(run) / "TASK", (newest, newest))  # before all that is written now
@@ -174,7 +175,7 @@ def test_a_device_keeps_the_newest_vaults_that_it_should(world: World, fedavg: S
     assert world.server.expect(Result).run == "waiting"
     world.server.acknowledge(world.result(fedavg))
     finish(world, device)
-    assert vault.runs() == ["run", "second", "waiting", "resumable"]
+    assert vault.notes.list_runs() == ["run", "second", "waiting", "resumable"]
     assert [result.run for result in vault.pending()] == ["waiting"]
 
 
@@ -183,7 +184,7 @@ def test_device_keeps_all_vaults_by_default(world: World, fedavg: Setting) -> No
     device = world.device(once=True)
     world.server.acknowledge(world.result(fedavg))
     finish(world, device)
-    assert device.vault.runs() == ["run", "older"]
+    assert device.vault.notes.list_runs() == ["run", "older"]
 
 
 # --- the disk budget ----------------------------------------------------------------------------------
@@ -252,7 +253,24 @@ def test_finished_runs_make_room_the_oldest_first(world: World, fedavg: Setting)
     device = world.device()
     device.agent.storage.disk.limit_bytes = used(device) - 10**6
     world.result(fedavg)
-    assert set(device.vault.runs()) == {"run", "older", "resumable"}
+    assert set(device.vault.notes.list_runs()) == {"run", "older", "resumable"}
+
+
+def test_features_make_room_before_any_run(tmp_path: Path) -> None:
+    vault, features = Vault(tmp_path / "vault"), FeatureFolder(tmp_path / "features")
+    over(vault, "older")
+    disk = DiskBudget(vault, BlobStore(tmp_path / "blobs"), None, features=features)
+    assert disk.find_feature_room() is None
+    file = features.find_file("a" * 64, 10, 5, None)
+    assert file
+    file.write_bytes(bytes(10**6))
+    disk.limit_bytes = disk.used_bytes() + 10**6
+    assert disk.find_feature_room() == 10**6, "half of what the others leave"
+    disk.make_room("run", 10**6)
+    assert file.exists()
+    disk.make_room("run", 10**6 + 1)
+    assert not file.exists()
+    assert vault.runs() == ["older"]
 
 
 # --- a removal that is cut ----------------------------------------------------------------------------
@@ -295,7 +313,7 @@ def test_what_an_interrupted_removal_left_is_deleted_at_the_start(world: World) 
     (left / "CURRENT").write_text("round-1-00")
     device = world.device()
     assert not left.exists()
-    assert device.vault.runs() == []
+    assert device.vault.notes.list_runs() == []
 
 
 # --- edge-client gc and rm ----------------------------------------------------------------------------
@@ -356,7 +374,7 @@ def test_gc_removes_what_it_said_it_would(state: Path) -> None:
     assert {**done, "dry_run": True, "kept": []} == {**planned, "kept": []}
     assert done["removed_bytes"] == takes - folder_bytes(state)
     vault = Vault(state / "vault")
-    assert vault.runs() == ["newest", "unheard", "waiting"]
+    assert vault.notes.list_runs() == ["newest", "unheard", "waiting"]
     assert [result.upload is not None and BlobStore(state / "blobs").has(result.upload.digest)
             for result in vault.pending()] == [True]  # fmt: skip
     assert not list(state.rglob(f"{WRITING}*"))
@@ -367,7 +385,7 @@ def test_gc_keeps_all_blobs_of_a_run_that_may_go_on_and_of_one_that_is_over_its_
     state: Path, fedavg: Setting
 ) -> None:
     vault, blobs = Vault(state / "vault"), BlobStore(state / "blobs")
-    noted = vault.newest_task("newest")
+    noted = vault.notes.find_newest("newest")
     assert noted is not None
     program, graphs = fedavg.program, fedavg.program.graphs
     waits = {result.upload.digest for result in vault.pending() if result.upload}
@@ -376,6 +394,16 @@ def test_gc_keeps_all_blobs_of_a_run_that_may_go_on_and_of_one_that_is_over_its_
     vault.end("newest")
     report("gc", "--state", state)
     assert digests(blobs) == {noted.program, *noted.groups.values(), graphs["predict"].digest, *waits}
+
+
+def test_gc_removes_features(state: Path) -> None:
+    """Also the device that never runs again has them; they are made again where they are needed."""
+    file = FeatureFolder(state / "features").find_file("a" * 64, 10, 5, None)
+    assert file
+    file.write_bytes(bytes(1000))
+    [entry] = [entry for entry in report("gc", "--state", state)["removed"] if entry["what"] == "features"]
+    assert (entry["path"], entry["why"]) == (str(file.parent), "the next task makes them again")
+    assert not file.exists()
 
 
 def test_gc_removes_states_that_no_run_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +430,7 @@ def test_gc_removes_states_that_no_run_used(tmp_path: Path, monkeypatch: pytest.
 def test_gc_keeps_as_many_runs_as_it_should(state: Path) -> None:
     assert len(report("--keep-runs", 5, "gc", "--state", state)["kept"]) == 5, "the option may stand before the command"
     report("gc", "--state", state, "--keep-runs", 4)
-    assert Vault(state / "vault").runs() == ["newest", "unheard", "waiting", "older"]
+    assert Vault(state / "vault").notes.list_runs() == ["newest", "unheard", "waiting", "older"]
 
 
 def test_gc_of_a_device_that_runs_is_refused(state: Path) -> None:
@@ -412,7 +440,7 @@ def test_gc_of_a_device_that_runs_is_refused(state: Path) -> None:
         assert str(os.getpid()) in refusal("rm", "--state", state, "oldest")
     finally:
         os.close(handle)
-    assert len(Vault(state / "vault").runs()) == 5
+    assert len(Vault(state / "vault").notes.list_runs()) == 5
 
 
 def test_gc_of_a_virtual_device_leaves_the_blobs_of_its_host(state: Path, tmp_path: Path) -> None:
@@ -441,7 +469,7 @@ def test_gc_names_a_folder_without_a_device(tmp_path: Path) -> None:
 def test_rm_removes_runs_that_are_over(state: Path) -> None:
     done = report("rm", "--state", state, "oldest")
     assert [entry["run"] for entry in done["removed"] if entry["what"] == "run"] == ["oldest"]
-    assert Vault(state / "vault").runs() == ["newest", "unheard", "waiting", "older"]
+    assert Vault(state / "vault").notes.list_runs() == ["newest", "unheard", "waiting", "older"]
 
 
 @pytest.mark.parametrize(
@@ -450,12 +478,12 @@ def test_rm_removes_runs_that_are_over(state: Path) -> None:
 )
 def test_rm_refuses_before_anything_is_removed(state: Path, run: str, reason: str) -> None:
     assert reason in refusal("rm", "--state", state, "oldest", run)
-    assert len(Vault(state / "vault").runs()) == 5
+    assert len(Vault(state / "vault").notes.list_runs()) == 5
 
 
 def test_rm_removes_a_run_whose_end_was_not_heard_where_that_is_wanted(state: Path) -> None:
     report("rm", "--state", state, "--force", "unheard")
-    assert "unheard" not in Vault(state / "vault").runs()
+    assert "unheard" not in Vault(state / "vault").notes.list_runs()
     assert "acknowledged" in refusal("rm", "--state", state, "--force", "waiting")
 
 

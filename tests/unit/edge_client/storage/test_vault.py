@@ -227,10 +227,10 @@ def test_a_run_whose_name_leads_elsewhere_is_refused(vault: Vault, run: str) -> 
 
 
 def test_the_newest_task_is_noted(vault: Vault) -> None:
-    assert vault.newest_task(RUN) is None
+    assert vault.notes.find_newest(RUN) is None
     for number in (1, 2):
-        vault.note(task(number))
-    noted = Vault(vault.folder).newest_task(RUN)
+        vault.notes.write(task(number))
+    noted = Vault(vault.folder).notes.find_newest(RUN)
     assert noted is not None
     assert (noted.run, noted.round, noted.kind, noted.seed) == (RUN, 2, "train", 7)
     assert (noted.program, noted.groups) == (task(2).program, task(2).groups)
@@ -239,17 +239,17 @@ def test_the_newest_task_is_noted(vault: Vault) -> None:
 
 def test_runs_are_those_with_a_note_newest_first(vault: Vault) -> None:
     for age_s, run in enumerate(("c", "a", "b")):
-        vault.note(task(1, run))
+        vault.notes.write(task(1, run))
         os.utime(vault.folder / run / "TASK", (1e9 - age_s, 1e9 - age_s))
     vault.commit(result(1, "without"), personal(1.0))
-    assert vault.runs() == ["c", "a", "b"]
+    assert vault.notes.list_runs() == ["c", "a", "b"]
 
 
 def test_a_damaged_note_is_named(vault: Vault) -> None:
-    vault.note(task(1))
+    vault.notes.write(task(1))
     (vault.folder / RUN / "TASK").write_bytes(b"\xc1")
     with pytest.raises(StorageFailed, check=has_code("FV1704", "TASK")):
-        vault.newest_task(RUN)
+        vault.notes.find_newest(RUN)
 
 
 # --- what coding left out -----------------------------------------------------------------------------

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from fedvit.methods import make_method
-from fedvit.methods.apfl import ALPHA, APFL, CODES_DECAY, TWIN
+from fedvit.methods.apfl import ALPHA, APFL, CODES_DECAY
 from fedvit.methods.base import Images, Method
 from fedvit.methods.calculus import Named
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, whole_step
+from fedvit.methods.twins import TWIN
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
 from tests.support.quadratic import BATCH, Inputs, Quadratic, after, assert_close, in_double, own

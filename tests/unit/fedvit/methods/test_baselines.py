@@ -39,6 +39,8 @@ ONE_PHASE = [
     ("fedvpt_d", {"tokens": 3}),
     ("single_vpt", {"tokens": 3}),
     ("fed_lora", {"rank": 2}),
+    ("fedsa_lora", {"rank": 2}),
+    ("ffa_lora", {"rank": 2}),
     ("local", {}),
 ]
 

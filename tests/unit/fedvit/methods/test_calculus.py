@@ -51,7 +51,7 @@ def one_step(
 ) -> dict[str, Tensor]:
     """As a method's step: gradients, clipped if asked for, an update; everything that it gives, by name."""
     calculus = kind(rule, inputs)
-    grads, (loss, collected) = calculus.gradients(objective(inputs), values)
+    grads, (loss, collected, _) = calculus.gradients(objective(inputs), values)
     if clip is not None:
         grads = clip_grads(grads, clip)
     updated = calculus.update(values, grads)

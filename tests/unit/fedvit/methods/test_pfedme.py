@@ -12,9 +12,10 @@ from fedvit.methods import make_method
 from fedvit.methods.base import Images, Method
 from fedvit.methods.calculus import Named
 from fedvit.methods.fedavg import FedAvg
-from fedvit.methods.pfedme import TWIN, PFedMe
+from fedvit.methods.pfedme import PFedMe
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, whole_step
+from fedvit.methods.twins import TWIN
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 from tests.support.codes import has_code

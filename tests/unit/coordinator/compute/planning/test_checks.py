@@ -11,9 +11,10 @@ from tests.support.codes import has_code
 from tests.support.runs import Configure
 
 AVERAGED = {
-    "adapters", "analytic", "apfl", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt",
-    "fedbn", "fedopt", "fedper", "fedperfix", "fedprox", "fedrep", "fedrod", "fedvpt_d", "knn_per",
-    "per_fedavg", "personal_analytic", "personal_part", "pfedme", "prefix", "prompts", "vanilla_attention",
+    "adapters", "analytic", "apfl", "ditto", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu",
+    "fedbfpt", "fedbn", "fedntd", "fedopt", "fedper", "fedperfix", "fedproto", "fedprox", "fedrep", "fedrod",
+    "fedsa_lora", "fedvpt_d", "ffa_lora", "knn_per", "per_fedavg", "personal_analytic", "personal_part", "pfedme",
+    "prefix", "prompts", "vanilla_attention",
 }  # fmt: skip
 
 

@@ -1,0 +1,82 @@
+"""Chooses the graphs whose features are kept on the device's disk, and cuts them.
+
+A phase without augmentation and masks runs the layers that it does not train on the same images in each epoch, and, if
+they are frozen, in each round. The graph was checked whole before it is cut here.
+"""
+
+import hashlib
+import math
+from typing import NamedTuple
+
+from edge_client.storage.device_storage import DeviceStorage
+from edge_client.storage.features import FeatureFolder
+from edge_client.trust.flow import find_sample_shapes
+from edge_client.work.frozen_features import SAMPLES, CutGraph
+from edge_client.work.steps import FEATURE
+from fedvit.errors import BadPayload
+from fedvit.onnx_cut import cut_model
+from fedvit.onnx_model import Model, read_model, write_model
+from fedvit.program import Batch, Program, Role, Train
+
+
+def cut_graphs(program: Program, storage: DeviceStorage, images: int) -> dict[str, CutGraph]:
+    """Return, by digest, the cut graphs of a Program's training on a device with so many training images."""
+    if storage.features is None:
+        return {}
+    room = Room(storage.features, images, storage.disk.find_feature_room())
+    cuts = {}
+    for phase in program.train:
+        digest = program.graphs[phase.graph].digest
+        if digest not in cuts and (cut := cut_graph(program, phase, storage.blobs.get(digest), room)):
+            cuts[digest] = cut
+    return cuts
+
+
+class Room(NamedTuple):
+    """The place for features."""
+
+    folder: FeatureFolder
+    images: int
+    bytes: int | None  # that all features may take; None: any
+
+
+def cut_graph(program: Program, phase: Train, content: bytes, room: Room) -> CutGraph | None:
+    """Cut a phase's graph if its features are worth keeping, and there is room for them."""
+    if not _sees_equal_images(program.batch):
+        return None
+    trained = {name for group in phase.groups for name in program.names(group)}
+    fixed = [f"tensor/{name}" for name in program.tensors if name not in trained]
+    model = read_model(content)
+    try:
+        cut = cut_model(model, SAMPLES, fixed, FEATURE)
+    except BadPayload:  # the file does not describe all shapes
+        return None
+    found = find_sample_shapes(program, phase, model) if cut else {}
+    if cut is None or any(found.get(value) != cut.rest.shape(name) for name, value in cut.inputs.items()):
+        return None
+    groups = {name: program.groups[program.tensors[name].group] for name in _list_tensors(cut.features)}
+    changing = tuple(name for name, group in groups.items() if group.role is not Role.FROZEN)
+    if changing and phase.epochs * phase.repeats < 2:  # the features would be of use only once
+        return None
+    initial = {
+        program.tensors[name].group: group.initial or "" for name, group in groups.items() if name not in changing
+    }
+    features, rest = (b"".join(map(bytes, write_model(part, {}, {}))) for part in (cut.features, cut.rest))
+    shapes = {name: cut.rest.shape(name)[1:] for name in cut.inputs}
+    digest = hashlib.blake2b(features, digest_size=32).hexdigest()
+    file = room.folder.find_file(digest, sum(map(math.prod, shapes.values())), room.images, room.bytes)
+    if file is None:
+        return None
+    return CutGraph(
+        features, rest, cut.inputs, shapes, cut.share, initial, changing, file, room.images, room.folder.key
+    )
+
+
+def _list_tensors(model: Model) -> list[str]:
+    return [name.removeprefix("tensor/") for name in model.inputs if name != SAMPLES]
+
+
+def _sees_equal_images(batch: Batch) -> bool:
+    """Return True if an image is the same in each epoch: without augmentation and masks."""
+    varies = batch.crop_padding or batch.flip or batch.brightness or batch.kept_patches < batch.patches
+    return batch.text is None and not varies

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coordinator.rounds.tasks import Work
 from edge_client.work.batches import choose_rows, facts_of
+from edge_client.work.answer_tally import AnswerTally
 from edge_client.work.sampler import Sampler, make_sampler
 from fedvit.data.images import Flags, Indices
 from fedvit.methods.base import Method
@@ -24,6 +25,7 @@ from fedvit.models.vit import PatchViT
 from fedvit.program import LABELS, Program, Train
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
+from fedvit.wire.messages import MAX_CLASS_COUNTS, ClassCount
 from fleet.engines.pictures import DeviceImages, Drawn, Pictures, draw_training, whole_samples
 from fleet.engines.steps import (
     BatchedStep,
@@ -269,8 +271,8 @@ class Cohort:
         train: Sequence[DeviceImages],
         test: Sequence[DeviceImages],
         choices: Sequence[np.random.Generator],
-    ) -> list[tuple[float, int]]:
-        """(right answers, images) of each device on its test images, whole and not varied."""
+    ) -> list[tuple[float, int, tuple[ClassCount, ...]]]:
+        """(right answers, images, answers by class) of each device on its test images, whole and not varied."""
         evaluate = program.evaluate
         own = {f"tensor/{name}": value for name, value in values.own.items()}
         common = {f"tensor/{name}": value for name, value in values.common.items()}
@@ -278,10 +280,19 @@ class Cohort:
             own |= self._gather(program, method, common, own, train, choices)
         batched = self._make_step((method, "predict"), lambda: predict_step(method, self._vit))
         correct = np.zeros(len(test))
+        tallies = [AnswerTally(len(program.classes)) for _ in test]
         for labels, readable, outputs in self._full(program, batched, common, own, test):
-            right = outputs["logits"].argmax(dim=-1).cpu().numpy() == labels
+            answers = outputs["logits"].argmax(dim=-1).cpu().numpy()
+            right = answers == labels
             correct += (right.reshape(*readable.shape, -1).mean(axis=2) * readable).sum(axis=1)
-        return [(float(right), int(one.readable.sum())) for right, one in zip(correct, test, strict=True)]
+            if evaluate.counts_classes and labels.ndim == 2:  # a sample of text has characters of many classes
+                for tally, true, given, there in zip(tallies, labels, answers, readable, strict=True):
+                    tally.add(true[there], given[there])
+        counts = [tally.by_class() for tally in tallies]
+        return [
+            (float(right), int(one.readable.sum()), by_class if len(by_class) <= MAX_CLASS_COUNTS else ())
+            for right, one, by_class in zip(correct, test, counts, strict=True)
+        ]
 
     def _gather(
         self,

@@ -32,7 +32,7 @@ from fedvit.program import Program, Role
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Tensors, unpack
 from fedvit.updates import NONE
-from fedvit.wire.messages import TaskKind
+from fedvit.wire.messages import ClassCount, TaskKind
 from fleet.engines.cohort import Cohort, Values, evaluation_flops
 from fleet.engines.pictures import DeviceImages, Pictures
 from fleet.engines.steps import Named, to_numpy
@@ -77,6 +77,7 @@ class DeviceEvaluation(NamedTuple):
     device: str
     correct: float
     images: int
+    by_class: tuple[ClassCount, ...]  # empty: not counted
     flops: int
 
 

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+from msgspec.structs import replace
+
 from coordinator.record.record import Record
 from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import Asked, RefusalRecord, ResultRecord, SavedState, TaskRecord, now
@@ -178,7 +180,8 @@ class CheckpointJournal(Journal):
 
     def _answer(self, number: int, one: DeviceEvaluation) -> tuple[str, Result, None]:
         use, metrics = ResourceUse(flops=one.flops), {"correct": one.correct}
-        return one.device, self._result(number, "evaluate", one.images, metrics, use), None
+        result = self._result(number, "evaluate", one.images, metrics, use)
+        return one.device, replace(result, by_class=one.by_class), None
 
     def _result(self, number: int, kind: TaskKind, samples: int, metrics: dict[str, float], use: ResourceUse) -> Result:
         return Result(run=self._run, round=number, kind=kind, samples=samples, metrics=metrics, use=use)

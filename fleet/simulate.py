@@ -26,7 +26,7 @@ from coordinator.views.trackers.following import check_writers, following
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
-from fleet.engines.devices import TorchSettings
+from fleet.engines.settings import TorchSettings
 from fleet.engines.simulation import TorchSimulation, check_engine_config
 from fleet.request import SIMULATION_DEFAULTS, RunOutcome, RunRequest
 from fleet.virtual import Host, HostSettings

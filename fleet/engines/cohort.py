@@ -25,10 +25,10 @@ from fedvit.methods.failures import name_errors
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT
 from fedvit.program import LABELS, Gather, Program, Train
-from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import MAX_CLASS_COUNTS, ClassCount
 from fleet.engines.pictures import DeviceImages, Drawn, Pictures, draw_training, whole_samples
+from fleet.engines.settings import TorchSettings
 from fleet.engines.steps import (
     BatchedStep,
     BatchWork,
@@ -78,25 +78,13 @@ class CohortUpdate:
 class Cohort:
     """The step functions of a run's methods, and the images of its devices."""
 
-    def __init__(
-        self,
-        vit: PatchViT,
-        pictures: Pictures,
-        accelerator: torch.device,
-        *,
-        precision: ProductPrecision,
-        fused: bool,
-        is_eager: bool = False,
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, vit: PatchViT, pictures: Pictures, settings: TorchSettings, log: Callable[[str], None]) -> None:
         self._log = log
-        self._precision = precision
-        self._fused = fused
-        self._is_eager = is_eager
-        self._captures = accelerator.type == "cuda" and not is_eager
+        self._settings = settings
+        self._accelerator = torch.device(settings.accelerator)
+        self._captures = self._accelerator.type == "cuda" and not settings.is_eager
         self._vit = vit
         self._pictures = pictures
-        self._accelerator = accelerator
         self._steps: dict[tuple[Method, Train | Gather | None, bool], BatchedStep] = {}
         self._runners: dict[tuple[Method, Train, int, bool], Runner] = {}
 
@@ -209,7 +197,7 @@ class Cohort:
         first = 0
         for count, last in self._segments(ends):
             work = work.first_devices(count)
-            runner = self._runner(method, phase, count, fused=self._fused and count == len(ends))
+            runner = self._runner(method, phase, count, fused=bool(self._settings.fused) and count == len(ends))
             work.updated = runner.run(work, first, last, losses, keep if phase.collect else None)
             first, left = last, self._device_count(ends, last)
             pieces.append({name: value[left:] for name, value in work.updated.items() if name.startswith("tensor/")})
@@ -249,7 +237,9 @@ class Cohort:
         plain = replace(method, recompute=False)
         key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
-            step = partial(whole_step, plain, self._vit, phase, TorchCalculus if self._is_eager else TracedCalculus)
+            step = partial(
+                whole_step, plain, self._vit, phase, TorchCalculus if self._settings.is_eager else TracedCalculus
+            )
             batched = self._make_step((plain, phase), step, trains=True, fused=fused)
             given = batched, self._pictures.pixels, self._pictures.batch
             recorded = self._accelerator.type == "cuda"
@@ -266,8 +256,12 @@ class Cohort:
     ) -> BatchedStep:
         key = (*purpose, fused)
         if key not in self._steps:
-            batched = one_by_one(name_errors(step(), *purpose)) if self._is_eager else batched_step(step(), self._log)
-            batched = with_precision(batched, self._precision, self._accelerator)
+            batched = (
+                one_by_one(name_errors(step(), *purpose))
+                if self._settings.is_eager
+                else batched_step(step(), self._log)
+            )
+            batched = with_precision(batched, self._settings.precision, self._accelerator)
             batched = skip_finished(batched) if trains else batched
             self._steps[key] = compiled(batched) if fused else batched
         return self._steps[key]

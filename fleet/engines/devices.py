@@ -29,12 +29,12 @@ from fedvit.methods.base import Method, ServerState
 from fedvit.methods.packed import as_sent, unpack_tensors
 from fedvit.precision import SCALE
 from fedvit.program import Program, Role
-from fedvit.roles import ProductPrecision
 from fedvit.tensors import Tensors, unpack
 from fedvit.updates import NONE
 from fedvit.wire.messages import ClassCount, TaskKind
 from fleet.engines.cohort import Cohort, Values, evaluation_flops
 from fleet.engines.pictures import DeviceImages, Pictures
+from fleet.engines.settings import TorchSettings
 from fleet.engines.steps import Named, to_numpy
 from profiles.program_cost import count_download_bytes
 
@@ -81,16 +81,6 @@ class DeviceEvaluation(NamedTuple):
     flops: int
 
 
-class TorchSettings(NamedTuple):
-    """The place and the manner in which torch computes."""
-
-    accelerator: str  # torch device
-    precision: ProductPrecision = "fp32"
-    fused: bool | None = None  # whether steps are compiled; None: on a GPU for long runs
-    is_eager: bool = False  # one device after the other, by backward() and torch.optim
-    checks_export: bool = False  # also export the graphs that real devices would run
-
-
 class SimulatedDevices:
     """The devices of a run. `data` has the images of each by its name; `log(line)` prints a line."""
 
@@ -121,18 +111,10 @@ class SimulatedDevices:
                 images[own.folder] = pictures.add(known.train), pictures.add(known.test)
             self._devices[name] = SimulatedDevice(name, *images[own.folder])
         pictures.finish()
-        fused = settings.fused
-        if fused is None:
-            fused = accelerator.type == "cuda" and config.rounds >= FUSED_FROM_ROUNDS and not settings.is_eager
-        self._cohort = Cohort(
-            plan.vit,
-            pictures,
-            accelerator,
-            precision=settings.precision,
-            fused=fused,
-            is_eager=settings.is_eager,
-            log=log,
-        )
+        if settings.fused is None:
+            long = config.rounds >= FUSED_FROM_ROUNDS and not settings.is_eager
+            settings = settings._replace(fused=accelerator.type == "cuda" and long)
+        self._cohort = Cohort(plan.vit, pictures, settings, log)
         self._programs: dict[Method, Program] = {}
         self._at_once: dict[Method, int] = {}  # devices in one batch
         self.start_from(plan.state, {})

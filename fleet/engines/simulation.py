@@ -24,9 +24,10 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.tensors import Tensors, map_tensors
-from fleet.engines.devices import SimulatedDevices, TorchSettings
+from fleet.engines.devices import SimulatedDevices
 from fleet.engines.journal import CheckpointHistory, CheckpointJournal
 from fleet.engines.server import TorchServer
+from fleet.engines.settings import TorchSettings
 from fleet.engines.trainer import TorchTrainer
 
 

@@ -33,6 +33,7 @@ from coordinator.security.signing import GraphSigner
 from fedvit.terminal import escape_line
 from fedvit.tracing import open_tracing
 from fedvit.transport.base import Transport
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import BlobPut, FromCoordinator, TransferMessage, Welcome
 from fedvit.wire.topics import Topics
@@ -101,10 +102,8 @@ class RunParts:
             transport,
             state.blobs,
             send=self._send_transfer_message,
-            topic_for=state.topics.broadcast,
+            topics=ChunkTopics(state.topics.broadcast, state.tasks.count_receivers, state.topics.chunks_for),
             may_read=state.tasks.may_read,
-            receivers=state.tasks.count_receivers,
-            dedicated_topic_for=state.topics.chunks_for,
             places=self.objects,
         )
         self.quarantine = Quarantine(run, store, config.robust)

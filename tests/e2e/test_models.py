@@ -70,6 +70,7 @@ def change(stage: Stage, *words: str) -> str:
     return said(stage, "coordinator.cli", "models", *words, "--runs", str(stage.out))
 
 
+@pytest.mark.slow
 def test_model_goes_from_a_run_over_a_canary_to_all_devices_and_back(stage: Stage) -> None:
     service = serve(stage)
     observer = stage.observer()

@@ -1,10 +1,10 @@
 """The information-flow check: what a Program and its graphs can send of a device's images, before anything runs.
 
 Graphs are followed from inputs to outputs with the kinds of `edge_client.trust.kinds`. What is sent, and what a device
-keeps for later rounds, may depend on images only as a sum over samples of features times labels (a signal) or times
-features, as a loss, or as features behind a layer that is not linear, where a phase declares `Collect`. A local tensor
-reaches what is sent only through the forward pass. docs/decisions/0045-follow-images-through-graphs.md says what such
-a check cannot decide.
+keeps for later rounds, may depend on images only as a sum over samples of features times labels, or times features of a
+teacher from the server (a signal), or times features, as a loss, or as features behind a layer that is not linear,
+where a phase declares `Collect`. A local tensor reaches what is sent only through the forward pass.
+docs/decisions/0045-follow-images-through-graphs.md says what such a check cannot decide.
 """
 
 import math
@@ -44,7 +44,7 @@ _ELEMENTWISE = frozenset({"Identity", "Add", "Sub", "Mul", "Div", "Sqrt", "Pow",
 _UPDATED = Kind.PUBLIC | Kind.WEIGHT | Kind.UPDATE | Kind.SIGNAL | Kind.LABEL
 _WHY = (
     (Kind.RAW, "copies or averages the device's images or text"),
-    (Kind.LINEAR | Kind.FEATURE, "has features of single images, or their sum without a loss"),
+    (Kind.LINEAR | Kind.FEATURE | Kind.TEACHER, "has features of single images, or their sum without a loss"),
     (Kind.PERSONAL | Kind.MARKED, "copies a local tensor or class counts"),
     (Kind.LABEL, "copies labels"),
 )
@@ -193,12 +193,17 @@ def _list_inputs(program: Program, phase: Train, trained: list[str], local: set[
     def find_kind(name: str) -> Kind:
         return Kind.PERSONAL if name in local else Kind.WEIGHT
 
+    assigned = set(program.with_role(Role.ASSIGNED))
     inputs = {
-        f"tensor/{name}": Value(spec.shape, find_kind(name) | (Kind.UPDATE if name in trained else NOTHING))
+        f"tensor/{name}": Value(
+            spec.shape,
+            find_kind(name) | (Kind.UPDATE if name in trained else NOTHING),
+            is_from_server=spec.group in assigned,
+        )
         for name, spec in program.tensors.items()
     }
     inputs |= {
-        f"anchor/{name}": Value(program.tensors[name].shape, find_kind(name))
+        f"anchor/{name}": Value(program.tensors[name].shape, find_kind(name), is_from_server=name not in local)
         for group in phase.anchors
         for name in program.names(group)
     }
@@ -221,14 +226,14 @@ def _list_samples(program: Program, count: int) -> dict[str, Value]:
     labels: Shape = (count, batch.text.context) if batch.text else (count,)
     inputs = {
         "batch/labels": Value(labels, Kind.LABEL, samples),
-        "batch/weight": Value((count,), Kind.PUBLIC, samples),
+        "batch/weight": Value((count,), Kind.PUBLIC, samples, is_from_server=True),
     }
     if batch.text:
-        return inputs | {"batch/tokens": Value(labels, Kind.RAW, samples)}
+        return inputs | {"batch/tokens": Value(labels, Kind.RAW, samples, is_from_server=True)}
     kept = batch.kept_patches
-    inputs["batch/patches"] = Value((count, kept, batch.patch_values), Kind.RAW, samples)
-    inputs["batch/seeds"] = Value((count,), Kind.PUBLIC, samples)
-    inputs["batch/kept"] = Value((count, kept), Kind.PUBLIC, samples)
+    inputs["batch/patches"] = Value((count, kept, batch.patch_values), Kind.RAW, samples, is_from_server=True)
+    inputs["batch/seeds"] = Value((count,), Kind.PUBLIC, samples, is_from_server=True)
+    inputs["batch/kept"] = Value((count, kept), Kind.PUBLIC, samples, is_from_server=True)
     return inputs
 
 

@@ -29,13 +29,14 @@ class Kind(enum.IntFlag):
     FEATURE = 64  # the same behind a function that is not linear
     RAW = 128  # images or text, however copied, cut, scaled or averaged
     MARKED = 256  # numbers of a local tensor, each times a number that labels give it
-    SIGNAL = 512  # features times labels: the error that a backward pass carries, of each sample
+    SIGNAL = 512  # features times labels or a teacher: the error that a backward pass carries, of each sample
+    TEACHER = 1024  # features that only tensors from the server have made, which no step moves
 
 
 _ORDER = (
     Kind.PUBLIC, Kind.WEIGHT, Kind.UPDATE, Kind.PERSONAL, Kind.LABEL, Kind.MARKED, Kind.LINEAR, Kind.FEATURE, Kind.RAW,
 )  # fmt: skip
-_COMPUTED = Kind.LINEAR | Kind.FEATURE | Kind.SIGNAL
+_COMPUTED = Kind.LINEAR | Kind.FEATURE | Kind.SIGNAL | Kind.TEACHER
 _LINEAR_FACTORS = Kind.PUBLIC | Kind.WEIGHT | Kind.UPDATE | Kind.PERSONAL
 _LAYERS = Kind.WEIGHT | Kind.UPDATE | Kind.PERSONAL
 NOTHING = Kind(0)
@@ -62,8 +63,11 @@ def _multiply_terms(one: Kind, other: Kind, contracted: bool, of_samples: bool) 
     if both & Kind.RAW:
         return Kind.LINEAR if contracted and both & _LAYERS else Kind.RAW
     if both & _COMPUTED:
-        if both & (Kind.LABEL | Kind.MARKED):
+        is_taught = both == Kind.FEATURE | Kind.TEACHER
+        if is_taught or both & (Kind.LABEL | Kind.MARKED):
             return Kind.SIGNAL if of_samples else Kind.FEATURE
+        if both & Kind.TEACHER and not both & Kind.LINEAR:
+            return Kind.TEACHER
         is_linear = both & Kind.LINEAR and both & _LINEAR_FACTORS == both & ~Kind.LINEAR
         return Kind.LINEAR if is_linear and one != other else Kind.FEATURE
     if both & Kind.MARKED or (both == Kind.LABEL | Kind.PERSONAL and not contracted):
@@ -116,6 +120,7 @@ class Value:
     repeated: frozenset[int] = frozenset()  # axes along which it is repeated
     is_first_step: bool = False  # the condition that this is the first step of a phase
     pools: bool = False  # places that a maximum was taken from
+    is_from_server: bool = False  # made of samples and of tensors that the server knows and no step moves, alone
 
     @property
     def size(self) -> int:
@@ -124,6 +129,18 @@ class Value:
     def is_repeated(self, axis: int) -> bool:
         """Return whether the value is the same for every place of an axis."""
         return self.uniform or axis in self.repeated or self.shape[axis] == 1
+
+
+def attribute(value: Value, made_of: Iterable[Value]) -> Value:
+    """Return a value that knows whether everything that it is made of is from the server: its features are then those
+    of a teacher."""
+    is_from_server = all(one.is_from_server for one in made_of)
+    kinds = value.kinds
+    if is_from_server and kinds & Kind.FEATURE:
+        kinds = (kinds & ~Kind.FEATURE) | Kind.TEACHER
+    if (kinds, is_from_server) == (value.kinds, value.is_from_server):
+        return value
+    return replace(value, kinds=kinds, is_from_server=is_from_server)
 
 
 def refuse(reason: str) -> NotAllowed:

@@ -15,6 +15,7 @@ from edge_client.trust.kinds import (
     Shape,
     Value,
     apply_function,
+    attribute,
     broadcast,
     multiply,
     refuse,
@@ -60,7 +61,7 @@ class GraphFlow:
             for name, value in zip(node.outputs, results, strict=False):
                 if name in values or name in self.model.constants or len(value.shape) > MAX_AXES:
                     raise refuse(f"value {name[:60]!r} is defined twice, or has too many axes")
-                values[name] = value
+                values[name] = attribute(value, inputs)
 
     def _read_constant(self, name: str) -> Value:
         if name == "":
@@ -81,7 +82,7 @@ class GraphFlow:
         return value.samples is not None and (self.linear or value.samples.count > 1)
 
 
-_MISSING = Value((), NOTHING, uniform=True)
+_MISSING = Value((), NOTHING, uniform=True, is_from_server=True)
 
 
 def _parse_constant(tensor: bytes) -> Value:
@@ -97,7 +98,7 @@ def _parse_constant(tensor: bytes) -> Value:
         raise refuse("a constant is not written in the form in which export writes it")
     is_zero = raw.count(0) == len(raw)
     uniform = is_zero or raw == raw[:size] * (len(raw) // size)
-    return Value(shape, NOTHING if is_zero else Kind.PUBLIC, uniform=uniform)
+    return Value(shape, NOTHING if is_zero else Kind.PUBLIC, uniform=uniform, is_from_server=True)
 
 
 def _rule(*operators: str) -> Callable[[Rule], Rule]:

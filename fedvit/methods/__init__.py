@@ -31,6 +31,7 @@ from fedvit.methods.feddyn import FedDyn
 from fedvit.methods.fednova import FedNova
 from fedvit.methods.fedntd import FedNTD
 from fedvit.methods.fedopt import FedOpt
+from fedvit.methods.fedpac import FedPAC
 from fedvit.methods.fedper import FedPer
 from fedvit.methods.fedperfix import FedPerfix
 from fedvit.methods.fedproto import FedProto
@@ -44,6 +45,7 @@ from fedvit.methods.ffa_lora import FfaLora
 from fedvit.methods.knn_per import KnnPer
 from fedvit.methods.local import Local
 from fedvit.methods.lora_fair import LoraFair
+from fedvit.methods.moon import Moon
 from fedvit.methods.per_fedavg import PerFedAvg
 from fedvit.methods.personal_analytic import PersonalAnalytic
 from fedvit.methods.personal_part import PersonalPart
@@ -76,6 +78,7 @@ METHODS: dict[str, type[Method]] = {
     "fednova": FedNova,
     "fedntd": FedNTD,
     "fedopt": FedOpt,
+    "fedpac": FedPAC,
     "fedper": FedPer,
     "fedperfix": FedPerfix,
     "fedproto": FedProto,
@@ -89,6 +92,7 @@ METHODS: dict[str, type[Method]] = {
     "knn_per": KnnPer,
     "local": Local,
     "lora_fair": LoraFair,
+    "moon": Moon,
     "per_fedavg": PerFedAvg,
     "personal_analytic": PersonalAnalytic,
     "personal_part": PersonalPart,

@@ -104,6 +104,12 @@ def read_features(vit: PatchViT, tensors: Named, images: Images) -> tuple[Tensor
     return read
 
 
+def find_features(vit: PatchViT, tensors: Named, images: Images) -> Tensor:
+    """(B, D) what the head reads."""
+    features: Tensor = run_model(vit, tensors, lambda vit: vit.features(vit.run_to_class(vit.embed(*images), 0)))
+    return features
+
+
 def one_hot(labels: Tensor, logits: Tensor) -> Tensor:
     """(B, C) 1 for the class of a sample."""
     return (labels.unsqueeze(1) == torch.arange(logits.shape[1], device=labels.device)).to(logits.dtype)

@@ -7,7 +7,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.methods.base import StepInputs
+from fedvit.methods.base import StepInputs, cross_entropy
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedrod import ABSENT
@@ -30,11 +30,11 @@ class FedNTD(FedAvg):
     tau: Annotated[float, Meta(gt=0)] = 1.0  # temperature of both answers
 
     def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        plain = super().objective(vit, phase, tensors, inputs)
-        own = self.forward(vit, tensors, inputs.images).logits
+        logits, collected = self.forward(vit, tensors, inputs.images)
         first = self.forward(vit, {**tensors, **inputs.anchors}, inputs.images).logits
-        apart = diverge_on_others(first / self.tau, own / self.tau, inputs.labels)
-        return plain._replace(loss=plain.loss + self.beta * inputs.mean(apart), shown=plain.loss)
+        loss = inputs.mean(cross_entropy(logits, inputs.labels))
+        apart = diverge_on_others(first / self.tau, logits / self.tau, inputs.labels)
+        return Objective(loss + self.beta * inputs.mean(apart), collected, shown=loss)
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         return (self.phase(("model",), anchors=("model",)),)

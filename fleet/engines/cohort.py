@@ -16,13 +16,15 @@ from torch import Tensor
 
 from coordinator.rounds.tasks import Work
 from edge_client.work.batches import choose_rows, facts_of
-from edge_client.work.runtime import AnswerTally
+from edge_client.work.answer_tally import AnswerTally
 from edge_client.work.sampler import Sampler, make_sampler
 from fedvit.data.images import Flags, Indices
 from fedvit.methods.base import Method
+from fedvit.methods.calculus import TorchCalculus, TracedCalculus
+from fedvit.methods.failures import name_errors
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT
-from fedvit.program import LABELS, Program, Train
+from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.roles import ProductPrecision
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import MAX_CLASS_COUNTS, ClassCount
@@ -35,6 +37,7 @@ from fleet.engines.steps import (
     Runner,
     batched_step,
     compiled,
+    one_by_one,
     skip_finished,
     with_precision,
 )
@@ -83,16 +86,18 @@ class Cohort:
         *,
         precision: ProductPrecision,
         fused: bool,
+        is_eager: bool = False,
         log: Callable[[str], None],
     ) -> None:
         self._log = log
         self._precision = precision
         self._fused = fused
-        self._captures = accelerator.type == "cuda"
+        self._is_eager = is_eager
+        self._captures = accelerator.type == "cuda" and not is_eager
         self._vit = vit
         self._pictures = pictures
         self._accelerator = accelerator
-        self._steps: dict[tuple[object, ...], BatchedStep] = {}
+        self._steps: dict[tuple[Method, Train | Gather | None, bool], BatchedStep] = {}
         self._runners: dict[tuple[Method, Train, int, bool], Runner] = {}
 
     def forget(self) -> None:
@@ -244,7 +249,7 @@ class Cohort:
         plain = replace(method, recompute=False)
         key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
-            step = partial(whole_step, plain, self._vit, phase)
+            step = partial(whole_step, plain, self._vit, phase, TorchCalculus if self._is_eager else TracedCalculus)
             batched = self._make_step((plain, phase), step, trains=True, fused=fused)
             given = batched, self._pictures.pixels, self._pictures.batch
             recorded = self._accelerator.type == "cuda"
@@ -252,11 +257,17 @@ class Cohort:
         return self._runners[key]
 
     def _make_step(
-        self, key: tuple[object, ...], step: Callable[[], Step], *, trains: bool = False, fused: bool = False
+        self,
+        purpose: tuple[Method, Train | Gather | None],
+        step: Callable[[], Step],
+        *,
+        trains: bool = False,
+        fused: bool = False,
     ) -> BatchedStep:
-        key = (*key, fused)
+        key = (*purpose, fused)
         if key not in self._steps:
-            batched = with_precision(batched_step(step(), self._log), self._precision, self._accelerator)
+            batched = one_by_one(name_errors(step(), *purpose)) if self._is_eager else batched_step(step(), self._log)
+            batched = with_precision(batched, self._precision, self._accelerator)
             batched = skip_finished(batched) if trains else batched
             self._steps[key] = compiled(batched) if fused else batched
         return self._steps[key]
@@ -278,7 +289,7 @@ class Cohort:
         common = {f"tensor/{name}": value for name, value in values.common.items()}
         if evaluate.gather:
             own |= self._gather(program, method, common, own, train, choices)
-        batched = self._make_step((method, "predict"), lambda: predict_step(method, self._vit))
+        batched = self._make_step((method, None), lambda: predict_step(method, self._vit))
         correct = np.zeros(len(test))
         tallies = [AnswerTally(len(program.classes)) for _ in test]
         for labels, readable, outputs in self._full(program, batched, common, own, test):

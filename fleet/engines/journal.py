@@ -22,7 +22,7 @@ from fedvit.tensors import Tensors, compute_packed_bytes, pack, unpack
 from fedvit.wire.messages import Result, TaskKind
 from fleet.engines.devices import DeviceEvaluation, DeviceResult
 from fleet.engines.server import TorchServer
-from fleet.engines.trainer import PROGRAM, TorchTrainer
+from fleet.engines.trainer import TorchTrainer
 
 CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 0.05
@@ -159,7 +159,7 @@ class CheckpointJournal(Journal):
     ) -> None:
         store, run, number, chosen = self._store, self._run, closed.number, [one.device for one, _ in trained]
         store.rounds.open(run, number, chosen, len(chosen), times[0])
-        store.tasks.add(run, [TaskRecord(number, name, PROGRAM, {}) for name in chosen])
+        store.tasks.add(run, [TaskRecord(number, name, self._trainer.devices.program, {}) for name in chosen])
         failed = {one.device: one.failure for one, _ in trained if one.failure}
         for name, reason in failed.items():
             store.devices.add_refusal(run, RefusalRecord(number, name, "train", reason))

@@ -169,9 +169,9 @@ def _use_parts(deal: Deal, template: str) -> Deal:
         content = note.read_bytes()
         summary = msgspec.json.decode(content, type=PartitionSummary)
     except OSError as error:
-        raise ConfigError("FV2127", f"{PARTS} = {template!r}: cannot read {note}: {error.strerror}") from None
+        raise ConfigError("FV2129", f"{PARTS} = {template!r}: cannot read {note}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise ConfigError("FV2127", f"{PARTS} = {template!r}: {note} is not of this version: {error}") from None
+        raise ConfigError("FV2129", f"{PARTS} = {template!r}: {note} is not of this version: {error}") from None
     reason = None
     if len(summary.devices) != deal.devices:
         reason = f"has {len(summary.devices)} devices, the experiment {deal.devices}"
@@ -182,7 +182,7 @@ def _use_parts(deal: Deal, template: str) -> Deal:
     elif deal.global_test is not None and not (folder / GLOBAL_TEST).is_dir():
         reason = f"has no {GLOBAL_TEST}; remove global_test"
     if reason:
-        raise ConfigError("FV2127", f"{PARTS} = {template!r}: {folder} {reason}")
+        raise ConfigError("FV2129", f"{PARTS} = {template!r}: {folder} {reason}")
     return replace(deal, parts=str(folder), parts_digest=digest_of(content))
 
 

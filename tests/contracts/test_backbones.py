@@ -39,7 +39,16 @@ TRAINED = {
         "fedper",         "fedprox", "fedrep", "local", "per_fedavg", "personal_part", "pfedhn", "pfedme", "scaffold",
     },
 }  # fmt: skip
-TRAINED["resnet"] = TRAINED["lstm"] | {"analytic", "fedbn", "fedproto", "fedrod", "knn_per", "personal_analytic"}
+TRAINED["resnet"] = TRAINED["lstm"] | {
+    "analytic",
+    "fedbn",
+    "fedpac",
+    "fedproto",
+    "fedrod",
+    "knn_per",
+    "moon",
+    "personal_analytic",
+}
 CASES = [(backbone, name) for backbone, names in TRAINED.items() for name in sorted(names)]
 CASES += [("bottlenecks", "fedavg"), ("bottlenecks", "fedrod")]
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from edge_client.trust.flow import check_flow, check_images
@@ -15,7 +16,7 @@ from edge_client.trust.pins import find_changes, make_pins
 from fedvit.errors import NotAllowed
 from fedvit.methods import METHODS
 from fedvit.model_options import LSTM, RESNET, TEXT
-from fedvit.program import Program
+from fedvit.program import Program, Role
 from tests.support.codes import has_code
 from tests.support.influence import Device, measure_influence
 from tests.support.program_mutations import Graphs, Mutant, mutants
@@ -103,6 +104,18 @@ def test_personal_tensors_that_pfedme_would_copy_are_refused(tmp_path: Path) -> 
     program, graphs = make_program("pfedme", tmp_path, {"start": "own"})
     with pytest.raises(NotAllowed, check=has_code("FV1441", "copies a local tensor")):
         assert_accepted(program, graphs)
+
+
+def test_a_teacher_that_the_server_does_not_know_is_refused(tmp_path: Path) -> None:
+    """MOON's last model of a device may come from the server, not from the device's own tensors."""
+    program, graphs = make_program("moon", tmp_path)
+    assert_accepted(program, graphs)
+    groups = {
+        name: msgspec.structs.replace(group, role=Role.LOCAL) if group.role is Role.ASSIGNED else group
+        for name, group in program.groups.items()
+    }
+    with pytest.raises(NotAllowed, check=has_code("FV1441", "has features of single images")):
+        assert_accepted(msgspec.structs.replace(program, groups=groups), graphs)
 
 
 # --- mutants ------------------------------------------------------------------------------------------

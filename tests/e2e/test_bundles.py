@@ -42,10 +42,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "knn_per": {"capacity": 20},
     "fedtp": {},
     "pfedpg": {},
+    "scaffold": {},
     "fed_lora": {"rank": 4, "alpha": 12.0},
 }
 """Shared alone; other blocks each round; with local tensors; tuned to answer; with neighbours; made for each
-device; tested as it was kept; with low-rank additions."""
+device; tested as it was kept; with tensors that training alone reads; with low-rank additions."""
 
 DEVICES = ("device-0", "device-1")
 DEVICE = "device-1"
@@ -160,6 +161,8 @@ def test_a_device_exports_what_it_tested(trained: Callable[[str], Trained], tmp_
     assert card["origin"]["run"] == method
     assert (card["origin"]["round"], card["origin"]["device"]) == (2, DEVICE)
     assert card["origin"]["adapted"] == (method == "fedbabu")
+    assert (card["training"]["devices"], card["training"]["train_images"]) == (1, 20)
+    assert card["training"]["policy"][1].startswith("may be sent: ")
     assert card["origin"]["remembered"] == (20 if method == "knn_per" else 0)
     assert bool(card["origin"]["personal_tensors"]) == (method in ("fedper", "pfedpg"))
     images, labels = pictures(run)
@@ -183,7 +186,9 @@ def test_a_device_exports_what_it_tested(trained: Callable[[str], Trained], tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
 
 
-@pytest.mark.parametrize("method", ["fedavg", pytest.param("fedbfpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["fedavg", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedbfpt", "scaffold"))]
+)
 def test_the_server_exports_the_runs_model(trained: Callable[[str], Trained], tmp_path: Path, method: str) -> None:
     """The run's graph with the tensors of model.safetensors gives the same logits; nothing was measured on images."""
     run, out = trained(method), tmp_path / "bundle"

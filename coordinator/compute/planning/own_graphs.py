@@ -1,6 +1,6 @@
 """The digests of graphs that come with fedvit, so that devices know them without a publisher: `make own-graphs`."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -13,7 +13,7 @@ from coordinator.config import ImageConfig
 from export.graphs import export_unverified
 from fedvit.blobs import digest_of
 from fedvit.files import atomic_write
-from fedvit.known_graphs import OWN_GRAPHS
+from fedvit.known_graphs import OWN_GRAPHS, read_own_graphs
 from fedvit.methods import METHODS, build_model, make_method
 from fedvit.models import SMALL
 from profiles.probes.host import usable_cores
@@ -50,9 +50,13 @@ def make_digests(case: Case) -> list[str]:
     return sorted(digests)
 
 
-def store_digests() -> None:
-    """Write the digests of all cases to OWN_GRAPHS; this takes about half an hour on two cores."""
-    cases, found = list(list_cases()), set[str]()
+def store_digests(methods: Collection[str] = ()) -> None:
+    """Write the digests of all cases to OWN_GRAPHS; this takes about half an hour on two cores.
+
+    With `methods`, the digests of these are added to the list.
+    """
+    cases = [case for case in list_cases() if not methods or case[0] in methods]
+    found = set(read_own_graphs()) if methods else set[str]()
     start = partial(torch.set_num_threads, 1)
     with ProcessPoolExecutor(usable_cores(), get_context("spawn"), initializer=start) as pool:
         for number, (case, digests) in enumerate(zip(cases, pool.map(make_digests, cases), strict=True), start=1):

@@ -14,6 +14,7 @@ import torch
 
 from coordinator.compute.planning.batch import choose_batch
 from coordinator.compute.planning.configuration_search import ConfigurationSearch, cost_on, make_expected
+from coordinator.compute.planning.eager_flops import count_flops
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.trade_offs import trade_offs
 from coordinator.config import PrivacyConfig, RunConfig
@@ -223,6 +224,13 @@ class Plan:
         graphs = {name: GraphSpec(_NO_DIGEST, cost.flops) for name, cost in costs.items()}
         program = self._program(method, batch, graphs, lambda members: _NO_DIGEST)
         return PricedProgram(program, msgspec.to_builtins(method), costs)
+
+    def describe(self, method: Method) -> Program:
+        """Return the Program of a method without blobs, for engines that need no graph; nothing is exported."""
+        batch = self.batch_of(method)
+        flops = count_flops(method, self.vit, batch)
+        graphs = {name: GraphSpec(_NO_DIGEST, count) for name, count in flops.items()}
+        return self._program(method, batch, graphs, lambda members: _NO_DIGEST)
 
     def batch_of(self, method: Method) -> Batch:
         """Return how a device turns images into a method's inputs."""

@@ -205,11 +205,11 @@ class TestGrid:
             False, False, True, True,
         ]  # fmt: skip
         for old, new, code in (
-            ("own-{seed}", "gone-{seed}", "FV2127"),
-            ("devices = 3", "devices = 2", "FV2127"),
-            ("image_size = 32", "image_size = 16", "FV2127"),
-            ("lr = 0.05", "tune = { lr = [0.1, 0.2] }", "FV2127"),
-            ("rounds = 2", "rounds = 2\nvalidation_share = 0.5", "FV2127"),
+            ("own-{seed}", "gone-{seed}", "FV2129"),
+            ("devices = 3", "devices = 2", "FV2129"),
+            ("image_size = 32", "image_size = 16", "FV2129"),
+            ("lr = 0.05", "tune = { lr = [0.1, 0.2] }", "FV2129"),
+            ("rounds = 2", "rounds = 2\nvalidation_share = 0.5", "FV2129"),
             ("[common]", 'partition = "iid"\n[common]', "FV2107"),
             ("[common]", '[partitions.even]\npartition = "iid"\n[common]', "FV2107"),
         ):

@@ -95,7 +95,8 @@ def test_numbers_add_up(everything: list[MethodEntry]) -> None:
         assert entry.bytes_once == 4 * (by_role[Role.FROZEN] + by_role[Role.LOCAL])
         assert entry.bytes_up == 4 * (by_role[Role.SHARED] + by_role[Role.GENERATED])
         assert entry.parameters_local == by_role[Role.LOCAL]
-        assert entry.parameters_trained == entry.parameters - by_role[Role.FROZEN] - by_role[Role.GLOBAL]
+        untrained = by_role[Role.FROZEN] + by_role[Role.GLOBAL] + by_role[Role.ASSIGNED]
+        assert entry.parameters_trained == entry.parameters - untrained
 
 
 def test_fedavg_of_a_vit_base() -> None:

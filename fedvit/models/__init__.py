@@ -175,9 +175,9 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
                 "FV1113", f"pretrained weights of {name!r} ({pretrained!r}) cannot be loaded: {reason}"
             ) from error
         raise ConfigError("FV1109", f"model {name!r} cannot be built with {options}: {reason}") from error
-    if type(model) not in (VisionTransformer, Eva):
-        raise ConfigError("FV1112", f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
-    return model
+    if type(model) is VisionTransformer or type(model) is Eva:
+        return model
+    raise ConfigError("FV1112", f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from coordinator.rounds.tasks import Work
-from edge_client.work.batches import choose_rows, facts_of
 from edge_client.work.answer_tally import AnswerTally
+from edge_client.work.batches import choose_rows, facts_of
 from edge_client.work.sampler import Sampler, make_sampler
 from fedvit.data.images import Flags, Indices
 from fedvit.methods.base import Method

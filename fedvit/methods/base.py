@@ -286,7 +286,7 @@ class Method(Hyperparameters, ABC):
     def local_step(
         self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
     ) -> StepResult:
-        """One step of a phase, which moves the tensors `moved`: by default one gradient and one update."""
+        """One step of a phase, which updates the tensors `updated`: by default one gradient and one update."""
         grads, (loss, collected, _) = calculus.gradients(
             lambda at: self.objective(vit, phase, {**fixed, **at}, inputs), updated
         )

@@ -133,9 +133,9 @@ class MeansOfClasses(WeightedMean):
         """A class that no device of the cohort has keeps its prototype. Raises EmptyCohort as the mean does."""
         steps = self.average(state, uploads, context)
         sums, before = steps.pop(SUMS), state.tensors[PROTOTYPES]
-        moved, figures = move_tensors(state, steps) if steps else (state, {})
+        updated, figures = move_tensors(state, steps) if steps else (state, {})
         count = sums[:, -1:]
         prototypes = np.where(count > 0, sums[:, : before.shape[1]] / np.where(count > 0, count, 1), before)
         known = np.maximum(state.tensors[KNOWN], (count[:, 0] > 0).astype(np.float32))
-        tensors = {**moved.tensors, PROTOTYPES: prototypes.astype(np.float32), KNOWN: known}
-        return replace(moved, tensors=tensors), {**figures, "known_prototypes": float(known.sum())}
+        tensors = {**updated.tensors, PROTOTYPES: prototypes.astype(np.float32), KNOWN: known}
+        return replace(updated, tensors=tensors), {**figures, "known_prototypes": float(known.sum())}

@@ -57,6 +57,6 @@ class DynamicMean(LinearTerms):
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
         """Raises EmptyCohort as the mean does."""
-        moved, figures = super().close(state, uploads, context)
-        steps = {name: mean / self.alpha for name, mean in average_terms(moved).items()}
-        return move_tensors(moved, steps)[0], figures
+        updated, figures = super().close(state, uploads, context)
+        steps = {name: mean / self.alpha for name, mean in average_terms(updated).items()}
+        return move_tensors(updated, steps)[0], figures

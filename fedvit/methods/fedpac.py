@@ -91,7 +91,7 @@ class MixedHeads(MeansOfClasses):
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
         """Raises EmptyCohort as the mean does."""
-        moved, figures = super().close(state, uploads, context)
+        updated, figures = super().close(state, uploads, context)
         weights = cohort_weights(uploads, context.round)
         cohort = [upload for upload in uploads if weights[upload.device]]
         loaded = [upload.load() for upload in cohort]
@@ -111,7 +111,7 @@ class MixedHeads(MeansOfClasses):
             for upload, mixed in zip(cohort, np.tensordot(shares, heads, axes=1), strict=True):
                 memory[f"{OWN_HEAD}/{upload.device}/{name}"] = mixed.astype(np.float32)
         own = float(np.diag(shares).mean())
-        return replace(moved, memory=memory), {**figures, "own_share_of_head": own}
+        return replace(updated, memory=memory), {**figures, "own_share_of_head": own}
 
 
 def mix_heads(means: Floats, variances: Floats) -> Floats:

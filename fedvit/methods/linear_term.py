@@ -69,7 +69,7 @@ class LinearTerms(ServerRule, ABC):
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
         """Raises EmptyCohort as the mean does."""
-        moved, figures = WeightedMean().close(state, uploads, context)
+        updated, figures = WeightedMean().close(state, uploads, context)
         means, memory = average_terms(state), dict(state.memory)
         for upload in uploads:
             if not upload.samples:
@@ -82,7 +82,7 @@ class LinearTerms(ServerRule, ABC):
                 after = self.follow(before, mean, answer)
                 memory[own] = after.astype(np.float32)
                 memory[total] = np.asarray(memory.get(total, 0.0), np.float64) + after - before
-        return replace(moved, memory=memory), figures
+        return replace(updated, memory=memory), figures
 
 
 def recall(state: ServerState, key: str, like: Array) -> Floats:

@@ -57,10 +57,10 @@ class CorrectedMean(WeightedMean):
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
         """Raises EmptyCohort as the mean does."""
-        moved, figures = super().close(state, uploads, context)
+        updated, figures = super().close(state, uploads, context)
         weights = cohort_weights(uploads, context.round)
         pairs = [(name.removesuffix(B) + A, name) for name in state.tensors if name.endswith(B)]
-        means = {name: np.asarray(moved.tensors[name], np.float64) for pair in pairs for name in pair}
+        means = {name: np.asarray(updated.tensors[name], np.float64) for pair in pairs for name in pair}
         # (mean of B_k A_k - B A) A', summed without a product as large as a layer
         errors: dict[str, Floats] = {b: -means[b] @ (means[a] @ means[a].T) for a, b in pairs}
         for upload in uploads:
@@ -75,5 +75,5 @@ class CorrectedMean(WeightedMean):
             gram = means[a] @ means[a].T
             penalty = self.residual * np.trace(gram) / len(gram)
             steps[b] = np.linalg.solve(gram + penalty * np.eye(len(gram)), errors[b].T).T
-        corrected, correction = move_tensors(moved, steps)
+        corrected, correction = move_tensors(updated, steps)
         return corrected, {**figures, "correction_norm": correction["update_norm"]}

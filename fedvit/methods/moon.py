@@ -88,10 +88,10 @@ class MeanAndLastModels(WeightedMean):
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext
     ) -> tuple[ServerState, dict[str, float]]:
         """Raises EmptyCohort as the mean does."""
-        moved, figures = super().close(state, uploads, context)
+        updated, figures = super().close(state, uploads, context)
         memory = dict(state.memory)
         for upload in uploads:
             deltas = upload.load()
             for name, value in state.tensors.items():
                 memory[f"{LAST_MODEL}/{upload.device}/{name}"] = np.add(value, deltas[name]).astype(value.dtype)
-        return replace(moved, memory=memory), figures
+        return replace(updated, memory=memory), figures

@@ -62,7 +62,7 @@ def test_a_record_that_a_power_cut_left_incomplete_is_none(tmp_path: Path, key: 
 
 
 def test_a_moved_record_is_none(tmp_path: Path, key: VaultKey | None) -> None:
-    """Two images' features cannot be exchanged by whoever can write the file."""
+    """Features of two images cannot be exchanged in the file."""
     write_all(tmp_path / "file", key)
     size = count_record_bytes(NUMBERS, sealed=key is not None)
     content = bytearray((tmp_path / "file").read_bytes())

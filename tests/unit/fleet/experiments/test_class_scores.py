@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score, recall_score
 
-from edge_client.work.runtime import AnswerTally
+from edge_client.work.answer_tally import AnswerTally
 from fedvit.wire.messages import MAX_CONFUSED_CLASSES, ClassCount
 from fleet.experiments.class_scores import score_classes
 

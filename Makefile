@@ -12,7 +12,7 @@ FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 # the tests start thousands of processes, and each would compile what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
+.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards power-cuts mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors constraints clean
 
 install: $(VENV)/.installed
 
@@ -186,15 +186,20 @@ build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kerne
 	@CXX=aarch64-linux-gnu-g++ $(BIN)/python kernels/compile.py build/arm/kernels/fedvit_kernels/libfedvit_kernels.so
 	@touch $@
 
-# the device on virtual boards, from first boot to power cuts (docs/boards.md); root. One check: CHECK=name; boards
-# of another architecture than this machine's need Linux 6.7 and hours: ARCH=arm64
+# power cuts and faults of a device's disk, without an emulator (docs/boards.md); root
+power-cuts: install mosquitto
+	@$(BIN)/python -m pytest -q -rP tests/e2e/check_*.py
+
+# the device on virtual boards, from first boot to power cuts (docs/boards.md); root. One check: CHECK=name; with
+# AGAIN=1 the next call begins with the board as it is after its first round; boards of another architecture than this
+# machine's need Linux 6.7 and hours: ARCH=arm64
 ARCH ?= amd64
 BOARDS := build/boards/$(ARCH)
 BOARD_TOOLS := mmdebstrap e2fsprogs openssh-client $(if $(filter arm64,$(ARCH)),qemu-system-arm qemu-user-static,qemu-system-x86)
 boards: install mosquitto $(BOARDS)/image/.made
 	@echo "building the device's package for $(ARCH), in two versions"
 	@tests/boards/package.sh $(BOARDS)/package $(CURDIR)/$(BIN)/python $(ARCH) 0.1.1
-	@FEDVIT_BOARD_ARCH=$(ARCH) $(BIN)/python -m pytest -q -rP -n 2 --dist loadfile tests/boards/check_*.py $(if $(CHECK),-k "$(CHECK)")
+	@FEDVIT_BOARD_ARCH=$(ARCH) FEDVIT_BOARD_AGAIN=$(AGAIN) $(BIN)/python -m pytest -q -rP $(if $(AGAIN),-n 0,-n 2 --dist loadfile) tests/boards/check_*.py $(if $(CHECK),-k "$(CHECK)")
 
 $(BOARDS)/image/.made: tests/boards/image.sh
 	@dpkg --status $(BOARD_TOOLS) > /dev/null 2>&1 || { \

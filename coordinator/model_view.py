@@ -32,6 +32,7 @@ class ModelOnDevice(Struct, frozen=True, kw_only=True):
     pictures: int  # answered
     confidence: float | None  # mean over them
     reason: str
+    drifted_since: str | None = None  # ISO 8601, UTC: the pictures differ from those of training
 
 
 class PromotionView(Struct, frozen=True, kw_only=True):
@@ -62,6 +63,11 @@ class ModelView(Struct, frozen=True, kw_only=True):
     score: ScoreView | None
     devices: list[ModelOnDevice]
     history: list[PromotionView]
+
+    @property
+    def drifted(self) -> int:
+        """Return the number of devices whose pictures have drifted."""
+        return sum(device.drifted_since is not None for device in self.devices)
 
     @property
     def is_usable(self) -> bool:
@@ -133,6 +139,7 @@ def _describe(row: DeviceModelRecord) -> ModelOnDevice:
         pictures=row.answered,
         confidence=row.mean_confidence,
         reason=row.reason,
+        drifted_since=row.drifted_since,
     )
 
 

@@ -85,7 +85,7 @@ class Agent:
         self.sums = SecureSums(
             link, storage, policy.send, link.renewal.identity if link.renewal else None, worker.begin_work
         )
-        self.models = ModelStates(link, storage, allowed=policy.models.from_coordinator)
+        self.models = ModelStates(link, storage, policy.models)
         self._policy = policy
         self._status = status
         self._ended: RunEnded | None = None

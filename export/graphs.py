@@ -41,7 +41,6 @@ class Exported:
 
     content: bytes
     max_difference: float
-    cached: bool
 
 
 def default_cache() -> Path:
@@ -134,7 +133,7 @@ def _verify_once(
     facts = {"graph": name, "max_difference": difference, "digest": digest_of(content)}
     atomic_write(file.with_suffix(".json"), json.dumps(facts).encode())
     log.info("graph exported", extra={"graph": name, "bytes": len(content), "max_difference": difference})
-    return Exported(content, difference, cached=False)
+    return Exported(content, difference)
 
 
 def _read_cached(folder: Path, key: str) -> Exported | None:
@@ -151,7 +150,7 @@ def _read_cached(folder: Path, key: str) -> Exported | None:
     if known is None or known.digest != digest_of(content):
         log.warning("damaged file", extra={"path": str(file), "held": "a graph; it is exported again"})
         return None
-    return Exported(content, known.max_difference, cached=True)
+    return Exported(content, known.max_difference)
 
 
 class _Facts(msgspec.Struct):

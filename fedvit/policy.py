@@ -122,6 +122,7 @@ class ModelsPolicy(Struct, frozen=True, kw_only=True):
     """The choice of the device's own model that answers pictures."""
 
     from_coordinator: bool = True  # the coordinator chooses, and devices compare models for it; False: the owner alone
+    report_drift: bool = True  # the coordinator learns that pictures have drifted, as one flag
 
 
 class Policy(Struct, frozen=True, kw_only=True):
@@ -273,7 +274,9 @@ def describe_policy(policy: Policy) -> Iterator[str]:
     limits += [f"battery above {train.min_battery} %"] if train.min_battery else []
     limits += [f"starts below {train.max_temperature:g} C"] if train.max_temperature else []
     yield f"trains: {', '.join(limits) or 'at any time, without limits'}"
-    yield f"models: {'the coordinator' if policy.models.from_coordinator else 'the owner'} chooses which one is used"
+    chooser = "the coordinator" if policy.models.from_coordinator else "the owner"
+    drift = "drift is reported" if policy.models.report_drift else "drift is not reported"
+    yield f"models: {chooser} chooses which one is used; {drift}"
     if warning := find_narrowness(policy):
         yield f"warning: {warning}"
 

@@ -54,7 +54,8 @@ def run(
     `parts` if that is set, which must then be free, else into the run's folder.
 
     All other keyword arguments are keys of a run's configuration, as in `run.toml` (docs/configuration.md): `method`,
-    `options`, ...; tables are mappings. They override a simulation's defaults. `engine` is "onnx", "torch" or "auto".
+    `options`, ...; tables are mappings. They override a simulation's defaults. `engine` is "onnx", "torch",
+    "eager" (to debug a method) or "auto".
 
     The run's folder is `out`/`name`, by default with a new name. After Ctrl-C or a crash the same call with the same
     `name` and `resume=True` resumes the run after its last round. `progress` shows what `coordinator start` shows.

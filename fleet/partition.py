@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from fedvit.data.split import split_train_test
 from fedvit.data.text import character_name, write_texts
 from fedvit.errors import ConfigError, DataError, StorageFailed
 from fleet.datasets import read_dataset
+from fleet.datasets.columns import Columns
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts
 from fleet.partitions import Option, deal_out, make_partition
@@ -29,6 +30,11 @@ from fleet.partitions.natural import Natural
 
 GLOBAL_TEST = "global-test"
 """Folder beside those of devices: class folders of images that no device has."""
+
+
+Official = Literal["official"]
+"""In place of a share: the test images of the data set's own split."""
+OFFICIAL: Official = "official"
 
 
 class DeviceCounts(Struct, frozen=True):
@@ -54,10 +60,10 @@ class PartitionSummary(Struct, frozen=True, kw_only=True):
     partition: str | None  # None: the caller dealt the samples out
     options: dict[str, Option]
     seed: int
-    test_share: float
+    test_share: float | Official
     devices: tuple[DeviceCounts, ...]
     validation_share: float | None = None  # where it is set, "test" images are of the training images
-    global_test: float | None = None  # share of each class that no device has
+    global_test: float | Official | None = None  # share of each class that no device has
     domains: tuple[str, ...] = ()  # of the data set, in the order of the partition `domain`
     unreadable: tuple[str, ...] = ()  # images that were left out, with the reason
 
@@ -67,11 +73,12 @@ class DealSettings(NamedTuple):
 
     options: Mapping[str, Option | str] = {}  # of the partition
     seed: int = 0
-    test_share: float = 0.2  # of each class of a device
+    test_share: float | Official = 0.2  # of each class of a device; official: those of its images that are test images
     validation_share: float | None = None  # of the training images, in place of test images: for a search
-    global_test: float | None = None  # of each class, set apart first in `GLOBAL_TEST`
+    global_test: float | Official | None = None  # of each class, set apart first in `GLOBAL_TEST`
     size: int | None = None  # side of images in pixels, context of a text in characters; None: 32 or 80
     overwrite: bool = False  # an earlier partition
+    columns: Columns = Columns()  # of a table of images
 
 
 class Division(NamedTuple):
@@ -94,8 +101,10 @@ def deal(
     """
     settings = settings or DealSettings()
     rule = make_partition(partition, **settings.options)
+    if settings.global_test == settings.test_share == OFFICIAL:
+        raise ConfigError("FV2013", "test_share and global_test are both 'official'; one of them has to be a share")
     _refuse_occupied(out, settings.overwrite)  # before reading a large data set takes minutes
-    samples = read_dataset(dataset, settings.size) if isinstance(dataset, str) else dataset
+    samples = read_dataset(dataset, settings.size, settings.columns) if isinstance(dataset, str) else dataset
     if isinstance(samples, Texts):
         if not isinstance(rule, Natural):
             raise ConfigError(
@@ -107,10 +116,9 @@ def deal(
             )
         parts = deal_out(rule, samples.annotations, devices, settings.seed)
         return _write_texts(samples, Division(parts, partition, asdict(rule)), out, settings)
-    everything = np.arange(len(samples), dtype=np.int64)
     # a stream of its own: devices have 0, 1, ...
     rng = np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(devices,)))
-    dealt, apart = split_train_test(everything, samples.labels, settings.global_test or 0.0, rng)
+    dealt, apart = _split(samples, np.arange(len(samples), dtype=np.int64), settings.global_test or 0.0, rng)
     division = Division(
         [dealt[part] for part in deal_out(rule, samples.annotations.rows(dealt), devices, settings.seed)],
         partition,
@@ -147,7 +155,9 @@ def write_division(samples: Samples, division: Division, out: Path, settings: De
         for number, part in enumerate(parts):
             name = f"device-{number}"
             rng = np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(number,)))
-            train, test = split_train_test(part, samples.labels, settings.test_share, rng)
+            train, test = _split(samples, part, settings.test_share, rng)
+            if not len(train):
+                raise ConfigError("FV2003", f"{name} has {len(test)} test images and none to train with")
             if settings.validation_share is not None:
                 images = len(train)
                 train, test = split_train_test(train, samples.labels, settings.validation_share, rng)
@@ -182,19 +192,35 @@ def write_division(samples: Samples, division: Division, out: Path, settings: De
     return summary
 
 
+def _split(
+    samples: Samples, part: Indices, share: float | Official, rng: np.random.Generator
+) -> tuple[Indices, Indices]:
+    """Split images into (train, test), by a share of each class or by the data set's own split.
+
+    Raises ConfigError when the data set has no split of its own.
+    """
+    if share != OFFICIAL:
+        return split_train_test(part, samples.labels, share, rng)
+    if samples.official_test is None:
+        raise ConfigError("FV2013", f"{samples.dataset} has no test split of its own; give a share of 0 to 1")
+    return part[~samples.official_test[part]], part[samples.official_test[part]]
+
+
 def _write_texts(texts: Texts, division: Division, out: Path, settings: DealSettings) -> PartitionSummary:
     """Write `out/device-0/train.txt`, `test.txt` and `text.json` and so on, and `out/partition.json`.
 
     The last `test_share` of a device's text is for testing. Raises ConfigError when a device has too little text for a
     sample of each kind, and the errors of `write_division`.
     """
+    if settings.test_share == OFFICIAL:
+        raise ConfigError("FV2013", f"{texts.dataset} is a text, which has no test split of its own; give a share")
     if not 0 <= settings.test_share < 1:
         raise ConfigError("FV1408", f"test share is {settings.test_share}, expected a number in [0, 1)")
     with _new_folder(out, settings.overwrite) as partial:
         devices = []
         for number, rows in enumerate(division.parts):
             name, source = f"device-{number}", texts.source_names[texts.sources[rows[0]]]
-            train, test = _divide_text(texts, rows, number, settings)
+            train, test = _divide_text(texts, rows, number, settings, settings.test_share)
             write_texts(partial / name, texts.settings, ((TRAIN, train), (TEST, test)))
             train_counts, test_counts = (_count_characters(text, texts.classes) for text in (train, test))
             devices.append(DeviceCounts(name, train_counts, test_counts, source=source))
@@ -213,10 +239,12 @@ def _write_texts(texts: Texts, division: Division, out: Path, settings: DealSett
     return summary
 
 
-def _divide_text(texts: Texts, rows: Indices, number: int, settings: DealSettings) -> tuple[str, str]:
+def _divide_text(
+    texts: Texts, rows: Indices, number: int, settings: DealSettings, test_share: float
+) -> tuple[str, str]:
     """Divide a device's text into training and test. Raises ConfigError when one of them is too short."""
     least = texts.settings.context + 1
-    train, test = _cut(texts.text(rows), settings.test_share, least)
+    train, test = _cut(texts.text(rows), test_share, least)
     if settings.validation_share is not None:
         train, test = _cut(train, settings.validation_share, least)
     for purpose, text in (("training", train), ("testing", test)):

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from coordinator.run_view import RunView
     from edge_client.agent import Agent
 
-Engine = Literal["auto", "onnx", "torch"]
+Engine = Literal["auto", "onnx", "torch", "eager"]
+"""What computes the devices' part of a simulation: onnxruntime, as on a device; torch, many devices in one batch; or
+torch, one device after the other, operator by operator, as a method's code is written. "auto" is torch on a GPU."""
 
 LONG_DEADLINE_S = 7 * 86400.0
 """Deadline of rounds on virtual devices: they wait for their turn, and a slow machine must not lose them."""
@@ -30,7 +32,8 @@ class RunRequest:
     run: str
     threads: int = 1  # of a device that computes
     at_once: int | None = None  # devices that compute at the same time; None: one per core
-    engine: Engine = "onnx"  # of a simulation: onnxruntime as on a device, or torch in batches on the accelerator
+    engine: Engine = "onnx"
+    checks_export: bool = False  # engines of torch: also export each method's graphs, which real devices would run
     precision: ProductPrecision = "fp32"  # of products in the torch engine
     fused: bool | None = None  # compile steps of the torch engine; None: for long runs on a GPU
     resume: bool = False  # continue an existing run of that name; without, it must not exist

@@ -26,7 +26,7 @@ from coordinator.views.trackers.following import check_writers, following
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
-from fleet.engines.devices import TorchSettings
+from fleet.engines.settings import TorchSettings
 from fleet.engines.simulation import TorchSimulation, check_engine_config
 from fleet.request import SIMULATION_DEFAULTS, RunOutcome, RunRequest
 from fleet.virtual import Host, HostSettings
@@ -61,11 +61,12 @@ def simulate(request: RunRequest, display: Display | None = None) -> RunOutcome:
     config = checked_config(settings, "simulation").run
     check_writers(config.trackers, "simulation")
     accelerator = choose_accelerator(config.accelerator)  # fails before the run is recorded
-    is_on_torch = request.engine == "torch" or (request.engine == "auto" and not accelerator.startswith("cpu"))
+    chosen = "onnx" if accelerator.startswith("cpu") else "torch"
+    is_on_torch = (chosen if request.engine == "auto" else request.engine) != "onnx"
     if is_on_torch:
         if len(torch_devices(accelerator)) > 1:
             raise ConfigError(
-                "FV2110", f"accelerator = {accelerator!r}: engine torch computes on one; use engine = 'onnx'"
+                "FV2110", f"accelerator = {accelerator!r}: engine {request.engine} computes on one; use engine = 'onnx'"
             )
         check_engine_config(config)
     store = open_record(request.out)
@@ -148,7 +149,13 @@ def _run_on_torch(simulation: _Simulation, accelerator: str) -> RunOutcome:
                 store=store,
                 home=request.home,
                 folders=request.folders,
-                settings=TorchSettings(accelerator, request.precision, request.fused),
+                settings=TorchSettings(
+                    accelerator,
+                    request.precision,
+                    request.fused,
+                    is_eager=request.engine == "eager",
+                    checks_export=request.checks_export,
+                ),
                 display=simulation.display,
                 graph_cache=request.graph_cache,
             )

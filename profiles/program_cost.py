@@ -64,7 +64,7 @@ class PricedProgram:
         down = [name for name, group in program.groups.items() if group.role.from_server_each_round]
         first = [name for name, group in program.groups.items() if group.initial]
         whole = sum(_download_bytes(program, group, whole=True) for group in down)
-        bytes_down = sum(_download_bytes(program, group) for group in down)
+        bytes_down = count_download_bytes(program)
         once = whole - bytes_down + sum(cost.graph_bytes for cost in graphs.values()) + len(encode_program(program))
         once += sum(_size_packed(program, [group]) for group in first)
         return ProgramCost(
@@ -194,6 +194,12 @@ def _download_bytes(program: Program, group: str, *, whole: bool = False) -> int
     if coding.down != NONE and not whole:
         sizes.append(compute_packed_bytes(list_coded_forms(make_codec(coding.down), shapes)))
     return min(sizes)
+
+
+def count_download_bytes(program: Program) -> int:
+    """Count the bytes of the values that a device gets in each round."""
+    groups = [name for name, group in program.groups.items() if group.role.from_server_each_round]
+    return sum(_download_bytes(program, group) for group in groups)
 
 
 def _count_collected(collect: Collect, images: int) -> int:

@@ -79,7 +79,8 @@ def _print(changed: ModelChange, *, as_json: bool) -> None:
 
 def _count_states(model: ModelView) -> str:
     counts = [f"{count} {state}" for state, count in model.states.items()]
-    return ", ".join([*counts, *([f"{model.pending} pending"] if model.pending else [])]) or "none"
+    counts += [f"{count} {what}" for count, what in ((model.pending, "pending"), (model.drifted, "drifted")) if count]
+    return ", ".join(counts) or "none"
 
 
 _COLUMNS = [

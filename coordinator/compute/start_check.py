@@ -11,6 +11,7 @@ from coordinator.compute.messages import Check, Checked
 from coordinator.compute.planning.checks import check_region, check_run
 from coordinator.compute.planning.planner import check_start_fits
 from coordinator.config import RunConfig
+from coordinator.record.privacy import check_first_round
 from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
@@ -44,6 +45,9 @@ def _built(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
         with closing(open_record(runs, check=False)) as store:
             start = start_state(config.start_from, store, runs, config.start_round)
             classes = classes or store.runs.read(config.start_from).classes
+            check_first_round(config, store)
+    else:
+        check_first_round(config, None)
     method = make_method(config.method, config.options)
     # without weights to load, the model needs neither time nor memory
     with torch.device("cpu" if config.pretrained else "meta"):

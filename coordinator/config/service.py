@@ -29,6 +29,12 @@ class ServiceConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = None
     backup_every_h: Annotated[float, Meta(gt=0, description="Hours between backups, the first at the start.")] = 24.0
     keep_backups: Annotated[int, Meta(ge=1, description="Newest backups that are kept.")] = 7
+    drift_run: Annotated[
+        str | None,
+        Meta(description="Configuration of a run that begins by itself when the pictures of devices have drifted."),
+    ] = None
+    drift_devices: Annotated[int, Meta(ge=1, description="Fewest devices whose pictures have drifted.")] = 1
+    drift_every_h: Annotated[float, Meta(gt=0, description="Least hours between two such runs.")] = 24.0
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")

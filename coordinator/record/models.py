@@ -50,6 +50,13 @@ class RecordedModels:
         counted = self._database.fetch(select(MODELS.c.stage, func.count()).group_by(MODELS.c.stage))
         return {str(stage): int(count) for stage, count in counted}
 
+    def count_drifted(self) -> int:
+        """Count the devices whose pictures have drifted from those of the model that they use."""
+        in_use = DEVICE_MODELS.c.wanted.in_(("canary", "champion"))
+        devices = func.count(DEVICE_MODELS.c.device.distinct())
+        query = select(devices).where(DEVICE_MODELS.c.drifted_since.is_not(None), in_use)
+        return int(self._database.fetch_value(query) or 0)
+
     def add(self, model: ModelRecord, devices: Iterable[DeviceModelRecord]) -> None:
         """Store a model that devices have compared."""
         with self._database.transaction() as connection:

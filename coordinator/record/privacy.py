@@ -15,6 +15,7 @@ from typing import NamedTuple
 from coordinator.config import PrivacyConfig, RunConfig
 from coordinator.record.record import Record
 from coordinator.record.scores import NEXT_EPSILON
+from fedvit.errors import ConfigError
 
 NOISE, POPULATION, COHORT = "dp_noise_multiplier", "dp_population", "dp_cohort"
 FEATURE_NOISE, FEATURE_ROWS = "dp_feature_noise", "dp_feature_rows"
@@ -68,6 +69,33 @@ def compute_epsilon(steps: Iterable[PrivacyStep] | Mapping[PrivacyStep, int], pr
     return float(accountant.get_epsilon(privacy.delta))
 
 
+def check_first_round(config: RunConfig, store: Record | None) -> None:
+    """Raise ConfigError if the first round of a run would already exceed the epsilon of [stop].
+
+    `store`: the record with the runs that it starts from; None: there is none.
+    """
+    privacy, limit = config.privacy, config.stop.epsilon
+    if limit is None or not privacy.noise_multiplier:
+        return
+    steps = Counter([PrivacyStep(privacy.noise_multiplier, config.devices, compute_cohort_size(config))])
+    if store and config.start_from:
+        steps.update(_steps_before(store, config.start_from))
+    if (epsilon := compute_epsilon(steps, privacy)) > limit:
+        raise ConfigError(
+            "FV1028",
+            f"stop: epsilon = {limit:g} allows no round: the first one would reach {epsilon:.3g}; raise it, or "
+            f"noise_multiplier = {privacy.noise_multiplier:g} in [privacy]",
+        )
+
+
+def _steps_before(store: Record, run: str) -> Counter[PrivacyStep]:
+    """Return the steps of a run and of those that it started from."""
+    found = Counter[PrivacyStep]()
+    for (noise, there, drawn), count in counts_before(store, run, NOISE, POPULATION, COHORT).items():
+        found[PrivacyStep(noise, int(there), int(drawn))] += count
+    return found
+
+
 def compute_epsilon_of_rows(rows: int, noise_multiplier: float, delta: float) -> float:
     """Compute epsilon of `rows` noisy feature rows together; replacing one changes it by up to twice the clip."""
     return _gaussian(noise_multiplier / 2 / math.sqrt(rows), delta) if rows else 0.0
@@ -102,8 +130,7 @@ def round_figures(
     if privacy.noise_multiplier:
         figures |= {NOISE: step.noise_multiplier, POPULATION: float(step.population), COHORT: float(step.cohort)}
         steps = Counter([step])
-        for (noise, there, drawn), count in counts_before(store, run, NOISE, POPULATION, COHORT).items():
-            steps[PrivacyStep(noise, int(there), int(drawn))] += count
+        steps.update(_steps_before(store, run))
         figures[EPSILON] = compute_epsilon(steps, privacy)
         if config.stop.epsilon is not None:
             steps[step] += 1

@@ -24,7 +24,7 @@ from fedvit.secure import SUM as SUM
 from fedvit.wire.messages import ClassCount, DeltaStep, ModelState, TaskKind, WantedState
 from profiles.prediction import Expected
 
-SCHEMA = "0003"
+SCHEMA = "0004"
 """Version of the newest migration in `coordinator.record.migrations`."""
 
 SEAL = "seal"
@@ -351,6 +351,7 @@ class DeviceModelRecord(Struct, frozen=True, kw_only=True):
     answered: int = 0  # pictures
     confidence: float = 0.0  # sum over them
     changed_at: str = ""  # of `wanted` or `actual`
+    drifted_since: str | None = None  # ISO 8601, UTC: the pictures that it answers have drifted; None: they have not
 
     @property
     def mean_confidence(self) -> float | None:

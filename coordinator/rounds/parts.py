@@ -19,7 +19,7 @@ from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import Inbox
 from coordinator.rounds.lease import Lease
 from coordinator.rounds.membership import Admission
-from coordinator.rounds.models.keeper import ModelKeeper
+from coordinator.rounds.models.keeper import ModelKeeper, describe_drift
 from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.recovery import Recovery
 from coordinator.rounds.reporter import Reporter
@@ -33,6 +33,7 @@ from coordinator.security.signing import GraphSigner
 from fedvit.terminal import escape_line
 from fedvit.tracing import open_tracing
 from fedvit.transport.base import Transport
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import BlobPut, FromCoordinator, TransferMessage, Welcome
 from fedvit.wire.topics import Topics
@@ -101,10 +102,8 @@ class RunParts:
             transport,
             state.blobs,
             send=self._send_transfer_message,
-            topic_for=state.topics.broadcast,
+            topics=ChunkTopics(state.topics.broadcast, state.tasks.count_receivers, state.topics.chunks_for),
             may_read=state.tasks.may_read,
-            receivers=state.tasks.count_receivers,
-            dedicated_topic_for=state.topics.chunks_for,
             places=self.objects,
         )
         self.quarantine = Quarantine(run, store, config.robust)
@@ -155,7 +154,9 @@ class RunParts:
             self.models.welcome(device, message.instance)
 
     def _keep_models(self, store: Record) -> ModelKeeper:
-        return ModelKeeper(store, self.inbox.send, lambda: self.state.epoch, self.operator_log)
+        keeper = ModelKeeper(store, self.inbox.send, lambda: self.state.epoch, self.operator_log)
+        keeper.on_drift = lambda device, model: self.alerts.send("drift", describe_drift(device, model), device)
+        return keeper
 
     def _send_transfer_message(self, device: str, message: TransferMessage) -> None:
         assert not isinstance(message, BlobPut)  # only devices send them

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.rounds.tasks import DeviceTask, TaskState
 from fedvit.task_names import TaskName
-from fedvit.tracing import Attributes, Tracing, end_span
+from fedvit.tracing import Attributes, Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -43,7 +43,7 @@ class RunSpans:
         name = task.name
         if (span := self._tasks.get(name)) is None:
             for earlier in [one for one in self._tasks if one[:4] == name[:4]]:
-                end_span(self._tasks.pop(earlier), error="the device's process ended")
+                self._tracing.end(self._tasks.pop(earlier), error="the device's process ended")
             of_task = {f"fedvit.{field}": value for field, value in name.fields().items()}
             span = self._tasks[name] = self._tracing.begin(f"{task.kind} task", of_task, parent=self._round)
         else:
@@ -52,15 +52,16 @@ class RunSpans:
 
     def end(self, task: DeviceTask, state: TaskState) -> None:
         """Note the end of a task."""
-        if span := self._tasks.pop(task.name, None):
+        if self._tracing and (span := self._tasks.pop(task.name, None)):
             span.set_attribute("fedvit.outcome", state.value)
-            end_span(span, error="" if state is TaskState.ACCEPTED else state.value)
+            self._tracing.end(span, error="" if state is TaskState.ACCEPTED else state.value)
 
     def close(self) -> None:
         """End and send all spans."""
+        if self._tracing is None:
+            return
         for span in self._tasks.values():
-            end_span(span, error="the run stopped")
+            self._tracing.end(span, error="the run stopped")
         self._tasks.clear()
         self.close_round()
-        if self._tracing:
-            self._tracing.close()
+        self._tracing.close()

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -55,13 +56,14 @@ class Authority:
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self.certificate = certificate
         self._key = key
+        self._party = _Party(certificate.subject, key.public_key())
 
     @classmethod
     def create(cls, name: str, now_s: float) -> "Authority":
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = _name(name)
+        own = _Party(_name(name), key.public_key())
         begin, end = now_s - AUTHORITY_MARGIN_DAYS * DAY_S, now_s + AUTHORITY_DAYS * DAY_S
-        builder = _builder(subject, subject, key.public_key(), key.public_key(), begin, end)
+        builder = _builder(own, own, begin, end)
         certificate = _as_authority(builder).sign(key, SHA256())
         return cls(certificate, key)
 
@@ -123,7 +125,7 @@ class Authority:
         """Sign the key of the next authority: a certificate, DER, with its name and key ("newWithOld" of RFC 4210)."""
         new = successor.certificate
         builder = _builder(
-            new.subject, self.certificate.subject, successor._key.public_key(), self._key.public_key(),
+            successor._party, self._party,
             new.not_valid_before_utc.timestamp(), new.not_valid_after_utc.timestamp(),
         )  # fmt: skip
         return _as_authority(builder).sign(self._key, SHA256()).public_bytes(Encoding.DER)
@@ -137,9 +139,7 @@ class Authority:
         BadPayload if the request is invalid, not signed by its key, or its key is not P-256.
         """
         key, end = public_key_of(request), now_s + days * DAY_S
-        builder = _builder(
-            _name(device), self.certificate.subject, key, self._key.public_key(), self.begin_s, end, serial
-        )
+        builder = _builder(_Party(_name(device), key), self._party, self.begin_s, end, serial)
         return self._sign(builder, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def revocations(self, serials: Iterable[int], number: int, now_s: float) -> bytes:
@@ -172,10 +172,8 @@ class Authority:
         alternatives: x509.SubjectAlternativeName | None = None,
     ) -> Issued:
         key = ec.generate_private_key(ec.SECP256R1()) if key_pem is None else _load_key(key_pem)
-        builder = _builder(
-            _name(name), self.certificate.subject, key.public_key(), self._key.public_key(), self.begin_s,
-            self.own_end_s(now_s),
-        )  # fmt: skip
+        subject = _Party(_name(name), key.public_key())
+        builder = _builder(subject, self._party, self.begin_s, self.own_end_s(now_s))
         if alternatives is not None:
             builder = builder.add_extension(alternatives, critical=False)
         return Issued(self._sign(builder, usage).public_bytes(Encoding.PEM), _key_pem(key))
@@ -208,25 +206,26 @@ def public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
+class _Party(NamedTuple):
+    """A name with its key: the subject of a certificate, or its issuer."""
+
+    name: x509.Name
+    key: ec.EllipticCurvePublicKey
+
+
 def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    issuer_key: ec.EllipticCurvePublicKey,
-    begin_s: float,
-    end_s: float,
-    serial: int | None = None,
+    subject: _Party, issuer: _Party, begin_s: float, end_s: float, serial: int | None = None
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
+        .subject_name(subject.name)
+        .issuer_name(issuer.name)
+        .public_key(subject.key)
         .serial_number(serial or x509.random_serial_number())
         .not_valid_before(_time(begin_s))
         .not_valid_after(_time(end_s))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(subject.key), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key), critical=False)
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from coordinator.compute.messages import Compute
 from coordinator.compute.process import Worker
@@ -16,6 +17,8 @@ from coordinator.config import (
     BrokerConfig,
     RunConfig,
     ServiceConfig,
+    check_settings,
+    make_config,
     make_service_config,
     merge_flags,
     read_toml,
@@ -27,6 +30,7 @@ from coordinator.record.record import Record
 from coordinator.record.retention import lock_service
 from coordinator.rounds.alerts import webhook_of
 from coordinator.rounds.display import line_display
+from coordinator.rounds.models.drift import DriftRule, DriftWatcher
 from coordinator.rounds.service.broker import OWN, broker_endpoint, federation_of
 from coordinator.rounds.service.regular import RegularWork
 from coordinator.rounds.service.service import RunHost, RunService
@@ -53,6 +57,7 @@ class ServiceProcess:
         own = ("file", "folder", "url", "standby", "quiet", "metrics_address")
         file, self._folder, url, self._standby, quiet, self._metrics_address = (options.pop(name) for name in own)
         self._config, self._broker = _read_settings(file, options, standby=self._standby)
+        self._drift_rule = read_drift_rule(self._config)
         self._backups = BackupFolder(Path(self._config.backup)) if self._config.backup else None
         self._notifier = Notifier.from_environment()
         if url is not None:
@@ -87,6 +92,7 @@ class ServiceProcess:
                     leadership,
                     endpoint.signer,
                     self._plan_backups(),
+                    DriftWatcher(store, self._drift_rule, display.line),
                 ),
                 self._config,
                 link=link,
@@ -170,6 +176,22 @@ def _read_settings(file: Path | None, flags: dict[str, Any], *, standby: bool) -
             "both services use, by --broker mqtts://HOST",
         )
     return config, broker
+
+
+def read_drift_rule(config: ServiceConfig) -> DriftRule | None:
+    """Return the rule that starts a run on drift; None if there is none. Raises ConfigError if its run is invalid."""
+    if config.drift_run is None:
+        return None
+    where = f"drift_run {config.drift_run}"
+    values = read_toml(Path(config.drift_run))
+    if "broker" in values:
+        raise ConfigError("FV1023", f"{where}: [broker] is for the service; its runs use the service's broker")
+    run = make_config(values, where).run
+    check_settings(run, where)
+    recorded = msgspec.to_builtins(run)
+    if "federation" not in values:  # the service's federation is used
+        del recorded["federation"]
+    return DriftRule(recorded, config.drift_devices, config.drift_every_h)
 
 
 def _stop_on_signals() -> threading.Event:

@@ -76,6 +76,10 @@ def count_models(store: Record) -> Iterator[Metric]:
     for stage in get_args(ModelStage):
         models.add_metric([stage], counted.get(stage, 0))
     yield models
+    yield GaugeMetricFamily(
+        "fedvit_devices_drifted", "Devices whose pictures have drifted from those of their model.",
+        store.models.count_drifted(),
+    )  # fmt: skip
 
 
 def _read_leadership(federation: str, *, leads: bool, term: int) -> Iterator[Metric]:

@@ -19,6 +19,7 @@ from edge_client.health.readiness import Readiness
 from edge_client.health.recent_log import RecentLog
 from edge_client.health.status import StatusFile
 from edge_client.health.trial import Trial
+from edge_client.link.answers import FailureText
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
 from edge_client.link.endpoint import Endpoint, endpoint_of
 from edge_client.link.identity import Renewal
@@ -191,8 +192,7 @@ def build_agent(
         MqttTransport(SimpleQueue(), endpoint.address, client_id, return_spread_s=RETURN_SPREAD_S),
         storage,
         renewal=Renewal(endpoint.identity, Topics(endpoint.federation)) if endpoint.identity else None,
-        recent_log=recent_log.text if recent_log else lambda: "",
-        hide=private.hide,
+        failure_text=FailureText(recent_log.text if recent_log else lambda: "", private.hide),
     )
     guard = Guard(
         policy.budget,

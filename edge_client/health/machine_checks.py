@@ -84,13 +84,7 @@ def check_kernels(context: DoctorContext) -> Iterator[Finding]:
         yield Finding(check="kernels", level="ok", what=what)
         return
     command = [context.interpreter, "-P", "-c", _KERNELS_CHILD]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = describe_error(error)
-    else:
-        problem = _exit_reason(done.returncode, done.stderr) if done.returncode else ""
-    if problem:
+    if problem := _find_problem(command):
         yield Finding(
             check="kernels",
             level="warning",
@@ -125,13 +119,7 @@ def check_sandbox(context: DoctorContext) -> Iterator[Finding]:
 def check_training(context: DoctorContext) -> Iterator[Finding]:
     """Train one step in a process of its own, with everything that a task needs but the broker."""
     command = [context.interpreter, "-P", "-m", "edge_client.owner.tiny_step"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = describe_error(error)
-    else:
-        problem = _exit_reason(done.returncode, done.stderr) if done.returncode else ""
-    if problem:
+    if problem := _find_problem(command):
         hint = "install fedvit anew; if that does not help, report it with edge-client bugreport"
         yield Finding(check="training", level="error", what=f"a training step fails: {problem}", hint=hint)
     else:
@@ -247,6 +235,15 @@ def check_battery(context: DoctorContext) -> Iterator[Finding]:
         yield Finding(check="battery", level="warning", what=what, hint="connect the charger")
     else:
         yield Finding(check="battery", level="ok", what=what)
+
+
+def _find_problem(command: list[str]) -> str:
+    """Run a command, and return why it failed; empty if it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return describe_error(error)
+    return _exit_reason(done.returncode, done.stderr) if done.returncode else ""
 
 
 def _exit_reason(code: int, output: bytes) -> str:

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,21 +34,22 @@ class _Waiting:
     not_known_in: int | None = None  # the epoch in which the coordinator does not serve the task's run
 
 
+class FailureText(NamedTuple):
+    """The text that goes with a failure to the coordinator."""
+
+    recent_log: Callable[[], str] = lambda: ""
+    """Returns the newest lines of the log."""
+    hide: Callable[[str], str] = str
+    """Returns a reason without private paths."""
+
+
+NO_TEXT = FailureText()
+
+
 class Answers:
-    """A device's answers that wait for their acknowledgement.
+    """A device's answers that wait for their acknowledgement. `send` sends a message to the coordinator."""
 
-    `send` sends a message to the coordinator; `recent_log` returns the lines of the log that go with a failure; `hide`
-    returns a reason without private paths.
-    """
-
-    def __init__(
-        self,
-        storage: DeviceStorage,
-        *,
-        send: Callable[[Answer], None],
-        recent_log: Callable[[], str],
-        hide: Callable[[str], str],
-    ) -> None:
+    def __init__(self, storage: DeviceStorage, *, send: Callable[[Answer], None], failure_text: FailureText) -> None:
         self.counts: Counter[tuple[TaskKind, str]] = Counter()  # since the start, by kind of task and of message
         self.least_resend_s = 0.0  # for answers from now on: a large cohort keeps the coordinator busy
         self._vault = storage.vault
@@ -56,8 +58,7 @@ class Answers:
         self._ledger = storage.ledger
         self._note_sent = storage.note_sent
         self._send = send
-        self._recent_log = recent_log
-        self._hide = hide
+        self._failure_text = failure_text
         self._waiting: dict[AnswerKey, _Waiting] = {}
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ class Answers:
     def add(self, answer: Answer) -> None:
         """Send a new answer."""
         if not isinstance(answer, Result):
-            answer = msgspec.structs.replace(answer, reason=self._hide(answer.reason))
+            answer = msgspec.structs.replace(answer, reason=self._failure_text.hide(answer.reason))
         self.counts[answer.kind, type(answer).__name__.lower()] += 1
         self.keep(answer)
         self.send(answer)
@@ -98,13 +99,13 @@ class Answers:
         self, task: Task | Result, reason: str, broke: BudgetKind | None = None, use: ResourceUse | None = None
     ) -> None:
         """Report with the last lines of the log why a task failed, or why its result cannot be sent."""
-        lines = self._recent_log()
+        lines = self._failure_text.recent_log()
         try:
             if lines:
                 self._ledger.note_log(task, lines)
         except StorageFailed:  # nothing leaves the device without a line
             lines = ""
-        why = self._hide(reason)[:500]
+        why = self._failure_text.hide(reason)[:500]
         self.add(Failed(task.run, task.round, task.kind, why, broke, use, task.task, lines, task.attempt))
 
     def send_due(self) -> None:

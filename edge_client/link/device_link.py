@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edge_client.link.answers import Answers
+from edge_client.link.answers import NO_TEXT, Answers, FailureText
 from edge_client.link.identity import Renewal
 from edge_client.storage.device_storage import DeviceStorage
 from fedvit.errors import BadPayload, StorageFailed
 from fedvit.resources import DeviceProfile
 from fedvit.transport.base import Transport, Will
 from fedvit.transport.blob_receiver import Finished
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
@@ -58,8 +59,7 @@ class DeviceIdentity:
 class DeviceLink:
     """One device's link. `exchange` makes the object that fetches and serves blobs.
 
-    `renewal` asks for the next certificate; None: the device has none. `recent_log` returns the lines of the log that
-    go with a failure, `hide` a text without private paths.
+    `renewal` asks for the next certificate; None: the device has none.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class DeviceLink:
         *,
         renewal: Renewal | None = None,
         exchange: Callable[..., BlobExchange] = BlobExchange,
-        recent_log: Callable[[], str] = lambda: "",
-        hide: Callable[[str], str] = str,
+        failure_text: FailureText = NO_TEXT,
     ) -> None:
         self.identity = identity
         self.instance = secrets.token_hex(8)
@@ -84,10 +83,10 @@ class DeviceLink:
             transport,
             storage.blobs,
             send=self._send_transfer_message,
-            topic_for=lambda digest: self.topics.upload(identity.device, digest),
+            topics=ChunkTopics(lambda digest: self.topics.upload(identity.device, digest)),
             may_read=lambda peer, digest: digest in self.list_served(),
         )
-        self.answers = Answers(storage, send=self.send, recent_log=recent_log, hide=hide)
+        self.answers = Answers(storage, send=self.send, failure_text=failure_text)
         self._blobs = storage.blobs
 
     def open(self) -> None:

@@ -13,7 +13,7 @@ from edge_client.storage.task_notes import TaskNote
 from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
 from edge_client.work.comparing import make_model
-from edge_client.work.runtime import Runtime, Seeds, Watch
+from edge_client.work.runtime import ModelSource, ModelTest, Runtime, Seeds, Watch
 from export.bundle.write import TrainedModel
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
@@ -70,8 +70,8 @@ def load_own_model(
     inputs: Tensors = {f"tensor/{name}": value for name, value in values.items()}
     if needs and images:
         seeds, silent = Seeds(note.seed, note.round, device), Watch(lambda *_: None, lambda: False)
-        inputs, _ = runtime.prepare(program, values, images.train, seeds, silent)
-    trained = make_model(program, graph, inputs, run=run, round=note.round, device=device, personal_tensors=personal)
+        inputs, _ = runtime.prepare(ModelTest(program, values, images, seeds), silent)
+    trained = make_model(program, graph, inputs, ModelSource(run, note.round, device, personal))
     return trained, images
 
 

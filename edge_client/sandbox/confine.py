@@ -12,7 +12,7 @@ import platform
 import resource
 import stat
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP = 1, 38, 22
@@ -28,6 +28,7 @@ _DENIED = (
     "mount", "unshare", "setns", "keyctl", "add_key", "request_key", "bpf", "perf_event_open", "userfaultfd", "kill",
 )  # fmt: skip
 """Calls that open connections, start programs, or reach into other processes."""
+_CONNECTIONS = ("socket", "connect", "bind", "listen", "accept", "accept4", "sendto")
 _PROCESSORS = {
     "x86_64": (0xC000003E, (41, 42, 49, 50, 43, 288, 44, 59, 322, 101, 310, 311, 425, 304, 434, 438, 165, 272, 308,
                             250, 248, 249, 321, 298, 323, 62)),
@@ -64,6 +65,17 @@ def confine(readable: Iterable[Path], devices: Sequence[Path], growth_bytes: int
     if not _filter_calls():
         missing.append("seccomp")
     return tuple(missing)
+
+
+def confine_server() -> bool:
+    """Take from this process the rights to start programs and to reach into others, for good; False if it cannot be.
+
+    It may still connect, and read and write files. To be called before threads start: those keep their rights.
+    """
+    _limit(resource.RLIMIT_CORE, 0)
+    if not hasattr(_libc, "prctl") or _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        return False
+    return _filter_calls(_CONNECTIONS)
 
 
 def limit_memory(growth_bytes: int) -> None:
@@ -117,10 +129,11 @@ def _allow(rules: int, path: Path, rights: int) -> None:
         os.close(place)
 
 
-def _filter_calls() -> bool:
+def _filter_calls(allowed: Collection[str] = ()) -> bool:
     if (processor := _PROCESSORS.get(platform.machine())) is None:
         return False
-    audit, numbers = processor
+    audit, all_numbers = processor
+    numbers = [number for name, number in zip(_DENIED, all_numbers, strict=True) if name not in allowed]
     load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
     ways = [(load, 0, 0, 4), (equal, 1, 0, audit), (end, 0, 0, _KILL), (load, 0, 0, 0)]
     ways.append((at_least, len(numbers) + 1, 0, _X32_CALLS))

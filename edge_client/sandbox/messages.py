@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from edge_client.work.frozen_features import CutGraph
-from edge_client.work.runtime import Challenge, Seeds
+from edge_client.work.runtime import Challenge, ModelTest, Seeds
 from fedvit.comparison import Comparison
-from fedvit.data.folder import DeviceData, Split
+from fedvit.data.folder import Split
 from fedvit.errors import BadPayload
 from fedvit.program import MAX_PHASES, Program
 from fedvit.tensors import Tensors
@@ -43,22 +43,16 @@ class TrainRequest:
 class EvaluateRequest:
     """The evaluation of one task."""
 
-    program: Program
     graphs: dict[str, Path]
-    values: Tensors
-    data: DeviceData
-    seeds: Seeds
+    test: ModelTest
 
 
 @dataclass(frozen=True)
 class CompareRequest:
     """The comparison of one task."""
 
-    program: Program
     graphs: dict[str, Path]
-    values: Tensors
-    data: DeviceData
-    seeds: Seeds
+    test: ModelTest
     challenge: Challenge
 
 

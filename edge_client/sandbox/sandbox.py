@@ -37,8 +37,18 @@ from edge_client.sandbox.pickles import RequestPickler
 from edge_client.sandbox.shared import count_bytes, list_file_forms, list_forms, make_shared, map_shared
 from edge_client.sandbox.worker import STOP, Limits
 from edge_client.work.frozen_features import CutGraph, open_features
-from edge_client.work.runtime import Challenge, Compared, Evaluated, OutOfMemory, Seeds, Stopped, Trained, Watch
-from fedvit.data.folder import DeviceData, Files, Split
+from edge_client.work.runtime import (
+    Challenge,
+    Compared,
+    Evaluated,
+    ModelTest,
+    OutOfMemory,
+    Seeds,
+    Stopped,
+    Trained,
+    Watch,
+)
+from fedvit.data.folder import Files, Split
 from fedvit.engine import CPU
 from fedvit.errors import BadPayload, DataError, DeviceTrouble, FedvitError
 from fedvit.program import LABELS, Program
@@ -179,37 +189,25 @@ class Sandbox:
         collected = {name: tensors.pop(name) for name in done.collected}
         return Trained(tensors, collected, done.samples, done.loss, done.steps, done.step_s, done.flops)
 
-    def evaluate(
-        self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: Seeds, watch: Watch
-    ) -> Evaluated:
+    def evaluate(self, test: ModelTest, watch: Watch) -> Evaluated:
         """Count right answers. Raises Stopped, BadPayload, DataError, DeviceTrouble."""
-        request = EvaluateRequest(program, self._graphs, dict(values), data, seeds)
         result = make_shared(0)
         try:
-            done = self._work(request, {"train": data.train.files, "test": data.test.files}, result, watch)
+            done = self._work(EvaluateRequest(self._graphs, test), list_test_files(test), result, watch)
         finally:
             os.close(result)
         if not isinstance(done, EvaluationDone):
             raise BadPayload("FV1481", "the process that runs graphs answered an evaluation with a training")
         return Evaluated(done.correct, done.samples, done.flops, done.by_class)
 
-    def compare(
-        self,
-        program: Program,
-        values: Mapping[str, Array],
-        data: DeviceData,
-        seeds: Seeds,
-        watch: Watch,
-        challenge: Challenge,
-    ) -> Compared:
+    def compare(self, test: ModelTest, watch: Watch, challenge: Challenge) -> Compared:
         """Make a bundle of the model, and compare it with the one that the device uses.
 
         Raises Stopped, BadPayload, DataError, DeviceTrouble.
         """
-        request = CompareRequest(program, self._graphs, dict(values), data, seeds, challenge)
-        result = make_shared(count_bundle_bytes(program, challenge.graph))
+        result = make_shared(count_bundle_bytes(test.program, challenge.graph))
         try:
-            done = self._work(request, {"train": data.train.files, "test": data.test.files}, result, watch)
+            done = self._work(CompareRequest(self._graphs, test, challenge), list_test_files(test), result, watch)
             if not isinstance(done, ComparisonDone) or not done.files.keys() <= BUNDLE_FILES:
                 raise BadPayload("FV1481", "the process that runs graphs answered a comparison with something else")
             files = map_shared(result, list_file_forms(done.files))
@@ -371,3 +369,8 @@ def find_folders(images: Collection[Files]) -> frozenset[Path]:
 def find_inodes(folders: Iterable[Path]) -> dict[Path, int | None]:
     """Return the inode of each folder; None if it is not here."""
     return {folder: folder.stat().st_ino if folder.exists() else None for folder in folders}
+
+
+def list_test_files(test: ModelTest) -> dict[str, Files]:
+    """Return the images of a test by the names that the process knows them by."""
+    return {"train": test.data.train.files, "test": test.data.test.files}

@@ -137,14 +137,14 @@ class _GraphWorker:
         return WorkFailed(kind, code, reason[:_REASON_CHARACTERS], self._images.list_unreadable())
 
     def _run(self, request: Request, result: int) -> Reply:
-        runtime, program = self._runtime, request.program
+        runtime = self._runtime
         runtime.keep_only(set(request.graphs))
         cuts = request.cuts if isinstance(request, TrainRequest) else {}
         for digest, path in request.graphs.items():
             runtime.open(digest, path, cuts.get(digest))
         report = _Report(self)
         if isinstance(request, EvaluateRequest):
-            evaluated = runtime.evaluate(program, request.values, request.data, request.seeds, report.watch)
+            evaluated = runtime.evaluate(request.test, report.watch)
             report.flush()
             return EvaluationDone(
                 evaluated.correct,
@@ -154,9 +154,7 @@ class _GraphWorker:
                 self._images.list_unreadable(),
             )
         if isinstance(request, CompareRequest):
-            compared = runtime.compare(
-                program, request.values, request.data, request.seeds, report.watch, request.challenge
-            )
+            compared = runtime.compare(request.test, report.watch, request.challenge)
             report.flush()
             sizes = {name: len(content) for name, content in compared.files.items()}
             files: Tensors = {name: np.frombuffer(content, np.uint8) for name, content in compared.files.items()}
@@ -167,6 +165,7 @@ class _GraphWorker:
             return ComparisonDone(
                 compared.comparison, compared.with_champion, sizes, compared.flops, self._images.list_unreadable()
             )
+        program = request.program
         trained = runtime.train(program, request.values, request.images, request.seeds, request.lr_scale, report.watch)
         report.flush()
         tensors = {**trained.tensors, **trained.collected}

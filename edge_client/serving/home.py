@@ -1,5 +1,7 @@
 """The last prediction on the home's own broker, where Home Assistant shows it."""
 
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from edge_client.health.home import HomePublisher
@@ -11,8 +13,13 @@ from edge_client.health.home_entities import (
     describe_entity,
 )
 from edge_client.link.device_link import DeviceIdentity
+from edge_client.link.endpoint import endpoint_of
 from edge_client.serving.models import Classification
+from edge_client.settings import DeviceSettings
+from edge_client.storage.state import read_device_id
+from fedvit.errors import ConfigError, FedvitError
 from fedvit.transport.address import Address
+from profiles.probes.host import device_profile
 
 
 class PredictionEntry:
@@ -45,3 +52,20 @@ def describe(prediction: Classification, source: str, *, has_drifted: bool) -> d
         "drift": "on" if has_drifted else "off",
         "source": source[:LONGEST_STATE],
     }
+
+
+def open_home(settings: DeviceSettings, state: Path) -> PredictionEntry:
+    """Return the entries on the home's broker. Raises ConfigError for a device without a name."""
+    assert settings.home is not None
+    endpoint = endpoint_of(settings)
+    device = endpoint.device
+    if device is None:
+        try:
+            device = read_device_id(state / "device-id")
+        except (OSError, FedvitError) as error:
+            raise ConfigError("FV1412", f"no device has run with the state {state}: name it with --id") from error
+    profile = device_profile(settings.threads, state)
+    identity = DeviceIdentity(
+        device=device, federation=endpoint.federation, software=version("fedvit"), profile=profile
+    )
+    return PredictionEntry(settings.home, identity)

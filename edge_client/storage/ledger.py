@@ -151,6 +151,7 @@ class Ledger:
     def note_models(self, report: ModelReport) -> None:
         """Write the line of a report of the device's models."""
         what = f"{format_count(len(report.states), 'model')}, {format_count(report.answered, 'picture')} answered"
+        what += ", drift" if report.has_drifted else ""
         line = LedgerLine(time_s=time.time(), kind="model counts", what=what, bytes=len(encode(report)))
         with self._lock:
             self._open()

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_client.work.runtime import Challenge, Compared, Runtime, Seeds, Stopped, Watch
+from edge_client.work.runtime import Challenge, Compared, ModelSource, ModelTest, Runtime, Stopped, Watch
 from export.bundle.assemble import LOGITS, Precision
 from export.bundle.card import Origin
 from export.bundle.measure import TOGETHER, as_input, open_session, run
 from export.bundle.read import Bundle
 from export.bundle.write import Bench, TrainedModel, make_bundle
 from fedvit.comparison import Comparison
-from fedvit.data.folder import DeviceData, Split
+from fedvit.data.folder import Split
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.program import Batch, Program
 from fedvit.tensors import Tensors
@@ -29,48 +29,31 @@ _PAIRS = ((True, True), (True, False), (False, True), (False, False))
 """Right answers of the challenger and the champion, in the order of a comparison's counts."""
 
 
-def make_model(
-    program: Program, graph: bytes, inputs: Tensors, *, run: str, round: int, device: str, personal_tensors: int
-) -> TrainedModel:
+def make_model(program: Program, graph: bytes, inputs: Tensors, source: ModelSource) -> TrainedModel:
     """Return a device's model for a bundle; `inputs` are those of the predict graph but the images."""
     evaluate = program.evaluate
     origin = Origin(
-        run=run,
+        run=source.run,
         method=program.method,
         model=program.model,
-        round=round,
-        device=device,
+        round=source.round,
+        device=source.device,
         made_by=f"edge-client {version('fedvit')}",
-        personal_tensors=personal_tensors,
+        personal_tensors=source.personal_tensors,
         adapted=bool(evaluate.adapt),
         remembered=int(inputs["gathered/weight"].sum()) if evaluate.gather else 0,
     )
     return TrainedModel(graph=graph, values=inputs, batch=program.batch, classes=program.classes, origin=origin)
 
 
-def compare_models(
-    runtime: Runtime,
-    program: Program,
-    values: Tensors,
-    data: DeviceData,
-    seeds: Seeds,
-    watch: Watch,
-    challenge: Challenge,
-) -> Compared:
+def compare_models(runtime: Runtime, test: ModelTest, watch: Watch, challenge: Challenge) -> Compared:
     """Make the challenger's bundle, and count the test images that each model answers right.
 
     Raises Stopped, BadPayload, DataError, and ExportMismatch for a bundle that differs from the run's graph.
     """
-    inputs, flops = runtime.prepare(program, values, data.train, seeds, watch)
-    trained = make_model(
-        program,
-        challenge.graph.read_bytes(),
-        inputs,
-        run=challenge.run,
-        round=challenge.round,
-        device=challenge.device,
-        personal_tensors=challenge.personal_tensors,
-    )
+    program, data = test.program, test.data
+    inputs, flops = runtime.prepare(test, watch)
+    trained = make_model(program, challenge.graph.read_bytes(), inputs, challenge.source)
     if watch.stopped():
         raise Stopped("FV1422", "the task was stopped")
     bench = Bench(
@@ -90,9 +73,7 @@ def compare_models(
     if champion:
         old = list(find_right(champion.session, champion.batch, champion.labels, data.test, program.classes, report(1)))
     pairs = [(bool(a), bool(b)) for a, b in zip(new, old, strict=True) if a is not None and b is not None]
-    comparison = Comparison(
-        *(pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False)))
-    )
+    comparison = Comparison(*map(pairs.count, _PAIRS))
     flops += program.graphs[program.evaluate.graph].flops * -(-len(data.test) // program.batch.answer_size)
     return Compared(comparison, champion is not None, files, flops)
 

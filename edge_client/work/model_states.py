@@ -11,6 +11,7 @@ from edge_client.storage.device_storage import DeviceStorage
 from edge_client.storage.models import ModelList
 from edge_client.storage.serving import ServedAnswers, read_serving, serving_file
 from fedvit.errors import ConfigError, FedvitError
+from fedvit.policy import ModelsPolicy
 from fedvit.wire.messages import ModelReport, Models, WantedState
 
 log = logging.getLogger(__name__)
@@ -25,15 +26,15 @@ REASON = "by the coordinator"
 class ModelStates:
     """The models of a device toward its coordinator. Nothing is sent before the first message about them.
 
-    `allowed`: the owner lets the coordinator choose.
+    `policy`: whether the owner lets the coordinator choose, and lets it know of drift.
     """
 
-    def __init__(self, link: DeviceLink, storage: DeviceStorage, *, allowed: bool) -> None:
+    def __init__(self, link: DeviceLink, storage: DeviceStorage, policy: ModelsPolicy) -> None:
         self._link = link
         self._state = storage.vault.folder.parent
         self._models = storage.models
         self._ledger = storage.ledger
-        self._allowed = allowed
+        self._policy = policy
         self._wanted: Mapping[str, WantedState] = {}
         self._reported: ModelReport | None = None  # None: the coordinator has not spoken of models yet
         self._reported_at = 0.0
@@ -44,7 +45,9 @@ class ModelStates:
         """Put the models into the wanted states, and report the actual ones with the reason of each difference."""
         self._wanted = message.states
         try:
-            reason = self._apply(message.states) if self._allowed else "policy: from_coordinator = false"
+            reason = (
+                self._apply(message.states) if self._policy.from_coordinator else "policy: from_coordinator = false"
+            )
             self._report(self._models.read(), reason)
         except FedvitError as error:  # the coordinator sends the states again
             log.error("states of models not changed", extra={"reason": str(error)})
@@ -106,6 +109,7 @@ class ModelStates:
             (listed.withdrawn.get(failed) or reason)[:500],
             sums.pictures,
             min(float(sums.pictures), max(0.0, sums.confidence)),
+            self._policy.report_drift and bool(serving and serving.name == name and serving.drift),
         )
         if stamp is not None and self._reported:
             before = {"answered": self._reported.answered, "confidence": self._reported.confidence}

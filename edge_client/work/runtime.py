@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from edge_client.health.guard import Tally
+from edge_client.work.answer_tally import AnswerTally
 from edge_client.work.batches import Fed, ahead, choose_rows, facts_of, training_batches, whole_samples
 from edge_client.work.frozen_features import CutGraph, FrozenFeatures, count_flops, open_features
 from edge_client.work.sampler import make_sampler
@@ -29,7 +30,7 @@ from fedvit.engine import CPU, load_engine, open_session, trim_memory
 from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget
 from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
-from fedvit.wire.messages import MAX_CONFUSED_CLASSES, ClassCount
+from fedvit.wire.messages import ClassCount
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +61,9 @@ class GraphRunner(Protocol):
         watch: "Watch",
     ) -> "Trained": ...
 
-    def evaluate(
-        self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: "Seeds", watch: "Watch"
-    ) -> "Evaluated": ...
+    def evaluate(self, test: "ModelTest", watch: "Watch") -> "Evaluated": ...
 
-    def compare(
-        self,
-        program: Program,
-        values: Mapping[str, Array],
-        data: DeviceData,
-        seeds: "Seeds",
-        watch: "Watch",
-        challenge: "Challenge",
-    ) -> "Compared": ...
+    def compare(self, test: "ModelTest", watch: "Watch", challenge: "Challenge") -> "Compared": ...
 
 
 class Stopped(FedvitError):
@@ -128,13 +119,28 @@ class Evaluated:
     by_class: tuple[ClassCount, ...]  # of the classes with test images; () of a text
 
 
-class Challenge(NamedTuple):
-    """The model that a device makes of a run's round, and the one that it uses."""
+class ModelTest(NamedTuple):
+    """A model of a device that is tested on its images: a Program and its tensors, which do not change."""
+
+    program: Program
+    values: Mapping[str, Array]
+    data: DeviceData
+    seeds: Seeds
+
+
+class ModelSource(NamedTuple):
+    """The round and the device whose tensors a model has."""
 
     run: str
     round: int
     device: str
     personal_tensors: int  # of the device's own
+
+
+class Challenge(NamedTuple):
+    """The model that a device makes of a run's round, and the one that it uses."""
+
+    source: ModelSource
     graph: Path  # of the Program's evaluation
     champion: Path | None  # folder of its bundle; None: the device uses no model
     machine: str
@@ -148,35 +154,6 @@ class Compared(NamedTuple):
     with_champion: bool
     files: dict[str, bytes]  # the challenger's bundle
     flops: int
-
-
-class AnswerTally:
-    """Counts answers by class, and wrong ones by what was answered where there are few classes."""
-
-    def __init__(self, classes: int) -> None:
-        self._right, self._seen = (np.zeros(classes, np.int64) for _ in range(2))
-        self._answered = np.zeros((classes, classes), np.int64) if classes <= MAX_CONFUSED_CLASSES else None
-
-    def add(self, labels: Array, answers: Array) -> None:
-        classes = len(self._seen)
-        self._right += np.bincount(labels[answers == labels], minlength=classes)
-        self._seen += np.bincount(labels, minlength=classes)
-        if self._answered is not None:
-            pairs = np.ravel_multi_index((labels.astype(np.int64), answers.astype(np.int64)), (classes, classes))
-            self._answered += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
-
-    def by_class(self) -> tuple[ClassCount, ...]:
-        """Return the counts of the classes with test images."""
-        return tuple(
-            ClassCount(label, int(self._right[label]), int(self._seen[label]), self._wrong(label))
-            for label in np.flatnonzero(self._seen).tolist()
-        )
-
-    def _wrong(self, label: int) -> tuple[tuple[int, int], ...]:
-        if self._answered is None:
-            return ()
-        row = self._answered[label]
-        return tuple((other, int(row[other])) for other in np.flatnonzero(row).tolist() if other != label)
 
 
 @dataclass
@@ -322,16 +299,11 @@ class Runtime:
 
     # --- evaluation -----------------------------------------------------------------------------------
 
-    def evaluate(
-        self, program: Program, values: Mapping[str, Array], data: DeviceData, seeds: Seeds, watch: Watch
-    ) -> Evaluated:
-        """Count right answers on full, unaugmented test images; `values` do not change.
-
-        Raises Stopped, BadPayload, DataError.
-        """
-        images, batch = data.test, program.batch
+    def evaluate(self, test: ModelTest, watch: Watch) -> Evaluated:
+        """Count right answers on full, unaugmented test images. Raises Stopped, BadPayload, DataError."""
+        program, images, batch = test.program, test.data.test, test.program.batch
         graph = self._graph(program, program.evaluate.graph)
-        feeds, flops = self.prepare(program, values, data.train, seeds, watch)
+        feeds, flops = self.prepare(test, watch)
         graph.require(feeds.keys() | INPUTS)
         correct, seen = 0.0, 0
         tally = AnswerTally(len(program.classes))
@@ -351,32 +323,23 @@ class Runtime:
         flops += program.graphs[program.evaluate.graph].flops * total
         return Evaluated(correct, seen, flops, tally.by_class())
 
-    def compare(
-        self,
-        program: Program,
-        values: Mapping[str, Array],
-        data: DeviceData,
-        seeds: Seeds,
-        watch: Watch,
-        challenge: Challenge,
-    ) -> Compared:
-        """Make a bundle of the model, and compare it with the one that the device uses; `values` do not change.
+    def compare(self, test: ModelTest, watch: Watch, challenge: Challenge) -> Compared:
+        """Make a bundle of the model, and compare it with the one that the device uses.
 
         Raises Stopped, BadPayload, DataError, ExportMismatch.
         """
         comparing = import_module("edge_client.work.comparing")  # late: few tasks need the code of bundles
-        compared: Compared = comparing.compare_models(self, program, values, data, seeds, watch, challenge)
+        compared: Compared = comparing.compare_models(self, test, watch, challenge)
         return compared
 
-    def prepare(
-        self, program: Program, values: Mapping[str, Array], images: Split, seeds: Seeds, watch: Watch
-    ) -> tuple[Tensors, int]:
+    def prepare(self, test: ModelTest, watch: Watch) -> tuple[Tensors, int]:
         """The predict graph's inputs but the images, and the FLOPs that they cost.
 
         They are the tensors, tuned on the device's training images if the method tunes, and the features of these
         images if the method gathers them. Raises Stopped, BadPayload, DataError.
         """
-        *training, choice_rng = seeds.generators(6)
+        program, values, images = test.program, test.values, test.data.train
+        *training, choice_rng = test.seeds.generators(6)
         evaluate, flops = program.evaluate, 0
         if evaluate.adapt:
             quiet = Watch(lambda *_: None, watch.stopped)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from edge_client.work.task_executor import TaskExecution
 from fedvit.task_names import TaskName
-from fedvit.tracing import Tracing, end_span, unix_ns
+from fedvit.tracing import Tracing, unix_ns
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -31,9 +31,9 @@ class StepSpans:
             fetched_at = execution.received_at + execution.fetch_s
         fetch = self._begin("fetch", execution, execution.received_at)
         fetch.set_attribute("fedvit.fetched_bytes", execution.fetched_bytes)
-        end_span(fetch, error="" if fetched_at else error, at_ns=unix_ns(fetched_at or now))
+        self._tracing.end(fetch, error="" if fetched_at else error, at_ns=unix_ns(fetched_at or now))
         if fetched_at:
-            end_span(self._begin(execution.task.kind, execution, fetched_at), error=error)
+            self._tracing.end(self._begin(execution.task.kind, execution, fetched_at), error=error)
 
     def begin_upload(self, execution: TaskExecution) -> None:
         """Note that a result is sent."""
@@ -42,8 +42,8 @@ class StepSpans:
 
     def end_upload(self, key: Key, error: str = "") -> None:
         """Note that a result was accepted, or refused with a reason."""
-        if span := self._uploads.pop(key, None):
-            end_span(span, error=error)
+        if self._tracing and (span := self._uploads.pop(key, None)):
+            self._tracing.end(span, error=error)
 
     def _begin(self, step: str, execution: TaskExecution, at: float) -> "Span":
         assert self._tracing is not None  # checked by the callers

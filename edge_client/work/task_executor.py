@@ -23,7 +23,17 @@ from edge_client.storage.repair import repair_run
 from edge_client.trust.review import review_task
 from edge_client.work.cutting import cut_graphs
 from edge_client.work.private import clip_update, noisy_rows
-from edge_client.work.runtime import Challenge, GraphRunner, OutOfMemory, Seeds, Stopped, Trained, Watch
+from edge_client.work.runtime import (
+    Challenge,
+    GraphRunner,
+    ModelSource,
+    ModelTest,
+    OutOfMemory,
+    Seeds,
+    Stopped,
+    Trained,
+    Watch,
+)
 from edge_client.work.uplink import encode_upload
 from fedvit.comparison import as_metrics
 from fedvit.data.folder import DeviceData
@@ -194,10 +204,11 @@ class TaskExecutor:
         values, personal = start_values(program, task, own, storage.vault, storage.blobs, upto)
         watch = Watch(self.make_reporter(task), lambda: execution.stop.is_set() or guarded.over(), guarded.tally)
         seeds = Seeds(task.seed, task.round, self.link.identity.device)
+        test = ModelTest(program, values, data, seeds)
         if task.kind == "compare":
-            return self._compare(execution, program, PreparedTask(values, personal, data, seeds), watch, guarded)
+            return self._compare(execution, test, personal, watch, guarded)
         if task.kind == "evaluate":
-            evaluated = self._runtime.evaluate(program, values, data, seeds, watch)
+            evaluated = self._runtime.evaluate(test, watch)
             use = self.measure_use(execution, guarded, evaluated.flops)
             counts_classes = self._counts_classes and program.evaluate.counts_classes
             if program.secure:
@@ -224,22 +235,19 @@ class TaskExecutor:
         return self.commit(execution, program, upload, guarded)
 
     def _compare(
-        self, execution: TaskExecution, program: Program, prepared: "PreparedTask", watch: Watch, guarded: Guarded
+        self, execution: TaskExecution, test: ModelTest, personal: int, watch: Watch, guarded: Guarded
     ) -> Result:
         """Make a challenger of the model, and compare it with the champion on the device's own test images."""
-        task, storage = execution.task, self.storage
+        task, storage, program = execution.task, self.storage, test.program
         champion = storage.models.read().find("champion")
         challenge = Challenge(
-            run=task.run,
-            round=task.round,
-            device=self.link.identity.device,
-            personal_tensors=prepared.personal,
+            ModelSource(task.run, task.round, self.link.identity.device, personal),
             graph=storage.blobs.path(program.graphs[program.evaluate.graph].digest),
             champion=storage.models.path(champion.name) if champion else None,
             machine=platform.machine(),
             cores=usable_cores(),
         )
-        compared = self._runtime.compare(program, prepared.values, prepared.data, prepared.seeds, watch, challenge)
+        compared = self._runtime.compare(test, watch, challenge)
         storage.disk.make_room(task.run, sum(map(len, compared.files.values())))
         use = self.measure_use(execution, guarded, compared.flops)
         if execution.stop.is_set():
@@ -401,15 +409,6 @@ class TaskExecutor:
             upload_bytes=guarded.upload_bytes,
             fetch_s=execution.fetch_s,
         )
-
-
-class PreparedTask(NamedTuple):
-    """The tensors and images with which a task begins."""
-
-    values: Tensors
-    personal: int  # of the tensors, those of the device alone
-    data: DeviceData
-    seeds: Seeds
 
 
 class Upload(NamedTuple):

@@ -235,7 +235,8 @@ def describe_training(training: Training | None, licence: str | None, reported: 
     lines = []
     if training:
         images = f"{training.train_images} images to train and {training.test_images} to test"
-        lines += ["", f"Data: {training.devices} devices with {images}."]
+        whose = f"{training.devices} devices" if training.devices != 1 else "one device"
+        lines += ["", f"Data: {whose} with {images}."]
         lines += [f"Policy: {'; '.join(training.policy)}."] if training.policy else []
     lines += _report_accuracy(reported)
     return [*lines, "", f"Licence: {licence or 'not named'}."]

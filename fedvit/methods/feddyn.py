@@ -9,7 +9,7 @@ from msgspec import Meta
 from fedvit.methods.aggregators import Floats
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, StepInputs, Upload
 from fedvit.methods.calculus import Named, Objective
-from fedvit.methods.linear_term import Answer, LinearTerms, WithLinearTerm, average_terms
+from fedvit.methods.linear_term import DeviceDelta, LinearTerms, WithLinearTerm, average_terms
 from fedvit.methods.rules.weighted_mean import move_tensors
 from fedvit.models.vit import PatchViT
 from fedvit.program import Train
@@ -47,7 +47,7 @@ class DynamicMean(LinearTerms):
 
     alpha: float
 
-    def follow(self, own: Floats, common: Floats, answer: Answer) -> Floats:
+    def follow(self, own: Floats, common: Floats, answer: DeviceDelta) -> Floats:
         return own - self.alpha * answer.update
 
     def make_term(self, own: Floats, common: Floats) -> Floats:

@@ -37,7 +37,7 @@ class WithLinearTerm(FedAvg, ABC):
         return plain._replace(loss=plain.loss + sum(terms), shown=plain.loss)
 
 
-class Answer(NamedTuple):
+class DeviceDelta(NamedTuple):
     """A device's update of a tensor, and the numbers behind it."""
 
     update: Floats
@@ -50,7 +50,7 @@ class LinearTerms(ServerRule, ABC):
     """Keeps a value v_i of each tensor for every device that has answered, zero before, and their sum."""
 
     @abstractmethod
-    def follow(self, own: Floats, common: Floats, answer: Answer) -> Floats:
+    def follow(self, own: Floats, common: Floats, answer: DeviceDelta) -> Floats:
         """Return the next v_i; `common` is the mean of all devices' that have answered before this round."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class LinearTerms(ServerRule, ABC):
             for name, mean in means.items():
                 own, total = f"{OWN}/{upload.device}/{name}", f"{SUM}/{name}"
                 before = recall(state, own, mean)
-                answer = Answer(tensors[name].astype(np.float64), upload.samples, context.lr_scale)
+                answer = DeviceDelta(tensors[name].astype(np.float64), upload.samples, context.lr_scale)
                 after = self.follow(before, mean, answer)
                 memory[own] = after.astype(np.float32)
                 memory[total] = np.asarray(memory.get(total, 0.0), np.float64) + after - before

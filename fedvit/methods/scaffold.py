@@ -6,7 +6,7 @@ from typing import ClassVar
 from fedvit.errors import ConfigError
 from fedvit.methods.aggregators import Floats
 from fedvit.methods.base import ServerRule
-from fedvit.methods.linear_term import Answer, LinearTerms, WithLinearTerm
+from fedvit.methods.linear_term import DeviceDelta, LinearTerms, WithLinearTerm
 from fedvit.models.vit import PatchViT
 
 
@@ -39,7 +39,7 @@ class ControlVariates(LinearTerms):
     batch_size: int
     lr: float
 
-    def follow(self, own: Floats, common: Floats, answer: Answer) -> Floats:
+    def follow(self, own: Floats, common: Floats, answer: DeviceDelta) -> Floats:
         steps = self.epochs * -(-answer.samples // self.batch_size)
         return own - common - answer.update / (steps * self.lr * answer.lr_scale)
 

@@ -21,6 +21,7 @@ from timm.layers.attention import Attention
 from timm.layers.config import set_fused_attn
 from timm.layers.norm import LayerNorm
 from timm.models import is_model_in_modules, load_state_dict
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -49,6 +50,7 @@ from fedvit.models.model_patch import ModelPatch
 from fedvit.models.prefix import FreePrefix
 from fedvit.models.prompts import Prompts
 from fedvit.models.resnet import make_resnet, make_small_resnet
+from fedvit.models.rotary import RotaryViT
 from fedvit.models.text import make_text_transformer
 from fedvit.models.vit import PatchViT
 
@@ -95,7 +97,7 @@ def build_vit(
         if isinstance(pretrained, str):
             torch.manual_seed(seed)
             _check_loaded(model, _timm(name, classes, options, False), name, pretrained)
-        return PatchViT(name, model)
+        return RotaryViT(name, model) if isinstance(model, Eva) else PatchViT(name, model)
 
 
 def _weight_init() -> Literal["skip", ""]:
@@ -145,7 +147,7 @@ def _make(name: str, classes: int, options: ModelOptions) -> PatchViT:
     raise AssertionError(options)
 
 
-def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer:
+def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer | Eva:
     if name.startswith((HUB, LOCAL)):
         check_model(name)
     elif not timm.is_model(name):  # also true with a tag, as in vit_base_patch16_224.augreg_in21k
@@ -173,14 +175,9 @@ def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> 
                 "FV1113", f"pretrained weights of {name!r} ({pretrained!r}) cannot be loaded: {reason}"
             ) from error
         raise ConfigError("FV1109", f"model {name!r} cannot be built with {options}: {reason}") from error
-    if getattr(model, "rope", None) is not None:
-        raise ConfigError(
-            "FV1112",
-            f"model {name!r} is not supported: its positions are rotary, which every block needs for each token",
-        )
-    if type(model) is not VisionTransformer:
-        raise ConfigError("FV1112", f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
-    return model
+    if type(model) is VisionTransformer or type(model) is Eva:
+        return model
+    raise ConfigError("FV1112", f"model {name!r} is a {type(model).__name__}, not a plain Vision Transformer")
 
 
 @contextmanager
@@ -223,7 +220,7 @@ def checkpoint_notes(vit: PatchViT, file: str) -> list[str]:
     return [*notes, f"{file}: its head ({which}) is replaced where the run has another number of classes"]
 
 
-def _check_loaded(model: VisionTransformer, fresh: VisionTransformer, name: str, file: str) -> None:
+def _check_loaded(model: VisionTransformer | Eva, fresh: VisionTransformer | Eva, name: str, file: str) -> None:
     """Refuse a checkpoint that leaves a tensor at its random value: timm ignores missing names."""
     for key, value in fresh.named_parameters():
         if key.startswith("head.") or bool((value == value.flatten()[0]).all()):

@@ -135,7 +135,7 @@ class PatchViT(Dimensions, nn.Module):
             "its patches are not square": embed.proj.kernel_size[0] != embed.proj.kernel_size[1],
             "its image is not square": embed.img_size[0] != embed.img_size[1],
             "its patch embedding is normalised": not isinstance(embed.norm, nn.Identity),
-            "it has no position embedding": vit.pos_embed is None,
+            "it has no position embedding": vit.pos_embed is None and getattr(vit, "rope", None) is None,
         }
         for reason, holds in reasons.items():
             if holds:
@@ -190,16 +190,16 @@ class PatchViT(Dimensions, nn.Module):
         """
         vit = self.vit
         self.seeds.now = seeds_B
-        assert vit.pos_embed is not None  # refused on construction
         projection = vit.patch_embed.proj
         x_BND = nn.functional.linear(patches_BNP, projection.weight.flatten(1), projection.bias)
         before: list[Tensor] = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
         prefix_1ND = torch.cat(before, dim=1) if len(before) > 1 else before[0] if before else None
         pos_1ND = vit.pos_embed
-        if prefix_1ND is not None and not vit.no_embed_class:
-            first_1ND, pos_1ND = vit.pos_embed.split([self.prefix_tokens, self.patches], dim=1)
+        if pos_1ND is not None and prefix_1ND is not None and not vit.no_embed_class:
+            first_1ND, pos_1ND = pos_1ND.split([self.prefix_tokens, self.patches], dim=1)
             prefix_1ND = prefix_1ND + first_1ND
-        x_BND = x_BND + (pos_1ND if kept_BN is None else take_rows(pos_1ND.squeeze(0), kept_BN))
+        if pos_1ND is not None:  # without, the blocks have rotary ones
+            x_BND = x_BND + (pos_1ND if kept_BN is None else take_rows(pos_1ND.squeeze(0), kept_BN))
         if prefix_1ND is not None:
             x_BND = torch.cat([prefix_1ND.expand(x_BND.shape[0], -1, -1), x_BND], dim=1)
         x_BND = vit.norm_pre(x_BND)

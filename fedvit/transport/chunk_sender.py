@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -79,6 +80,16 @@ class _Sending:
         return long
 
 
+class ChunkTopics(NamedTuple):
+    """The topics on which a side sends chunks."""
+
+    shared: Callable[[str], str]  # of a blob, given its digest
+    receivers: Callable[[str], int] = lambda digest: 1
+    """Peers that are expected to ask for a blob now, so that it is sent once to all of them."""
+    dedicated: Callable[[str, str], str] | None = None
+    """Topic of a blob for one receiver (receiver, digest), which cannot keep up with the others."""
+
+
 class ChunkSender:
     """The blobs whose chunks are being sent. For the parameters see `fedvit.transport.exchange.BlobExchange`; `lock` is
     its lock, since receivers' messages come in several threads."""
@@ -90,17 +101,13 @@ class ChunkSender:
         *,
         lock: threading.RLock,
         send: Callable[[str, TransferMessage], None],
-        topic_for: Callable[[str], str],
-        receivers: Callable[[str], int],
-        dedicated_topic_for: Callable[[str, str], str] | None,
+        topics: ChunkTopics,
     ) -> None:
         self._transport = transport
         self._blobs = blobs
         self._lock = lock
         self._send = send
-        self._topic_for = topic_for
-        self._receivers = receivers
-        self._dedicated_topic_for = dedicated_topic_for
+        self._topics = topics
         self._sending: dict[tuple[str, str], _Sending] = {}  # by (digest, receiver of the dedicated topic or "")
         self._of_peer: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)  # keys of what each receiver gets
         self._under_way = 0  # chunks of all blobs, except on dedicated topics
@@ -116,7 +123,7 @@ class ChunkSender:
             return any(peer in self._sending[key].heard_at for key in keys if key in self._sending)
 
     def send(self, peer: str, nack: BlobNack) -> None:
-        dedicated = nack.apart and self._dedicated_topic_for is not None
+        dedicated = nack.apart and self._topics.dedicated is not None
         key = (nack.digest, peer if dedicated else "")
         with self._lock:
             if key not in self._sending:
@@ -132,9 +139,10 @@ class ChunkSender:
     def _new(self, peer: str, digest: str, *, dedicated: bool) -> _Sending:
         manifest = self._blobs.manifest(digest)
         content = content_of(self._blobs, manifest)
-        if dedicated and self._dedicated_topic_for is not None:
-            return _Sending(manifest, self._dedicated_topic_for(peer, digest), content, 1, DEDICATED_WINDOW_CHUNKS)
-        return _Sending(manifest, self._topic_for(digest), content, self._receivers(digest), WINDOW_CHUNKS)
+        topics = self._topics
+        if dedicated and topics.dedicated is not None:
+            return _Sending(manifest, topics.dedicated(peer, digest), content, 1, DEDICATED_WINDOW_CHUNKS)
+        return _Sending(manifest, topics.shared(digest), content, topics.receivers(digest), WINDOW_CHUNKS)
 
     def _drop(self, peer: str, key: tuple[str, str]) -> None:
         """Send nothing more of a blob to a receiver."""
@@ -191,7 +199,7 @@ class ChunkSender:
         for key, sending in list(self._sending.items()):
             for peer in [peer for peer, heard_at in sending.heard_at.items() if now - heard_at > SILENT_S]:
                 self._drop(peer, key)
-            if self._dedicated_topic_for is not None:
+            if self._topics.dedicated is not None:
                 for peer in sending.laggards(now):
                     log.info("slow receiver moved to a dedicated topic", extra={"peer": peer, "digest": key[0]})
                     self._send(peer, UseDedicatedTopic(key[0]))

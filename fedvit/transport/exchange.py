@@ -19,7 +19,7 @@ from fedvit.errors import BadPayload, FedvitError
 from fedvit.transport.base import Transport
 from fedvit.transport.blob_places import BlobPlaces
 from fedvit.transport.blob_receiver import BlobReceiver, Finished
-from fedvit.transport.chunk_sender import ChunkSender
+from fedvit.transport.chunk_sender import ChunkSender, ChunkTopics
 from fedvit.transport.url_transfers import Route, UrlReceiver, UrlSender
 from fedvit.transport.urls import is_at
 from fedvit.wire.messages import BlobAck, BlobNack, BlobUrl, Manifest, TransferMessage
@@ -30,12 +30,9 @@ log = logging.getLogger(__name__)
 class BlobExchange:
     """Fetches blobs into a store and serves them from it.
 
-    `send(peer, message)` sends a control message. `topic_for(digest)` is the topic on which this side
-    sends a blob's chunks, `dedicated_topic_for(peer, digest)` that for one receiver which cannot keep up with the
-    others. `may_read(peer, digest)` says whether a peer may fetch a blob: the store also holds uploads of
-    other devices. `receivers(digest)` is how many peers are expected to ask for a blob now, so that it is
-    sent once to all of them. `places` is the object store of the side that has one. The other side sets `store_origin`
-    to what was announced to it: URLs of other hosts are refused.
+    `send(peer, message)` sends a control message. `may_read(peer, digest)` says whether a peer may fetch a blob: the
+    store also holds uploads of other devices. `places` is the object store of the side that has one. The other side
+    sets `store_origin` to what was announced to it: URLs of other hosts are refused.
     """
 
     def __init__(
@@ -44,10 +41,8 @@ class BlobExchange:
         blobs: BlobStore,
         *,
         send: Callable[[str, TransferMessage], None],
-        topic_for: Callable[[str], str],
+        topics: ChunkTopics,
         may_read: Callable[[str, str], bool],
-        receivers: Callable[[str], int] = lambda digest: 1,
-        dedicated_topic_for: Callable[[str, str], str] | None = None,
         places: BlobPlaces | None = None,
     ) -> None:
         self._blobs = blobs
@@ -59,15 +54,7 @@ class BlobExchange:
         self._receiver = BlobReceiver(transport, blobs, lock=self._lock, send=send)
         self._url_receiver = UrlReceiver(self._receiver, lock=self._lock, route=self._route, places=places)
         self._url_sender = UrlSender(blobs, lock=self._lock, send=send, route=self._route)
-        self._chunks = ChunkSender(
-            transport,
-            blobs,
-            lock=self._lock,
-            send=send,
-            topic_for=topic_for,
-            receivers=receivers,
-            dedicated_topic_for=dedicated_topic_for,
-        )
+        self._chunks = ChunkSender(transport, blobs, lock=self._lock, send=send, topics=topics)
         self.heard = self._receiver.heard
         self.take_progress = self._receiver.take_progress
         self.on_use_dedicated_topic = self._receiver.on_use_dedicated_topic

@@ -308,6 +308,7 @@ class ModelReport(Message, frozen=True, tag="modelreport"):
     reason: Reason = ""  # of `failed`, or why a wanted state is not the actual one
     answered: Count = 0  # pictures that `serving` has answered on this device
     confidence: Annotated[float, Meta(ge=0.0, le=2.0**31)] = 0.0  # sum over these pictures
+    has_drifted: bool = False  # these pictures differ from those that `serving` was made with
 
 
 class SumKeys(Message, frozen=True, tag="sumkeys"):

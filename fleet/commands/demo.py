@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import click
 
 from coordinator.api import print_run
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, Group, json_flag, print_json
 from fedvit.hints import command
 from fleet.commands.run import outcome_json
 from fleet.datasets.digits import read_digits
@@ -42,7 +42,12 @@ class DemoFlags(NamedTuple):
     as_json: bool
 
 
-@click.command("demo", cls=Command, examples=["fleet demo", "fleet demo --devices 8 --method fedavg --json"])
+@click.group(
+    "demo",
+    cls=Group,
+    invoke_without_command=True,
+    examples=["fleet demo", "fleet demo --devices 8 --method fedavg --json", "fleet demo loop"],
+)
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Edge processes.")
 @click.option(
     "--rounds", type=click.IntRange(min=1), default=DEMO["rounds"], show_default=True, help="Rounds to train."
@@ -53,9 +58,13 @@ class DemoFlags(NamedTuple):
     "--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True, help="Folder for everything."
 )
 @json_flag
-def demo_command(**flags: Any) -> None:
+@click.pass_context
+def demo_command(context: click.Context, /, **flags: Any) -> None:
     """Partition handwritten digits over devices, and train on them with real processes over MQTT."""
     own = DemoFlags(**flags)
+    if context.invoked_subcommand is not None:
+        context.default_map = {context.invoked_subcommand: {"out": own.out, "seed": own.seed, "as_json": own.as_json}}
+        return
     parts = own.out / "parts"
     if parts.exists():
         shutil.rmtree(parts)  # of an earlier demo
@@ -92,3 +101,38 @@ def _run(flags: DemoFlags, parts: Path) -> RunOutcome:
         threads=max(1, usable_cores() // flags.devices),
     )
     return run_fleet(request, is_quiet=flags.as_json)
+
+
+@demo_command.command(
+    "loop",
+    cls=Command,
+    examples=["fleet demo loop", "fleet demo loop --data cifar-10-batches-bin --class cat,dog,frog"],
+)
+@click.option("--data", default="digits", show_default=True, help="Name or path of a data set of images.")
+@click.option(
+    "--class", "names", default="", metavar="A,B,C", help="Classes; the last one is new. By default the first three."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of every random draw.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True, help="Folder for everything."
+)
+@json_flag
+def loop_command(data: str, names: str, seed: int, out: Path, as_json: bool) -> None:
+    """Use a model on two devices, let a new class appear, label it, learn it, try it and promote it.
+
+    It takes a few minutes: a service, and on each device one process that trains and one that answers pictures.
+    """
+    from fleet.loop.story import LoopSettings, play_story  # onnxruntime: --help need not wait for it
+
+    began = time.monotonic()
+
+    def report(line: str) -> None:
+        click.echo(f"{time.monotonic() - began:4.0f} s  {line}", err=as_json)
+
+    outcome = play_story(LoopSettings(out, data, tuple(filter(None, names.split(","))), seed), report)
+    if as_json:
+        print_json(outcome)
+        return
+    click.echo(f"took {outcome.seconds:.0f} s")
+    click.echo(f"see its pages:           {command('coordinator', 'dashboard', runs=out / 'loop' / 'runs')}")
+    click.echo(f"pictures, answers, logs: {out / 'loop'}")

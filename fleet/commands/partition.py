@@ -10,7 +10,8 @@ import msgspec
 from fedvit.command_line import Command, json_flag
 from fedvit.errors import ConfigError
 from fleet.datasets import SOURCES
-from fleet.partition import DealSettings, deal
+from fleet.datasets.columns import make_columns
+from fleet.partition import OFFICIAL, DealSettings, Official, deal
 from fleet.partition_plot import bar_lines, count_matrix, summary_table, write_plot
 from fleet.partitions import PARTITIONS, Option, partition_options
 from profiles.report.console import Console
@@ -44,6 +45,17 @@ def _merge_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str, 
     return options
 
 
+def read_share(_: click.Context, option: click.Parameter, text: str) -> float | Official:
+    """Read a share of 0 to 1, or "official". Raises BadParameter."""
+    try:
+        share = OFFICIAL if text == OFFICIAL else float(text)
+    except ValueError:
+        share = -1.0
+    if share == OFFICIAL or 0 <= share < 1:
+        return share
+    raise click.BadParameter(f"{text!r} is neither {OFFICIAL} nor a share of 0 to 1", param=option)
+
+
 @click.command("partition", cls=Command, examples=["fleet partition --devices 6 --alpha 0.1 --plot --out parts"])
 @click.option(
     "--dataset",
@@ -51,7 +63,15 @@ def _merge_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str, 
     show_default=True,
     metavar="NAME|PATH",
     help=f"A known data set ({', '.join(SOURCES)}), or the path of one: class folders (also as .zip), domain folders,"
-    " CIFAR-10 or -100, MNIST's idx files, MedMNIST's .npz, Parquet, a .txt of speaking roles, LEAF's .json.",
+    " CIFAR-10 or -100, MNIST's idx files, .npz, Parquet, CSV, saved data sets, PFLlib's folders, a .txt of speaking"
+    " roles, LEAF's .json.",
+)
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="PURPOSE=NAME",
+    help="Column of Parquet, CSV or a saved data set for image, label, coarse_label or domain; repeatable.",
 )
 @click.option("--devices", default=4, show_default=True, type=click.IntRange(min=1), help="How many device folders.")
 @click.option(
@@ -70,10 +90,16 @@ def _merge_options(pairs: Sequence[str], flags: Mapping[str, Any]) -> dict[str, 
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Same seed, same folders.")
 @click.option(
     "--test-share",
-    default=0.2,
+    default="0.2",
     show_default=True,
-    type=click.FloatRange(0, 1, max_open=True),
-    help="Share of each class that a device tests with.",
+    metavar="SHARE|official",
+    callback=read_share,
+    help="Share of each class that a device tests with, or the test images of the data set's own split.",
+)
+@click.option(
+    "--validation-share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Devices test with this share of their training images instead, and get no test image.",
 )
 @click.option(
     "--size",
@@ -87,6 +113,7 @@ def partition_command(out: Path, name: str, devices: int, plot: bool, as_json: b
     """Deal a data set out into one folder per device."""
     short = {option: flags.pop(option) for option in ("alpha", "min_samples", "cap")}
     dataset, options = flags.pop("dataset"), _merge_options(flags.pop("pairs"), short)
+    flags["columns"] = make_columns(_merge_options(flags["columns"], {}))
     summary = deal(dataset, name, devices, out, DealSettings(options, **flags))
     if plot:
         write_plot(summary, out / PLOT_FILE)

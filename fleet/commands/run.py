@@ -35,6 +35,7 @@ class RunFlags(Struct, frozen=True, kw_only=True):
     hosts: int | None
     ray: str | None
     engine: Engine
+    checks_export: bool
     precision: ProductPrecision
     as_json: bool
 
@@ -54,9 +55,11 @@ class RunFlags(Struct, frozen=True, kw_only=True):
                 "FV2102", f"--virtual {self.virtual} says how many devices there are; leave out --devices {devices}"
             )
         elif self.engine != "onnx" and self.ray:
-            raise ConfigError("FV2123", "--ray is for --engine onnx: engine torch has no processes of devices")
+            raise ConfigError("FV2123", f"--ray is for --engine onnx: engine {self.engine} has no processes of devices")
         elif self.engine == "onnx" and self.precision != "fp32":
             raise ConfigError("FV2102", f"--precision {self.precision} is for --engine torch")
+        elif self.engine == "onnx" and self.checks_export:
+            raise ConfigError("FV2102", "--check-export is for the engines of torch: engine onnx runs the graphs")
 
 
 @click.command(
@@ -89,11 +92,18 @@ class RunFlags(Struct, frozen=True, kw_only=True):
 @click.option("--ray", metavar="HOST:PORT|local", help="Run the virtual devices on the nodes of a Ray cluster.")
 @click.option(
     "--engine",
-    type=click.Choice(["onnx", "torch", "auto"]),
+    type=click.Choice(["onnx", "torch", "eager", "auto"]),
     default="onnx",
     show_default=True,
     help="onnx: devices as processes or hosts with MQTT. torch: virtual devices in batches on the accelerator, "
-    "without messages. auto: torch where the accelerator is a GPU.",
+    "without messages. eager: one virtual device after the other, as a method's code is written, for debugging. auto: "
+    "torch where the accelerator is a GPU.",
+)
+@click.option(
+    "--check-export",
+    "checks_export",
+    is_flag=True,
+    help="In the engines of torch: also export the method's graphs, which real devices would run, and verify them.",
 )
 @click.option(
     "--precision",
@@ -132,6 +142,7 @@ def _run(folders: list[Path] | dict[str, Path], values: dict[str, Any], flags: R
         run=check_name(flags.name or time.strftime("%Y%m%d-%H%M%S-fleet"), "run"),
         threads=flags.threads or threads,
         engine=flags.engine,
+        checks_export=flags.checks_export,
         precision=flags.precision,
     )
     if flags.virtual is None:

@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 
 from coordinator.rounds.tasks import Work
+from edge_client.work.answer_tally import AnswerTally
 from edge_client.work.batches import choose_rows, facts_of
 from edge_client.work.sampler import Sampler, make_sampler
 from fedvit.data.images import Flags, Indices
 from fedvit.methods.base import Method
+from fedvit.methods.calculus import TorchCalculus, TracedCalculus
+from fedvit.methods.failures import name_errors
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT
-from fedvit.program import LABELS, Program, Train
-from fedvit.roles import ProductPrecision
+from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
+from fedvit.wire.messages import MAX_CLASS_COUNTS, ClassCount
 from fleet.engines.pictures import DeviceImages, Drawn, Pictures, draw_training, whole_samples
+from fleet.engines.settings import TorchSettings
 from fleet.engines.steps import (
     BatchedStep,
     BatchWork,
@@ -33,6 +37,7 @@ from fleet.engines.steps import (
     Runner,
     batched_step,
     compiled,
+    one_by_one,
     skip_finished,
     with_precision,
 )
@@ -73,24 +78,14 @@ class CohortUpdate:
 class Cohort:
     """The step functions of a run's methods, and the images of its devices."""
 
-    def __init__(
-        self,
-        vit: PatchViT,
-        pictures: Pictures,
-        accelerator: torch.device,
-        *,
-        precision: ProductPrecision,
-        fused: bool,
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, vit: PatchViT, pictures: Pictures, settings: TorchSettings, log: Callable[[str], None]) -> None:
         self._log = log
-        self._precision = precision
-        self._fused = fused
-        self._captures = accelerator.type == "cuda"
+        self._settings = settings
+        self._accelerator = torch.device(settings.accelerator)
+        self._captures = self._accelerator.type == "cuda" and not settings.is_eager
         self._vit = vit
         self._pictures = pictures
-        self._accelerator = accelerator
-        self._steps: dict[tuple[object, ...], BatchedStep] = {}
+        self._steps: dict[tuple[Method, Train | Gather | None, bool], BatchedStep] = {}
         self._runners: dict[tuple[Method, Train, int, bool], Runner] = {}
 
     def forget(self) -> None:
@@ -202,7 +197,7 @@ class Cohort:
         first = 0
         for count, last in self._segments(ends):
             work = work.first_devices(count)
-            runner = self._runner(method, phase, count, fused=self._fused and count == len(ends))
+            runner = self._runner(method, phase, count, fused=bool(self._settings.fused) and count == len(ends))
             work.updated = runner.run(work, first, last, losses, keep if phase.collect else None)
             first, left = last, self._device_count(ends, last)
             pieces.append({name: value[left:] for name, value in work.updated.items() if name.startswith("tensor/")})
@@ -242,7 +237,9 @@ class Cohort:
         plain = replace(method, recompute=False)
         key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
-            step = partial(whole_step, plain, self._vit, phase)
+            step = partial(
+                whole_step, plain, self._vit, phase, TorchCalculus if self._settings.is_eager else TracedCalculus
+            )
             batched = self._make_step((plain, phase), step, trains=True, fused=fused)
             given = batched, self._pictures.pixels, self._pictures.batch
             recorded = self._accelerator.type == "cuda"
@@ -250,11 +247,21 @@ class Cohort:
         return self._runners[key]
 
     def _make_step(
-        self, key: tuple[object, ...], step: Callable[[], Step], *, trains: bool = False, fused: bool = False
+        self,
+        purpose: tuple[Method, Train | Gather | None],
+        step: Callable[[], Step],
+        *,
+        trains: bool = False,
+        fused: bool = False,
     ) -> BatchedStep:
-        key = (*key, fused)
+        key = (*purpose, fused)
         if key not in self._steps:
-            batched = with_precision(batched_step(step(), self._log), self._precision, self._accelerator)
+            batched = (
+                one_by_one(name_errors(step(), *purpose))
+                if self._settings.is_eager
+                else batched_step(step(), self._log)
+            )
+            batched = with_precision(batched, self._settings.precision, self._accelerator)
             batched = skip_finished(batched) if trains else batched
             self._steps[key] = compiled(batched) if fused else batched
         return self._steps[key]
@@ -269,19 +276,28 @@ class Cohort:
         train: Sequence[DeviceImages],
         test: Sequence[DeviceImages],
         choices: Sequence[np.random.Generator],
-    ) -> list[tuple[float, int]]:
-        """(right answers, images) of each device on its test images, whole and not varied."""
+    ) -> list[tuple[float, int, tuple[ClassCount, ...]]]:
+        """(right answers, images, answers by class) of each device on its test images, whole and not varied."""
         evaluate = program.evaluate
         own = {f"tensor/{name}": value for name, value in values.own.items()}
         common = {f"tensor/{name}": value for name, value in values.common.items()}
         if evaluate.gather:
             own |= self._gather(program, method, common, own, train, choices)
-        batched = self._make_step((method, "predict"), lambda: predict_step(method, self._vit))
+        batched = self._make_step((method, None), lambda: predict_step(method, self._vit))
         correct = np.zeros(len(test))
+        tallies = [AnswerTally(len(program.classes)) for _ in test]
         for labels, readable, outputs in self._full(program, batched, common, own, test):
-            right = outputs["logits"].argmax(dim=-1).cpu().numpy() == labels
+            answers = outputs["logits"].argmax(dim=-1).cpu().numpy()
+            right = answers == labels
             correct += (right.reshape(*readable.shape, -1).mean(axis=2) * readable).sum(axis=1)
-        return [(float(right), int(one.readable.sum())) for right, one in zip(correct, test, strict=True)]
+            if evaluate.counts_classes and labels.ndim == 2:  # a sample of text has characters of many classes
+                for tally, true, given, there in zip(tallies, labels, answers, readable, strict=True):
+                    tally.add(true[there], given[there])
+        counts = [tally.by_class() for tally in tallies]
+        return [
+            (float(right), int(one.readable.sum()), by_class if len(by_class) <= MAX_CLASS_COUNTS else ())
+            for right, one, by_class in zip(correct, test, counts, strict=True)
+        ]
 
     def _gather(
         self,

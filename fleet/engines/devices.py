@@ -29,14 +29,14 @@ from fedvit.methods.base import Method, ServerState
 from fedvit.methods.packed import as_sent, unpack_tensors
 from fedvit.precision import SCALE
 from fedvit.program import Program, Role
-from fedvit.roles import ProductPrecision
 from fedvit.tensors import Tensors, unpack
 from fedvit.updates import NONE
-from fedvit.wire.messages import TaskKind
+from fedvit.wire.messages import ClassCount, TaskKind
 from fleet.engines.cohort import Cohort, Values, evaluation_flops
 from fleet.engines.pictures import DeviceImages, Pictures
+from fleet.engines.settings import TorchSettings
 from fleet.engines.steps import Named, to_numpy
-from profiles.program_cost import PricedProgram
+from profiles.program_cost import count_download_bytes
 
 T = TypeVar("T")
 
@@ -77,15 +77,8 @@ class DeviceEvaluation(NamedTuple):
     device: str
     correct: float
     images: int
+    by_class: tuple[ClassCount, ...]  # empty: not counted
     flops: int
-
-
-class TorchSettings(NamedTuple):
-    """The place and the manner in which torch computes."""
-
-    accelerator: str  # torch device
-    precision: ProductPrecision = "fp32"
-    fused: bool | None = None  # whether steps are compiled; None: on a GPU for long runs
 
 
 class SimulatedDevices:
@@ -102,6 +95,8 @@ class SimulatedDevices:
         log: Callable[[str], None],
     ) -> None:
         self.accelerator = settings.accelerator
+        self.program = "eager" if settings.is_eager else "torch"
+        """Stands for the Program's digest in the record of a run, so that no other engine resumes it."""
         self._config, self._plan, self._blobs = config, plan, blobs
         self._accelerator = accelerator = torch.device(settings.accelerator)
         self._log = log
@@ -116,11 +111,11 @@ class SimulatedDevices:
                 images[own.folder] = pictures.add(known.train), pictures.add(known.test)
             self._devices[name] = SimulatedDevice(name, *images[own.folder])
         pictures.finish()
-        fused = settings.fused
-        if fused is None:
-            fused = accelerator.type == "cuda" and config.rounds >= FUSED_FROM_ROUNDS
-        self._cohort = Cohort(plan.vit, pictures, accelerator, precision=settings.precision, fused=fused, log=log)
-        self._priced: dict[Method, PricedProgram] = {}
+        if settings.fused is None:
+            long = config.rounds >= FUSED_FROM_ROUNDS and not settings.is_eager
+            settings = settings._replace(fused=accelerator.type == "cuda" and long)
+        self._cohort = Cohort(plan.vit, pictures, settings, log)
+        self._programs: dict[Method, Program] = {}
         self._at_once: dict[Method, int] = {}  # devices in one batch
         self.start_from(plan.state, {})
 
@@ -204,7 +199,7 @@ class SimulatedDevices:
             for name in back
             if name not in changed
         }
-        received_bytes = self._priced[method].cost(images=1, test_images=1).bytes_down
+        received_bytes = count_download_bytes(program)
         keep = [
             name
             for group in dict.fromkeys([*program.with_role(Role.LOCAL), *program.evaluate.kept])
@@ -312,9 +307,9 @@ class SimulatedDevices:
         return max(1, min(MOST_AT_ONCE, int(0.8 * free_bytes) // device_bytes))
 
     def _program(self, method: Method) -> Program:
-        if method not in self._priced:
-            self._priced[method] = self._plan.priced(method)
-        return self._priced[method].program
+        if method not in self._programs:
+            self._programs[method] = self._plan.describe(method)
+        return self._programs[method]
 
     # --- values ---------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+from msgspec.structs import replace
+
 from coordinator.record.record import Record
 from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import Asked, RefusalRecord, ResultRecord, SavedState, TaskRecord, now
@@ -20,7 +22,7 @@ from fedvit.tensors import Tensors, compute_packed_bytes, pack, unpack
 from fedvit.wire.messages import Result, TaskKind
 from fleet.engines.devices import DeviceEvaluation, DeviceResult
 from fleet.engines.server import TorchServer
-from fleet.engines.trainer import PROGRAM, TorchTrainer
+from fleet.engines.trainer import TorchTrainer
 
 CHECKPOINT_EVERY_S = 5.0
 CHECKPOINT_SHARE = 0.05
@@ -157,7 +159,7 @@ class CheckpointJournal(Journal):
     ) -> None:
         store, run, number, chosen = self._store, self._run, closed.number, [one.device for one, _ in trained]
         store.rounds.open(run, number, chosen, len(chosen), times[0])
-        store.tasks.add(run, [TaskRecord(number, name, PROGRAM, {}) for name in chosen])
+        store.tasks.add(run, [TaskRecord(number, name, self._trainer.devices.program, {}) for name in chosen])
         failed = {one.device: one.failure for one, _ in trained if one.failure}
         for name, reason in failed.items():
             store.devices.add_refusal(run, RefusalRecord(number, name, "train", reason))
@@ -178,7 +180,8 @@ class CheckpointJournal(Journal):
 
     def _answer(self, number: int, one: DeviceEvaluation) -> tuple[str, Result, None]:
         use, metrics = ResourceUse(flops=one.flops), {"correct": one.correct}
-        return one.device, self._result(number, "evaluate", one.images, metrics, use), None
+        result = self._result(number, "evaluate", one.images, metrics, use)
+        return one.device, replace(result, by_class=one.by_class), None
 
     def _result(self, number: int, kind: TaskKind, samples: int, metrics: dict[str, float], use: ResourceUse) -> Result:
         return Result(run=self._run, round=number, kind=kind, samples=samples, metrics=metrics, use=use)

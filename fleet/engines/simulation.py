@@ -24,10 +24,11 @@ from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, FedvitError
 from fedvit.tensors import Tensors, map_tensors
-from fleet.engines.devices import SimulatedDevices, TorchSettings
+from fleet.engines.devices import SimulatedDevices
 from fleet.engines.journal import CheckpointHistory, CheckpointJournal
 from fleet.engines.server import TorchServer
-from fleet.engines.trainer import PROGRAM, TorchTrainer
+from fleet.engines.settings import TorchSettings
+from fleet.engines.trainer import TorchTrainer
 
 
 def check_engine_config(config: RunConfig) -> None:
@@ -67,6 +68,11 @@ class TorchSimulation:
         """Run all rounds that are not finished. Raises DataError for folders that cannot be used, and FedvitError when
         the run fails."""
         run, config, store = self.run, self.config, self.store
+        engine = "eager" if self.settings.is_eager else "torch"
+        if (began := store.runs.read(run).program) not in (None, engine):
+            raise ConfigError(
+                "FV1509", f"run {run} began with program {began}, not with engine {engine}: resume it with that engine"
+            )
         blobs = BlobStore(self.home / "blobs")
         opened = {folder: DeviceData.open(folder) for folder in dict.fromkeys(self.folders.values())}
         earlier, start = config.start_from, None
@@ -74,22 +80,26 @@ class TorchSimulation:
             start = start_state(earlier, store, self.home.parent, config.start_round)
         plan = make_plan(config, self._classes(opened), blobs, start=start, cache=self.graph_cache, progress=self._show)
         data = {name: opened[folder] for name, folder in self.folders.items()}
+        if self.settings.checks_export:
+            for method in {plan.method_for(name, 1) for name in data}:
+                plan.export(method)
         devices = SimulatedDevices(config, plan, blobs, data, self.settings, log=self.display.line)
         quarantine = Quarantine(run, store, config.robust)
         trainer = TorchTrainer(config, devices, quarantine, self.display)
         server = TorchServer(run, store, plan, blobs, trainer)
         journal = CheckpointJournal(run, store, self.home, blobs, trainer, server)
         ports = Ports(trainer, trainer, journal, CheckpointHistory(run, store))
-        engine = RoundEngine(run, config, ports, step=server.step, report=self.display.line)
-        store.runs.update(run, classes=list(plan.classes), status="running", program=PROGRAM, protocol=plan.protocol)
+        rounds = RoundEngine(run, config, ports, step=server.step, report=self.display.line)
+        known = {"classes": list(plan.classes), "program": engine, "protocol": plan.protocol}
+        store.runs.update(run, status="running", **known)
         try:
             journal.resume()
-            engine.run()
+            rounds.run()
             write_models(self.home, server.state, plan.rule, journal.devices_seen(), config.seed)
             if (best := journal.read_best()) is not None:
                 state = load_state(best, blobs, plan.values)
                 write_models(self.home / BEST, state, plan.rule, journal.devices_seen(), config.seed)
-            reason = engine.scores.reason
+            reason = rounds.scores.reason
             store.runs.update(run, status="finished", reason=reason and f"stopped: {reason}")
         except KeyboardInterrupt:
             store.runs.update(run, status="interrupted")

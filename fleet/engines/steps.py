@@ -21,6 +21,7 @@ from fleet.engines.pictures import training_samples
 
 Named = dict[str, Tensor]
 
+
 BatchedStep = Callable[[Named, Named, Named, Named, Named], Named]
 """(updated tensors, each device's own, common, batch, scalars) -> the step's outputs. The first, second and fourth, and
 the outputs, have an axis of devices in front."""
@@ -29,20 +30,8 @@ the outputs, have an axis of devices in front."""
 def batched_step(step: Step, log: Callable[[str], None]) -> BatchedStep:
     """The step of D devices at once; one after the other, with a line of log, where it cannot be mapped."""
 
-    def one_device(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
-        return step({**updated, **own, **common, **batch, **scalars})
-
-    def one_by_one(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
-        count = len(next(iter(batch.values())))
-
-        def of(part: Named, device: int) -> Named:
-            return {name: value[device] for name, value in part.items()}
-
-        results = [
-            one_device(of(updated, device), of(own, device), common, of(batch, device), scalars)
-            for device in range(count)
-        ]
-        return {name: torch.stack([result[name] for result in results]) for name in results[0]}
+    def one_device(*parts: Named) -> Named:
+        return step({name: value for part in parts for name, value in part.items()})
 
     mapped = torch.func.vmap(one_device, in_dims=(0, 0, None, 0, None))
     is_mapped = True
@@ -57,7 +46,20 @@ def batched_step(step: Step, log: Callable[[str], None]) -> BatchedStep:
             except RuntimeError as error:  # vmap has no exception of its own
                 is_mapped = False
                 log(f"devices are computed one after the other: {str(error).splitlines()[0]}")
-        return one_by_one(*parts)
+        return one_by_one(step)(*parts)
+
+    return call
+
+
+def one_by_one(step: Step) -> BatchedStep:
+    """The step of one device after the other."""
+
+    def call(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
+        results = []
+        for device in range(len(next(iter(batch.values())))):
+            part = {name: value[device] for name, value in {**updated, **own, **batch}.items()}
+            results.append(step({**part, **common, **scalars}))
+        return {name: torch.stack([result[name] for result in results]) for name in results[0]}
 
     return call
 

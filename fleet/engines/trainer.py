@@ -10,9 +10,6 @@ from coordinator.rounds.quarantine import Quarantine
 from coordinator.rounds.tasks import Work
 from fleet.engines.devices import DeviceEvaluation, DeviceResult, SimulatedDevices
 
-PROGRAM = "torch"
-"""Stands for the Program's digest in the record of a run of this engine, so that no other engine resumes it."""
-
 
 class TorchTrainer(Roster, Trainer):
     """The devices of a run, of which each is asked in this process. `trained` and `tested` are the newest answers."""
@@ -39,7 +36,7 @@ class TorchTrainer(Roster, Trainer):
         self._number = number
 
     def plan(self, devices: Iterable[str]) -> dict[str, Work]:
-        return {device: self.devices.plan(device, self._number, PROGRAM) for device in devices}
+        return {device: self.devices.plan(device, self._number, self.devices.program) for device in devices}
 
     def offer(self, opened: OpenRound, devices: Iterable[str]) -> None:
         cohort, of_rounds = list(devices), f"round {opened.number}/{self.config.rounds}"

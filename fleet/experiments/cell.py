@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,6 +34,7 @@ from fedvit.methods.base import Images
 from fedvit.tensors import map_tensors
 from fleet.devices import device_folders
 from fleet.experiments.cells import GridCell
+from fleet.experiments.class_scores import score_classes
 from fleet.experiments.folder import (
     CELL_FILE,
     PROGRESS_FILE,
@@ -136,13 +138,15 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
             shutil.rmtree(out)  # of another version of the software
             runs = _train(cell, out, parts, options, watcher)
     except EmptyCohort as error:
-        if cell.deal.validation_share is None:
+        if cell.tried is UNSET:
             raise
         atomic_write(folder / UNUSABLE_FILE, msgspec.json.encode(UnusableCell(digest=cell.digest, reason=str(error))))
         return
     finally:
         watcher.close()
-    result = make_result(cell, runs.training, wall_s=watcher.wall_s)
+    result = _score_devices(
+        make_result(cell, runs.training, wall_s=watcher.wall_s), out, runs.training.rounds[-1].round
+    )
     if cell.deal.global_test and cell.deal.validation_share is None:
         generic = generic_accuracy(cell, out / RUN / "model.safetensors", parts)
         result = replace(result, generic_accuracy=generic)
@@ -210,6 +214,26 @@ def make_result(cell: GridCell, summary: RunView, *, wall_s: float) -> CellResul
         rounds=rounds,
         epsilon=summary.epsilon,
         feature_epsilon=summary.feature_epsilon,
+    )
+
+
+def _score_devices(result: CellResult, out: Path, number: int) -> CellResult:
+    """Add the scores of the last evaluation that weigh classes equally, if all devices counted answers by class."""
+    store = open_record(out)
+    try:
+        tested = [entry for entry in store.tasks.read_used_in(RUN, number, "evaluate") if entry.samples]
+    finally:
+        store.close()
+    scores = {entry.device: score for entry in tested if (score := score_classes(entry.by_class))}
+    if not scores or len(scores) < len(tested):
+        return result
+    macro_f1 = {device: score.macro_f1 for device, score in scores.items() if score.macro_f1 is not None}
+    return replace(
+        result,
+        balanced_accuracy=fmean(score.balanced for score in scores.values()),
+        balanced_by_device={device: score.balanced for device, score in scores.items()},
+        macro_f1=fmean(macro_f1.values()) if len(macro_f1) == len(scores) else None,
+        macro_f1_by_device=macro_f1,
     )
 
 

@@ -12,6 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from fedvit.blobs import digest_of
 from fedvit.roles import ProductPrecision
 from fleet.experiments.settings import Experiment
+from fleet.partition import Official
 from fleet.request import Engine
 from profiles.report.experiment import Values
 
@@ -28,9 +29,12 @@ class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     partition: str
     options: dict[str, Any]  # all of them
     seed: int
-    test_share: float
-    validation_share: float | None = None  # of a search: devices test with this share of their training images
-    global_test: float | None = None
+    test_share: float | Official
+    validation_share: float | None = None  # devices test with this share of their training images
+    global_test: float | Official | None = None
+    columns: dict[str, str] = {}  # of a table of images, by purpose
+    parts: str | None = None  # a folder that was dealt out before, in place of the data set
+    parts_digest: str | None = None  # of its `partition.json`
 
     @property
     def digest(self) -> str:

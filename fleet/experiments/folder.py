@@ -59,7 +59,8 @@ class CellFolder:
         self.cell = cell
         self.folder = out / "cells" / cell.path
         images = "seed" if cell.deal.validation_share is None else "validation-seed"
-        self.parts = out / "parts" / cell.partition / f"{images}-{cell.seed}"
+        dealt = out / "parts" / cell.partition / f"{images}-{cell.seed}"
+        self.parts = Path(cell.deal.parts) if cell.deal.parts else dealt
 
     def result(self) -> CellResult | None:
         """Return the result; None when the cell is not finished, or its settings have changed."""

@@ -3,17 +3,22 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from coordinator.compute.planning.checks import checked_config
+from fedvit.blobs import digest_of
+from fedvit.data.layout import PARTITION_FILE
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method, method_class
 from fedvit.wire.topics import check_name
 from fleet.experiments.cells import SCHEMA, Deal, Grid, GridCell, NovelDevices, Rung, Search, SearchPoint
 from fleet.experiments.settings import (
+    PARTS,
     Experiment,
     ExperimentFile,
     TuningTable,
@@ -22,6 +27,7 @@ from fleet.experiments.settings import (
     list_points,
     read_tune,
 )
+from fleet.partition import GLOBAL_TEST, PartitionSummary
 from fleet.partitions import make_partition
 from fleet.request import SIMULATION_DEFAULTS
 from profiles.report.experiment import Values
@@ -117,7 +123,7 @@ def _make_cell(
     tried: Values | UnsetType = UNSET,
     validation_share: float | None = None,
 ) -> GridCell:
-    experiment, (kind, options) = comparison.experiment, comparison.rule
+    experiment = comparison.experiment
     novel: NovelDevices | UnsetType = UNSET
     if experiment.novel:
         later = runs.novel if tried is UNSET else None
@@ -128,17 +134,7 @@ def _make_cell(
         method=comparison.method,
         partition=comparison.partition,
         seed=seed,
-        deal=Deal(
-            dataset=experiment.dataset,
-            image_size=experiment.size[1],
-            devices=experiment.devices,
-            partition=kind,
-            options=options,
-            seed=seed,
-            test_share=experiment.test_share,
-            validation_share=validation_share,
-            global_test=experiment.global_test,
-        ),
+        deal=_make_deal(comparison, seed, experiment.validation_share if tried is UNSET else validation_share),
         run={**runs.training, "seed": seed},
         engine=experiment.engine,
         precision=experiment.precision,
@@ -146,6 +142,48 @@ def _make_cell(
         novel=novel,
         pictures=pictures or UNSET,
     )
+
+
+def _make_deal(comparison: _Comparison, seed: int, validation_share: float | None) -> Deal:
+    experiment, (kind, options) = comparison.experiment, comparison.rule
+    deal = Deal(
+        dataset=experiment.dataset,
+        image_size=experiment.size[1],
+        devices=experiment.devices,
+        partition=kind,
+        options=options,
+        seed=seed,
+        test_share=experiment.test_share,
+        validation_share=validation_share,
+        global_test=experiment.global_test,
+        columns=experiment.columns,
+    )
+    return _use_parts(deal, str(options[PARTS])) if kind == PARTS else deal
+
+
+def _use_parts(deal: Deal, template: str) -> Deal:
+    """Use a folder that was dealt out before. Raises ConfigError for one that does not fit."""
+    folder = Path(template.replace("{seed}", str(deal.seed)))
+    note = folder / PARTITION_FILE
+    try:
+        content = note.read_bytes()
+        summary = msgspec.json.decode(content, type=PartitionSummary)
+    except OSError as error:
+        raise ConfigError("FV2129", f"{PARTS} = {template!r}: cannot read {note}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError("FV2129", f"{PARTS} = {template!r}: {note} is not of this version: {error}") from None
+    reason = None
+    if len(summary.devices) != deal.devices:
+        reason = f"has {len(summary.devices)} devices, the experiment {deal.devices}"
+    elif summary.size != deal.image_size:
+        reason = f"has samples of size {summary.size}, the experiment {deal.image_size}"
+    elif deal.validation_share is not None:
+        reason = "cannot be divided for validation; remove validation_share and tune"
+    elif deal.global_test is not None and not (folder / GLOBAL_TEST).is_dir():
+        reason = f"has no {GLOBAL_TEST}; remove global_test"
+    if reason:
+        raise ConfigError("FV2129", f"{PARTS} = {template!r}: {folder} {reason}")
+    return replace(deal, parts=str(folder), parts_digest=digest_of(content))
 
 
 def _make_search(comparison: _Comparison, points: list[tuple[Values, CellConfigs]]) -> Search:
@@ -261,6 +299,10 @@ def _check_novel_options(experiment: Experiment, methods: Mapping[str, list[Meth
 def _complete_partition(name: str, table: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
     check_name(name, f"{where}: the partition")
     at = f"{where}: [partitions.{name}]"
+    if PARTS in table:
+        if len(table) > 1 or not isinstance(table[PARTS], str):
+            raise ConfigError("FV2107", f"{at}: {PARTS} = {table[PARTS]!r}: expected a folder's name, and no other key")
+        return PARTS, table
     kind, options = divide_named(table, "partition", at)
     try:
         return kind, asdict(make_partition(kind, **options))

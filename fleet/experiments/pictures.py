@@ -72,7 +72,7 @@ def embed_devices(run: FinishedRun, parts: Path, seed: int, novel: FinishedRun |
 
 def device_kinds(summary: PartitionSummary) -> dict[str, str]:
     """Return each device's domain or, without domains, the class of which it has most training images."""
-    if summary.domains:
+    if summary.domains and "per_domain" in summary.options:
         each = int(summary.options["per_domain"])
         return {entry.name: summary.domains[number // each] for number, entry in enumerate(summary.devices)}
     return {entry.name: max(entry.train, key=entry.train.__getitem__) for entry in summary.devices}

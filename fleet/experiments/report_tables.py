@@ -38,6 +38,10 @@ NOVEL = (
     "accuracy of devices that joined after the training and learnt their own part alone, mean over them, then over"
     f" seeds, and its {CONFIDENCE:.0%} interval; what all devices share stood still"
 )
+CLASSES = (
+    "classes of a device weigh equally: mean over devices, each on its own test images, then over seeds, and its"
+    f" {CONFIDENCE:.0%} interval; - where devices do not count their answers by class"
+)
 VALIDATION = (
     "validation accuracy: on images set apart from each device's training images, mean over devices after the last"
     " round, then over the search's seeds; no test image was seen"
@@ -58,6 +62,13 @@ class ReportSection(NamedTuple):
     sheet: Sheet
     note: str
     is_titled: bool = True  # in Markdown
+
+
+_Figure = Callable[[MethodComparison], tuple[float | None, Interval | None]]
+_CLASS_SCORES: tuple[tuple[str, str, _Figure], ...] = (
+    ("balanced", "balanced accuracy", lambda entry: (entry.balanced_accuracy, entry.balanced_interval)),
+    ("macro-f1", "macro F1", lambda entry: (entry.macro_f1, entry.macro_f1_interval)),
+)
 
 
 def make_sheet(headings: Sequence[str], rows: Sequence[tuple[str, ...]], names: int = 1) -> Sheet:
@@ -86,6 +97,9 @@ def make_sections(outcome: ExperimentOutcome) -> list[ReportSection]:
         sections.append(ReportSection("generic", "generic model", make_sheet(columns, rows), GENERIC))
     if rows := _mean_rows(outcome, lambda entry: (entry.novel, entry.novel_interval)):
         sections.append(ReportSection("novel", "novel devices", make_sheet(columns, rows), NOVEL))
+    for name, title, read in _CLASS_SCORES:
+        if rows := _mean_rows(outcome, read):
+            sections.append(ReportSection(name, title, make_sheet(columns, rows), CLASSES))
     if rows := _progress_rows(outcome):
         sheet = make_sheet(_progress_headings(outcome), rows, names=2)
         sections.append(ReportSection("progress", "progress", sheet, PROGRESS, is_titled=False))
@@ -222,9 +236,7 @@ def _gain_rows(outcome: ExperimentOutcome) -> Rows:
     return rows
 
 
-def _mean_rows(
-    outcome: ExperimentOutcome, figure: Callable[[MethodComparison], tuple[float | None, Interval | None]]
-) -> Rows:
+def _mean_rows(outcome: ExperimentOutcome, figure: _Figure) -> Rows:
     """One row for each method that has the figure on any partition."""
     rows = []
     for method in outcome.methods:

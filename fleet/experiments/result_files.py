@@ -67,6 +67,14 @@ class DeviceRow(NamedTuple):
     device: str
     accuracy: float
 
+    @property
+    def balanced_accuracy(self) -> float | None:
+        return self.cell.result.balanced_by_device.get(self.device) if self.cell.result else None
+
+    @property
+    def macro_f1(self) -> float | None:
+        return self.cell.result.macro_f1_by_device.get(self.device) if self.cell.result else None
+
 
 def read_results(experiment: str) -> ExperimentOutcome:
     """Read the results of an experiment: its folder, its name in `experiments/`, its TOML file, or results.json.
@@ -137,7 +145,12 @@ def write_latex(outcome: ExperimentOutcome, tests: list[SignedRankTest], folder:
     notes = [describe_spread(outcome), LEADER, *protocol_lines(outcome)]
     cost_section = ReportSection("costs", "costs", cost_sheet(outcome), COST_UNITS)
     sections = [
-        ReportSection("accuracy", f"{outcome.experiment}: accuracy", accuracy_sheet(outcome), ". ".join(notes)),
+        ReportSection(
+            "accuracy",
+            f"{outcome.experiment}: accuracy",
+            accuracy_sheet(outcome),
+            ". ".join(f"{note[0].upper()}{note[1:]}" for note in notes),
+        ),
         *make_sections(outcome),
         cost_section,
         *([make_tests_section(outcome, tests)] if tests else []),
@@ -145,7 +158,8 @@ def write_latex(outcome: ExperimentOutcome, tests: list[SignedRankTest], folder:
     missing = describe_missing(outcome)
     written = []
     for section in sections:
-        caption = ". ".join(text for text in (section.title, section.note, missing) if text)
+        notes_below = [f"{text[0].upper()}{text[1:]}" for text in (section.note, missing) if text]
+        caption = ". ".join([section.title, *notes_below])
         label = f"tab:{outcome.experiment.replace(' ', '-')}-{section.name}"
         written.append(_write(folder / f"{section.name}.tex", SOURCE + section.sheet.latex(f"{caption}.", label)))
     return written
@@ -223,6 +237,7 @@ _METHOD_COLUMNS = _columns(
     std_over_seeds="entry.std_over_seeds", interval_low="entry.interval.low", interval_high="entry.interval.high",
     is_leader="is_leader", std_over_devices="entry.std_over_devices", accuracy_by_image="entry.accuracy_weighted",
     difference="difference.mean", difference_low="difference.interval.low", difference_high="difference.interval.high",
+    balanced_accuracy="entry.balanced_accuracy", macro_f1="entry.macro_f1",
     generic="entry.generic", novel="entry.novel", late="entry.late", rounds_to_target="entry.rounds_to_target",
     bytes_down="entry.bytes_down", bytes_up="entry.bytes_up", flops="entry.flops", wall_s="entry.wall_s",
     peak_rss_bytes="entry.peak_rss_bytes",
@@ -245,5 +260,6 @@ _ROUND_COLUMNS = _columns(
     bytes_up="figures.bytes_up", flops="figures.flops", took_s="figures.took_s",
 )  # fmt: skip
 _DEVICE_COLUMNS = _columns(
-    method="cell.method", partition="cell.partition", seed="cell.seed", device="device", accuracy="accuracy"
-)
+    method="cell.method", partition="cell.partition", seed="cell.seed", device="device", accuracy="accuracy",
+    balanced_accuracy="balanced_accuracy", macro_f1="macro_f1",
+)  # fmt: skip

@@ -13,6 +13,7 @@ from coordinator.rounds.display import DeviceLine, Display, View
 from fedvit.data.layout import PARTITION_FILE
 from fedvit.files import atomic_write
 from fleet.datasets import read_dataset
+from fleet.datasets.columns import Columns
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts
 from fleet.experiments.cells import GridCell
@@ -177,15 +178,18 @@ class Dealer:
     """Deals the data set out once per partition and seed; it is read at the first call."""
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[str, int], Samples | Texts] = {}
+        self._samples: dict[tuple[str, int, Columns], Samples | Texts] = {}
 
     def deal(self, folder: CellFolder) -> None:
         """Make the device folders of a cell, unless they exist. Raises FedvitError."""
         division = folder.cell.deal
+        if division.parts is not None:
+            return
         note = folder.parts.with_name(f"{folder.parts.name}.digest")
         if (folder.parts / PARTITION_FILE).is_file() and note.is_file() and note.read_text() == division.digest:
             return
-        key = (division.dataset, division.image_size)
+        columns = Columns(**division.columns)
+        key = (division.dataset, division.image_size, columns)
         if key not in self._samples:
             self._samples = {key: read_dataset(*key)}
         note.unlink(missing_ok=True)

@@ -17,6 +17,8 @@ from fedvit.roles import Novel, ProductPrecision
 from fedvit.wire.topics import check_name
 from fleet.clusters.resources import RayTable
 from fleet.datasets import check_dataset
+from fleet.datasets.columns import make_columns
+from fleet.partition import Official
 from fleet.request import Engine
 from profiles.report.experiment import Values
 
@@ -26,6 +28,9 @@ aggregation, the model, and the devices of a round. `model_options` override the
 
 TUNE = "tune"
 """Key of a method's table: options, each with the values to try. A text is FedBABU's option of the same name."""
+
+PARTS = "parts"
+"""Key of a partition's table: folders that were dealt out before; `{seed}` stands for the seed."""
 
 Seed = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -60,7 +65,8 @@ class NovelTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of an experiment's file."""
 
-    dataset: str
+    dataset: str = ""  # may be missing if all partitions have `parts`
+    columns: dict[str, str] = field(default_factory=dict)  # of a table of images: purpose -> name
     image_size: Annotated[int, Meta(ge=1)] | None = None  # side of the pictures as dealt out, and of the model's input
     context: Annotated[int, Meta(ge=1)] | None = None  # instead, of a text: characters of a sample
     devices: Annotated[int, Meta(ge=1)]
@@ -68,8 +74,10 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cohort: Annotated[float, Meta(gt=0, le=1)] | Annotated[int, Meta(ge=1)] = 1.0
     seeds: Annotated[tuple[Seed, ...], Meta(min_length=1)] = (0, 1, 2)
     evaluate_every: Annotated[int, Meta(ge=1)] = 1
-    test_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    global_test: Annotated[float, Meta(gt=0, lt=1)] | None = None  # of each class, for the server's model; no device's
+    test_share: Annotated[float, Meta(gt=0, lt=1)] | Official = 0.2  # of each device's images
+    validation_share: Annotated[float, Meta(gt=0, lt=1)] | None = None  # of the training images, which test instead
+    # of each class, for the server's model; no device's
+    global_test: Annotated[float, Meta(gt=0, lt=1)] | Official | None = None
     model: ModelTable = field(default_factory=ModelTable)
     images: ImageConfig = field(default_factory=ImageConfig)
     partitions: Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]  # name -> partition and its options
@@ -212,8 +220,12 @@ def _check_settings(experiment: Experiment, where: str) -> None:
     for key, seeds in (("seeds", experiment.seeds), ("[tuning]: seeds", tuning_seeds)):
         if len(set(seeds)) != len(seeds):
             raise ConfigError("FV2107", f"{where}: {key} = {list(seeds)}: a seed is listed more than once")
+    if not experiment.dataset and not all(PARTS in table for table in experiment.partitions.values()):
+        raise ConfigError("FV2107", f"{where}: dataset is missing, and a partition has no {PARTS}")
     try:
-        check_dataset(experiment.dataset)
+        make_columns(experiment.columns)
+        if experiment.dataset:
+            check_dataset(experiment.dataset)
     except ConfigError as error:
         raise ConfigError(error.code, f"{where}: {error}") from None
     check_writers(experiment.trackers, f"{where}: [trackers]")

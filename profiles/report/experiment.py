@@ -54,6 +54,11 @@ class CellResult(Struct, frozen=True, kw_only=True):
     generic_accuracy: float | None = None  # of the server's model, on images that no device has; None: there is none
     novel: Accuracy | None = None  # of devices that joined after the training; None: there are none
     novel_by_device: dict[str, float] = {}
+    # scores that weigh classes equally: means over devices; None: devices did not count their answers by class
+    balanced_accuracy: float | None = None
+    macro_f1: float | None = None
+    balanced_by_device: dict[str, float] = {}
+    macro_f1_by_device: dict[str, float] = {}
     embeddings: list[EmbeddedDevice] = []  # if the experiment asks for pictures
     attention: list[AttentionPicture] = []
 
@@ -110,6 +115,10 @@ class MethodComparison(Struct, frozen=True, kw_only=True):
     generic_interval: Interval | None = None
     novel: float | None = None  # accuracy of devices that joined after the training; None: there are none
     novel_interval: Interval | None = None
+    balanced_accuracy: float | None = None  # classes of a device weigh equally; None: not counted in every seed
+    balanced_interval: Interval | None = None
+    macro_f1: float | None = None
+    macro_f1_interval: Interval | None = None
 
 
 class Difference(Struct, frozen=True, kw_only=True):

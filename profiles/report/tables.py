@@ -27,14 +27,14 @@ _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     (r"error$", percent),
     (r"_s$", duration),
     (r"bytes", size),
-    (r"accuracy|loss", share),
+    (r"accuracy|loss|confidence", share),
     (r"flops", lambda value: quantity(value, "FLOP")),
     (r"_j$", lambda value: quantity(value, "J")),
     (r"^(parameters|steps)", lambda value: f"{value:,}"),
     (r"_w$", lambda value: quantity(value, "W")),
     (r"_c$", lambda value: f"{value:.1f} °C"),
     (r"epsilon$", lambda value: f"{value:.3g}"),
-    (r"_at$|^at$", lambda value: clock(value)),
+    (r"_at$|^at$|_since$", lambda value: clock(value)),
 )
 """By what a name contains: how a value of it is written."""
 _LATEX = {
@@ -81,7 +81,7 @@ def format_value(name: str, value: Any) -> str:
     """
     if value is None:
         return NOTHING
-    if isinstance(value, str) and not name.endswith("at"):
+    if isinstance(value, str) and not name.endswith(("at", "_since")):
         return value  # a link stays one
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 HOST = "10.0.2.2"
+LAYER = "layer.img"
 BOOT_S, OFF_S = 2400.0, 900.0
 COMMAND_S = 600.0
 """Longest times of a start, of its end, and of a command in it, on a busy machine."""
@@ -169,6 +172,15 @@ class Board:
         """Cut its power, either way."""
         (self.cut_power_within_flush if within_flush else self.cut_power)()
 
+    @contextmanager
+    def hold_disk(self) -> Iterator[Path]:
+        """Let its disk wait; yield the file with all that was flushed."""
+        self._disk.send_signal(signal.SIGSTOP)
+        try:
+            yield self.home / LAYER
+        finally:
+            self._disk.send_signal(signal.SIGCONT)
+
     def plug_cable(self, *, plugged: bool) -> None:
         """Plug its network cable in, or out."""
         with socket.socket(socket.AF_UNIX) as monitor, monitor.makefile("r") as answers:
@@ -228,7 +240,7 @@ class Board:
 
     def _start_disk(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "tests.boards.volatile_disk", str(self.image.disk)]
-        command += [str(self.home / "layer.img"), str(self._socket), "--seed", str(self._drawn.randrange(2**32))]
+        command += [str(self.home / LAYER), str(self._socket), "--seed", str(self._drawn.randrange(2**32))]
         with (self.home / "disk.log").open("wb") as log:
             disk = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_until(self._socket.exists, "the disk did not start")

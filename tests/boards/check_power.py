@@ -94,7 +94,7 @@ def test_power_cuts_while_joining(scene: Scene) -> None:
 def test_power_cuts_in_the_first_boot(scene: Scene, make_board: Callable[..., Board], package: Path) -> None:
     """A new board loses its power while cloud-init starts, the package is installed, it joins and trains."""
     drawn = random.Random(SEED)
-    site, board = scene.site, make_board("pi-2")
+    site, board = scene.site, make_board("pi-3")
     scene.board.switch_off()
     site.enroll(board, package)
     site.start_run("first-cuts", RUN)

@@ -13,12 +13,14 @@ import pytest
 from fleet.datasets.digits import read_digits
 from fleet.partition import write_device_folders
 from fleet.partitions import partition
+from tests.boards import used
 from tests.boards.board import ROOT, Board, Image, Machine
 from tests.boards.scene import NAMES, Scene
 from tests.boards.site import RUN, Site, Stopwatch
 
 ARCHITECTURE = os.environ.get("FEDVIT_BOARD_ARCH", "amd64")
 BUILD = ROOT / "build" / "boards" / ARCHITECTURE
+USED, AGAIN = BUILD / "used", bool(os.environ.get("FEDVIT_BOARD_AGAIN"))
 IMAGES = 60
 
 
@@ -58,7 +60,7 @@ def make_board(home: Path, image: Image, pictures: Path) -> Iterator[Callable[..
     """Make boards that have never been started."""
     boards: list[Board] = []
 
-    def make(name: str, machine: Machine | None = None) -> Board:
+    def make(name: str, machine: Machine | None = None, image: Image = image) -> Board:
         boards.append(Board(home / name, image, pictures / name, machine))
         return boards[-1]
 
@@ -68,29 +70,39 @@ def make_board(home: Path, image: Image, pictures: Path) -> Iterator[Callable[..
 
 
 @pytest.fixture(scope="session")
-def scene(home: Path, package: Path, make_board: Callable[..., Board], cache: Path) -> Iterator[Scene]:
-    """An empty board is switched on for the first time, and trains one round."""
-    site, board = Site(home / "site", cache), make_board("pi-1")
+def scene(home: Path, image: Image, package: Path, make_board: Callable[..., Board], cache: Path) -> Iterator[Scene]:
+    """An empty board is switched on for the first time, and trains one round; or one that did so in a former call."""
+    site, is_used = Site(home / "site", cache), AGAIN and used.has_used(USED, image)
+    board = make_board("pi-1", image=Image(USED / used.IMAGE, ARCHITECTURE) if is_used else image)
     try:
-        whole = Stopwatch()
-        site.init()
-        site.enroll(board, package)
-        site.start_run("first", RUN)
-        times = {"power-on to ssh": board.switch_on()}
-        board.wait_for("test -e /usr/bin/edge-client", "the package is not there", 3600)
-        times["to the package unpacked"] = whole.read_s()
-        board.wait_for("test ! -e /etc/fedvit/token", "it did not join", 3600)
-        times["to the end of joining"] = whole.read_s()
-        site.wait_for_rounds("first", 1, 3600)
-        times["from the first command to the end of the first round"] = whole.read_s()
-        # its stages take longer than the rest of a start, and have nothing to do any more
-        board.run("touch /etc/cloud/cloud-init.disabled")
-        yield Scene(site, board, times, list(site.typed))
+        scene = used.resume(USED, site, board, package) if is_used else start_first_time(site, board, package)
+        if AGAIN and not is_used:
+            used.keep(scene, USED, package)
+        yield scene
     except BaseException:
         print(board.describe())
         raise
     finally:
         site.close()
+
+
+def start_first_time(site: Site, board: Board, package: Path) -> Scene:
+    """Switch an empty board on; return it after its first round."""
+    whole = Stopwatch()
+    site.init()
+    site.enroll(board, package)
+    site.start_run("first", RUN)
+    times = {"power-on to ssh": board.switch_on()}
+    board.wait_for("test -e /usr/bin/edge-client", "the package is not there", 3600)
+    times["to the package unpacked"] = whole.read_s()
+    board.wait_for("test ! -e /etc/fedvit/token", "it did not join", 3600)
+    times["to the end of joining"] = whole.read_s()
+    site.wait_for_rounds("first", 1, 3600)
+    times["from the first command to the end of the first round"] = whole.read_s()
+    assert [entry["accepted"] for entry in site.finish("first")["rounds"]] == [1]
+    # its stages take longer than the rest of a start, and have nothing to do any more
+    board.run("touch /etc/cloud/cloud-init.disabled")
+    return Scene(site, board, times, list(site.typed))
 
 
 @pytest.fixture(autouse=True)

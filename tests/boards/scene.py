@@ -21,7 +21,8 @@ from tests.boards.site import Site
 
 SEED = int(os.environ.get("FEDVIT_BOARD_SEED", str(time.time_ns() % 10**9)))
 """Each call draws other moments."""
-NAMES = ("pi-1", "pi-2")
+NAMES = ("pi-1", "pi-2", "pi-3")
+"""Boards; a check that starts a second one for the first time has a name of its own for it."""
 CLASSES = tuple(map(str, range(10)))
 
 

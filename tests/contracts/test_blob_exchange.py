@@ -555,6 +555,7 @@ def test_a_slow_receiver_is_served_apart_and_the_others_go_on(tmp_path: Path, mo
 
 def test_receivers_of_one_speed_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_sender, "LAGGARD_S", 0.0)
+    monkeypatch.setattr(chunk_sender, "GATHER_S", WAIT_S)  # a busy machine would send before all have asked
     sender, *receivers = peers = memory_peers(MemoryBroker(), tmp_path, "sender", "r1", "r2", "r3")
     sender.receivers = 3
     content = blob(2 * BIG)

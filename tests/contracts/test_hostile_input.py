@@ -16,6 +16,7 @@ from fedvit.engine import open_session
 from fedvit.errors import BadPayload
 from fedvit.onnx_file import check_self_contained
 from fedvit.tensors import map_tensors, unpack
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
@@ -131,7 +132,7 @@ def test_chunks_of_nobody_are_dropped(tmp_path: Path) -> None:
     """Whatever comes on a chunk topic, nothing is written that was not asked for."""
     transport = MemoryTransport(SimpleQueue(), MemoryBroker(), "x")
     exchange = BlobExchange(
-        transport, BlobStore(tmp_path), send=lambda *_: None, topic_for=str, may_read=lambda *_: False
+        transport, BlobStore(tmp_path), send=lambda *_: None, topics=ChunkTopics(str), may_read=lambda *_: False
     )
     valid, random = Chunk(DIGEST, 0, 3, 300_000, 1, bytes(100)).encode(), Random(1)
     for _ in range(500):
@@ -143,7 +144,7 @@ def test_chunks_on_the_topic_of_another_device_are_dropped(tmp_path: Path) -> No
     """A broker guards topics, not what is said on them: chunks count for the one whose topic they come on."""
     transport = MemoryTransport(SimpleQueue(), MemoryBroker(), "x")
     exchange = BlobExchange(
-        transport, BlobStore(tmp_path), send=lambda *_: None, topic_for=str, may_read=lambda *_: False
+        transport, BlobStore(tmp_path), send=lambda *_: None, topics=ChunkTopics(str), may_read=lambda *_: False
     )
     content = bytes(range(200))
     digest = digest_of(content)

@@ -166,6 +166,7 @@ EXAMPLES: dict[str, AnyMessage] = {
     "declined-3": Declined("run-1", 7, "train", "busy", 120.0, TASK_ID, 2),
     "modelreport": ModelReport(INSTANCE, {"run-0-9": "champion", "run-1-7": "challenger"}, "run-0-9"),
     "modelreport-2": ModelReport(INSTANCE, {"run-0-9": "champion"}, "run-0-9", "run-1-7", "it ended 3 times", 40, 31.5),
+    "modelreport-3": ModelReport(INSTANCE, {"run-0-9": "champion"}, "run-0-9", "", "", 40, 31.5, True),
     "extended": Extended("run-1", 7, "train", 95.5),
     "cancel": Cancel("run-1", 7, "train", "round 7 has the results that it needs"),
     "welcome": Welcome(INSTANCE, EPOCH, "waiting for devices: 1 of 3 are here"),

@@ -25,6 +25,7 @@ SLOW_ALERTS = {
     "FedvitBackupOld": {"fedvit_backup_age_seconds": "200000+60x200"},
     "FedvitCertificateExpires": {'fedvit_certificate_expires_seconds{certificate="broker"}': "2592000-60x200"},
     "FedvitDeviceCertificateExpires": {"fedvit_devices_certificate_ending": "1+0x200"},
+    "FedvitPicturesDrifted": {"fedvit_devices_drifted": "2+0x200"},
 }
 """Alert -> series that raise it, by the minute."""
 CALM = {
@@ -34,6 +35,7 @@ CALM = {
     'fedvit_certificate_expires_seconds{certificate="broker"}': "9000000-60x200",
     'fedvit_certificate_expires_seconds{certificate="device"}': "100000-60x200",
     "fedvit_devices_certificate_ending": "0+0x200",
+    "fedvit_devices_drifted": "0+0x200",
     LEADER.format("a"): "1+0x200",
     LEADER.format("b"): "0+0x200",
 }

@@ -1,11 +1,14 @@
 """Models in use, with real processes: from a run to a canary, a promotion and a roll back, also under faults."""
 
 import json
+import os
 import random
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -13,11 +16,13 @@ import psutil
 import pytest
 
 from edge_client.storage.models import DeviceModels
+from edge_client.storage.serving import ServingStatus, write_serving
 from fedvit.errors import FedvitError
 from fedvit.wire.messages import ModelReport
 from tests.support.federation import BROKER_MARKS
 from tests.support.forked import Forked
-from tests.support.programs import Stage, program, query_record, said, wait_for
+from tests.support.programs import CONFIG, Stage, program, query_record, said, toml, wait_for
+from tests.support.served import PictureStream, Supervisor, encode_picture, split_digits
 from tests.support.waiting import WAIT_S
 
 SITES = {"device-0": "berlin", "device-1": "munich"}
@@ -30,11 +35,13 @@ RUN: dict[str, Any] = {
     "promote": RULES,
 }
 FAULTS = 30
+TARGETS = ["service", "broker", *SITES, *(f"serving {name}" for name in SITES)]
+PICTURES = [encode_picture(pixels) for pixels in split_digits(0).stream.pixels[:50]]
 
 
-def serve(stage: Stage) -> Forked:
+def serve(stage: Stage, *options: str) -> Forked:
     given = ["serve", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port)]
-    return stage.fork("service", *given)
+    return stage.fork("service", *given, *options)
 
 
 def start_device(stage: Stage, name: str) -> "subprocess.Popen[bytes]":
@@ -63,6 +70,7 @@ def change(stage: Stage, *words: str) -> str:
     return said(stage, "coordinator.cli", "models", *words, "--runs", str(stage.out))
 
 
+@pytest.mark.slow
 def test_model_goes_from_a_run_over_a_canary_to_all_devices_and_back(stage: Stage) -> None:
     service = serve(stage)
     observer = stage.observer()
@@ -92,6 +100,27 @@ def test_model_goes_from_a_run_over_a_canary_to_all_devices_and_back(stage: Stag
     assert stage.finish(service, "service") == 130
 
 
+@pytest.mark.slow
+def test_drift_on_a_device_starts_a_run_by_rule(stage: Stage) -> None:
+    """Once, as the next one begins a day later; the file is what the process that serves writes."""
+    file = stage.folder / "again.toml"
+    again = {**CONFIG, **RUN, "variants": {}, "rounds": 1}
+    file.write_text(toml({key: value for key, value in again.items() if key != "promote"}))
+    serve(stage, "--drift-run", str(file), "--drift-devices", "1")
+    stage.observer()
+    for name in SITES:
+        start_device(stage, name)
+    stage.submit("first", **{**RUN, "promote": {**RULES, "after": 0}})
+    wait_for(lambda: [find_serving(stage, name) for name in SITES] == ["first-1"] * 2, "both devices to use it")
+    write_serving(stage.folder / "state" / "device-0", ServingStatus(name="first-1", drift={"blur": time.time()}))
+    runs = "select status from runs where id like 'drift-%'"
+    wait_for(lambda: stage.query(runs) == [("finished",)], "the run of the rule")
+    [listed] = [model for model in stage_models(stage) if model["model"] == "first-1"]
+    assert [device["device"] for device in listed["devices"] if device["drifted_since"]] == ["device-0"]
+    assert "pictures of device-0 have drifted from those of model first-1" in stage.log("service")
+    assert "Traceback" not in stage.log("service")
+
+
 def stage_models(stage: Stage) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = json.loads(change(stage, "--json"))
     return listed
@@ -105,7 +134,29 @@ class Watched:
         self.service = serve(stage)
         stage.observer()
         self.devices = {name: start_device(stage, name) for name in SITES}
+        self.serving = {
+            name: Supervisor(stage.folder / "state" / name, stage.log_path(f"{name}-serve")) for name in SITES
+        }
+        self.streams = {name: PictureStream(serving, PICTURES) for name, serving in self.serving.items()}
         self.used: set[tuple[str, str]] = set()
+        self._closing = ExitStack()
+        for serving in self.serving.values():
+            self._closing.callback(serving.close)
+        for stream in self.streams.values():
+            self._closing.callback(stream.close)
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def check_answers(self) -> None:
+        """Fail if a stream got an answer of a model before it was promoted."""
+        acts = "select model, min(at) from promotions where act in ('canary', 'promoted') group by model"
+        since = {model: datetime.fromisoformat(at) for model, at in self.stage.query(acts)}
+        for name, stream in self.streams.items():
+            wrong = [
+                answer for answer in stream.answers if answer.model not in since or answer.at < since[answer.model]
+            ]
+            assert not wrong, (name, wrong[:3], since)
 
     def look(self) -> None:
         """Fail if a device would answer with a model that was not promoted before."""
@@ -118,7 +169,7 @@ class Watched:
                     self.used.add((name, serving))
 
     def kill(self, target: str) -> None:
-        """End a process as by kill -9; it begins again, a broker by its service."""
+        """End a process as by kill -9; it begins again, a broker by its service, what serves by its supervisor."""
         if target == "service":
             self.service.kill()
             self.service.wait(WAIT_S)
@@ -128,6 +179,8 @@ class Watched:
                 for child in psutil.Process(self.service.pid).children(recursive=True):
                     if any(mark in part for part in child.cmdline() for mark in BROKER_MARKS):
                         child.kill()
+        elif target.startswith("serving "):
+            self.serving[target.removeprefix("serving ")].kill()
         else:
             self.devices[target].kill()
             self.devices[target].wait(WAIT_S)
@@ -142,11 +195,20 @@ class Watched:
         return find_stages(self.stage).get(name) not in (None, "canary") and wanted == actual
 
 
-@pytest.mark.slow
-def test_states_converge_after_kills_and_no_model_is_used_that_was_not_promoted(stage: Stage) -> None:
-    """30 drawn kills of the service, its broker and devices while runs end, canaries pass and operators act."""
-    draw = random.Random(7)
+@pytest.fixture
+def world(stage: Stage) -> Iterator[Watched]:
     world = Watched(stage)
+    yield world
+    world.close()
+
+
+@pytest.mark.slow
+def test_states_converge_after_kills_and_no_model_answers_that_was_not_promoted(
+    world: Watched, record_property: Any
+) -> None:
+    """30 drawn kills of the service, its broker, devices and what serves there, while runs end, canaries pass and
+    operators act. Both devices are asked for five pictures a second all the time."""
+    stage, draw = world.stage, random.Random(7)
     killed = promoted = 0
     for number in range(1, 7):
         run = f"run{number}"
@@ -154,7 +216,7 @@ def test_states_converge_after_kills_and_no_model_is_used_that_was_not_promoted(
         name = f"{run}-1"
         for _ in range(FAULTS // 6):
             wait_looking(world, draw.uniform(0.2, 5.0))
-            world.kill(draw.choice(["service", "broker", "device-0", "device-1"]))
+            world.kill(draw.choice(TARGETS))
             killed += 1
         wait_for(partial(world.has_settled, name), f"{name} to be used everywhere", 4 * WAIT_S)
         promoted += find_stages(stage)[name] == "champion"
@@ -166,6 +228,16 @@ def test_states_converge_after_kills_and_no_model_is_used_that_was_not_promoted(
     assert promoted > 2, "most runs end with a promotion, whatever is killed"
     assert {device for device, _ in world.used} == set(SITES)
     assert "Traceback" not in stage.log("service")
+    world.close()
+    world.check_answers()
+    for killed in (False, True):
+        gaps = sorted(gap for stream in world.streams.values() for gap in stream.find_gaps(killed=killed))
+        which = "with a kill of what serves" if killed else "else"
+        record_property(f"longest_gap_{'killed' if killed else 'else'}_s", gaps[-1] if gaps else 0.0)
+        print(f"{len(gaps)} gaps {which}: longest {[round(gap, 2) for gap in gaps[-5:]]} s")
+    answers = [len(stream.answers) for stream in world.streams.values()]
+    print(f"answers: {answers}; load average {os.getloadavg()[0]:.1f}")
+    assert min(answers) > 50
 
 
 def wait_looking(world: Watched, seconds: float) -> None:

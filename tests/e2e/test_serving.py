@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,17 @@ from edge_client.storage.models import DeviceModels
 from tests.support.brokers import mosquitto
 from tests.support.home_assistant import HomeAssistant
 from tests.support.served import (
+    PictureStream,
     Serving,
+    Supervisor,
     add_model,
     encode_picture,
-    request,
     serving,
     split_digits,
-    start_serving,
     write_digits,
 )
 from tests.support.waiting import wait_until
 
-STREAM_S = 0.2
-"""Between two pictures of the stream."""
 PICTURES = [encode_picture(pixels) for pixels in split_digits(0).stream.pixels[:100]]
 
 
@@ -51,36 +48,6 @@ def state(tmp_path: Path, digit_bundles: tuple[Path, Path]) -> Path:
     return state
 
 
-class Supervisor:
-    """Starts the program again when it has ended, as systemd does."""
-
-    def __init__(self, state: Path, log: Path) -> None:
-        self._state, self._log = state, log
-        self.running = start_serving(state, log)
-        self.port = self.running.port
-        self.restarts_s: list[float] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def kill(self) -> None:
-        self.running.process.kill()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.running.process.kill()
-        self.running.process.communicate()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.05):
-            if self.running.process.poll() is not None:
-                began_at = time.monotonic()
-                self.running.process.communicate()
-                self.running = start_serving(self._state, self._log, port=self.port)
-                self.restarts_s.append(time.monotonic() - began_at)
-
-
 @pytest.mark.slow
 def test_killed_at_any_moment_it_answers_with_promoted_models_only(
     tmp_path: Path, state: Path, digit_bundles: tuple[Path, Path], record_property: Any
@@ -88,20 +55,9 @@ def test_killed_at_any_moment_it_answers_with_promoted_models_only(
     """Thirty kills over promotions, canaries and the way back, while five pictures a second are asked for."""
     models = DeviceModels(state)
     promoted = {"digits-1"}
-    answers: list[tuple[float, str]] = []
-    supervisor, stop = Supervisor(state, tmp_path / "log"), threading.Event()
-
-    def ask() -> None:
-        number = 0
-        while not stop.wait(STREAM_S):
-            number += 1
-            with contextlib.suppress(OSError, HTTPException, ValueError):
-                status, answer = request(supervisor.port, "POST", "/predict", PICTURES[number % len(PICTURES)])
-                if status == 200:
-                    answers.append((time.monotonic(), answer["model"]))
-
-    client = threading.Thread(target=ask, daemon=True)
-    client.start()
+    supervisor = Supervisor(state, tmp_path / "log")
+    stream = PictureStream(supervisor, PICTURES)
+    answers = stream.answers
     rng = random.Random(5)
     for number in range(2, 32):
         name = add_model(state, digit_bundles[number % 2], number, "challenger")
@@ -114,12 +70,11 @@ def test_killed_at_any_moment_it_answers_with_promoted_models_only(
         supervisor.kill()
         seen = len(answers)
         wait_until(lambda seen=seen: len(answers) > seen + 1, lambda: (tmp_path / "log").read_text())
-    stop.set()
-    client.join()
+    stream.close()
     supervisor.close()
-    assert {name for _, name in answers} <= promoted
-    assert len({name for _, name in answers}) > 3
-    gaps = sorted(after - before for (before, _), (after, _) in itertools.pairwise(answers))
+    assert {each.model for each in answers} <= promoted
+    assert len({each.model for each in answers}) > 3
+    gaps = sorted(after.at_s - before.at_s for before, after in itertools.pairwise(answers))
     record_property("longest_gap_s", gaps[-1])
     record_property("answers", len(answers))
     restarts = sorted(supervisor.restarts_s)
@@ -145,6 +100,8 @@ def test_former_model_by_hand(tmp_path: Path, state: Path, digit_bundles: tuple[
     models.promote(add_model(state, digit_bundles[1], 2))
     with serving(state, tmp_path / "log", "--former") as running:
         assert running.predict(PICTURES[0])["model"] == "digits-1"
+        status = Path(f"/proc/{running.process.pid}/status").read_text()
+        assert "Seccomp:\t2" in status, "it starts no programs"
     assert "digits-1 answers again" in (tmp_path / "log").read_text()
 
 

@@ -13,6 +13,7 @@ from edge_client.agent import Agent
 from edge_client.health.guard import Guard
 from edge_client.health.private_paths import PrivatePaths
 from edge_client.health.status import StatusFile
+from edge_client.link.answers import FailureText
 from edge_client.link.device_link import DeviceIdentity, DeviceLink
 from edge_client.storage.device_storage import DeviceStorage, FixedImages
 from edge_client.storage.vault import Vault
@@ -26,6 +27,7 @@ from fedvit.program import Program, Role, TensorGroup, encode_program
 from fedvit.resources import DeviceProfile
 from fedvit.tensors import Tensors, delta, pack, unpack
 from fedvit.transport.base import Received
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.updates import decode as decoded
@@ -75,7 +77,7 @@ def make_agent(
     policy = policy or Policy()
     identity = DeviceIdentity(device=name, federation=federation, software="9.9", profile=PROFILE)
     storage = DeviceStorage(Vault(home / "vault"), BlobStore(home / "blobs"), images)
-    link = DeviceLink(identity, transport, storage, recent_log=recent_log, hide=PrivatePaths([home]).hide)
+    link = DeviceLink(identity, transport, storage, failure_text=FailureText(recent_log, PrivatePaths([home]).hide))
     executor = TaskExecutor(link, storage, Runtime(1), guard or Guard(), policy)
     status = StatusFile(home / "status.json", identity, broker="memory")
     return Agent(link, storage, executor, policy, status=status)
@@ -141,7 +143,7 @@ class Server:
             self.transport,
             self.blobs,
             send=lambda peer, message: self.tell(message),
-            topic_for=self.topics.broadcast,
+            topics=ChunkTopics(self.topics.broadcast),
             may_read=lambda peer, digest: True,
         )
         for topic in (*self.topics.from_all_devices, "fl1/home/d/+/up/b/+"):

@@ -104,7 +104,7 @@ def list_device_messages(instance: str, classes: tuple[str, ...], task: Task, up
         Result(run, number, "train", 120, {"loss": 0.25}, USE, upload, b"not what was announced"),
         Result(run, number, "evaluate", 30, {"correct": 12.0}, USE),
         Result(run, number, "compare", 30, {"both": 20.0, "challenger": 5.0, "champion": 1.0, "neither": 4.0}, USE),
-        ModelReport(instance, {f"{run}-{number}": "canary"}, f"{run}-{number}", "", "", 12, 9.5),
+        ModelReport(instance, {f"{run}-{number}": "canary"}, f"{run}-{number}", "", "", 12, 9.5, has_drifted=True),
         Failed(run, number, "train", "no memory", "memory", USE, task.task),
         Declined(run, number, "train", "hot: 71.5 C", 0.05, task.task),
         BlobNack(task.program, ((0, 1),), 1),

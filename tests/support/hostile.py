@@ -9,6 +9,7 @@ from typing import Any
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.transport.base import Received, Transport
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import BlobAck, BlobNack, decode
 from tests.support.waiting import wait_until
@@ -30,7 +31,7 @@ class Peer:
             self.transport,
             self.blobs,
             send=lambda peer, message: None,
-            topic_for=upload_topic,
+            topics=ChunkTopics(upload_topic),
             may_read=lambda peer, digest: True,
         )
         for name in subscribed:

@@ -29,6 +29,7 @@ from fedvit.public_keys import PUBLISHER_FILE
 from fedvit.publisher import PublisherKey
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport.base import Received
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import (
@@ -186,7 +187,7 @@ class HostileCoordinator:
             self.transport,
             self.blobs,
             send=self.tell,
-            topic_for=self.topics.broadcast,
+            topics=ChunkTopics(self.topics.broadcast),
             may_read=lambda peer, digest: True,
         )
         for topic in (*self.topics.from_all_devices, self.topics.device_state("+").replace("/st", "/up/#")):

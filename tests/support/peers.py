@@ -11,6 +11,7 @@ from coordinator.rounds.object_store import ObjectStore
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload
 from fedvit.transport.base import Connected, Disconnected, Received, Transport
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.wire.messages import (
     AnyMessage,
@@ -53,10 +54,8 @@ class Peer:
             transport,
             self.blobs,
             send=self._send,
-            topic_for=self.data_topic,
+            topics=ChunkTopics(self.data_topic, lambda digest: self.receivers, self.dedicated_topic),
             may_read=lambda peer, digest: self.readable,
-            receivers=lambda digest: self.receivers,
-            dedicated_topic_for=self.dedicated_topic,
             places=places,
         )
         transport.subscribe(f"{prefix}ctl/{name}/+", 1)

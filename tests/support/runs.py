@@ -36,6 +36,7 @@ from fedvit.program import Program, Role, decode_program
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.transport.base import Connected, Received
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import (
@@ -123,7 +124,7 @@ class Fake(SpeakingDevice):
             self.transport,
             self.blobs,
             send=lambda peer, message: self.say(message),
-            topic_for=lambda digest: self.topics.upload(name, digest),
+            topics=ChunkTopics(lambda digest: self.topics.upload(name, digest)),
             may_read=lambda peer, digest: True,
         )
         self.connect()

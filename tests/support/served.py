@@ -1,15 +1,18 @@
 """Models for a device that serves: a small network of handwritten digits, in bundles as a run leaves them."""
 
 import io
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import cache
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,3 +222,73 @@ def serving(state: Path, log: Path, *options: str, command: Sequence[str] = COMM
     finally:
         running.process.terminate()
         running.process.communicate(timeout=60)
+
+
+class Supervisor:
+    """Starts the program again when it has ended, as systemd does."""
+
+    def __init__(self, state: Path, log: Path) -> None:
+        self._state, self._log = state, log
+        self.running = start_serving(state, log)
+        self.port = self.running.port
+        self.restarts_s: list[float] = []
+        self.killed_at_s: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        self.killed_at_s.append(time.monotonic())
+        self.running.process.kill()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.running.process.kill()
+        self.running.process.communicate()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.05):
+            if self.running.process.poll() is not None:
+                began_at = time.monotonic()
+                self.running.process.communicate()
+                self.running = start_serving(self._state, self._log, port=self.port)
+                self.restarts_s.append(time.monotonic() - began_at)
+
+
+class StreamAnswer(NamedTuple):
+    """The answer to one picture of a stream."""
+
+    at_s: float  # monotonic
+    at: datetime  # UTC
+    model: str
+
+
+class PictureStream:
+    """Asks a device that serves for five pictures a second, also while it does not answer."""
+
+    EVERY_S = 0.2
+
+    def __init__(self, supervisor: Supervisor, pictures: Sequence[bytes]) -> None:
+        self.answers: list[StreamAnswer] = []
+        self._supervisor, self._pictures = supervisor, itertools.cycle(pictures)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def find_gaps(self, *, killed: bool) -> list[float]:
+        """Return the times between two answers, sorted: those in which the program itself was killed, or the others."""
+        kills = self._supervisor.killed_at_s
+        pairs = [(before.at_s, after.at_s) for before, after in itertools.pairwise(self.answers)]
+        return sorted(after - before for before, after in pairs if any(before <= at <= after for at in kills) is killed)
+
+    def _ask(self) -> None:
+        while not self._stop.wait(self.EVERY_S):
+            with suppress(OSError, HTTPException, ValueError):
+                status, answer = request(self._supervisor.port, "POST", "/predict", next(self._pictures))
+                if status == 200:
+                    self.answers.append(StreamAnswer(time.monotonic(), datetime.now(UTC), answer["model"]))

@@ -14,6 +14,7 @@ import torch
 
 from coordinator.compute.planning.batch import choose_batch
 from coordinator.compute.planning.configuration_search import ConfigurationSearch, cost_on, make_expected
+from coordinator.compute.planning.eager_flops import count_flops
 from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.trade_offs import trade_offs
 from coordinator.config import PrivacyConfig, RunConfig
@@ -224,6 +225,13 @@ class Plan:
         program = self._program(method, batch, graphs, lambda members: _NO_DIGEST)
         return PricedProgram(program, msgspec.to_builtins(method), costs)
 
+    def describe(self, method: Method) -> Program:
+        """Return the Program of a method without blobs, for engines that need no graph; nothing is exported."""
+        batch = self.batch_of(method)
+        flops = count_flops(method, self.vit, batch)
+        graphs = {name: GraphSpec(_NO_DIGEST, count) for name, count in flops.items()}
+        return self._program(method, batch, graphs, lambda members: _NO_DIGEST)
+
     def batch_of(self, method: Method) -> Batch:
         """Return how a device turns images into a method's inputs."""
         return choose_batch(method, self.vit, self.config.images)
@@ -257,7 +265,10 @@ class Plan:
             groups=groups,
             tensors={name: tensors[name] for name in as_sent(method, self.vit, self.values) if name in tensors},
             graphs=graphs,
-            train=tuple(_private(self._with_codec(phase), privacy) for phase in phases_of(method, self.vit)),
+            train=tuple(
+                _private(_with_codec(phase, self.config.updates.features), privacy)
+                for phase in phases_of(method, self.vit)
+            ),
             evaluate=self._evaluate(method),
             batch=batch,
             clip_delta=privacy.clip if privacy.noise_multiplier and not self.config.secure else None,
@@ -277,12 +288,6 @@ class Plan:
             down=updates.down if floats and not role.is_made_for_device else NONE,
             whole=updates.down_whole if floats else NONE,
         )
-
-    def _with_codec(self, phase: Train) -> Train:
-        if phase.collect is None or self.config.updates.features == NONE:
-            return phase
-        collect = msgspec.structs.replace(phase.collect, codec=self.config.updates.features)
-        return msgspec.structs.replace(phase, collect=collect)
 
     def find_sent_blob(self, variant: Variant, group: str, digest: str) -> str:
         """Find the blob that a device of this variant is sent for the blob `digest` of a common group."""
@@ -386,6 +391,13 @@ def _collect_tensors(config: RunConfig, vit: PatchViT, methods: list[Method]) ->
                     "FV1116", f"variants of method {config.method!r} disagree on what is in group {group!r}"
                 )
     return values, groups
+
+
+def _with_codec(phase: Train, codec: str) -> Train:
+    """Return a phase whose collected features are sent with a codec."""
+    if phase.collect is None or codec == NONE:
+        return phase
+    return msgspec.structs.replace(phase, collect=msgspec.structs.replace(phase.collect, codec=codec))
 
 
 def _private(phase: Train, privacy: PrivacyConfig) -> Train:

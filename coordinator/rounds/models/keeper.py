@@ -51,6 +51,8 @@ class ModelKeeper:
         self._send = send
         self._epoch = epoch
         self._report = report
+        self.on_drift: Callable[[str, str], None] = lambda device, model: None
+        """Called when a device reports that its pictures have drifted from those of a model."""
         self._instances: dict[str, str] = {}  # by device that was welcomed
         self._sent: dict[str, tuple[Wanted, float]] = {}  # by device: the newest states, and when they were sent
         self._summed_at: dict[str, float] = {}  # by device
@@ -102,6 +104,10 @@ class ModelKeeper:
             if row.actual == "canary" and self._store.models.read(row.model).canary_since is None:
                 self._store.models.change(row.model, canary_since=now())
             log.info("model reported", extra={"device": device, "model": row.model, "state": row.actual or "none"})
+        for row, before in zip(changed, _before(rows, changed), strict=True):
+            if row.drifted_since and not before.drifted_since:
+                self._report_line(describe_drift(device, row.model))
+                self.on_drift(device, row.model)
         for row in changed:
             if row.failed and row.wanted in ("canary", "champion"):
                 whom = None if row.wanted == "canary" else [device]
@@ -175,6 +181,11 @@ class ModelKeeper:
         return any(time.monotonic() - sent_at >= AGAIN_S for _, sent_at in self._sent.values())
 
 
+def describe_drift(device: str, model: str) -> str:
+    """Describe drift that a device reports."""
+    return f"pictures of {device} have drifted from those of model {model}"
+
+
 def _apply(row: DeviceModelRecord, report: ModelReport) -> DeviceModelRecord:
     """Return what a report says about a model."""
     actual = report.states.get(row.model)
@@ -184,7 +195,10 @@ def _apply(row: DeviceModelRecord, report: ModelReport) -> DeviceModelRecord:
         new = msgspec.structs.replace(new, reason=report.reason)
     if report.serving == row.model:
         new = msgspec.structs.replace(new, answered=report.answered, confidence=report.confidence)
-    return new if new == row or _is_sum(new, row) else msgspec.structs.replace(new, changed_at=now())
+    has_changed = new != row and not _is_sum(new, row)
+    has_drifted = report.has_drifted and report.serving == row.model
+    new = msgspec.structs.replace(new, drifted_since=(row.drifted_since or now()) if has_drifted else None)
+    return msgspec.structs.replace(new, changed_at=now()) if has_changed else new
 
 
 def _before(rows: list[DeviceModelRecord], changed: list[DeviceModelRecord]) -> list[DeviceModelRecord]:

@@ -23,6 +23,7 @@ from coordinator.rounds.display import Display
 from coordinator.rounds.inbox import TICK_S as RUN_TICK_S
 from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.leading import Owner
+from coordinator.rounds.models.drift import DriftWatcher
 from coordinator.rounds.parts import RunSetup
 from coordinator.rounds.service.broker import REVOKED, BrokerEndpoint
 from coordinator.rounds.service.regular import CleanUps, RegularWork
@@ -57,6 +58,7 @@ class RunHost(NamedTuple):
     leadership: Leadership | None = None  # None: the service need not lead
     signer: GraphSigner | None = None
     regular: tuple[RegularWork, ...] = ()  # beside clean-ups
+    drift: DriftWatcher | None = None
 
     @property
     def term(self) -> int:
@@ -217,6 +219,8 @@ class RunService:
             leadership=host.leadership,
             store=store,
         )
+        if host.drift and self._router.models:
+            self._router.models.on_drift = host.drift.on_drift
         self.clean_ups = CleanUps(store, host.out, display.line)
         self._regular = (RegularWork("gc", config.gc_every_h, self.clean_ups.clean, display.line), *host.regular)
         self._running: dict[str, ServedRun] = {}
@@ -253,6 +257,8 @@ class RunService:
             self._endpoint.note_seen(self._router.seen_since, at_once=True)
             for work in self._regular:
                 work.close()
+            if self._host.drift:
+                self._host.drift.close()
             self._router.close()
 
     def _watch(self) -> None:
@@ -292,6 +298,8 @@ class RunService:
                     self._begin(record)
             if self._router.models and self._router.connected:
                 self._router.models.look()
+            if self._host.drift:
+                self._host.drift.look()
             for work in self._regular:  # after it has locked its runs
                 work.watch()
             self.trouble = None

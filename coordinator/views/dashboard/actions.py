@@ -13,18 +13,13 @@ from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.pausing import pause, unpause
 from coordinator.rounds.service.releasing import release
 from coordinator.rounds.service.retrying import retry
-from coordinator.security.api_tokens import ApiUser, UserRole
+from coordinator.security.api_tokens import UserRole
 from coordinator.security.credentials import Forbidden
 from coordinator.security.revoking import revoke_device
 from coordinator.views.dashboard.access import PageSession
 from coordinator.views.dashboard.frame import Site
 from coordinator.views.dashboard.roles import SESSION
 from fedvit.errors import FedvitError
-
-
-def current_user() -> ApiUser:
-    """Return who looks at the page that is being made, or that an event came from."""
-    return _session().identity
 
 
 class RunButtons:

@@ -76,6 +76,7 @@ def make_device_sheet(model: ModelView) -> Sheet:
                 "images": "test images",
                 "pictures": "pictures answered",
                 "confidence": "mean confidence",
+                "drifted_since": "drift since",
                 "reason": "reason",
             }
         ),

@@ -70,7 +70,7 @@ def run_page(report: RunReport) -> str:
     pages = environment("coordinator.views.report")
     pages.filters["setting"] = setting_words
     run = report.run
-    rows = [DeviceRow(device.device, entry) for device in report.devices for entry in device.rounds]
+    rows = [DetailRow(device.device, entry) for device in report.devices for entry in device.rounds]
     tested = sorted(
         (device.totals for device in report.devices if device.totals.accuracy is not None),
         key=lambda device: device.accuracy or 0.0,
@@ -299,7 +299,7 @@ def _compare(devices: Sequence[DeviceReport], figure: str) -> BarChart | None:
 # --- tables ---------------------------------------------------------------------------------------------
 
 
-class DeviceRow(NamedTuple):
+class DetailRow(NamedTuple):
     """One device in one round."""
 
     device: str
@@ -326,15 +326,15 @@ def _budget_sheet(devices: Sequence[DeviceReport]) -> Sheet:
     return Sheet(rows, [Column(name, name, itemgetter(at)) for at, name in enumerate(headings)])
 
 
-def _detail_sheet(rows: Sequence[DeviceRow]) -> Sheet:
-    def read_prediction(name: str) -> Callable[[DeviceRow], float | None]:
+def _detail_sheet(rows: Sequence[DetailRow]) -> Sheet:
+    def read_prediction(name: str) -> Callable[[DetailRow], float | None]:
         return lambda row: getattr(row.entry.expected.prediction, name) if row.entry.expected else None
 
-    def read_use(name: str) -> Callable[[DeviceRow], float | None]:
+    def read_use(name: str) -> Callable[[DetailRow], float | None]:
         return lambda row: getattr(row.entry.measured, name) if row.entry.measured else None
 
-    def find_error(name: str) -> Callable[[DeviceRow], float | None]:
-        def read(row: DeviceRow) -> float | None:
+    def find_error(name: str) -> Callable[[DetailRow], float | None]:
+        def read(row: DetailRow) -> float | None:
             before, after = read_prediction(name)(row), read_use(name)(row)
             return None if before is None or not after else (before - after) / after
 

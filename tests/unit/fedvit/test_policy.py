@@ -44,7 +44,7 @@ def test_every_key_is_read() -> None:
     assert (policy.train.max_temperature, str(policy.train.busy_file)) == (65.0, "/run/busy")
     assert policy.denials() == ("features",)
     assert not policy.models.from_coordinator
-    assert "models: the owner chooses which one is used" in describe_policy(policy)
+    assert "models: the owner chooses which one is used; drift is reported" in describe_policy(policy)
 
 
 def test_defaults_are_those_of_a_careful_owner() -> None:

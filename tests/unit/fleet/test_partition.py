@@ -267,6 +267,42 @@ class TestDeal:
         for file, level in gray.items():
             assert level in apart or level % 3 == int(file.relative_to(tmp_path / "parts").parts[0][-1])
 
+    def test_official_test_images_test(self, tmp_path: Path) -> None:
+        """Every third of 30 images is in the data set's own test split."""
+        samples = replace(make_samples([0] * 15 + [1] * 15), official_test=np.arange(30) % 3 == 0)
+        summary = deal(samples, "iid", 2, tmp_path / "parts", DealSettings(test_share="official"))
+        assert summary.test_share == "official"
+        gray = {file: int(np.asarray(Image.open(file))[0, 0, 0]) for file in (tmp_path / "parts").rglob("*.png")}
+        assert sorted(gray.values()) == list(range(30))
+        assert all(("test" in file.parts) == (level % 3 == 0) for file, level in gray.items())
+
+    def test_official_test_images_are_of_no_device(self, tmp_path: Path) -> None:
+        samples = replace(make_samples([0] * 15 + [1] * 15), official_test=np.arange(30) % 3 == 0)
+        deal(samples, "iid", 2, tmp_path / "parts", DealSettings(global_test="official", test_share=0.5))
+        gray = {file: int(np.asarray(Image.open(file))[0, 0, 0]) for file in (tmp_path / "parts").rglob("*.png")}
+        assert all(("global-test" in file.parts) == (level % 3 == 0) for file, level in gray.items())
+        assert {"train", "test"} <= {part for file in gray for part in file.parts}
+
+    @pytest.mark.parametrize(
+        ("settings", "has_split", "code"),
+        [
+            (DealSettings(test_share="official"), False, "FV2013"),
+            (DealSettings(global_test="official"), False, "FV2013"),
+            (DealSettings(test_share="official", global_test="official"), True, "FV2013"),
+            (DealSettings({"classes_per_device": 1}, test_share="official"), True, "FV2003"),
+        ],
+    )
+    def test_official_splits_that_do_not_fit(
+        self, tmp_path: Path, settings: DealSettings, has_split: bool, code: str
+    ) -> None:
+        """All images of the second class are test images, so that its device has none to train with."""
+        flags = np.arange(30) >= 15 if has_split else None
+        samples = replace(make_samples([0] * 15 + [1] * 15, ("ant", "bee")), official_test=flags)
+        partition = "pathological" if settings.options else "iid"
+        with pytest.raises(ConfigError, check=has_code(code)):
+            deal(samples, partition, 2, tmp_path / "parts", settings)
+        assert not (tmp_path / "parts").exists()
+
     def test_noise_and_complete_options_are_recorded(self, tmp_path: Path) -> None:
         summary = deal(
             make_samples([0] * 9), "feature_noise", 3, tmp_path / "parts", DealSettings(options={"max_std": "10"})

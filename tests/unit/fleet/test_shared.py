@@ -8,6 +8,7 @@ import pytest
 
 from fedvit.blobs import BlobStore
 from fedvit.transport.base import Received
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import BlobNack, Manifest, TransferMessage
@@ -97,7 +98,7 @@ class Stage:
         transport.open()
         self.inboxes[name] = inbox
         self.exchanges[name] = make(
-            transport, blobs, send=tell, topic_for=lambda digest: "chunks", may_read=lambda peer, digest: True
+            transport, blobs, send=tell, topics=ChunkTopics(lambda digest: "chunks"), may_read=lambda peer, digest: True
         )
 
     def fetch(self, name: str, manifest: Manifest) -> None:

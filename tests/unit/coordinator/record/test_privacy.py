@@ -5,12 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from coordinator.compute.planning.checks import checked_config
 from coordinator.compute.server_step import aggregator_of
 from coordinator.config import RunConfig
+from coordinator.config.stop import StopConfig
 from coordinator.record.privacy import (
     PrivacyStep,
+    check_first_round,
     cohort_seed,
     compute_cohort_size,
     compute_epsilon,
@@ -149,6 +152,31 @@ def test_a_restart_forgets_nothing(runs: Path) -> None:
     last = round_figures(store, "later", private, PrivacyStep(private.privacy.noise_multiplier, 4, 2), [])
     store.close()
     assert last["dp_epsilon"] == pytest.approx(compute_epsilon([PrivacyStep(1.0, 4, 4)], private.privacy))
+
+
+@pytest.mark.parametrize("accounting", ["every_round", "sampled"])
+def test_run_whose_first_round_would_exceed_the_limit_does_not_begin(runs: Path, accounting: str) -> None:
+    """Also one that starts from a run that has used most of it."""
+    noise = {"noise_multiplier": 2.0, "clip": 1.0, "accounting": accounting}
+    private = config(**noise).privacy
+    first = compute_epsilon([PrivacyStep(2.0, 4, 4)], private)
+
+    def limited(epsilon: float, **more: Any) -> RunConfig:
+        return replace(config(**noise), stop=StopConfig(epsilon=epsilon), **more)
+
+    check_first_round(limited(1.01 * first), None)
+    with pytest.raises(ConfigError) as refused:
+        check_first_round(limited(0.99 * first), None)
+    assert refused.value.code == "FV1028"
+    store = open_record(runs)
+    store.runs.create("r", {})
+    store.rounds.open("r", 1, ["a"])
+    figures = round_figures(store, "r", config(**noise), PrivacyStep(2.0, 4, 4), [])
+    store.rounds.close("r", 1, SavedState({}, None, {}), figures)
+    with pytest.raises(ConfigError):
+        check_first_round(limited(1.01 * first, start_from="r"), store)
+    check_first_round(limited(2.1 * first, start_from="r"), store)
+    store.close()
 
 
 def test_features_add_up_over_rounds(runs: Path) -> None:

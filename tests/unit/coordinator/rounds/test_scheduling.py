@@ -21,6 +21,7 @@ from coordinator.rounds.open_round import Missing
 from coordinator.rounds.scheduler import SPARE_CHECKS, UNSENT_BYTES, Overdue, TaskScheduler
 from coordinator.rounds.state import RunState
 from coordinator.rounds.tasks import DeviceTask, TaskState, Work
+from fedvit.transport.chunk_sender import ChunkTopics
 from fedvit.transport.exchange import BlobExchange
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire import messages
@@ -50,7 +51,9 @@ class Sent:
             unsent_bytes=lambda: self.unsent_bytes,
         )
         transport = MemoryTransport(SimpleQueue(), MemoryBroker(), "c")
-        exchange = BlobExchange(transport, blobs, send=lambda *_: None, topic_for=str, may_read=lambda *_: True)
+        exchange = BlobExchange(
+            transport, blobs, send=lambda *_: None, topics=ChunkTopics(str), may_read=lambda *_: True
+        )
         self.scheduler = TaskScheduler(self.state, exchange)
         self.digest = blobs.put(b"program").digest
         self.value = blobs.put(b"value").digest

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -450,6 +451,19 @@ def test_join_without_broker_fails(tmp_path: Path) -> None:
         join(token, tmp_path / "identity", patience_s=0.5)
 
 
+def test_join_goes_on_once_the_broker_can_be_reached(tmp_path: Path) -> None:
+    """As at the first boot of a board before its network or its coordinator; meanwhile it says why, in one line."""
+    said: list[str] = []
+    deployment = make_deployment(tmp_path / "made")
+    token = make_token(deployment, "pi-1", 600.0)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join, token, tmp_path / "identity", patience_s=WAIT_S, report=said.append)
+        wait_until(lambda: any("trying again" in line for line in said), "what it waits for")
+        with serve_deployment(deployment):
+            assert joining.result(WAIT_S).trouble is None
+    assert len([line for line in said if "connection refused" in line]) == 1
+
+
 # --- renewal ------------------------------------------------------------------------------------------
 
 
@@ -618,6 +632,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_device_that_is_killed_while_it_renews_keeps_a_valid_certificate(stage: Stage, tmp_path: Path) -> None:
     identity = identity_of(stage.deployment, tmp_path, "pi-killed", age_days=0.0)
     renewed = [next_of(stage, identity) for _ in range(2)]
@@ -732,6 +747,7 @@ def test_a_session_that_stays_is_counted(stage: Stage, tmp_path: Path) -> None:
     assert Client(address, "again").connected
 
 
+@pytest.mark.slow
 def test_device_with_too_many_connections_is_revoked(stage: Stage, tmp_path: Path) -> None:
     """Connections are what one device could use up for all others."""
     address = make_device(stage.deployment, tmp_path, "pi-crowds")

@@ -112,6 +112,7 @@ def test_devices_move_by_themselves_and_then_the_rotation_ends(stage: Stage, tmp
         assert read_rotation(deployment).awaited == ["pi-1", "pi-3"]
 
 
+@pytest.mark.slow
 def test_a_device_that_was_away_is_left_behind_and_named(stage: Stage, tmp_path: Path) -> None:
     deployment = stage.deployment
     here, away = (join_device(deployment, tmp_path, name) for name in ("pi-here", "pi-away"))
@@ -189,6 +190,7 @@ def replace_end(serial: str) -> str:
     return f"update certificates set issued_at = {begun_s}, expires_at = {end_s} where serial = '{serial}'"
 
 
+@pytest.mark.slow
 def test_a_device_that_moved_can_be_revoked(stage: Stage, tmp_path: Path) -> None:
     identity, _ = (join_device(stage.deployment, tmp_path, name) for name in ("pi-gone", "pi-away"))
     with run_device(identity):
@@ -344,6 +346,7 @@ def _count_writes(act: Callable[[], object], stop_at: int | None = None) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_rotation_that_is_killed_at_any_file_is_completed(tmp_path: Path) -> None:
     for stop_at in range(20):
         deployment = make_deployment(tmp_path / f"deployment-{stop_at}")

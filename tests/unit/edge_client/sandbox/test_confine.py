@@ -84,3 +84,30 @@ def test_it_can_compute_and_read_what_it_needs(rights: Mapping[str, bool]) -> No
 )
 def test_it_cannot(rights: Mapping[str, bool], act: str) -> None:
     assert not rights[act]
+
+
+SERVE = """
+import json, os, socket, sys, threading
+from edge_client.sandbox.confine import confine_server
+
+confined = confine_server()
+acts = {
+    "connect": lambda: socket.create_connection(listener.getsockname()[:2]),
+    "program": lambda: os.execv(sys.executable, [sys.executable, "-c", ""]),
+    "signal": lambda: os.kill(os.getppid(), 0),
+}
+done = {"confined": confined}
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    for name, act in acts.items():
+        try:
+            act()
+            done[name] = True
+        except OSError:
+            done[name] = False
+print(json.dumps(done))
+"""
+
+
+def test_process_that_answers_requests_starts_no_programs() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", SERVE], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == {"confined": True, "connect": True, "program": False, "signal": False}

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from edge_client.sandbox.launcher import Launcher
 from edge_client.sandbox.sandbox import Sandbox
-from edge_client.work.runtime import Challenge, OutOfMemory, Seeds, Stopped, Watch
+from edge_client.work.runtime import Challenge, ModelSource, ModelTest, OutOfMemory, Seeds, Stopped, Watch
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload, DataError, DeviceTrouble
@@ -64,8 +64,8 @@ def test_results_are_those_of_the_same_process_bit_for_bit(
         assert (got.samples, got.loss, got.steps, got.flops) == (want.samples, want.loss, want.steps, want.flops)
         assert tally.tally.steps == number * want.steps
     values = {**setting.start(), **want.tensors}
-    counted = setting.runtime().evaluate(setting.program, values, data, SEEDS, SILENT)
-    assert sandbox.evaluate(setting.program, values, data, SEEDS, SILENT) == counted
+    counted = setting.runtime().evaluate(ModelTest(setting.program, values, data, SEEDS), SILENT)
+    assert sandbox.evaluate(ModelTest(setting.program, values, data, SEEDS), SILENT) == counted
 
 
 def test_comparison_is_that_of_the_same_process(
@@ -77,9 +77,9 @@ def test_comparison_is_that_of_the_same_process(
     graph = fedavg.blobs.path(fedavg.program.graphs[fedavg.program.evaluate.graph].digest)
     champion = None
     for _ in range(2):
-        challenge = Challenge("run", 1, "pi", 0, graph, champion, "x86_64", 2)
-        want = fedavg.runtime().compare(fedavg.program, fedavg.start(), data, SEEDS, SILENT, challenge)
-        got = sandbox.compare(fedavg.program, fedavg.start(), data, SEEDS, SILENT, challenge)
+        challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, champion, "x86_64", 2)
+        want = fedavg.runtime().compare(ModelTest(fedavg.program, fedavg.start(), data, SEEDS), SILENT, challenge)
+        got = sandbox.compare(ModelTest(fedavg.program, fedavg.start(), data, SEEDS), SILENT, challenge)
         assert (got.comparison, got.with_champion, got.flops) == (want.comparison, want.with_champion, want.flops)
         assert got.files["model.onnx"] == want.files["model.onnx"]
         champion = tmp_path / "champion"
@@ -137,7 +137,7 @@ def large(setting: Setting, folder: Path) -> tuple[Program, Path]:
 
 
 def evaluate(sandbox: Sandbox, setting: Setting, data: DeviceData, program: Program, watch: Watch = SILENT) -> Any:
-    return sandbox.evaluate(program, setting.start(), data, SEEDS, watch)
+    return sandbox.evaluate(ModelTest(program, setting.start(), data, SEEDS), watch)
 
 
 def pid_of(sandbox: Sandbox) -> int:

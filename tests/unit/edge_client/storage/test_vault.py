@@ -148,7 +148,7 @@ def test_two_runs_lie_side_by_side(vault: Vault) -> None:
     assert content(vault, "b") == (8, 3, [("b", 8)])
 
 
-@pytest.mark.parametrize("accident", ["kill", "fail"])
+@pytest.mark.parametrize("accident", ["kill", pytest.param("fail", marks=pytest.mark.slow)])
 def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path, accident: str) -> None:
     """kill -9, or an error of the disk, at each system call of a commit in turn."""
     base = Vault(tmp_path / "base")

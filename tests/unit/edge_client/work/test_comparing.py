@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from edge_client.work.runtime import Challenge, Compared, GraphRunner, Seeds, Stopped, Watch
+from edge_client.work.runtime import Challenge, Compared, GraphRunner, ModelSource, ModelTest, Seeds, Stopped, Watch
 from export.bundle.read import Bundle
 from fedvit.data.folder import DeviceData
 from fedvit.tensors import Tensors
@@ -21,8 +21,8 @@ def compare(
     runner: GraphRunner, setting: Setting, values: Tensors, data: DeviceData, champion: Path | None = None
 ) -> Compared:
     graph = setting.blobs.path(setting.program.graphs[setting.program.evaluate.graph].digest)
-    challenge = Challenge("run", 1, "pi", 0, graph, champion, "x86_64", 2)
-    return runner.compare(setting.program, values, data, SEEDS, SILENT, challenge)
+    challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, champion, "x86_64", 2)
+    return runner.compare(ModelTest(setting.program, values, data, SEEDS), SILENT, challenge)
 
 
 def write(folder: Path, compared: Compared) -> Path:
@@ -64,7 +64,7 @@ def test_bundle_answers_as_the_evaluation_does(fedavg: Setting, data: DeviceData
     data = data.relabel(fedavg.program.classes)
     runner = fedavg.runtime()
     compared = compare(runner, fedavg, fedavg.start(), data)
-    evaluated = runner.evaluate(fedavg.program, fedavg.start(), data, SEEDS, SILENT)
+    evaluated = runner.evaluate(ModelTest(fedavg.program, fedavg.start(), data, SEEDS), SILENT)
     assert (compared.comparison.only_challenger, compared.comparison.images) == (evaluated.correct, evaluated.samples)
     bundle = Bundle.open(write(tmp_path / "bundle", compared), None, 1)
     assert (bundle.card.origin.run, bundle.card.origin.round, bundle.card.origin.device) == ("run", 1, "pi")
@@ -89,10 +89,10 @@ def test_damaged_champion_counts_as_none(fedavg: Setting, uneven: DeviceData, tm
 
 def test_stopped_comparison_ends(fedavg: Setting, uneven: DeviceData) -> None:
     graph = fedavg.blobs.path(fedavg.program.graphs[fedavg.program.evaluate.graph].digest)
-    challenge = Challenge("run", 1, "pi", 0, graph, None, "x86_64", 2)
+    challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, None, "x86_64", 2)
     with pytest.raises(Stopped):
         fedavg.runtime().compare(
-            fedavg.program, fedavg.start(), uneven, SEEDS, Watch(lambda *_: None, lambda: True), challenge
+            ModelTest(fedavg.program, fedavg.start(), uneven, SEEDS), Watch(lambda *_: None, lambda: True), challenge
         )
 
 

@@ -91,6 +91,19 @@ def test_sums_of_the_process_that_answers_are_reported(
     )
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_drift_is_reported_as_a_flag_if_the_owner_allows_it(world: World, fedavg: Setting, *, allowed: bool) -> None:
+    device = world.device(policy=Policy(models=ModelsPolicy(report_drift=allowed)))
+    world.server.acknowledge(world.result(fedavg, kind="compare"))
+    assert not tell(world, run_1="champion").has_drifted
+    write_serving(world.state, ServingStatus(name="run-1", drift={"blur": 1e9}))
+    assert tell(world, run_1="champion").has_drifted is allowed
+    ledger = [line.what for line in device.agent.storage.ledger.read() if line.kind == "model counts"]
+    assert ledger[-1].endswith("answered, drift" if allowed else "answered")
+    write_serving(world.state, ServingStatus(name="other-7", drift={"blur": 1e9}))
+    assert not tell(world, run_1="champion").has_drifted, "of another model"
+
+
 def test_states_outlive_a_restart_and_messages_of_an_earlier_coordinator_change_nothing(
     world: World, fedavg: Setting
 ) -> None:

@@ -14,7 +14,7 @@ from onnx import NodeProto, TensorProto, helper
 from PIL import Image
 
 from edge_client.work.batches import training_feeds
-from edge_client.work.runtime import Runtime, Seeds, Stopped, Trained, Watch
+from edge_client.work.runtime import ModelTest, Runtime, Seeds, Stopped, Trained, Watch
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import normalise, unfold
 from fedvit.errors import BadPayload, DataError
@@ -257,7 +257,7 @@ def test_evaluation_counts_right_answers(fedavg: Setting, data: DeviceData, log:
     answers = predict_step(fedavg.plan.method, fedavg.plan.vit)(inputs)["logits"].argmax(dim=1).numpy()
     right = int((answers == data.test.labels).sum())
     assert 0 < right < 12, "else the comparison proves nothing"
-    evaluated = fedavg.runtime().evaluate(fedavg.program, values, data, SEEDS, log)
+    evaluated = fedavg.runtime().evaluate(ModelTest(fedavg.program, values, data, SEEDS), log)
     assert (evaluated.correct, evaluated.samples) == (right, 12)
     assert evaluated.flops == 2 * fedavg.program.graphs["predict"].flops
     assert log.steps == [(1, 2, None), (2, 2, None)]
@@ -268,8 +268,8 @@ def test_evaluation_takes_as_many_images_at_a_time_as_training(
 ) -> None:
     """12 test images in runs of 3 are as often right as in runs of 8."""
     values = fedavg.start() | train(fedavg, data.train, with_phase(fedavg.program, epochs=3)).tensors
-    at_once = fedavg.runtime().evaluate(fedavg.program, values, data, SEEDS, SILENT)
-    evaluated = parts.runtime().evaluate(parts.program, values, data, SEEDS, log)
+    at_once = fedavg.runtime().evaluate(ModelTest(fedavg.program, values, data, SEEDS), SILENT)
+    evaluated = parts.runtime().evaluate(ModelTest(parts.program, values, data, SEEDS), log)
     assert (evaluated.correct, evaluated.samples) == (at_once.correct, 12)
     assert evaluated.flops == 4 * parts.program.graphs["predict"].flops
     assert log.steps == [(number, 4, None) for number in (1, 2, 3, 4)]
@@ -283,7 +283,7 @@ def test_an_unreadable_test_image_is_neither_right_nor_wrong(fedavg: Setting, da
     assert len(device.test) == 2
     right = {}
     for label in (0, 1, 2):  # a head that always gives one answer
-        evaluated = fedavg.runtime().evaluate(fedavg.program, always(fedavg, label), device, SEEDS, SILENT)
+        evaluated = fedavg.runtime().evaluate(ModelTest(fedavg.program, always(fedavg, label), device, SEEDS), SILENT)
         assert evaluated.samples == 1
         right[label] = evaluated.correct
     assert right == {0: 0, 1: 1, 2: 0}
@@ -291,7 +291,7 @@ def test_an_unreadable_test_image_is_neither_right_nor_wrong(fedavg: Setting, da
 
 def test_a_device_without_test_images_counts_nothing(fedavg: Setting, data: DeviceData, tmp_path: Path) -> None:
     device = some(data, tmp_path, [0])
-    evaluated = fedavg.runtime().evaluate(fedavg.program, fedavg.start(), device, SEEDS, SILENT)
+    evaluated = fedavg.runtime().evaluate(ModelTest(fedavg.program, fedavg.start(), device, SEEDS), SILENT)
     assert (evaluated.correct, evaluated.samples, evaluated.flops) == (0, 0, 0)
 
 
@@ -421,7 +421,8 @@ class Toy:
         Spy.fed.clear()
         given = {"seeds": SEEDS, "watch": SILENT, **changed}
         values = {"w": np.array(w, np.float32)}
-        evaluated = self.runtime.evaluate(self.program(evaluate=evaluate), values, device, **given)
+        test = ModelTest(self.program(evaluate=evaluate), values, device, given["seeds"])
+        evaluated = self.runtime.evaluate(test, given["watch"])
         assert values["w"].tobytes() == np.array(w, np.float32).tobytes()
         return evaluated
 
@@ -597,12 +598,12 @@ def test_tuning_is_the_training_of_the_same_round(spied: None, fedavg: Setting, 
     before = {name: value.tobytes() for name, value in start.items()}
     runtime = fedavg.runtime()
     tuning = msgspec.structs.replace(fedavg.program, evaluate=Evaluate(graph="predict", adapt=(phase,)))
-    tuned = runtime.evaluate(tuning, start, data, SEEDS, SILENT)
+    tuned = runtime.evaluate(ModelTest(tuning, start, data, SEEDS), SILENT)
     used = {name.removeprefix("tensor/"): value for name, value in Spy.fed[-1].items() if name.startswith("tensor/")}
     trained = train(fedavg, data.train, with_phase(fedavg.program, epochs=3))
-    by_hand = runtime.evaluate(fedavg.program, {**start, **trained.tensors}, data, SEEDS, SILENT)
+    by_hand = runtime.evaluate(ModelTest(fedavg.program, {**start, **trained.tensors}, data, SEEDS), SILENT)
     assert (tuned.correct, tuned.samples) == (by_hand.correct, by_hand.samples)
-    assert tuned.correct > runtime.evaluate(fedavg.program, start, data, SEEDS, SILENT).correct
+    assert tuned.correct > runtime.evaluate(ModelTest(fedavg.program, start, data, SEEDS), SILENT).correct
     assert used.keys() == start.keys()
     assert {name: value.tobytes() for name, value in used.items()} == {
         name: trained.tensors.get(name, start[name]).tobytes() for name in start
@@ -700,7 +701,7 @@ def test_a_task_that_ends_early_leaves_no_thread(fedavg: Setting, data: DeviceDa
 def test_evaluation_stops_between_two_batches(fedavg: Setting, data: DeviceData, log: Log) -> None:
     log.stopped = lambda: len(log.steps) == 1
     with pytest.raises(Stopped):
-        fedavg.runtime().evaluate(fedavg.program, fedavg.start(), data, SEEDS, log)
+        fedavg.runtime().evaluate(ModelTest(fedavg.program, fedavg.start(), data, SEEDS), log)
     assert len(log.steps) == 1
 
 
@@ -710,7 +711,7 @@ def test_an_input_that_the_program_does_not_provide_is_named(fedavg: Setting, da
     )
     start = {name: value for name, value in fedavg.start().items() if name != "head.bias"}
     with pytest.raises(BadPayload, check=has_code("FV2310", "tensor/head.bias")):
-        fedavg.runtime().evaluate(lacking, start, data, SEEDS, SILENT)
+        fedavg.runtime().evaluate(ModelTest(lacking, start, data, SEEDS), SILENT)
 
 
 @pytest.mark.parametrize("damage", ["cut", "nonsense", "missing"])
@@ -727,6 +728,6 @@ def test_a_damaged_graph_is_named(fedavg: Setting, tmp_path: Path, damage: str) 
 def test_graphs_of_programs_that_are_over_are_closed(fedavg: Setting, eftvit: Setting, data: DeviceData) -> None:
     runtime = fedavg.runtime()
     runtime.keep_only({fedavg.program.graphs["predict"].digest})
-    assert runtime.evaluate(fedavg.program, fedavg.start(), data, SEEDS, SILENT).samples == 12
+    assert runtime.evaluate(ModelTest(fedavg.program, fedavg.start(), data, SEEDS), SILENT).samples == 12
     with pytest.raises(KeyError):
         runtime.train(fedavg.program, fedavg.start(), data.train, SEEDS, 1.0, SILENT)

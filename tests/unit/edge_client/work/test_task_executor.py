@@ -10,7 +10,7 @@ import pytest
 
 from edge_client.health.guard import Guard
 from edge_client.link import resending
-from edge_client.work.runtime import Seeds
+from edge_client.work.runtime import ModelTest, Seeds
 from fedvit.blobs import digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.policy import Policy, SendPolicy
@@ -56,7 +56,7 @@ def test_evaluation_answers_with_counts_and_nothing_else(world: World, fedavg: S
     device = world.device(policy=Policy(send=SendPolicy(class_counts=True)))
     result = world.result(fedavg, kind="evaluate")
     evaluated = fedavg.runtime().evaluate(
-        fedavg.program, fedavg.start(), DeviceData.open(digits), Seeds(5, 1, "pi"), SILENT
+        ModelTest(fedavg.program, fedavg.start(), DeviceData.open(digits), Seeds(5, 1, "pi")), SILENT
     )
     assert (result.kind, result.samples, result.metrics) == ("evaluate", 12, {"correct": float(evaluated.correct)})
     assert result.by_class == evaluated.by_class

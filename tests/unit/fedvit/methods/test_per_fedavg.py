@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from edge_client.work.runtime import Runtime, Seeds, Watch
+from edge_client.work.runtime import ModelTest, Runtime, Seeds, Watch
 from export.trace import to_onnx, trace
 from fedvit.data.folder import DeviceData
 from fedvit.methods import make_method
@@ -275,8 +275,8 @@ def test_a_test_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.
     for value in values.values():
         value.flags.writeable = False
     watch, seeds = Watch(lambda *_: None, lambda: False), Seeds(run=1, round=1, device="pi")
-    adapted = runtime.evaluate(program, values, data, seeds, watch)
-    again = runtime.evaluate(program, values, data, seeds, watch)
+    adapted = runtime.evaluate(ModelTest(program, values, data, seeds), watch)
+    again = runtime.evaluate(ModelTest(program, values, data, seeds), watch)
     assert {name: value.tobytes() for name, value in values.items()} == before
     assert adapted == again
     with torch.no_grad():

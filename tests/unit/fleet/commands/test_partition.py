@@ -87,6 +87,31 @@ def test_error_names_the_value(tmp_path: Path, flags: tuple[str, ...], value: st
         invoke("--out", tmp_path / "parts", *flags)
 
 
+def test_columns_and_the_official_test_split(tmp_path: Path) -> None:
+    saved = Path(__file__).parents[1] / "datasets" / "saved"
+    out = tmp_path / "parts"
+    shown = invoke(
+        "--dataset", saved, "--column", "image=picture", "--column", "domain=site", "--devices", 2, "--partition",
+        "natural", "--test-share", "official", "--out", out, "--json",
+    )  # fmt: skip
+    record = json.loads(shown.stdout)
+    assert record["test_share"] == "official"
+    assert [sum(device["test"].values()) for device in record["devices"]] == [0, 2]  # both are of the second site
+    with pytest.raises(ConfigError, check=has_code("FV2011", "imgae")):
+        invoke("--dataset", saved, "--column", "imgae=picture", "--out", tmp_path / "other")
+
+
+def test_validation_images_in_place_of_test_images(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "parts"
+    flags = ("--dataset", source, "--devices", 2, "--partition", "iid", "--test-share", "0.5", "--out", out)
+    record = json.loads(invoke(*flags, "--validation-share", "0.2", "--json").stdout)
+    assert record["validation_share"] == 0.2
+    for device in record["devices"]:
+        train, test = sum(device["train"].values()), sum(device["test"].values())
+        assert test == 2
+        assert 9 <= train + test <= 11  # half of 20 images, rounded for each class
+
+
 def test_help_lists_the_options_of_every_partition() -> None:
     shown = " ".join(invoke("--help").stdout.split())
     for text in ("dirichlet: alpha=0.3, cap=false, min_samples=10", "classes_per_device=2", "max_std=20.0"):
@@ -115,6 +140,16 @@ def test_overwrite(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "parts/device-2").exists()
 
 
-@pytest.mark.parametrize("flags", [("--devices", "0"), ("--test-share", "1"), ("--size", "0"), ("--partition", "x")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--devices", "0"),
+        ("--test-share", "1"),
+        ("--test-share", "offical"),
+        ("--test-share", "nan"),
+        ("--size", "0"),
+        ("--partition", "x"),
+    ],
+)
 def test_values_that_click_refuses(flags: tuple[str, str]) -> None:
     assert invoke(*flags).exit_code == 2

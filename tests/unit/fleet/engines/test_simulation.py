@@ -20,7 +20,7 @@ from fleet.devices import device_folders
 from fleet.engines import journal, simulation
 from fleet.engines.cohort import Cohort
 from fleet.partition import write_device_folders
-from fleet.request import RunOutcome, RunRequest
+from fleet.request import Engine, RunOutcome, RunRequest
 from fleet.simulate import simulate
 from tests.support.codes import has_code
 from tests.support.displays import Lines
@@ -157,6 +157,28 @@ def test_run_stops_and_keeps_its_best_round(folders: list[Path], tmp_path: Path)
     store.close()
     again = run(folders, values, tmp_path, resume=True).summary
     assert (again.reason, again.best, len(again.rounds)) == (view.reason, view.best, last)
+
+
+def test_answers_are_counted_by_class_as_on_a_device(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:
+    """Both engines count the same ones; models of one round differ by rounding alone."""
+    values, counts = {**VALUES, "method": "fedavg", "rounds": 1}, []
+    engines: tuple[Engine, ...] = ("torch", "onnx")
+    for engine in engines:
+        request = RunRequest(
+            folders, values, out=tmp_path / engine, run="run", engine=engine, graph_cache=graph_cache, at_once=1
+        )
+        simulate(request, Lines())
+        store = open_record(tmp_path / engine)
+        try:
+            tested = store.tasks.read_used_in("run", 1, "evaluate")
+        finally:
+            store.close()
+        assert len(tested) == len(folders)
+        for result in tested:
+            assert sum(count.images for count in result.by_class) == result.samples
+            assert sum(count.correct for count in result.by_class) == result.metrics["correct"]
+        counts.append({result.device: result.by_class for result in tested})
+    assert counts[0] == counts[1]
 
 
 def test_run_of_the_other_engine_is_not_resumed(folders: list[Path], tmp_path: Path, graph_cache: Path) -> None:

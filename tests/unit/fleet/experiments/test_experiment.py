@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from PIL import Image
 from rich.console import Console
 from safetensors.numpy import load_file
+from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from coordinator.config import TrackersConfig
 from coordinator.record.record import open_record
@@ -29,10 +30,12 @@ from fedvit.models import SMALL, build_vit
 from fleet.commands.experiment import experiment_command
 from fleet.experiments.cells import Grid
 from fleet.experiments.command import select_cells, write_results
-from fleet.experiments.folder import FinishedCell, read_progress
+from fleet.experiments.folder import CellFolder, FinishedCell, read_progress
 from fleet.experiments.outcome import find_leader, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.report_tables import describe_spread
+from fleet.experiments.scheduler import Dealer
+from fleet.partition import DealSettings, deal
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult, ExperimentOutcome
 from tests.support.codes import has_code
@@ -183,6 +186,45 @@ class TestGrid:
         with pytest.raises(ConfigError, check=has_code("FV2107")):
             read_grid(written(tmp_path, FILE + '\n[run]\ntrackers = { writers = ["mlflow"] }\n'))
 
+    def test_parts_that_were_dealt_out_before(self, tmp_path: Path) -> None:
+        """Each seed has its folder; new parts are a new cell, and no data set is needed."""
+        for seed in (3, 5):
+            deal("digits", "iid", 3, tmp_path / f"own-{seed}", DealSettings(seed=seed, global_test=0.05))
+        text = FILE.replace('dataset = "digits"\n', "").replace("seeds = [0]", "seeds = [3, 5]")
+        tables = f'[partitions.own]\nparts = "{tmp_path}/own-{{seed}}"\n\n[common]'
+        file = written(tmp_path, re.sub(r"\[partitions.*\[common\]", tables, text, flags=re.DOTALL))
+        grid = read_grid(file)
+        assert [cell.path for cell in grid.cells][::2] == ["fedavg/own/seed-3", "fedavg/own/seed-5"]
+        folders = [CellFolder(cell, tmp_path / "out").parts for cell in grid.cells]
+        assert folders == [tmp_path / "own-3"] * 2 + [tmp_path / "own-5"] * 2
+        Dealer().deal(CellFolder(grid.cells[0], tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
+        deal("digits", "iid", 3, tmp_path / "own-3", DealSettings(seed=9, global_test=0.05, overwrite=True))
+        again = read_grid(file)
+        assert [one.digest == other.digest for one, other in zip(grid.cells, again.cells, strict=True)] == [
+            False, False, True, True,
+        ]  # fmt: skip
+        for old, new, code in (
+            ("own-{seed}", "gone-{seed}", "FV2129"),
+            ("devices = 3", "devices = 2", "FV2129"),
+            ("image_size = 32", "image_size = 16", "FV2129"),
+            ("lr = 0.05", "tune = { lr = [0.1, 0.2] }", "FV2129"),
+            ("rounds = 2", "rounds = 2\nvalidation_share = 0.5", "FV2129"),
+            ("[common]", 'partition = "iid"\n[common]', "FV2107"),
+            ("[common]", '[partitions.even]\npartition = "iid"\n[common]', "FV2107"),
+        ):
+            with pytest.raises(ConfigError, check=has_code(code)):
+                read_grid(written(tmp_path / "other", file.read_text().replace(old, new, 1)))
+
+    def test_official_and_validation_images(self, tmp_path: Path) -> None:
+        text = FILE.replace("test_share = 0.9", 'test_share = "official"\nvalidation_share = 0.2')
+        for cell in read_grid(written(tmp_path, text)).cells:
+            assert (cell.deal.test_share, cell.deal.validation_share) == ("official", 0.2)
+            assert CellFolder(cell, tmp_path).parts.name == "validation-seed-0"
+        table = FILE.replace('dataset = "digits"', 'dataset = "digits"\ncolumns = { lable = "x" }')
+        with pytest.raises(ConfigError, check=has_code("FV2011", "lable")):
+            read_grid(written(tmp_path, table))
+
     def test_only(self, tmp_path: Path) -> None:
         grid = read_grid(written(tmp_path))
         assert [cell.path for cell in select_cells(grid, ("*/even", "fedavg/*")).cells] == [
@@ -276,6 +318,33 @@ class TestRun:
             entry = outcome.comparison(method, "even")
             assert entry is not None
             assert entry.generic == (None if expected is None else pytest.approx(expected))
+
+    def test_scores_that_weigh_classes_equally(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
+        """Scikit-learn scores timm's own model alike; EFTViT's devices do not count their answers by class."""
+        out, (outcome, _, _) = tiny_run
+        fedavg, eftvit = (outcome.find_cells(method, "even")[0].result for method in ("fedavg", "eftvit"))
+        assert fedavg is not None
+        assert eftvit is not None
+        assert eftvit.balanced_accuracy is eftvit.macro_f1 is None
+        model = build_vit(SMALL, 10, seed=0, options=TINY_MODEL).vit
+        found = load_file(out / "cells/fedavg/even/seed-0/runs/run/model.safetensors")
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in found.items()})
+        for device in ("device-0", "device-1", "device-2"):
+            files = sorted((out / "parts/even/seed-0" / device / "test").glob("*/*.png"))
+            pixels = np.stack([np.asarray(Image.open(file)) for file in files])
+            with torch.no_grad():
+                logits = model(torch.from_numpy((pixels / 127.5 - 1).astype(np.float32).transpose(0, 3, 1, 2)))
+            labels, answers = [int(file.parent.name) for file in files], logits.argmax(dim=1).numpy()
+            assert fedavg.balanced_by_device[device] == pytest.approx(balanced_accuracy_score(labels, answers))
+            f1 = f1_score(labels, answers, average="macro", zero_division=0)
+            assert fedavg.macro_f1_by_device[device] == pytest.approx(f1)
+        assert fedavg.balanced_accuracy == pytest.approx(np.mean([*fedavg.balanced_by_device.values()]))
+        table = markdown_report(outcome)
+        assert "balanced accuracy" in table
+        shown = [f"{entry.balanced_accuracy:.3f}" for entry in outcome.comparisons if entry.balanced_accuracy]
+        assert len(shown) == 2
+        assert f"| fedavg | {' | '.join(shown)} |" in table
+        assert "macro F1" in html_report(outcome).replace("Macro f1", "macro F1")
 
     def test_what_is_sent(self, tiny_run: tuple[Path, ExperimentRun]) -> None:
         """FedAvg sends up the whole model, 48k weights of 4 bytes; EFTViT masks three quarters of the patches."""

@@ -1,0 +1,45 @@
+"""What the story counts, and its errors; the whole of it is in tests/e2e/test_loop.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedvit.errors import FedvitError
+from fleet.datasets.digits import read_digits
+from fleet.loop.pictures import ArrivingPictures, plan_pictures
+from fleet.loop.story import LoopDevice, LoopFleet, ServedClass, count_answers
+from fleet.processes import Fleet
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> LoopDevice:
+    digits = read_digits()
+    [plan] = plan_pictures(digits, (0, 1, 2), 1, seed=0)
+    pictures = ArrivingPictures(tmp_path / "pictures", digits)
+    return LoopDevice("garden", pictures, plan, tmp_path / "state", tmp_path / "answers.jsonl")
+
+
+def test_answers_by_true_class(device: LoopDevice) -> None:
+    """A line that is being written is not read, nor one of another model, nor a picture without an answer."""
+    name = {label: f"{read_digits().labels.tolist().index(label)}.png" for label in (0, 1)}
+    lines = [
+        {"picture": name[0], "model": "a-1", "label": "0"},
+        {"picture": name[0], "model": "a-1"},
+        {"picture": name[1], "model": "a-1", "label": "0"},
+        {"picture": name[1], "model": "b-1", "label": "1"},
+        {"picture": name[1], "error": "cannot read image"},
+    ]
+    assert count_answers([device], "a-1") == {}
+    device.answers.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"picture": "0.p')
+    assert count_answers([device], "a-1") == {"0": ServedClass(2, 1, 1), "1": ServedClass(1, 0, 0)}
+
+
+def test_process_that_ends_is_named_with_its_last_line(tmp_path: Path, device: LoopDevice) -> None:
+    with Fleet() as fleet:
+        world = LoopFleet(tmp_path / "home", [device], fleet)
+        (tmp_path / "home").mkdir()
+        with pytest.raises(FedvitError) as error:
+            world.train("first", {"method": "no-such-method"})
+    assert error.value.code == "FV2128"
+    assert "no-such-method" in str(error.value)

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.config import make_config
 from coordinator.record.record import Record
@@ -95,9 +97,10 @@ def read_trained_model(
     summary = read_run(store, run)
     part = "" if kept.round == last.round else f"{BEST}/"
     values |= _read_generated(program, record, summary, files, device, part)
+    for name in (name for group in program.with_role(Role.ASSIGNED) for name in program.names(group)):
+        values[name] = np.zeros(program.tensors[name].shape, program.tensors[name].dtype)  # an answer does not need it
     held = as_specified({name: values[name] for name in program.tensors if name in values}, program.tensors)
-    read = [name for name, group in program.groups.items() if group.role is not Role.ASSIGNED]
-    check_tensors(held, program.forms_of(read), f"run {run!r}")
+    check_tensors(held, program.forms_of([*program.groups]), f"run {run!r}")
     origin = Origin(
         run=run,
         method=program.method,

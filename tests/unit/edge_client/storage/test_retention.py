@@ -270,7 +270,7 @@ def test_features_make_room_before_any_run(tmp_path: Path) -> None:
     assert file.exists()
     disk.make_room("run", 10**6 + 1)
     assert not file.exists()
-    assert vault.runs() == ["older"]
+    assert vault.notes.list_runs() == ["older"]
 
 
 # --- a removal that is cut ----------------------------------------------------------------------------

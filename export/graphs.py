@@ -41,6 +41,7 @@ class Exported:
 
     content: bytes
     max_difference: float
+    cached: bool  # read from the cache; tests see by it what is exported again
 
 
 def default_cache() -> Path:
@@ -133,7 +134,7 @@ def _verify_once(
     facts = {"graph": name, "max_difference": difference, "digest": digest_of(content)}
     atomic_write(file.with_suffix(".json"), json.dumps(facts).encode())
     log.info("graph exported", extra={"graph": name, "bytes": len(content), "max_difference": difference})
-    return Exported(content, difference)
+    return Exported(content, difference, cached=False)
 
 
 def _read_cached(folder: Path, key: str) -> Exported | None:
@@ -150,7 +151,7 @@ def _read_cached(folder: Path, key: str) -> Exported | None:
     if known is None or known.digest != digest_of(content):
         log.warning("damaged file", extra={"path": str(file), "held": "a graph; it is exported again"})
         return None
-    return Exported(content, known.max_difference)
+    return Exported(content, known.max_difference, cached=True)
 
 
 class _Facts(msgspec.Struct):

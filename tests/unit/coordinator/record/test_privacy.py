@@ -202,7 +202,12 @@ def test_features_add_up_over_rounds(runs: Path) -> None:
         ("fedavg", {"noise_multiplier": 1.0, "clip": -1.0}, {}, "clip = -1.0 must be above 0"),
         ("fedavg", {"delta": 0.0}, {}, "delta = 0.0"),
         ("eftvit", {"noise_multiplier": 1.0, "clip": 1.0}, {}, "method 'eftvit' averages no tensors"),
-        ("fedtp", {"noise_multiplier": 1.0, "clip": 1.0}, {}, "'fedtp' also uploads updates of generated tensors"),
+        (
+            "fedtp",
+            {"noise_multiplier": 1.0, "clip": 1.0},
+            {},
+            "'fedtp' also uploads updates from which tensors of single devices are made",
+        ),
         ("fedavg", {"feature_noise": 1.0, "feature_clip": 1.0}, {}, "method 'fedavg' uploads no features"),
         ("eftvit", {"feature_noise": 1.0}, {}, "needs feature_clip"),
         ("fedavg", {"noise_multiplier": 1.0, "clip": 1.0}, {"aggregator": "median"}, "robust.aggregator"),

@@ -55,7 +55,9 @@ SEEDED_VERSION = 4
 """Version of Programs whose steps read a random number of each sample, which earlier software does not draw."""
 SECURE_VERSION = 5
 """Version of Programs whose results are added up in secret: earlier software would send them alone."""
-VERSIONS = (PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION, SEEDED_VERSION, SECURE_VERSION)
+ASSIGNED_VERSION = 6
+"""Version of Programs with tensors that the server makes for one device, and that only training reads."""
+VERSIONS = (PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION, SEEDED_VERSION, SECURE_VERSION, ASSIGNED_VERSION)
 SEEDS = 1 << 31
 """Random numbers of samples are below this."""
 MAX_VALUES = 1 << 31

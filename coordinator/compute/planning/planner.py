@@ -28,6 +28,7 @@ from fedvit.methods.packed import as_sent
 from fedvit.models.vit import PatchViT
 from fedvit.precision import Compute, Precision
 from fedvit.program import (
+    ASSIGNED_VERSION,
     PRIVATE_VERSION,
     PROGRAM_VERSION,
     SECURE_VERSION,
@@ -249,16 +250,15 @@ class Plan:
             groups[group] = self._code_group(group, role, members, keep)
             tensors |= {name: TensorSpec(value.shape, str(value.dtype), group) for name, value in members.items()}
         privacy = self.config.privacy
-        private = privacy.noise_multiplier or privacy.feature_noise
-        plain = PRIVATE_VERSION if private else PROGRAM_VERSION
+        needed = {
+            PRIVATE_VERSION: privacy.noise_multiplier or privacy.feature_noise,
+            TEXT_VERSION: batch.text,
+            SEEDED_VERSION: batch.sample_seeds,
+            SECURE_VERSION: self.config.secure,
+            ASSIGNED_VERSION: any(group.role is Role.ASSIGNED for group in groups.values()),
+        }
         return Program(
-            v=SECURE_VERSION
-            if self.config.secure
-            else SEEDED_VERSION
-            if batch.sample_seeds
-            else TEXT_VERSION
-            if batch.text
-            else plain,
+            v=max([PROGRAM_VERSION, *(version for version, is_needed in needed.items() if is_needed)]),
             method=self.config.method,
             model=self.config.model,
             classes=self.classes,

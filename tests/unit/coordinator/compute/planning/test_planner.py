@@ -27,7 +27,16 @@ from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
-from fedvit.program import PROGRAM_VERSION, SEEDED_VERSION, Batch, Evaluate, Role, Train, decode_program
+from fedvit.program import (
+    ASSIGNED_VERSION,
+    PROGRAM_VERSION,
+    SEEDED_VERSION,
+    Batch,
+    Evaluate,
+    Role,
+    Train,
+    decode_program,
+)
 from fedvit.resources import Budget, ProductKind, ProductRate, Speed, image_cache_bytes
 from fedvit.tensors import Tensors, unpack
 from profiles.cost import GraphCost, graph_cost
@@ -170,6 +179,13 @@ def test_older_devices_refuse_a_program_with_dropout(plan: Callable[..., Plan]) 
     plain, dropping = (plan(method="fedavg", options=options).first.program for options in ({}, {"dropout": 0.1}))
     assert (plain.v, plain.batch.sample_seeds) == (PROGRAM_VERSION, False)
     assert (dropping.v, dropping.batch.sample_seeds) == (SEEDED_VERSION, True)
+
+
+def test_older_devices_refuse_a_program_with_assigned_tensors(plan: Callable[..., Plan]) -> None:
+    """By its version, which they can name, and not by a role that they cannot read."""
+    made = plan(method="scaffold").first.program
+    assert made.v == ASSIGNED_VERSION
+    assert Role.ASSIGNED in {group.role for group in made.groups.values()}
 
 
 def test_the_price_of_a_graph_is_counted(plan: Callable[..., Plan]) -> None:

@@ -117,9 +117,8 @@ def _subset(samples: Samples, images: int) -> Samples:
     if images > len(samples):
         raise ConfigError("FV0002", f"--images {images}, but {samples.dataset} holds {len(samples)} images")
     rows = np.sort(np.random.default_rng(SEED).choice(len(samples), images, replace=False))
-    return replace(
-        samples, images=ArrayImages(samples.images[rows], SIZE), labels=samples.labels[rows], coarse_labels=None
-    )
+    chosen = ArrayImages(samples.images[rows], SIZE)
+    return replace(samples, images=chosen, labels=samples.labels[rows], coarse_labels=None, official_test=None)
 
 
 def cohorts(devices: Sequence[str], cohort: int, seed: int) -> Iterator[list[str]]:

@@ -145,7 +145,7 @@ def test_damaged_feedback_is_not_sent_and_nothing_else_is_lost(two_rounds: Vault
 
 
 def test_a_bit_of_a_note_is_found(two_rounds: Vault) -> None:
-    two_rounds.note(task(2))
+    two_rounds.notes.write(task(2))
     for vault, place in copies(two_rounds, two_rounds.folder / RUN / "TASK"):
         with pytest.raises(StorageFailed, check=has_code("FV1704", "TASK")):
             vault.notes.find_newest(RUN)

@@ -1,15 +1,14 @@
-"""What the story counts, and its errors; the whole of it is in tests/e2e/test_loop.py."""
+"""What the story counts; the whole of it is in tests/e2e/test_loop.py."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from fedvit.errors import FedvitError
 from fleet.datasets.digits import read_digits
+from fleet.loop.fleet import LoopDevice
 from fleet.loop.pictures import ArrivingPictures, plan_pictures
-from fleet.loop.story import LoopDevice, LoopFleet, ServedClass, count_answers
-from fleet.processes import Fleet
+from fleet.loop.story import ServedClass, count_answers
 
 
 @pytest.fixture
@@ -33,13 +32,3 @@ def test_answers_by_true_class(device: LoopDevice) -> None:
     assert count_answers([device], "a-1") == {}
     device.answers.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"picture": "0.p')
     assert count_answers([device], "a-1") == {"0": ServedClass(2, 1, 1), "1": ServedClass(1, 0, 0)}
-
-
-def test_process_that_ends_is_named_with_its_last_line(tmp_path: Path, device: LoopDevice) -> None:
-    with Fleet() as fleet:
-        world = LoopFleet(tmp_path / "home", [device], fleet)
-        (tmp_path / "home").mkdir()
-        with pytest.raises(FedvitError) as error:
-            world.train("first", {"method": "no-such-method"})
-    assert error.value.code == "FV2128"
-    assert "no-such-method" in str(error.value)

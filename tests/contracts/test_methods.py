@@ -88,7 +88,7 @@ OPTIONS = {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.003}
 """A batch is worked off in parts of 3, 3 and 2 samples, where a method's step is one gradient."""
 DEVICES, ROUNDS = 3, 2
 
-CUT = {"analytic", "fed_head", "fedproto", "fedrep", "personal_analytic"}
+CUT = {"analytic", "fed_head", "fedpac", "fedproto", "fedrep", "personal_analytic"}
 """Methods with a phase whose graph a device can cut."""
 
 SMALLEST: dict[str, dict[str, Any]] = {"eftvit": {"local_blocks": 1}, "fedbfpt": {"local_blocks": 2}}
@@ -333,7 +333,7 @@ def test_padding_is_as_if_it_were_not_there(case: Case, tiny: Any) -> None:
             assert_agree(got[key], want[key], inputs[f"tensor/{updated}"], key)
 
 
-@each_case
+@pytest.mark.parametrize("case", [*CASES, *DROPPING], ids=repr)
 def test_flops_are_those_that_torch_counts(case: Case, tiny: Any) -> None:
     """Each graph's function is run eagerly, with gradients by backward(): nothing was lost or added on the way to the
     graph that ships and is priced."""

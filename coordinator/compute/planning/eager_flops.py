@@ -4,7 +4,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedvit.methods.base import Method
-from fedvit.methods.calculus import TorchCalculus
+from fedvit.methods.calculus import TorchCalculus, TracedCalculus
 from fedvit.methods.failures import name_errors
 from fedvit.methods.step import (
     Serves,
@@ -30,7 +30,9 @@ def _count(method: Method, vit: PatchViT, batch: Batch, serves: Serves) -> int:
         return 0
     inputs = example_inputs(method, vit, batch, serves)
     step = name_errors(_find_step(method, vit, serves), method, serves)
-    if isinstance(serves, Gather):  # what the forward pass computes beside the gathered values is not in the graph
+    # what the forward pass computes beside gathered values is not in the graph; and torch's counter cannot look into a
+    # backward pass that computes blocks again
+    if isinstance(serves, Gather) or method.recompute:
         traced = make_fx(step)(inputs)
         traced.graph.eliminate_dead_code()
         traced.recompile()
@@ -42,5 +44,5 @@ def _count(method: Method, vit: PatchViT, batch: Batch, serves: Serves) -> int:
 
 def _find_step(method: Method, vit: PatchViT, serves: Train | Gather | None) -> Step:
     if isinstance(serves, Train):
-        return train_step(method, vit, serves, TorchCalculus)
+        return train_step(method, vit, serves, TracedCalculus if method.recompute else TorchCalculus)
     return gather_step(method, vit, serves) if isinstance(serves, Gather) else predict_step(method, vit)

@@ -14,7 +14,7 @@ from edge_client.work.runtime import ModelTest, Seeds
 from fedvit.blobs import digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.policy import Policy, SendPolicy
-from fedvit.program import Program, Role, TensorGroup
+from fedvit.program import VERSIONS, Program, Role, TensorGroup
 from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Array, Tensors, delta
 from fedvit.wire import messages
@@ -324,7 +324,7 @@ def phase(world: World, setting: Setting) -> Task:
 ESCAPE = "blake3:../../../etc/passwd"
 IMPOSSIBLE: dict[str, tuple[Callable[[World, Setting], Task], str]] = {
     "bytes without a description": (lambda w, s: w.task(s, inline=(b"stranger",)), "8 bytes that it does not describe"),
-    "newer program": (lambda w, s: ask(w, s, v=6), "program version 6"),
+    "newer program": (lambda w, s: ask(w, s, v=max(VERSIONS) + 1), f"program version {max(VERSIONS) + 1}"),
     "no program": (lambda w, s: bring(w, s, "program", w.server.keep(b"\x81\xa1v\x01")), "not a program: "),
     "no tensors": (lambda w, s: bring(w, s, "model", w.server.keep(b"no tensors")), "10 bytes are not safetensors"),
     "no digest": (lambda w, s: bring(w, s, "model", Manifest(ESCAPE, 10, 1024)), ESCAPE),

@@ -87,6 +87,8 @@ def test_alerts_of_a_takeover_and_of_a_lost_record(stage: Stage, hosts: Hosts) -
     wait_for(lambda: condition(ports["second"]) == (200, "standby", set()), "a standby")
     wait_for(lambda: sorted(prometheus.values("fedvit_leader")) == [0.0, 1.0], "both to be scraped")
     wait_for(lambda: prometheus.values("max(fedvit_standbys)") == [1.0], "the standby to be counted")
+    seen = "count_over_time(max by (job, federation) (fedvit_leader_term)[15m:])"
+    wait_for(lambda: prometheus.values(seen), "the rule of a changed leader to have seen the first one")
     term = max(prometheus.values("fedvit_leader_term"))
     assert "FedvitNoLeader" not in prometheus.firing()
     first.kill()

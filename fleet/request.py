@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from edge_client.agent import Agent
 
 Engine = Literal["auto", "onnx", "torch", "eager"]
-"""What computes the devices' part of a simulation: onnxruntime, as on a device; torch, many devices in one batch; or
+"""Engines of the devices' part of a simulation: onnxruntime, as on a device; torch, many devices in one batch; or
 torch, one device after the other, operator by operator, as a method's code is written. "auto" is torch on a GPU."""
 
 LONG_DEADLINE_S = 7 * 86400.0

@@ -8,7 +8,7 @@ from fedvit.small_server import ListenAddress
 
 
 class ServeRequest(NamedTuple):
-    """Which pictures are answered, where, and with which device's models."""
+    """The pictures that are answered, the place, and the device's models."""
 
     settings: DeviceSettings
     state: Path

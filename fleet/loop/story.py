@@ -55,7 +55,7 @@ class ServedClass(Struct, frozen=True):
 
 
 class LoopOutcome(Struct, frozen=True, kw_only=True):
-    """What happened."""
+    """The outcome of the story."""
 
     classes: tuple[str, ...]
     first: str  # the model that knew two classes

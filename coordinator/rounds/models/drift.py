@@ -1,4 +1,4 @@
-"""What follows from drift that devices report: an alert for each device, and a run by rule."""
+"""Reactions to drift that devices report: an alert for each device, and a run by rule."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Which graphs are cut: those that repeat the same work on the same images."""
+"""The choice of graphs that are cut: those that repeat the same work on the same images."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -115,7 +115,7 @@ def test_a_changed_image_has_new_features(
 def test_other_weights_have_other_features(
     settings: Mapping[str, Setting], data: DeviceData, folder: FeatureFolder
 ) -> None:
-    """Those of a phase that follows one which trains the layers, too: FedRep's body of the next round."""
+    """Also features of a phase that follows one which trains the layers, too: FedRep's body of the next round."""
     setting = settings["fedrep"]
     train(setting, data.train, folder)
     moved = {name: value * np.float32(1.1) for name, value in setting.start().items()}

@@ -1,4 +1,4 @@
-"""What the story counts; the whole of it is in tests/e2e/test_loop.py."""
+"""Counts of the story; the whole of it is in tests/e2e/test_loop.py."""
 
 import json
 from pathlib import Path

@@ -24,6 +24,7 @@ from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import make_config
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
+from fedvit.data.images import Indices
 from fedvit.data.layout import TRAIN
 from fedvit.methods import make_method
 from fleet.datasets import read_dataset
@@ -192,7 +193,7 @@ class _Seed:
 
 
 def _deal(samples: Samples, settings: AnalyticSettings, seed: int, out: Path) -> list[Path]:
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(samples))[: settings.images])
+    chosen = draw_images(samples.annotations.labels, settings.images, seed)
     if samples.domains is None:
         rule = make_partition("pathological", classes_per_device=settings.classes_per_device)
     else:
@@ -200,6 +201,14 @@ def _deal(samples: Samples, settings: AnalyticSettings, seed: int, out: Path) ->
     parts = deal_out(rule, samples.annotations.rows(chosen), settings.devices, seed)
     write_device_folders(samples, [chosen[part] for part in parts], out, test_share=0.2, seed=seed)
     return [out / f"device-{number}" for number in range(settings.devices)]
+
+
+def draw_images(labels: Indices, count: int, seed: int) -> Indices:
+    """Draw images, of each class at least one: devices share all classes."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    _, firsts = np.unique(labels[order], return_index=True)
+    places = np.concatenate([firsts, np.setdiff1d(np.arange(len(order)), firsts)])[:count]
+    return np.sort(order[places])
 
 
 def _cut(features: Features, share: float) -> Features:

@@ -109,8 +109,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=0, le=4, description="Additional devices to ask, as a share of the cohort; the first answers count."),
     ] = 0.0
     selection: Annotated[
-        Literal["uniform", "fair"],
-        Meta(description="Which devices are asked: uniformly random, or those not asked for the longest time."),
+        Literal["uniform", "fair", "power_of_choice", "oort"],
+        Meta(
+            description="Which devices are asked: uniformly random, those not asked for the longest time, those with "
+            "high losses, or those with high losses that are fast."
+        ),
     ] = "uniform"
     deadline_s: (
         Annotated[

@@ -17,6 +17,7 @@ from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.analytic import Analytic
 from fedvit.methods.apfl import APFL
 from fedvit.methods.base import Method, check_fits
+from fedvit.methods.caff import CAFF
 from fedvit.methods.ditto import Ditto
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fed_bias import FedBias
@@ -27,6 +28,7 @@ from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedbabu import FedBABU
 from fedvit.methods.fedbfpt import FedBFPT
 from fedvit.methods.fedbn import FedBN
+from fedvit.methods.feddf import FedDF
 from fedvit.methods.feddyn import FedDyn
 from fedvit.methods.fednova import FedNova
 from fedvit.methods.fedntd import FedNTD
@@ -42,6 +44,7 @@ from fedvit.methods.fedsa_lora import FedSaLora
 from fedvit.methods.fedtp import FedTP
 from fedvit.methods.fedvpt_d import FedVptDeep
 from fedvit.methods.ffa_lora import FfaLora
+from fedvit.methods.ifca import IFCA
 from fedvit.methods.knn_per import KnnPer
 from fedvit.methods.local import Local
 from fedvit.methods.lora_fair import LoraFair
@@ -64,6 +67,7 @@ METHODS: dict[str, type[Method]] = {
     "adapters": PersonalAdapters,
     "analytic": Analytic,
     "apfl": APFL,
+    "caff": CAFF,
     "ditto": Ditto,
     "eftvit": EFTViT,
     "fed_bias": FedBias,
@@ -74,6 +78,7 @@ METHODS: dict[str, type[Method]] = {
     "fedbabu": FedBABU,
     "fedbfpt": FedBFPT,
     "fedbn": FedBN,
+    "feddf": FedDF,
     "feddyn": FedDyn,
     "fednova": FedNova,
     "fedntd": FedNTD,
@@ -89,6 +94,7 @@ METHODS: dict[str, type[Method]] = {
     "fedtp": FedTP,
     "fedvpt_d": FedVptDeep,
     "ffa_lora": FfaLora,
+    "ifca": IFCA,
     "knn_per": KnnPer,
     "local": Local,
     "lora_fair": LoraFair,
@@ -171,6 +177,7 @@ def build_model(
     """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does, and for
     a model that does not suit the method."""
     vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
+    vit.seed = seed
     check_fits(method, vit)
     for patch in method.all_patches():
         patch.apply(vit, seed)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvit.data.server_images import ServerImages
 from fedvit.errors import ConfigError
 from fedvit.known_values import check_blocks
 from fedvit.methods.aggregators import Aggregator, Mean
@@ -150,6 +151,7 @@ class RoundContext(NamedTuple):
     precision: ProductPrecision = "fp32"  # of products in training
     rank: int = 0  # of this process among those that close the round together, each with an accelerator of its own
     world_size: int = 1  # how many they are
+    images: ServerImages | None = None  # of the run's `server_data`
 
 
 class ServerRule(ABC):
@@ -178,6 +180,11 @@ class ServerRule(ABC):
     @property
     def is_divided(self) -> bool:
         """Return whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
+        return False
+
+    @property
+    def needs_images(self) -> bool:
+        """Return whether the rule trains on images of the server (`RoundContext.images`)."""
         return False
 
     def begin(self, seed: int) -> Tensors:

@@ -36,12 +36,13 @@ PARTS: dict[str, dict[str, Any]] = {"personal_part": {"part": "head"}}
 TRAINED = {
     "lstm": {
         "apfl", "ditto", "fed_bias", "fed_head", "fedavg", "fedbabu", "feddyn", "fednova", "fedntd", "fedopt",
-        "fedper",         "fedprox", "fedrep", "local", "per_fedavg", "personal_part", "pfedhn", "pfedme", "scaffold",
+        "fedper", "fedprox", "fedrep", "ifca", "local", "per_fedavg", "personal_part", "pfedhn", "pfedme", "scaffold",
     },
 }  # fmt: skip
 TRAINED["resnet"] = TRAINED["lstm"] | {
     "analytic",
     "fedbn",
+    "feddf",
     "fedpac",
     "fedproto",
     "fedrod",

@@ -33,6 +33,7 @@ OWN = {
     "fedsa_lora": {"own"},
     "fedtp": {"attention"},
     "fedvpt_d": {"head"},
+    "ifca": {"choice"},
     "local": {"model"},
     "personal_analytic": {"sums", "own"},
     "personal_part": {"personal"},

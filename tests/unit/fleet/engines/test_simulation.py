@@ -136,6 +136,31 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
 
 
+def read_cohorts(out: Path) -> list[list[str]]:
+    store = open_record(out)
+    cohorts = [list(entry.cohort) for entry in store.rounds.read_all("run")]
+    store.close()
+    return cohorts
+
+
+@pytest.mark.parametrize("selection", ["power_of_choice", "oort"])
+def test_run_that_was_interrupted_asks_the_devices_that_it_would_have_asked(
+    selection: str, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses by which it selects come from the checkpoint."""
+    monkeypatch.setattr(journal, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(journal, "CHECKPOINT_SHARE", float("inf"))  # after every round
+    values = {**VALUES, "rounds": ROUNDS, "cohort": 1, "selection": selection, "updates": {}}
+    calm = run(folders, values, tmp_path / "calm")
+    with pytest.raises(KeyboardInterrupt):
+        run(folders, values, tmp_path / "broken", display=Lines(until="round   2"))
+    again = run(folders, values, tmp_path / "broken", resume=True)
+    cohorts = read_cohorts(tmp_path / "calm")
+    assert read_cohorts(tmp_path / "broken") == cohorts
+    assert len({tuple(cohort) for cohort in cohorts}) > 1
+    assert same(everything(calm), everything(again))
+
+
 def test_run_stops_and_keeps_its_best_round(folders: list[Path], tmp_path: Path) -> None:
     """A checkpoint has each best round. A resumed run does not go on."""
     values = {**VALUES, "rounds": 30, "evaluate_every": 1, "stop": {"patience": 1}}

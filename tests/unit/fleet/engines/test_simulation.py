@@ -12,9 +12,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from coordinator.compute.checkpoint import load_state
 from coordinator.record.record import open_record
 from coordinator.rounds.display import Display
+from fedvit.blobs import BlobStore
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
+from fedvit.methods import build_model, make_method
+from fedvit.methods.linear_term import OWN
+from fedvit.models import SMALL
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
 from fleet.engines import journal, simulation
@@ -95,6 +100,39 @@ def check_kept(calm: dict[str, Any], home: Path) -> None:
         own = simulation.read_kept_tensors(home, f"device-{number}")
         assert set(own) == {"head.weight", "head.bias"}
         assert all(np.array_equal(value, calm[f"kept/device-{number}/{name}"]) for name, value in own.items())
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx"])
+def test_the_server_counts_the_steps_of_each_variant(engine: Engine, folders: list[Path], tmp_path: Path) -> None:
+    """SCAFFOLD's c_i is -D_i / (K_i lr) after one round, so that the weighted sum of K_i lr c_i is the server's step.
+
+    Devices have one, two and three epochs, and `max_weight` caps the weights that follow from images, but no steps.
+    """
+    lr, epochs = 0.05, {"device-0": 1, "device-1": 2, "device-2": 3}
+    values = {
+        "method": "scaffold", "rounds": 1, "model_options": TINY_MODEL, "options": {"batch_size": 16, "lr": lr},
+        "variants": {"device-1": {"epochs": 2}, "device-2": {"epochs": 3}}, "robust": {"max_weight": 1.0},
+    }  # fmt: skip
+    outcome = simulate(RunRequest(folders, values, out=tmp_path, run="run", engine=engine, at_once=1))
+    store = open_record(tmp_path)
+    [state] = [record.state for record in store.rounds.read_all("run") if record.state]
+    store.close()
+    memory = load_state(state, BlobStore(outcome.folder / "blobs")).memory
+    images = {device.device: device.train_samples for device in outcome.summary.devices}
+    capped = {device: min(count, sorted(images.values())[1]) for device, count in images.items()}
+    assert capped != images
+    first = build_model(make_method("scaffold"), SMALL, 10, seed=0, options=TINY_MODEL).tensors()
+    for name, value in load_file(outcome.folder / "model.safetensors").items():
+        moved = sum(
+            capped[device]
+            / sum(capped.values())
+            * -count
+            * -(-images[device] // 16)
+            * lr
+            * memory[f"{OWN}/{device}/{name}"]
+            for device, count in epochs.items()
+        )
+        np.testing.assert_allclose(value - first[name].numpy(), moved, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -23,10 +23,14 @@ from fedvit.methods.fed_bias import FedBias
 from fedvit.methods.fed_head import FedHead
 from fedvit.methods.fed_lora import FedLora
 from fedvit.methods.fed_prompt import FedPrompt
+from fedvit.methods.fedala import FedALA
+from fedvit.methods.fedas import FedAS
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedbabu import FedBABU
 from fedvit.methods.fedbfpt import FedBFPT
 from fedvit.methods.fedbn import FedBN
+from fedvit.methods.fedcp import FedCP
+from fedvit.methods.feddbe import FedDBE
 from fedvit.methods.feddyn import FedDyn
 from fedvit.methods.fednova import FedNova
 from fedvit.methods.fedntd import FedNTD
@@ -42,6 +46,7 @@ from fedvit.methods.fedsa_lora import FedSaLora
 from fedvit.methods.fedtp import FedTP
 from fedvit.methods.fedvpt_d import FedVptDeep
 from fedvit.methods.ffa_lora import FfaLora
+from fedvit.methods.gpfl import GPFL
 from fedvit.methods.knn_per import KnnPer
 from fedvit.methods.local import Local
 from fedvit.methods.lora_fair import LoraFair
@@ -70,10 +75,14 @@ METHODS: dict[str, type[Method]] = {
     "fed_head": FedHead,
     "fed_lora": FedLora,
     "fed_prompt": FedPrompt,
+    "fedala": FedALA,
+    "fedas": FedAS,
     "fedavg": FedAvg,
     "fedbabu": FedBABU,
     "fedbfpt": FedBFPT,
     "fedbn": FedBN,
+    "fedcp": FedCP,
+    "feddbe": FedDBE,
     "feddyn": FedDyn,
     "fednova": FedNova,
     "fedntd": FedNTD,
@@ -89,6 +98,7 @@ METHODS: dict[str, type[Method]] = {
     "fedtp": FedTP,
     "fedvpt_d": FedVptDeep,
     "ffa_lora": FfaLora,
+    "gpfl": GPFL,
     "knn_per": KnnPer,
     "local": Local,
     "lora_fair": LoraFair,

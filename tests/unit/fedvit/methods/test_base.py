@@ -244,7 +244,7 @@ def test_fedavgs_forward_is_the_model() -> None:
 GENERIC = {
     "analytic", "apfl", "ditto", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu", "fedbfpt",
     "feddyn", "fednova", "fedntd", "fedopt", "fedprox", "fedrod", "ffa_lora", "knn_per", "lora_fair", "moon",
-    "per_fedavg",     "personal_analytic", "pfedme", "scaffold",
+    "fedala", "feddbe", "per_fedavg", "personal_analytic", "pfedme", "scaffold",
 }  # fmt: skip
 
 

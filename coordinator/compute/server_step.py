@@ -128,6 +128,7 @@ class ServerStep:
                 result.upload,
                 partial(self._store, result.upload),
                 discount(number - result.round),
+                result.use.steps or None,
             )
             for result in results
             if result.upload

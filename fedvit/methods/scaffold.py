@@ -33,14 +33,14 @@ class Scaffold(WithLinearTerm):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlVariates(LinearTerms):
-    """v_i is c_i."""
+    """v_i is c_i. `epochs` and `batch_size` stand in for numbers of steps that no device has counted."""
 
     epochs: int
     batch_size: int
     lr: float
 
     def follow(self, own: Floats, common: Floats, answer: DeviceDelta) -> Floats:
-        steps = self.epochs * -(-answer.samples // self.batch_size)
+        steps = answer.upload.count_steps(self.epochs, self.batch_size)
         return own - common - answer.update / (steps * self.lr * answer.lr_scale)
 
     def make_term(self, own: Floats, common: Floats) -> Floats:

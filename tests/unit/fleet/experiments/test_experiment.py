@@ -240,9 +240,17 @@ class TestGrid:
         with pytest.raises(ConfigError, check=has_code("FV2001")):
             read_grid(file, "digitz")
 
+    def test_checkpoint_of_the_command_line(self, tmp_path: Path) -> None:
+        (tmp_path / "weights.safetensors").touch()
+        grid = read_grid(written(tmp_path), pretrained=str(tmp_path / "weights.safetensors"))
+        assert {cell.run["pretrained"] for cell in grid.cells} == {str(tmp_path / "weights.safetensors")}
+
     @pytest.mark.parametrize(
         "file",
-        [path if "small" in path.stem else pytest.param(path, marks=pytest.mark.slow) for path in SHIPPED],
+        [
+            path if path.stem.endswith(("-small", "-mid")) else pytest.param(path, marks=pytest.mark.slow)
+            for path in SHIPPED
+        ],
         ids=lambda path: path.stem,
     )
     def test_shipped_files_are_checked(self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

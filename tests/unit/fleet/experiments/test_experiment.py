@@ -35,6 +35,7 @@ from fleet.experiments.outcome import find_leader, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.report_tables import describe_spread
 from fleet.experiments.scheduler import Dealer
+from fleet.experiments.settings import read_experiment
 from fleet.partition import DealSettings, deal
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult, ExperimentOutcome
@@ -241,9 +242,9 @@ class TestGrid:
             read_grid(file, "digitz")
 
     def test_checkpoint_of_the_command_line(self, tmp_path: Path) -> None:
-        (tmp_path / "weights.safetensors").touch()
-        grid = read_grid(written(tmp_path), pretrained=str(tmp_path / "weights.safetensors"))
-        assert {cell.run["pretrained"] for cell in grid.cells} == {str(tmp_path / "weights.safetensors")}
+        file = written(tmp_path)
+        assert read_experiment(file).experiment.model.pretrained is False
+        assert read_experiment(file, pretrained="w.safetensors").experiment.model.pretrained == "w.safetensors"
 
     @pytest.mark.parametrize(
         "file",

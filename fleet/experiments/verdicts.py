@@ -36,6 +36,7 @@ class KeptAccuracy(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     seeds: int
     mean: float
     interval: Interval | None = None  # None: a single seed
+    generated_difference: float | None = None  # between devices' generated tensors; None: there is no generator
 
 
 class KeptDifference(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -126,6 +127,7 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
             KeptAccuracy(
                 method=one.method, partition=one.partition, seeds=len(one.seeds), mean=round(one.accuracy, _DIGITS),
                 interval=one.interval and _round(one.interval),
+                generated_difference=one.generated_difference and round(one.generated_difference, _DIGITS),
             )
             for one in outcome.comparisons
         ],

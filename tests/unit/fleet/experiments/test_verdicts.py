@@ -7,6 +7,9 @@ import msgspec
 import pytest
 
 from fedvit.errors import ConfigError
+from fleet.experiments.folder import FinishedCell
+from fleet.experiments.outcome import make_outcome
+from fleet.experiments.report_tables import make_sections
 from fleet.experiments.verdicts import (
     KeptDifference,
     KeptResults,
@@ -24,7 +27,7 @@ from fleet.experiments.verdicts import (
 )
 from profiles.report.experiment import Interval
 from tests.support.codes import has_code
-from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, make_measured_result, read_grid, written_experiment
 
 ROOT = Path(__file__).parents[4]
 RESULTS = ROOT / "docs" / "results"
@@ -89,6 +92,20 @@ def test_kept_results_are_those_of_the_experiment(tmp_path: Path) -> None:
     difference = kept.find_difference("fedper", "fedavg", "even")
     assert (difference.seeds, difference.mean) == (2, 0.275)
     assert difference.interval == Interval(round(0.275 - 12.7062 * 0.025, 4), round(0.275 + 12.7062 * 0.025, 4))
+
+
+def test_generated_differences_are_reported_and_kept(tmp_path: Path) -> None:
+    grid = read_grid(written_experiment(tmp_path, FILE))
+    results = [
+        msgspec.structs.replace(make_measured_result(CURVES[cell.path]), generated_difference=difference)
+        for cell, difference in zip(grid.cells, (None, 0.2, None, 0.4), strict=True)
+    ]
+    outcome = make_outcome(
+        grid, [FinishedCell(cell, result, None) for cell, result in zip(grid.cells, results, strict=True)]
+    )
+    assert [one.generated_difference for one in keep_results(outcome).accuracies] == [None, 0.3]
+    (section,) = [one for one in make_sections(outcome) if one.name == "generated"]
+    assert "0.300 [-0.971, 1.571]" in section.sheet.markdown()
 
 
 def test_tables_are_written_from_the_kept_results() -> None:

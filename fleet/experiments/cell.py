@@ -199,6 +199,7 @@ def make_result(cell: GridCell, summary: RunView, *, wall_s: float) -> CellResul
     if rounds[-1].accuracy is None:
         raise ConfigError("FV2106", "no device has test images; raise test_share")
     tasks = sum(entry.accepted for entry in summary.rounds)
+    generator = summary.rounds[-1].generator
     return CellResult(
         digest=cell.digest,
         software=version("fedvit"),
@@ -214,6 +215,7 @@ def make_result(cell: GridCell, summary: RunView, *, wall_s: float) -> CellResul
         rounds=rounds,
         epsilon=summary.epsilon,
         feature_epsilon=summary.feature_epsilon,
+        generated_difference=generator.difference if generator else None,
     )
 
 

@@ -156,6 +156,7 @@ def _make_deal(comparison: _Comparison, seed: int, validation_share: float | Non
         test_share=experiment.test_share,
         validation_share=validation_share,
         global_test=experiment.global_test,
+        samples=experiment.samples,
         columns=experiment.columns,
     )
     return _use_parts(deal, str(options[PARTS])) if kind == PARTS else deal

@@ -175,6 +175,7 @@ class Dealer:
             test_share=division.test_share,
             validation_share=division.validation_share,
             global_test=division.global_test,
+            samples=division.samples,
             overwrite=True,
         )
         deal(self._samples[key], division.partition, division.devices, folder.parts, settings)

@@ -146,5 +146,5 @@ class MeanOfEachPart(WeightedMean):
             for name, change in changes.items():
                 part = name_other(number, name)
                 steps[part] = change + np.subtract(first[name], first[part], dtype=np.float64)
-        moved, figures = move_tensors(state, steps)
-        return moved, {**figures, "models_chosen": float(chosen)}
+        updated, figures = move_tensors(state, steps)
+        return updated, {**figures, "models_chosen": float(chosen)}

@@ -129,6 +129,7 @@ class ServerStep:
                 partial(self._store, result.upload),
                 discount(number - result.round),
                 result.use.steps or None,
+                self.plan.method_for(result.device, result.round).lr,
             )
             for result in results
             if result.upload

@@ -117,6 +117,7 @@ class Upload(NamedTuple):
     load: Callable[[], Mapping[str, Array]]
     discount: float = 1.0  # factor for an update of an older state; the device's weight does not change
     steps: int | None = None  # of the optimizer, as the device counted them; None: nobody did
+    lr: float | None = None  # of the device's variant, without the schedule's factor; None: that of the method
 
     def count_steps(self, epochs: int, batch_size: int) -> int:
         """Return the steps behind the update: those that were counted, else those that its samples take."""

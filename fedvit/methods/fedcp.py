@@ -49,9 +49,9 @@ class FedCP(FedAvg):
     features and those of the round's first body. The shared head h becomes the mean of (h + h_own) / 2.
     Source: Zhang et al., "FedCP: Separating Feature Information for Personalized Federated Learning via Conditional
     Policy", KDD 2023, arXiv:2307.01217, algorithm 1; the halves of the heads are those of its code. Differs from both:
-    r without Gumbel's noise; of the MMD's Gaussian kernels the first-order term, |mean f - mean f_first|^2 sum 1 / a,
-    because single images may not be compared with each other in what a device sends; the server keeps the own heads,
-    which it can find from what the paper sends.
+    r without Gumbel's noise; the MMD, with its Gaussian kernels, is that of the batch's two means, because single
+    images may not be compared with each other in what a device sends; the server keeps the own heads, which it can
+    find from what the paper sends.
     """
 
     source: ClassVar[str] = "Zhang et al., KDD 2023, arXiv:2307.01217"
@@ -100,7 +100,8 @@ class FedCP(FedAvg):
         # sums by class may leave a device, and so may their total
         by_class = one_hot(inputs.labels, logits).T @ ((collected[FEATURES] - first) * inputs.weight.unsqueeze(1))
         apart = (by_class.sum(dim=0) / inputs.weight.sum().clamp(min=1)).square().sum()
-        return Objective(loss + self.lam * sum(1 / a for a in BANDWIDTHS) * apart, {}, shown=loss)
+        discrepancy = sum(2 - 2 * torch.exp(-apart / (2 * a)) for a in BANDWIDTHS)
+        return Objective(loss + self.lam * discrepancy, {}, shown=loss)
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         return (self.phase(("own_head", "model"), anchors=("own_head", "model")),)

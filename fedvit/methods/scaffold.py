@@ -33,7 +33,7 @@ class Scaffold(WithLinearTerm):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlVariates(LinearTerms):
-    """v_i is c_i. `epochs` and `batch_size` stand in for numbers of steps that no device has counted."""
+    """v_i is c_i. `epochs`, `batch_size` and `lr` stand in for what an upload does not tell."""
 
     epochs: int
     batch_size: int
@@ -41,7 +41,8 @@ class ControlVariates(LinearTerms):
 
     def follow(self, own: Floats, common: Floats, answer: DeviceDelta) -> Floats:
         steps = answer.upload.count_steps(self.epochs, self.batch_size)
-        return own - common - answer.update / (steps * self.lr * answer.lr_scale)
+        lr = (answer.upload.lr or self.lr) * answer.lr_scale
+        return own - common - answer.update / (steps * lr)
 
     def make_term(self, own: Floats, common: Floats) -> Floats:
         return common - own

@@ -109,14 +109,17 @@ def check_kept(calm: dict[str, Any], home: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 def test_the_server_counts_the_steps_of_each_variant(engine: Engine, folders: list[Path], tmp_path: Path) -> None:
-    """SCAFFOLD's c_i is -D_i / (K_i lr) after one round, so that the weighted sum of K_i lr c_i is the server's step.
+    """SCAFFOLD's c_i is -D_i / (K_i lr_i) after one round: the weighted sum of K_i lr_i c_i is the server's step.
 
-    Devices have one, two and three epochs, and `max_weight` caps the weights that follow from images, but no steps.
+    Devices have one, two and three epochs, one has a rate of its own, and `max_weight` caps weights, but no steps.
     """
-    lr, epochs = 0.05, {"device-0": 1, "device-1": 2, "device-2": 3}
+    rates, epochs = (
+        {"device-0": 0.05, "device-1": 0.02, "device-2": 0.05},
+        {"device-0": 1, "device-1": 2, "device-2": 3},
+    )
     values = {
-        "method": "scaffold", "rounds": 1, "model_options": TINY_MODEL, "options": {"batch_size": 16, "lr": lr},
-        "variants": {"device-1": {"epochs": 2}, "device-2": {"epochs": 3}}, "robust": {"max_weight": 1.0},
+        "method": "scaffold", "rounds": 1, "model_options": TINY_MODEL, "options": {"batch_size": 16, "lr": 0.05},
+        "variants": {"device-1": {"epochs": 2, "lr": 0.02}, "device-2": {"epochs": 3}}, "robust": {"max_weight": 1.0},
     }  # fmt: skip
     outcome = simulate(RunRequest(folders, values, out=tmp_path, run="run", engine=engine, at_once=1))
     store = open_record(tmp_path)
@@ -133,7 +136,7 @@ def test_the_server_counts_the_steps_of_each_variant(engine: Engine, folders: li
             / sum(capped.values())
             * -count
             * -(-images[device] // 16)
-            * lr
+            * rates[device]
             * memory[f"{OWN}/{device}/{name}"]
             for device, count in epochs.items()
         )

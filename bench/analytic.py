@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from bench.frozen_features import DeviceFeatures, FeatureModel, Features, FrozenRounds, read_features
+from bench.frozen_features import DeviceFeatures, Features, FrozenRounds, read_features
 from bench.kept_figures import Figures, KeptFigures
 from bench.machine import describe_machine
 from bench.reporting import Progress, Report
@@ -27,6 +27,7 @@ from fedvit.data.folder import DeviceData
 from fedvit.data.images import Indices
 from fedvit.data.layout import TRAIN
 from fedvit.methods import make_method
+from fedvit.models.feature_model import FeatureModel
 from fleet.datasets import read_dataset
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts

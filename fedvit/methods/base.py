@@ -239,6 +239,8 @@ class Method(Hyperparameters, ABC):
     """The paper, and where the implementation differs from it."""
     one_gradient: ClassVar[bool] = True
     """True if a step is one gradient and one update: a batch can then be processed in parts."""
+    is_probe: ClassVar[bool] = False
+    """True if it reads a frozen backbone by `embed`, `run_to_class` and `features` alone: a simulation keeps these."""
 
     def needs(self) -> frozenset[ModelPart]:
         """The parts of a model without which the method would be another one; not every model has them."""

@@ -152,7 +152,8 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
         result = replace(result, generic_accuracy=generic)
     if runs.novel:
         last = runs.novel.rounds[-1]
-        result = replace(result, novel=_make_round(last).accuracy, novel_by_device=last.accuracy)
+        curve = [entry.accuracy_mean for entry in runs.novel.rounds if entry.accuracy_mean is not None]
+        result = replace(result, novel=_make_round(last).accuracy, novel_by_device=last.accuracy, novel_rounds=curve)
     if cell.pictures is not UNSET:
         result = _add_pictures(result, cell, out, parts, runs)
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))

@@ -278,7 +278,7 @@ def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], whe
         | {"novel": method["novel"] or novel.learns},
         "rounds": novel.rounds,
         "devices": novel.devices,
-        "evaluate_every": novel.rounds,
+        "evaluate_every": 1,
         **{key: keys[key] for key in NOVEL_RUN_KEYS if key in keys},
         "model_options": own["model_options"],
     }

@@ -218,6 +218,7 @@ def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experi
         generic_interval=mean_interval(generic),
         novel=fmean(novel) if novel else None,
         novel_interval=mean_interval(novel),
+        novel_rounds=[fmean(values) for values in zip(*(result.novel_rounds for result in results), strict=False)],
         generated_difference=fmean(made) if made else None,
         generated_interval=mean_interval(made),
         balanced_accuracy=fmean(balanced) if len(balanced) == len(results) else None,

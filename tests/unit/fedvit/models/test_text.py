@@ -14,7 +14,7 @@ from fedvit.methods.fedala import MIX
 from fedvit.methods.step import example_inputs, predict_step, steps_of, whole_step
 from fedvit.models import TEXT
 from fedvit.models.text import TextTransformer
-from fedvit.program import Role
+from fedvit.program import Role, Train
 from tests.support.plays import TEXT_MODEL
 
 CLASSES = 7

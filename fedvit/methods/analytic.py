@@ -240,14 +240,9 @@ class RidgeRegression(ServerRule):
     forget: tuple[str, ...] = ()
     sketch: int | None = None
 
-    @property
-    def why_never_late(self) -> None:
-        """Sums of images under a frozen backbone do not get old."""
-        return None
-
-    @property
-    def averages(self) -> bool:
-        return False
+    why_never_late = None
+    """Sums of images under a frozen backbone do not get old."""
+    averages = False
 
     @property
     def why_no_regions(self) -> str | None:

@@ -53,13 +53,8 @@ class CAFF(FedAvg):
 class MeanOfTrained(WeightedMean):
     """Averages each tensor over the devices that sent it."""
 
-    @property
-    def why_no_regions(self) -> str:
-        return "its server averages each layer over the devices that trained it"
-
-    @property
-    def averages(self) -> bool:
-        return False
+    why_no_regions = "its server averages each layer over the devices that trained it"
+    averages = False
 
     def average(self, state: ServerState, uploads: Sequence[Upload], context: RoundContext) -> dict[str, Floats]:
         """Raises EmptyCohort as the mean does."""

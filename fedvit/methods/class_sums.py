@@ -119,13 +119,8 @@ def one_hot(labels: Tensor, logits: Tensor) -> Tensor:
 class MeansOfClasses(WeightedMean):
     """Averages the shared tensors, and divides the cohort's sum of each class by its number of images."""
 
-    @property
-    def why_never_late(self) -> str:
-        return "its server needs the features of its newest prototypes"
-
-    @property
-    def averages(self) -> bool:
-        return False
+    why_never_late = "its server needs the features of its newest prototypes"
+    averages = False
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext

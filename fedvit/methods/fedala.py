@@ -104,13 +104,8 @@ class FedALA(FedAvg):
 class MeanAndLastHeads(WeightedMean):
     """Averages the model, and keeps the head and the shares with which each device has ended its newest round."""
 
-    @property
-    def why_never_late(self) -> str:
-        return "its server keeps the head with which a device ended the newest round"
-
-    @property
-    def why_no_regions(self) -> str:
-        return "its server keeps the head of each single device"
+    why_never_late = "its server keeps the head with which a device ended the newest round"
+    why_no_regions = "its server keeps the head of each single device"
 
     def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
         heads = {name: state.tensors[name] for name in HEAD_TENSORS}

@@ -132,17 +132,9 @@ class FisherMean(WeightedMean):
 
     shape: tuple[int, int]
 
-    @property
-    def why_never_late(self) -> str:
-        return "its server compares the Fisher information of one round's devices"
-
-    @property
-    def why_no_regions(self) -> str:
-        return "its server weighs each single device"
-
-    @property
-    def averages(self) -> bool:
-        return False
+    why_never_late = "its server compares the Fisher information of one round's devices"
+    why_no_regions = "its server weighs each single device"
+    averages = False
 
     def weigh(self, uploads: Sequence[Upload], round_number: int) -> list[Delta]:
         deltas = super().weigh(uploads, round_number)

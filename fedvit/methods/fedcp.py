@@ -114,17 +114,9 @@ class FedCP(FedAvg):
 class MeanAndOwnHeads(WeightedMean):
     """Averages the model, keeps each device's own head, and moves the shared head half of the way to their mean."""
 
-    @property
-    def why_never_late(self) -> str:
-        return "its server keeps the head with which a device ended the newest round"
-
-    @property
-    def why_no_regions(self) -> str:
-        return "its server keeps the head of each single device"
-
-    @property
-    def averages(self) -> bool:
-        return False
+    why_never_late = "its server keeps the head with which a device ended the newest round"
+    why_no_regions = "its server keeps the head of each single device"
+    averages = False
 
     def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
         return {

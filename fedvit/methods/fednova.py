@@ -35,9 +35,7 @@ class NormalisedMean(WeightedMean):
     epochs: int
     batch_size: int
 
-    @property
-    def why_no_regions(self) -> str:
-        return "its server needs the number of steps of each single device"
+    why_no_regions = "its server needs the number of steps of each single device"
 
     def weigh(self, uploads: Sequence[Upload], round_number: int) -> list[Delta]:
         steps = {upload.device: upload.count_steps(self.epochs, self.batch_size) for upload in uploads}

@@ -53,9 +53,7 @@ class AdaptiveMean(WeightedMean):
     beta2: float
     tau: float
 
-    @property
-    def why_never_late(self) -> str:
-        return "its server's moments are those of whole rounds"
+    why_never_late = "its server's moments are those of whole rounds"
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext

@@ -76,9 +76,7 @@ class MixedHeads(MeansOfClasses):
 
     first: Mapping[str, Tensor] = field(compare=False)
 
-    @property
-    def why_no_regions(self) -> str:
-        return "its server compares the features of single devices"
+    why_no_regions = "its server compares the features of single devices"
 
     def begin(self, seed: int) -> Tensors:
         return {f"{FIRST_HEAD}/{name}": value.numpy() for name, value in self.first.items()}

@@ -41,17 +41,9 @@ class CorrectedMean(WeightedMean):
 
     residual: float
 
-    @property
-    def why_never_late(self) -> str:
-        return "its server multiplies the factors of one round's devices"
-
-    @property
-    def why_no_regions(self) -> str:
-        return "its server multiplies the factors of each single device"
-
-    @property
-    def averages(self) -> bool:
-        return False
+    why_never_late = "its server multiplies the factors of one round's devices"
+    why_no_regions = "its server multiplies the factors of each single device"
+    averages = False
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext

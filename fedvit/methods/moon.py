@@ -74,9 +74,7 @@ def contrast_features(own: Tensor, near: Tensor, far: Tensor, tau: float) -> Ten
 class MeanAndLastModels(WeightedMean):
     """Keeps the model with which each device has ended its newest round."""
 
-    @property
-    def why_no_regions(self) -> str:
-        return "its server keeps the model of each single device"
+    why_no_regions = "its server keeps the model of each single device"
 
     def generate(self, state: ServerState, device: str, seed: int) -> Tensors:
         return {

@@ -117,17 +117,9 @@ class MeanOfEachPart(WeightedMean):
     models: int
     of_k: frozenset[str]
 
-    @property
-    def why_never_late(self) -> str:
-        return "its server needs the change of its newest tensors"
-
-    @property
-    def why_no_regions(self) -> str:
-        return "its server averages the devices of each choice"
-
-    @property
-    def averages(self) -> bool:
-        return False
+    why_never_late = "its server needs the change of its newest tensors"
+    why_no_regions = "its server averages the devices of each choice"
+    averages = False
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext

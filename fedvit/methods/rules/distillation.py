@@ -32,21 +32,10 @@ class Distillation(WeightedMean):
     batch_size: int
     lr: float
 
-    @property
-    def needs_images(self) -> bool:
-        return True
-
-    @property
-    def why_never_late(self) -> str:
-        return "its server asks the models of one round's devices"
-
-    @property
-    def why_no_regions(self) -> str:
-        return "its server asks the model of each single device"
-
-    @property
-    def averages(self) -> bool:
-        return False
+    needs_images = True
+    why_never_late = "its server asks the models of one round's devices"
+    why_no_regions = "its server asks the model of each single device"
+    averages = False
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext

@@ -48,10 +48,8 @@ class FeatureTraining(ServerRule):
     keep: bool  # train on every device's newest upload, or on this round's alone
     store_bytes: int | None = None  # limit of stored uploads; the oldest are dropped first. None: no limit
 
-    @property
-    def why_never_late(self) -> None:
-        """Features stay valid training examples in later rounds."""
-        return None
+    why_never_late = None
+    """Features stay valid training examples in later rounds."""
 
     @property
     def is_divided(self) -> bool:

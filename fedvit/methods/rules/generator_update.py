@@ -50,9 +50,7 @@ class GeneratorUpdate(ServerRule):
     trains: Literal["all", "embeddings"] = "all"  # embeddings: phi stands still (novel devices)
     all_embeddings: bool = False
 
-    @property
-    def why_never_late(self) -> str:
-        return "an update is pulled back through the generator as it was when it made the device's tensors"
+    why_never_late = "an update is pulled back through the generator as it was when it made the device's tensors"
 
     @property
     def is_divided(self) -> bool:

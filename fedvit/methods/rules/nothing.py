@@ -8,13 +8,8 @@ from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 class Nothing(ServerRule):
     """The server keeps no tensors and learns nothing."""
 
-    @property
-    def why_never_late(self) -> str:
-        return "its devices send nothing that could be late"
-
-    @property
-    def why_no_regions(self) -> str:
-        return "its devices send nothing"
+    why_never_late = "its devices send nothing that could be late"
+    why_no_regions = "its devices send nothing"
 
     def close(
         self, state: ServerState, uploads: Sequence[Upload], context: RoundContext

@@ -64,7 +64,7 @@ def select_fair(
 def select_power_of_choice(
     devices: Iterable[str], wanted: int, seed: int, round_number: int, answers: Mapping[str, ResultRecord]
 ) -> list[str]:
-    """Of CANDIDATES times as many random devices, those with the highest loss in their newest answer, sorted by name.
+    """Select devices with the highest loss in their newest answer among CANDIDATES times as many, sorted by name.
 
     A device that has not answered yet comes first.
     Source: Cho et al., arXiv:2010.01243, algorithm rpow-d. Differs from the paper: candidates are drawn uniformly.

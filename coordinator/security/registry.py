@@ -16,14 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 from sqlalchemy import (
-    Boolean,
-    Column,
     ColumnElement,
-    Float,
-    Integer,
-    MetaData,
-    String,
-    Table,
     bindparam,
     create_engine,
     delete,
@@ -37,9 +30,10 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.record.audit import add_entry, make_audit_table, read_entries
+from coordinator.record.audit import add_entry, read_entries
 from coordinator.record.sqlite_errors import convert_error
 from coordinator.record.tables import AuditEntry
+from coordinator.security.registry_tables import AUDIT, CERTIFICATES, COUNTERS, DEVICES, REVOKED, TABLES, TOKENS
 from fedvit.errors import ConfigError, Damaged
 from fedvit.files import storage_failed
 
@@ -47,55 +41,6 @@ FORGET_TOKENS_S = 30 * 86_400.0
 """Time for which used and expired tokens are remembered, so that a device learns which of the two its token is."""
 LOCK_S = 30.0
 """Longest time that a change waits for those of other processes."""
-
-_TABLES = MetaData()
-
-_DEVICES = Table(
-    "devices",
-    _TABLES,
-    Column("name", String, primary_key=True),
-    Column("joined_at", Float, nullable=False),
-    Column("last_seen", Float),
-    Column("revoked_at", Float),
-    Column("misuses", Integer, nullable=False),
-)
-
-_CERTIFICATES = Table(
-    "certificates",
-    _TABLES,
-    Column("serial", String, primary_key=True),
-    Column("device", String, nullable=False, index=True),
-    Column("issued_at", Float, nullable=False),
-    Column("expires_at", Float, nullable=False),
-)
-
-_TOKENS = Table(
-    "tokens",
-    _TABLES,
-    Column("id", String, primary_key=True),
-    Column("device", String, nullable=False, index=True),
-    Column("secret", String, nullable=False),
-    Column("expires_at", Float, nullable=False, index=True),
-    Column("replaces", Boolean, nullable=False),
-    Column("request", String),
-    Column("certificate", String),
-    Column("withdrawn", Boolean, nullable=False),
-)
-
-_REVOKED = Table(
-    "revoked",
-    _TABLES,
-    Column("serial", String, primary_key=True),
-    Column("device", String, nullable=False),
-    Column("generation", Integer, nullable=False, index=True),
-)
-
-_COUNTERS = Table(
-    "counters", _TABLES, Column("generation", Integer, nullable=False), Column("clock_s", Float, nullable=False)
-)
-"""One row. `generation` counts the changes of files that a broker reads; `clock_s` is the newest date that is right."""
-
-_AUDIT = make_audit_table(_TABLES)
 
 
 class Certificate(Struct, frozen=True):
@@ -151,46 +96,46 @@ class TokenRows:
         self.has_forgotten = False
 
     def find(self, token_id: str) -> OpenToken | None:
-        return next(self._read(_TOKENS.c.id == token_id), None)
+        return next(self._read(TOKENS.c.id == token_id), None)
 
     def read_all(self) -> list[OpenToken]:
         """Return all tokens that are remembered, including used and expired ones."""
-        return list(self._read(_TOKENS.c.id.is_not(None)))
+        return list(self._read(TOKENS.c.id.is_not(None)))
 
     def read_open(self, now_s: float, device: str | None = None) -> list[OpenToken]:
         """Return the tokens with which any device, or the one of that name, can still join."""
-        return list(self._read(_is_open(now_s) if device is None else _is_open(now_s) & (_TOKENS.c.device == device)))
+        return list(self._read(_is_open(now_s) if device is None else _is_open(now_s) & (TOKENS.c.device == device)))
 
     def _read(self, which: ColumnElement[bool]) -> Iterator[OpenToken]:
-        for row in self._connection.execute(select(_TOKENS).where(which).order_by(_TOKENS.c.expires_at)).mappings():
+        for row in self._connection.execute(select(TOKENS).where(which).order_by(TOKENS.c.expires_at)).mappings():
             yield OpenToken(**row)
 
     def add(self, token: OpenToken) -> None:
-        self._connection.execute(insert(_TOKENS).values(**msgspec.structs.asdict(token)))
+        self._connection.execute(insert(TOKENS).values(**msgspec.structs.asdict(token)))
         self._rows.raise_generation()
         self.new.append(token)
 
     def use(self, token_id: str, request: str, certificate: str) -> None:
         values = {"request": request, "certificate": certificate}
-        self._connection.execute(update(_TOKENS).where(_TOKENS.c.id == token_id).values(**values))
+        self._connection.execute(update(TOKENS).where(TOKENS.c.id == token_id).values(**values))
 
     def withdraw(self, device: str) -> None:
         """Withdraw all unused tokens for this device."""
-        unused = update(_TOKENS).where(_TOKENS.c.device == device, _TOKENS.c.request.is_(None))
+        unused = update(TOKENS).where(TOKENS.c.device == device, TOKENS.c.request.is_(None))
         self._connection.execute(unused.values(withdrawn=True))
 
     def withdraw_all(self) -> None:
         """Withdraw all tokens: they name an authority that is not trusted any more."""
-        self._connection.execute(update(_TOKENS).values(withdrawn=True, certificate=None))
+        self._connection.execute(update(TOKENS).values(withdrawn=True, certificate=None))
 
     def forget(self, now_s: float) -> None:
         """Delete tokens that expired more than FORGET_TOKENS_S ago."""
-        old = delete(_TOKENS).where(_TOKENS.c.expires_at <= now_s - FORGET_TOKENS_S)
+        old = delete(TOKENS).where(TOKENS.c.expires_at <= now_s - FORGET_TOKENS_S)
         if self._connection.execute(old).rowcount:
             self.has_forgotten = True
 
     def remove(self, device: str) -> None:
-        self._connection.execute(delete(_TOKENS).where(_TOKENS.c.device == device))
+        self._connection.execute(delete(TOKENS).where(TOKENS.c.device == device))
         self.has_forgotten = True
 
 
@@ -206,32 +151,32 @@ class RevocationRows:
         self.has_changed = False
 
     def list_devices(self) -> list[str]:
-        query = select(_DEVICES.c.name).where(_DEVICES.c.revoked_at.is_not(None)).order_by(_DEVICES.c.name)
+        query = select(DEVICES.c.name).where(DEVICES.c.revoked_at.is_not(None)).order_by(DEVICES.c.name)
         return list(self._connection.execute(query).scalars())
 
     def list_serials(self) -> list[str]:
-        return list(self._connection.execute(select(_REVOKED.c.serial)).scalars())
+        return list(self._connection.execute(select(REVOKED.c.serial)).scalars())
 
     def list_since(self, generation: int) -> list[str]:
         """Return the devices with a certificate that was revoked after this generation."""
-        query = select(_REVOKED.c.device).where(_REVOKED.c.generation > generation).distinct()
-        return list(self._connection.execute(query.order_by(_REVOKED.c.device)).scalars())
+        query = select(REVOKED.c.device).where(REVOKED.c.generation > generation).distinct()
+        return list(self._connection.execute(query.order_by(REVOKED.c.device)).scalars())
 
     def revoke(self, name: str, when_s: float) -> None:
         """Revoke a device: all its certificates, and its name at the broker."""
-        self._connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(revoked_at=when_s))
+        self._connection.execute(update(DEVICES).where(DEVICES.c.name == name).values(revoked_at=when_s))
         self.revoke_certificates(name)
 
     def revoke_certificates(self, name: str) -> None:
         """Revoke the current certificates of a device."""
-        query = select(_CERTIFICATES.c.serial).where(_CERTIFICATES.c.device == name)
+        query = select(CERTIFICATES.c.serial).where(CERTIFICATES.c.device == name)
         self.revoke_serials(name, list(self._connection.execute(query).scalars()))
 
     def revoke_serials(self, name: str, serials: Iterable[str]) -> None:
         """Revoke these certificates, which were issued for `name`."""
         generation = self._rows.raise_generation()
         for serial in serials:
-            added = insert(_REVOKED).values(serial=serial, device=name, generation=generation)
+            added = insert(REVOKED).values(serial=serial, device=name, generation=generation)
             again = added.on_conflict_do_update(index_elements=["serial"], set_={"generation": generation})
             self._connection.execute(again)
         self.has_changed = True
@@ -246,50 +191,50 @@ class Rows:
         self.revocations = RevocationRows(self)
 
     def generation(self) -> int:
-        generation: int = self.connection.execute(select(_COUNTERS.c.generation)).scalar_one()
+        generation: int = self.connection.execute(select(COUNTERS.c.generation)).scalar_one()
         return generation
 
     def raise_generation(self) -> int:
         """Count a change of a file that the broker reads; return the new generation."""
-        self.connection.execute(update(_COUNTERS).values(generation=_COUNTERS.c.generation + 1))
+        self.connection.execute(update(COUNTERS).values(generation=COUNTERS.c.generation + 1))
         return self.generation()
 
     def clock_s(self) -> float:
         """Return the newest date at which this machine's clock was plausible."""
-        clock_s: float = self.connection.execute(select(_COUNTERS.c.clock_s)).scalar_one()
+        clock_s: float = self.connection.execute(select(COUNTERS.c.clock_s)).scalar_one()
         return clock_s
 
     def set_clock(self, when_s: float) -> None:
-        self.connection.execute(update(_COUNTERS).values(clock_s=when_s))
+        self.connection.execute(update(COUNTERS).values(clock_s=when_s))
 
     def add_audit(self, act: str, subject: str, details: str = "") -> None:
         """Append an act of the current actor to the audit of the deployment."""
-        _AUDIT.create(self.connection, checkfirst=True)  # a registry of earlier software has none
-        add_entry(self.connection, act, subject, details, table=_AUDIT)
+        AUDIT.create(self.connection, checkfirst=True)  # a registry of earlier software has none
+        add_entry(self.connection, act, subject, details, table=AUDIT)
 
     def read_audit(self, newest: int | None = None) -> list[AuditEntry]:
         """Return the entries of the audit, or the newest of them, the oldest first."""
-        has_audit = inspect(self.connection).has_table(_AUDIT.name)
-        return read_entries(self.connection, newest, table=_AUDIT) if has_audit else []
+        has_audit = inspect(self.connection).has_table(AUDIT.name)
+        return read_entries(self.connection, newest, table=AUDIT) if has_audit else []
 
     # --- devices --------------------------------------------------------------------------------------
 
     def find_device(self, name: str) -> JoinedDevice | None:
-        return next(iter(self._read_devices(_DEVICES.c.name == name, _CERTIFICATES.c.device == name)), None)
+        return next(iter(self._read_devices(DEVICES.c.name == name, CERTIFICATES.c.device == name)), None)
 
     def read_devices(self) -> list[JoinedDevice]:
         """Return all devices, by name."""
-        return self._read_devices(_DEVICES.c.name.is_not(None), _CERTIFICATES.c.device.is_not(None))
+        return self._read_devices(DEVICES.c.name.is_not(None), CERTIFICATES.c.device.is_not(None))
 
     def _read_devices(
         self, of_devices: ColumnElement[bool], of_certificates: ColumnElement[bool]
     ) -> list[JoinedDevice]:
         certificates: dict[str, list[Certificate]] = {}
-        query = select(_CERTIFICATES).where(of_certificates).order_by(_CERTIFICATES.c.issued_at)
+        query = select(CERTIFICATES).where(of_certificates).order_by(CERTIFICATES.c.issued_at)
         for row in self.connection.execute(query).mappings():
             entry = Certificate(row["serial"], row["issued_at"], row["expires_at"])
             certificates.setdefault(row["device"], []).append(entry)
-        devices = select(_DEVICES).where(of_devices).order_by(_DEVICES.c.name)
+        devices = select(DEVICES).where(of_devices).order_by(DEVICES.c.name)
         return [
             JoinedDevice(certificates=certificates.get(row["name"], []), **row)
             for row in self.connection.execute(devices).mappings()
@@ -299,28 +244,28 @@ class Rows:
         """Add a device that has joined; replaces one of the same name."""
         self.remove_device(name)
         values = {"name": name, "joined_at": when_s, "last_seen": when_s, "misuses": 0}
-        self.connection.execute(insert(_DEVICES).values(**values))
+        self.connection.execute(insert(DEVICES).values(**values))
         self.add_certificate(name, certificate)
 
     def remove_device(self, name: str) -> None:
-        self.connection.execute(delete(_CERTIFICATES).where(_CERTIFICATES.c.device == name))
-        self.connection.execute(delete(_DEVICES).where(_DEVICES.c.name == name))
+        self.connection.execute(delete(CERTIFICATES).where(CERTIFICATES.c.device == name))
+        self.connection.execute(delete(DEVICES).where(DEVICES.c.name == name))
 
     def add_certificate(self, name: str, certificate: Certificate) -> None:
-        self.connection.execute(insert(_CERTIFICATES).values(device=name, **msgspec.structs.asdict(certificate)))
+        self.connection.execute(insert(CERTIFICATES).values(device=name, **msgspec.structs.asdict(certificate)))
 
     def drop_expired(self, name: str, now_s: float) -> None:
         """Forget the certificates of a device that have expired."""
-        of_device = _CERTIFICATES.c.device == name
-        self.connection.execute(delete(_CERTIFICATES).where(of_device, _CERTIFICATES.c.expires_at <= now_s))
+        of_device = CERTIFICATES.c.device == name
+        self.connection.execute(delete(CERTIFICATES).where(of_device, CERTIFICATES.c.expires_at <= now_s))
 
     def note_seen(self, seen: Mapping[str, float]) -> None:
-        query = update(_DEVICES).where(_DEVICES.c.name == bindparam("of")).values(last_seen=bindparam("at"))
+        query = update(DEVICES).where(DEVICES.c.name == bindparam("of")).values(last_seen=bindparam("at"))
         if seen:
             self.connection.execute(query, [{"of": name, "at": when_s} for name, when_s in seen.items()])
 
     def count_misuse(self, name: str) -> None:
-        self.connection.execute(update(_DEVICES).where(_DEVICES.c.name == name).values(misuses=_DEVICES.c.misuses + 1))
+        self.connection.execute(update(DEVICES).where(DEVICES.c.name == name).values(misuses=DEVICES.c.misuses + 1))
 
 
 class Registry:
@@ -368,8 +313,8 @@ class Registry:
         except OSError as error:
             raise storage_failed(f"cannot make {self.path}", error) from error
         with self._transaction("BEGIN IMMEDIATE") as connection:
-            _TABLES.create_all(connection)
-            connection.execute(insert(_COUNTERS).values(generation=0, clock_s=now()))
+            TABLES.create_all(connection)
+            connection.execute(insert(COUNTERS).values(generation=0, clock_s=now()))
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:
@@ -394,7 +339,7 @@ _REMEDY = (
 
 
 def _is_open(now_s: float) -> ColumnElement[bool]:
-    return _TOKENS.c.request.is_(None) & ~_TOKENS.c.withdrawn & (_TOKENS.c.expires_at > now_s)
+    return TOKENS.c.request.is_(None) & ~TOKENS.c.withdrawn & (TOKENS.c.expires_at > now_s)
 
 
 def _prepare(connection: Any, _record: Any) -> None:

@@ -36,7 +36,7 @@ from fedvit.tensors import Tensors
 OWN_HEAD, POLICY, POLICY_NORM = "own_head", "policy", "policy_norm"
 FEATURES = "features"
 BANDWIDTHS = (10, 15, 20, 50)
-"""Of the kernels by which the released code compares features."""
+"""Widths of the kernels by which the released code compares features."""
 OWN_HEADS = "own_heads"
 
 

@@ -164,7 +164,7 @@ def test_oort_explores_less_as_the_run_goes_on() -> None:
     """10 of 20 devices have not answered: of 5 places 4 or 5 are theirs at first, and 1 in the end."""
     known = {name: one for name, one in rise().items() if name < "pi-10"}
 
-    def explored(number: int) -> int:
+    def count_explored(number: int) -> int:
         return sum(name not in known for name in select_oort(NAMES_OF_20, 5, 4, number, known))
 
-    assert [explored(number) for number in (1, 30, 500)] == [4, 3, 1]
+    assert [count_explored(number) for number in (1, 30, 500)] == [4, 3, 1]

@@ -1059,7 +1059,7 @@ def test_the_store_of_features_drops_the_oldest_round_and_its_file(stage: Stage)
 
 
 def test_devices_with_high_losses_are_asked_also_by_a_second_process(stage: Stage) -> None:
-    """Of two candidates the one with the higher last loss trains; a device that never answered comes first."""
+    """The candidate with the higher last loss trains; a device that never answered comes first."""
     losses = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
 
     def tell_loss(device: Fake, task: Task) -> None:

@@ -108,7 +108,7 @@ def _run(flags: DemoFlags, parts: Path) -> RunOutcome:
     cls=Command,
     examples=[
         "fleet demo loop",
-        "fleet demo loop --data cifar-10-batches-bin --class airplane,automobile,frog --pretrained deit_tiny.safetensors",
+        "fleet demo loop --data cifar10.zip --class airplane,automobile,frog --pretrained deit_tiny.safetensors",
     ],
 )
 @click.option("--data", default="digits", show_default=True, help="Name or path of a data set of images.")

@@ -65,7 +65,7 @@ class ModelView(Struct, frozen=True, kw_only=True):
     history: list[PromotionView]
 
     @property
-    def drifted(self) -> int:
+    def drift_count(self) -> int:
         """Return the number of devices whose pictures have drifted."""
         return sum(device.drifted_since is not None for device in self.devices)
 

@@ -79,7 +79,8 @@ def _print(changed: ModelChange, *, as_json: bool) -> None:
 
 def _count_states(model: ModelView) -> str:
     counts = [f"{count} {state}" for state, count in model.states.items()]
-    counts += [f"{count} {what}" for count, what in ((model.pending, "pending"), (model.drifted, "drifted")) if count]
+    more = {"pending": model.pending, "drifted": model.drift_count}
+    counts += [f"{count} {name}" for name, count in more.items() if count]
     return ", ".join(counts) or "none"
 
 

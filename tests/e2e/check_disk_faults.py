@@ -55,7 +55,7 @@ def test_full_disk(stage: Stage, disk: CutDisk) -> None:
 
 
 def test_disk_that_became_read_only(stage: Stage, disk: CutDisk) -> None:
-    """As a worn card: it says why, and the others go on. After a check of the disk and a start it takes part again."""
+    """Like a worn card. The device says why, and others go on; after a check of the disk it takes part again."""
     run("mount", "-o", "remount,errors=remount-ro", str(disk.folder))
     source = subprocess.run(["findmnt", "-no", "SOURCE", disk.folder], capture_output=True, text=True, check=True)
     coordinator = stage.coordinator(values=VALUES)

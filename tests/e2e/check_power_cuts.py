@@ -54,7 +54,7 @@ def count_cuts(share: float) -> int:
 
 
 @pytest.fixture
-def drawn() -> random.Random:
+def moments() -> random.Random:
     return random.Random(SEED)
 
 
@@ -108,7 +108,7 @@ def test_disk_loses_what_was_not_synced(disk: CutDisk) -> None:
 
 
 def test_power_cuts_in_training(
-    stage: Stage, disk: CutDisk, drawn: random.Random, graph_cache: Path, tmp_path: Path
+    stage: Stage, disk: CutDisk, moments: random.Random, graph_cache: Path, tmp_path: Path
 ) -> None:
     """It always rejoins, no result is lost or counts twice, and the model is that of an undisturbed run."""
     cuts = count_cuts(0.4)
@@ -125,7 +125,7 @@ def test_power_cuts_in_training(
     wait_for(lambda: stage.query("select 1 from tasks"), "the first task")
     round_s = 3.0
     for number in range(cuts):
-        delay_s = drawn.uniform(0, round_s)
+        delay_s = moments.uniform(0, round_s)
         time.sleep(delay_s)  # the moment is drawn, not waited for
         cut(disk, device)
         before = count_rounds()
@@ -144,7 +144,7 @@ def test_power_cuts_in_training(
     assert stage.model() == (tmp_path / "calm" / "run" / "model.safetensors").read_bytes()
 
 
-def test_power_cuts_while_joining(stage: Stage, disk: CutDisk, drawn: random.Random) -> None:
+def test_power_cuts_while_joining(stage: Stage, disk: CutDisk, moments: random.Random) -> None:
     """A token that was not used up joins it after the cut; one that was used is not needed again."""
     folder, ports = str(stage.folder / "deployment"), [str(claim_port()) for _ in range(2)]
     said(
@@ -163,7 +163,7 @@ def test_power_cuts_while_joining(stage: Stage, disk: CutDisk, drawn: random.Ran
         token.write_text(said(stage, "coordinator.cli", *flags).split()[-1])
         token.chmod(0o600)
         os.sync()
-        delay_s = drawn.uniform(0, join_s * 1.3)
+        delay_s = moments.uniform(0, join_s * 1.3)
         process = start(["bash", "-c", join], stage.environment)
         time.sleep(delay_s)  # the moment is drawn, not waited for
         cut(disk, process)
@@ -184,7 +184,7 @@ def test_power_cuts_while_joining(stage: Stage, disk: CutDisk, drawn: random.Ran
     print(f"seed {SEED}: {disk.cuts} cuts")
 
 
-def test_power_cuts_in_updates(disk: CutDisk, drawn: random.Random, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_power_cuts_in_updates(disk: CutDisk, moments: random.Random, tmp_path_factory: pytest.TempPathFactory) -> None:
     """From one version to the next and back: always one version works."""
     publisher = Publisher(tmp_path_factory.mktemp("publisher") / "files")
     publisher.publish("0.2.0")
@@ -200,7 +200,7 @@ def test_power_cuts_in_updates(disk: CutDisk, drawn: random.Random, tmp_path_fac
     cuts, versions = count_cuts(0.4), []
     for number in range(cuts):
         is_new = device.read_version() == "0.2.0"
-        delay_s = drawn.uniform(0, (back_s if is_new else update_s) * 1.1)
+        delay_s = moments.uniform(0, (back_s if is_new else update_s) * 1.1)
         command = [str(device.program), "update", "--back" if is_new else "--retry"]
         process = start(command, device.environment)
         time.sleep(delay_s)  # the moment is drawn, not waited for

@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 
 SHUT_DOWN = 0x8004587D
 LOSE_DATA, LOSE_JOURNAL = 1, 2
-"""What is lost: data of files that were not synced, or the last changes of names and sizes, too."""
+"""Kinds of cut: data of files that were not synced is lost, or the last changes of names and sizes, too."""
 
 
 class CutDisk:

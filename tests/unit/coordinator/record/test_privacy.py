@@ -161,12 +161,12 @@ def test_run_whose_first_round_would_exceed_the_limit_does_not_begin(runs: Path,
     private = config(**noise).privacy
     first = compute_epsilon([PrivacyStep(2.0, 4, 4)], private)
 
-    def limited(epsilon: float, **more: Any) -> RunConfig:
+    def limit_epsilon(epsilon: float, **more: Any) -> RunConfig:
         return replace(config(**noise), stop=StopConfig(epsilon=epsilon), **more)
 
-    check_first_round(limited(1.01 * first), None)
+    check_first_round(limit_epsilon(1.01 * first), None)
     with pytest.raises(ConfigError) as refused:
-        check_first_round(limited(0.99 * first), None)
+        check_first_round(limit_epsilon(0.99 * first), None)
     assert refused.value.code == "FV1028"
     store = open_record(runs)
     store.runs.create("r", {})
@@ -174,8 +174,8 @@ def test_run_whose_first_round_would_exceed_the_limit_does_not_begin(runs: Path,
     figures = round_figures(store, "r", config(**noise), PrivacyStep(2.0, 4, 4), [])
     store.rounds.close("r", 1, SavedState({}, None, {}), figures)
     with pytest.raises(ConfigError):
-        check_first_round(limited(1.01 * first, start_from="r"), store)
-    check_first_round(limited(2.1 * first, start_from="r"), store)
+        check_first_round(limit_epsilon(1.01 * first, start_from="r"), store)
+    check_first_round(limit_epsilon(2.1 * first, start_from="r"), store)
     store.close()
 
 

@@ -452,7 +452,7 @@ def test_join_without_broker_fails(tmp_path: Path) -> None:
 
 
 def test_join_goes_on_once_the_broker_can_be_reached(tmp_path: Path) -> None:
-    """As at the first boot of a board before its network or its coordinator; meanwhile it says why, in one line."""
+    """A board boots before its network or its coordinator is there; meanwhile it says why, in one line."""
     said: list[str] = []
     deployment = make_deployment(tmp_path / "made")
     token = make_token(deployment, "pi-1", 600.0)

@@ -62,7 +62,7 @@ def test_products_are_nearer_than_those_of_the_means() -> None:
 
 
 def test_equal_first_factors_need_no_correction() -> None:
-    """As in FFA-LoRA: the mean of B A is the mean of B times A."""
+    """With equal A, as in FFA-LoRA, the mean of B A is the mean of B times A."""
     state = ServerState(factors(0))
     own = {device: {**factors(1 + index), A: state.tensors[A]} for index, device in enumerate(IMAGES)}
     fair, plain = (close(rule, state, own) for rule in (CorrectedMean(residual=0.01), WeightedMean()))

@@ -214,7 +214,7 @@ def test_a_local_part_and_the_rest_averaged(name: str, options: dict[str, Any]) 
 
 @pytest.mark.parametrize(("name", "options"), ON_A_FROZEN_BACKBONE)
 def test_a_frozen_backbone(name: str, options: dict[str, Any]) -> None:
-    """Of timm's own tensors only the head moves, or biases; what a model patch added is averaged, or its factors B."""
+    """Only the head of timm's own tensors moves, or biases; what a patch of the model adds is averaged, or its B."""
     method, vit = on_meta(name, options)
     own = {tensor for tensor, _ in on_meta("fedavg", {})[1].vit.named_parameters()}
     frozen = set(method.names_with(vit, Role.FROZEN))

@@ -15,7 +15,7 @@ from tests.support.codes import has_code
 
 
 def save(file: Path, data: Any) -> None:
-    """As PFLlib's `save_file` does."""
+    """Write a file as PFLlib's `save_file` does."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as content:
         np.savez_compressed(content, data=data)

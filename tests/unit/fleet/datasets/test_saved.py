@@ -61,7 +61,7 @@ def test_damaged_files(tmp_path: Path, cut: int) -> None:
 
 
 def test_changed_bytes_are_refused_or_read(tmp_path: Path) -> None:
-    """Every byte of the file set to 0xff, one at a time: an error of ours, or samples, and nothing else."""
+    """A reader of a file with one byte set to 0xff raises an error of ours or returns samples, and nothing else."""
     shutil.copytree(SAVED / "test", tmp_path / "mine")
     [file] = (tmp_path / "mine").glob("*.arrow")
     content = file.read_bytes()

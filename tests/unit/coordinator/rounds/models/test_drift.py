@@ -96,7 +96,7 @@ def test_drift_of_a_model_that_is_not_used_any_more_does_not_count(store: Record
 
 
 def test_alert_goes_to_the_webhook_of_the_run(store: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that is removed, to that of the environment; once for each device."""
+    """An alert goes out once for each device; the environment names the webhook for a run that was removed."""
     monkeypatch.setattr(alerts, "BACK_OFF_S", 0.0)
     hook = Hook()
     thread = threading.Thread(target=hook.serve_forever)

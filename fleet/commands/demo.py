@@ -108,7 +108,7 @@ def _run(flags: DemoFlags, parts: Path) -> RunOutcome:
     cls=Command,
     examples=[
         "fleet demo loop",
-        "fleet demo loop --data cifar-10-batches-bin --class cat,dog,frog --pretrained deit_tiny.safetensors",
+        "fleet demo loop --data cifar10.zip --class airplane,automobile,frog --pretrained deit_tiny.safetensors",
     ],
 )
 @click.option("--data", default="digits", show_default=True, help="Name or path of a data set of images.")
@@ -118,7 +118,7 @@ def _run(flags: DemoFlags, parts: Path) -> RunOutcome:
 @click.option(
     "--pretrained",
     metavar="FILE",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=click.Path(path_type=Path),
     help="Weights of DeiT-Tiny: devices train its head. Without them a small model learns from the start.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of every random draw.")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from coordinator.model_view import ModelView
+from fedvit.errors import ConfigError
 from fedvit.files import private_files
 from fedvit.quantities import format_count
 from fleet.datasets import read_samples
@@ -62,9 +63,11 @@ class LoopSettings(NamedTuple):
         return TEST_SHARE if self.pretrained is None else PRETRAINED_TEST_SHARE
 
     def choose_run(self) -> dict[str, Any]:
-        """Return the configuration of both runs."""
+        """Return the configuration of both runs. Raises ConfigError without the file of weights."""
         if self.pretrained is None:
             return {**RUN, "seed": self.seed}
+        if not self.pretrained.is_file():
+            raise ConfigError("FV1009", f"--pretrained {self.pretrained}: there is no such file")
         return {**PRETRAINED_RUN, "seed": self.seed, "pretrained": str(self.pretrained.resolve())}
 
 

@@ -20,6 +20,7 @@ from edge_client.serving.drift import (
     NormalScores,
     Observation,
 )
+from edge_client.serving.feature_shift import FeatureShift
 from export.bundle.reference import Quantiles, measure_pixels
 from fedvit.data.images import Floats, Pixels
 from tests.support.served import Digits, Scene, split_digits
@@ -44,19 +45,18 @@ SHIFTS: dict[str, Callable[[Digits, Digits], Pixels]] = {
 """Pictures after a shift; half of them are of new classes in the last one."""
 
 
-def count_until_alert(charts: Charts, values: list[dict[str, float]], order: np.ndarray) -> int | None:
-    """Return the number of the picture that raises the first alert."""
-    return next((number for number, row in enumerate(order, 1) if charts.add(values[row])), None)
-
-
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_shift_raises_an_alert_within_200_pictures(scene: Callable[[int], Scene], shift: str) -> None:
     for seed in SEEDS:
         parts, made = split_digits(seed), scene(seed)
-        values = made.measure(SHIFTS[shift](parts.stream, parts.unknown))
+        pictures = SHIFTS[shift](parts.stream, parts.unknown)
+        values, seen = made.measure(pictures), [made.see(pixels) for pixels in pictures]
+        assert made.reference.centres
         for stream in range(5):
+            charts, means = Charts(made.reference), FeatureShift(made.reference.centres)
             order = np.random.default_rng((seed, stream)).integers(len(values), size=200)
-            assert count_until_alert(Charts(made.reference), values, order), f"seed {seed}, stream {stream}"
+            alerts = (charts.add(values[row]) or means.add(seen[row].features, seen[row].best) for row in order)
+            assert any(alerts), f"seed {seed}, stream {stream}"
 
 
 def test_no_alert_without_a_shift(scene: Callable[[int], Scene]) -> None:

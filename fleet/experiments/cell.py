@@ -271,7 +271,7 @@ def _add_pictures(result: CellResult, cell: GridCell, out: Path, parts: Path, ru
     return replace(
         result,
         embeddings=embed_devices(run, parts, cell.seed, later),
-        attention=attention_pictures(run, cell.run, folders, cell.seed),
+        attention=attention_pictures(run, cell.run, folders, cell.seed, cell.attention or "mean"),
     )
 
 

@@ -14,7 +14,7 @@ from fedvit.roles import ProductPrecision
 from fleet.experiments.settings import Experiment
 from fleet.partition import Official
 from fleet.request import Engine
-from profiles.report.experiment import Values
+from profiles.report.experiment import HeadFusion, Values
 
 SCHEMA = 2
 """Version of an experiment's files; another one makes every cell run again."""
@@ -63,6 +63,7 @@ class GridCell(Struct, frozen=True, kw_only=True):
     precision: ProductPrecision = "fp32"
     tried: Values | UnsetType = UNSET  # of a search: the values that this cell tries
     novel: NovelDevices | UnsetType = UNSET
+    attention: HeadFusion | UnsetType = UNSET  # UNSET: mean
     pictures: int | UnsetType = UNSET  # devices of whose models the attention is drawn; embeddings are drawn, too
 
     @property

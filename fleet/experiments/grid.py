@@ -140,6 +140,7 @@ def _make_cell(
         precision=experiment.precision,
         tried=tried,
         novel=novel,
+        attention=experiment.attention if pictures and experiment.attention != "mean" else UNSET,
         pictures=pictures or UNSET,
     )
 

@@ -24,10 +24,12 @@ from fedvit.models.vit import PatchViT
 from fedvit.tensors import Array, Tensors
 from fleet.finished import FinishedRun
 from fleet.partition import PartitionSummary
-from profiles.report.experiment import AttentionPicture, EmbeddedDevice
+from profiles.report.experiment import AttentionPicture, EmbeddedDevice, HeadFusion
 
 LEAST_DEVICES = 4
 """A plane of fewer embeddings shows nothing."""
+DISCARDED = 0.3
+"""Share of an image's weights, the lowest, that FedTP's attention leaves out."""
 PERPLEXITY = 30.0
 """Perplexity of t-SNE, scikit-learn's default; with few devices it is a third of the others."""
 
@@ -82,7 +84,7 @@ def device_kinds(summary: PartitionSummary) -> dict[str, str]:
 
 
 def attention_pictures(
-    run: FinishedRun, config: Mapping[str, Any], folders: Sequence[Path], seed: int
+    run: FinishedRun, config: Mapping[str, Any], folders: Sequence[Path], seed: int, heads: HeadFusion = "mean"
 ) -> list[AttentionPicture]:
     """The first test image of each device in `folders`, and the attention of that device's own model to its patches.
 
@@ -101,7 +103,7 @@ def attention_pictures(
         batch = method_batch(method, vit)
         pixels = read_image(test.paths[0], batch.image_size)
         patches = torch.from_numpy(unfold(normalise(pixels[None], batch), batch.patch_size))
-        shares = attention_rollout(method, vit, tensors, Images(patches, None))[0]
+        shares = attention_rollout(method, vit, tensors, Images(patches, None), heads)[0]
         side = vit.image_size // vit.patch_size
         pictures.append(
             AttentionPicture(
@@ -114,12 +116,15 @@ def attention_pictures(
     return pictures
 
 
-def attention_rollout(method: Method, vit: PatchViT, tensors: Named, images: Images) -> Tensor:
+def attention_rollout(
+    method: Method, vit: PatchViT, tensors: Named, images: Images, heads: HeadFusion = "mean"
+) -> Tensor:
     """(B, patches) share of each patch in the tokens that the head reads.
 
     In each block the heads' attention is averaged and, for the path around it, mixed half and half with the identity;
     the product over blocks says what flows from every token to the class token, or to the mean of all tokens where
     the head reads these. Source: Abnar and Zuidema, "Quantifying Attention Flow in Transformers", arXiv:2005.00928.
+    FedTP takes the largest of the heads instead, without the lowest weights of an image (`heads` "max").
     Attention to prefixes, which come from no token, is left out. Letters: B images, Q query tokens, N tokens.
     """
     weights_by_block: list[Tensor] = []
@@ -137,12 +142,21 @@ def attention_rollout(method: Method, vit: PatchViT, tensors: Named, images: Ima
     flow_BNN = torch.eye(weights_by_block[0].shape[2]).expand(len(images.patches), -1, -1)
     for weights in weights_by_block:
         queries, tokens = weights.shape[2], flow_BNN.shape[2]
-        mean_BQN = weights.mean(dim=1)[..., -tokens:]
-        mean_BQN = mean_BQN / mean_BQN.sum(dim=-1, keepdim=True)
-        flow_BNN = (0.5 * mean_BQN + 0.5 * torch.eye(tokens)[:queries]) @ flow_BNN
+        fused_BQN = fuse_heads(weights, heads)[..., -tokens:]
+        fused_BQN = fused_BQN / fused_BQN.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(fused_BQN.dtype).tiny)
+        flow_BNN = (0.5 * fused_BQN + 0.5 * torch.eye(tokens)[:queries]) @ flow_BNN
     read_BN = flow_BNN[:, 0] if vit.pools_class_token else flow_BNN.mean(dim=1)
     shares = read_BN[:, -vit.patches :]
     return shares / shares.sum(dim=-1, keepdim=True)
+
+
+def fuse_heads(weights_BHQN: Tensor, heads: HeadFusion) -> Tensor:
+    """(B, Q, N) one attention of all heads."""
+    if heads == "mean":
+        return weights_BHQN.mean(dim=1)
+    largest_BQN = weights_BHQN.amax(dim=1)
+    least_B = largest_BQN.flatten(1).quantile(DISCARDED, dim=1)
+    return largest_BQN.where(largest_BQN > least_B[:, None, None], 0.0)
 
 
 def _changes_tokens(method: Method) -> bool:

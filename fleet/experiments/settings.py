@@ -20,7 +20,7 @@ from fleet.datasets import check_dataset
 from fleet.datasets.columns import make_columns
 from fleet.partition import Official
 from fleet.request import Engine
-from profiles.report.experiment import Values
+from profiles.report.experiment import HeadFusion, Values
 
 RUN_KEYS = ("updates", "privacy", "robust", "model", "model_options", "cohort")
 """Keys of a method's table that replace the experiment's keys of the run's configuration: codecs, noise, robust
@@ -87,6 +87,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tuning: TuningTable | None = None
     novel: NovelTable | None = None
     pictures: Annotated[int, Meta(ge=1)] | None = None  # devices of whose models the report shows the attention
+    attention: HeadFusion = "mean"  # over heads, in these pictures; max: FedTP's, without the lowest weights
     reference: str | None = None  # method from which differences are measured; None: the first
     target_accuracy: Annotated[float, Meta(gt=0, le=1)] | None = None  # rounds until it is reached are reported
     late_rounds: Annotated[int, Meta(ge=1)] | None = None  # last rounds whose evaluations are averaged

@@ -3,7 +3,7 @@
 It is here, below the fleet and the coordinator, since the experiment writes it and the dashboard reads it.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -13,6 +13,10 @@ RESULTS_FILE = "results.json"
 
 Values = dict[str, Any]
 """Some options of a method; in a search, the tuned ones."""
+
+
+HeadFusion = Literal["mean", "max"]
+"""One attention of a block's heads: their mean, or FedTP's, the largest without the lowest share."""
 
 
 class EmbeddedDevice(Struct, frozen=True, kw_only=True):

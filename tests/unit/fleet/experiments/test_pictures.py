@@ -20,7 +20,7 @@ from fedvit.methods.base import Images, Method
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fleet.api import FinishedRun
-from fleet.experiments.pictures import attention_rollout, device_kinds, embed_devices
+from fleet.experiments.pictures import attention_rollout, device_kinds, embed_devices, fuse_heads
 from fleet.experiments.report import html_report
 from fleet.partition import DeviceCounts, PartitionSummary
 from tests.support.experiments import ExperimentRun, run_experiment, written_experiment
@@ -80,6 +80,20 @@ def test_attention_rollout_is_the_product_of_the_blocks_attention() -> None:
     want = flow[:, 0, 1:] / flow[:, 0, 1:].sum(dim=-1, keepdim=True)
     torch.testing.assert_close(found, want)
     assert want.max() > 2 / 16
+
+
+def test_fedtps_attention_is_the_largest_of_the_heads_without_the_lowest_weights() -> None:
+    """Of ten weights of one image three are left out."""
+    weights = torch.tensor([[[[0.9, 0.02, 0.03, 0.04, 0.01]], [[0.1, 0.2, 0.1, 0.5, 0.1]]]])
+    weights = torch.cat([weights, torch.tensor([[[[0.6, 0.1, 0.1, 0.1, 0.11]], [[0.3, 0.3, 0.2, 0.15, 0.05]]]])], dim=2)
+    assert fuse_heads(weights, "mean")[0, 0].tolist() == pytest.approx([0.5, 0.11, 0.065, 0.27, 0.055])
+    assert fuse_heads(weights, "max")[0].flatten().tolist() == pytest.approx(
+        [0.9, 0.2, 0.0, 0.5, 0.0, 0.6, 0.3, 0.2, 0.15, 0.0]
+    )
+    method, vit, tensors, images = pair("fedavg")
+    shares = attention_rollout(method, vit, tensors, images, "max")
+    torch.testing.assert_close(shares.sum(dim=1), torch.ones(2))
+    assert not torch.allclose(shares, attention_rollout(method, vit, tensors, images))
 
 
 @pytest.mark.parametrize(

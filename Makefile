@@ -12,7 +12,7 @@ FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 # the tests start thousands of processes, and each would compile what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards power-cuts mosquitto postgresql prometheus chromium compiler nats rabbitmq azurite arm kernels methods errors verdicts constraints clean
+.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler nats rabbitmq azurite arm kernels methods errors verdicts constraints clean
 
 install: $(VENV)/.installed
 
@@ -84,7 +84,7 @@ wheel: install
 
 # the committed state in dist/: sdist and wheels, built twice in two folders, which must be equal bit by bit; and Debian
 # packages, by default for arm64 and amd64 with Python 3.11 and 3.13 (DEBS=arm64:3.11)
-dist: install compiler
+dist: install compiler cross-compiler
 	@rm -rf dist build/dist
 	@for build in one two; do tests/support/build_dist.sh build/dist/$$build $(CURDIR)/$(BIN)/python; done
 	@diff -r build/dist/one/files build/dist/two/files
@@ -136,6 +136,13 @@ compiler:
 	    echo "installing g++"; $(APT_INSTALL) --no-install-recommends g++; \
 	  else echo "the tests need g++: sudo apt-get install g++ (or brew install gcc)" >&2; exit 1; fi; }
 
+# and for a board's processor
+cross-compiler:
+	@command -v aarch64-linux-gnu-g++ > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ]; then echo "installing a compiler for aarch64"; \
+	    $(APT_INSTALL) --no-install-recommends g++-aarch64-linux-gnu; \
+	  else echo "a compiler for aarch64 is needed: sudo apt-get install g++-aarch64-linux-gnu" >&2; exit 1; fi; }
+
 # and look at the reports in a browser
 chromium:
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || { \
@@ -168,22 +175,19 @@ arm: install mosquitto build/arm/.made build/arm/kernels/.made
 	@$(BIN)/python -m pytest -q -rP -n 2 tests/arm/checks.py
 
 build/arm/.made: tests/arm/root.sh tests/arm/instructions.c pyproject.toml constraints.txt $(VENV)/.installed
-	@command -v qemu-aarch64 > /dev/null && command -v cc > /dev/null || { \
-	  if [ "$$(id -u)" = 0 ]; then echo "installing an emulator and a C compiler"; \
-	    $(APT_INSTALL) --no-install-recommends qemu-user gcc libc6-dev; \
-	  else echo "make arm needs an emulator and a C compiler: sudo apt-get install qemu-user gcc libc6-dev" >&2; exit 1; fi; }
+	@command -v qemu-aarch64 > /dev/null && command -v cc > /dev/null && command -v llvm-mca > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ]; then echo "installing an emulator, a C compiler and a model of processors"; \
+	    $(APT_INSTALL) --no-install-recommends qemu-user gcc libc6-dev llvm; \
+	  else echo "make arm needs: sudo apt-get install qemu-user gcc libc6-dev llvm" >&2; exit 1; fi; }
 	@echo "unpacking Python and the device's packages for aarch64 into build/arm (about 250 MB, once)"
 	@tests/arm/root.sh build/arm $(BIN)/uv
 	@touch $@
 
-# the optional kernels for these processors, in a folder of their own
-build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/fedvit_kernels/__init__.py $(wildcard kernels/src/*)
-	@command -v aarch64-linux-gnu-g++ > /dev/null || { \
-	  if [ "$$(id -u)" = 0 ]; then echo "installing a compiler for aarch64"; \
-	    $(APT_INSTALL) --no-install-recommends g++-aarch64-linux-gnu; \
-	  else echo "make arm needs a compiler for aarch64: sudo apt-get install g++-aarch64-linux-gnu" >&2; exit 1; fi; }
-	@mkdir -p build/arm/kernels && cp -r kernels/fedvit_kernels build/arm/kernels/
-	@CXX=aarch64-linux-gnu-g++ $(BIN)/python kernels/compile.py build/arm/kernels/fedvit_kernels/libfedvit_kernels.so
+# the wheel of the optional kernels for these processors, unpacked
+build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/setup.py kernels/fedvit_kernels/__init__.py $(wildcard kernels/src/*) | cross-compiler
+	@rm -rf build/arm/kernels kernels/build && mkdir -p build/arm/kernels
+	@CXX=aarch64-linux-gnu-g++ $(BIN)/python -m build --quiet --installer uv --wheel --outdir build/arm/kernels kernels
+	@$(BIN)/python -m zipfile -e build/arm/kernels/fedvit_kernels-*-manylinux_*_aarch64.whl build/arm/kernels
 	@touch $@
 
 # power cuts and faults of a device's disk, without an emulator (docs/boards.md); root

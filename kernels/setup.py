@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from compile import LIBRARY, compile_library, is_aarch64
+from compile import LIBRARY, compile_library, find_platform
 
 
 class WithLibrary(build_py):
@@ -27,8 +27,8 @@ class AnyPython(bdist_wheel):
     """Make one wheel for all versions of Python, as the library is not a Python module."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        *_, platform = super().get_tag()
-        return "py3", "none", "linux_aarch64" if is_aarch64() else platform
+        (library,) = Path(self.bdist_dir).rglob(LIBRARY)
+        return "py3", "none", find_platform(library)
 
 
 setup(cmdclass={"build_py": WithLibrary, "bdist_wheel": AnyPython}, distclass=OfOneProcessor)

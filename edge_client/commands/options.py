@@ -115,7 +115,7 @@ OPTIONS = (
         ["--provider"],
         default="CPUExecutionProvider",
         metavar="NAME",
-        help="Execution provider of onnxruntime, e.g. CUDAExecutionProvider on a Jetson; without it the CPU is used.",
+        help="Execution provider of onnxruntime; else the CPU. CUDAExecutionProvider on a Jetson is not tried.",
     ),
     SectionOption(
         ["--federation"],

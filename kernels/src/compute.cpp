@@ -59,8 +59,11 @@ float largest_of(V value) {
 constexpr float kLog2E = 1.44269504f;
 
 // 2^x for x <= 0 by 2^n 2^r, |r| <= 1/2, and the Taylor series of 2^r to the seventh term: within 2 last digits.
-// 0 below -125.
+// 2^-100 below -100, which is nothing beside 1, and no denormal number. NaN stays NaN: "x < least" is false for it, and
+// this way round the comparison is one instruction of NEON.
 inline __attribute__((always_inline)) V power_of_2(V x) {
+  const V least = all(-100.0f);
+  x = x < least ? least : x;
   const V magic = all(12582912.0f + 127);  // 1.5 x 2^23: adding it rounds; the last bits are n and a float's offset of it
   const V rounded = x + magic, rest = x - (rounded - magic);
   constexpr float terms[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f,
@@ -68,7 +71,7 @@ inline __attribute__((always_inline)) V power_of_2(V x) {
   V series = all(1.52527338e-5f);
 #pragma GCC unroll 8
   for (float term : terms) series = series * rest + term;
-  return x < all(-125.0f) ? V{} : series * (V)((I)rounded << 23);
+  return series * (V)((I)rounded << 23);
 }
 
 // C (rows of the tile, V vectors) = or += A B; A is read number by number, with any strides.
@@ -314,15 +317,16 @@ void attention_grad(const Heads& of, float scale, const float* qkv, const float*
   }
 }
 
-// Phi(x) + x phi(x), where Phi(-|x|) = phi(x) m(|x|) with Mills' ratio m.
-V gelu_slope(V x) {
+// Phi(x) + x phi(x), where Phi(-|x|) = phi(x) m(|x|) with Mills' ratio m. Inlined, so that loops load its numbers once.
+inline __attribute__((always_inline)) V gelu_slope(V x) {
   const V zero = {}, size = x < zero ? -x : x;
   const V density = power_of_2(x * x * (-0.5f * kLog2E)) * 0.398942280f;
   const V t = 1.0f / (1.0f + size * kMillsScale);
   V ratio = all(kMills[0]);
+#pragma GCC unroll 9
   for (size_t term = 1; term < sizeof kMills / sizeof *kMills; ++term) ratio = ratio * t + kMills[term];
   const V below = density * ratio * t;
-  return (x < zero ? below : 1.0f - below) + x * density;
+  return (x > zero ? 1.0f - below : below) + x * density;
 }
 
 void gelu_grad(const float* grad, const float* entered, float* result, size_t count) {

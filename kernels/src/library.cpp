@@ -13,6 +13,7 @@ using namespace engine;
 const Kernels& choose() { return ONLY; }
 #elif defined(__x86_64__)
 const Kernels& choose() {
+  __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return plain_kernels;
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") ? avx512_kernels : avx2_kernels;
 }
@@ -20,10 +21,10 @@ const Kernels& choose() {
 const Kernels& choose() { return plain_kernels; }
 #endif
 
-const Kernels& kernels() {
-  static const Kernels& chosen = choose();
-  return chosen;
-}
+// chosen when the library is loaded: the engine's threads only read it
+const Kernels& chosen = choose();
+
+const Kernels& kernels() { return chosen; }
 
 template <class Function>
 Function function(Table table, Place place) {
@@ -350,21 +351,22 @@ Described completed(Described made) {
   return made;
 }
 
+const Described operators[] = {
+    completed({{}, "Attention", 1, 1, attention, "scale"}),
+    completed({{}, "AttentionGrad", 2, 1, attention_grad, "scale"}),
+    completed({{}, "GeluGrad", 2, 1, gelu_grad}),
+    completed({{}, "LayerNorm", 3, 3, layer_norm, "epsilon"}),
+    completed({{}, "LayerNormGrad", 5, 3, layer_norm_grad}),
+    completed({{}, "ColumnSums", 1, 1, column_sums}),
+    completed({{}, "RoundRows", 2, 2, round_rows, nullptr, true, kBytes}),
+    completed({{}, "RoundWeights", 1, 2, round_weights, nullptr, false, kSignedBytes}),
+    completed({{}, "ScaleRows", 3, 1, scale_rows, nullptr, true}),
+};
+
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) engine::Status* RegisterCustomOps(engine::SessionOptions* options,
                                                                                    const engine::Base* base) {
-  static const Described operators[] = {
-      completed({{}, "Attention", 1, 1, attention, "scale"}),
-      completed({{}, "AttentionGrad", 2, 1, attention_grad, "scale"}),
-      completed({{}, "GeluGrad", 2, 1, gelu_grad}),
-      completed({{}, "LayerNorm", 3, 3, layer_norm, "epsilon"}),
-      completed({{}, "LayerNormGrad", 5, 3, layer_norm_grad}),
-      completed({{}, "ColumnSums", 1, 1, column_sums}),
-      completed({{}, "RoundRows", 2, 2, round_rows, nullptr, true, kBytes}),
-      completed({{}, "RoundWeights", 1, 2, round_weights, nullptr, false, kSignedBytes}),
-      completed({{}, "ScaleRows", 3, 1, scale_rows, nullptr, true}),
-  };
   Table table = base->table(kVersion);
   if (!table) return refused(base->table(1), "the kernels of fedvit need onnxruntime 1.17 or later");
   // the engine refers to the domain for as long as there are sessions: it is made once, and kept

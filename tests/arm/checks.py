@@ -28,6 +28,7 @@ from fleet.partition import write_device_folders
 from fleet.partitions import partition
 from fleet.request import RunRequest
 from fleet.simulate import simulate
+from tests.arm.loops import compile_kernels, count_cycles, find_largest_loops
 from tests.support.brokers import mosquitto, served
 from tests.support.forked import Forked
 from tests.support.once import make_once
@@ -303,6 +304,16 @@ def test_instructions_of_a_step(
     kernels = ", with kernels" if done["kernels"] else ""
     print(f"{processor} {compute}{kernels}: {one / 1e6:,.0f} million instructions for {flops / 1e6:,.0f} MFLOP")
     assert 0 < one < counts[0] * 100
+
+
+def test_cycles_of_inner_loops() -> None:
+    """The figure of docs/measurements.md, of a Cortex-A72: LLVM 14 has no model of the Cortex-A76."""
+    loops = [loop for loop in find_largest_loops(compile_kernels()) if loop.has_vectors]
+    assert {"softmax", "gelu_grad", "layer_norm"} <= {loop.function for loop in loops}
+    for loop in loops:
+        least, most = count_cycles(loop, "cortex-a72")
+        print(f"{loop.function}: {len(loop.instructions)} instructions, {least:.1f} to {most:.1f} cycles")
+        assert len(loop.instructions) / 3 <= least <= most
 
 
 @pytest.mark.timeout(3600)

@@ -9,7 +9,11 @@ umask 022
 mkdir -p "$folder/source" "$folder/files" "$folder/sdist"
 git archive HEAD | tar -x -C "$folder/source"
 "$python" -m build --quiet --installer uv --outdir "$folder/files" "$folder/source" > /dev/null
-"$python" -m build --quiet --installer uv --wheel --outdir "$folder/files" "$folder/source/kernels" > /dev/null
+for processor in x86_64 aarch64; do
+  CXX=$processor-linux-gnu-g++ "$python" -m build --quiet --installer uv --wheel --outdir "$folder/files" \
+    "$folder/source/kernels" > /dev/null
+  rm -rf "$folder/source/kernels/build"
+done
 
 # setuptools writes today's dates and this user's name into an sdist
 for sdist in "$folder"/files/*.tar.gz; do

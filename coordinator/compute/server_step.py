@@ -128,6 +128,8 @@ class ServerStep:
                 result.upload,
                 partial(self._store, result.upload),
                 discount(number - result.round),
+                result.use.steps or None,
+                self.plan.method_for(result.device, result.round).lr,
             )
             for result in results
             if result.upload

@@ -24,10 +24,14 @@ from fedvit.methods.fed_bias import FedBias
 from fedvit.methods.fed_head import FedHead
 from fedvit.methods.fed_lora import FedLora
 from fedvit.methods.fed_prompt import FedPrompt
+from fedvit.methods.fedala import FedALA
+from fedvit.methods.fedas import FedAS
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedbabu import FedBABU
 from fedvit.methods.fedbfpt import FedBFPT
 from fedvit.methods.fedbn import FedBN
+from fedvit.methods.fedcp import FedCP
+from fedvit.methods.feddbe import FedDBE
 from fedvit.methods.feddf import FedDF
 from fedvit.methods.feddyn import FedDyn
 from fedvit.methods.fednova import FedNova
@@ -44,6 +48,7 @@ from fedvit.methods.fedsa_lora import FedSaLora
 from fedvit.methods.fedtp import FedTP
 from fedvit.methods.fedvpt_d import FedVptDeep
 from fedvit.methods.ffa_lora import FfaLora
+from fedvit.methods.gpfl import GPFL
 from fedvit.methods.ifca import IFCA
 from fedvit.methods.knn_per import KnnPer
 from fedvit.methods.local import Local
@@ -74,10 +79,14 @@ METHODS: dict[str, type[Method]] = {
     "fed_head": FedHead,
     "fed_lora": FedLora,
     "fed_prompt": FedPrompt,
+    "fedala": FedALA,
+    "fedas": FedAS,
     "fedavg": FedAvg,
     "fedbabu": FedBABU,
     "fedbfpt": FedBFPT,
     "fedbn": FedBN,
+    "fedcp": FedCP,
+    "feddbe": FedDBE,
     "feddf": FedDF,
     "feddyn": FedDyn,
     "fednova": FedNova,
@@ -94,6 +103,7 @@ METHODS: dict[str, type[Method]] = {
     "fedtp": FedTP,
     "fedvpt_d": FedVptDeep,
     "ffa_lora": FfaLora,
+    "gpfl": GPFL,
     "ifca": IFCA,
     "knn_per": KnnPer,
     "local": Local,

@@ -116,6 +116,12 @@ class Upload(NamedTuple):
     digest: str
     load: Callable[[], Mapping[str, Array]]
     discount: float = 1.0  # factor for an update of an older state; the device's weight does not change
+    steps: int | None = None  # of the optimizer, as the device counted them; None: nobody did
+    lr: float | None = None  # of the device's variant, without the schedule's factor; None: that of the method
+
+    def count_steps(self, epochs: int, batch_size: int) -> int:
+        """Return the steps behind the update: those that were counted, else those that its samples take."""
+        return self.steps or epochs * -(-self.samples // batch_size)
 
 
 @dataclass(frozen=True)
@@ -233,6 +239,8 @@ class Method(Hyperparameters, ABC):
     """The paper, and where the implementation differs from it."""
     one_gradient: ClassVar[bool] = True
     """True if a step is one gradient and one update: a batch can then be processed in parts."""
+    is_probe: ClassVar[bool] = False
+    """True if it reads a frozen backbone by `embed`, `run_to_class` and `features` alone: a simulation keeps these."""
 
     def needs(self) -> frozenset[ModelPart]:
         """The parts of a model without which the method would be another one; not every model has them."""

@@ -177,7 +177,11 @@ class CheckpointJournal(Journal):
         for one, sent_bytes in trained:
             if one.device not in failed:
                 use = ResourceUse(
-                    flops=one.flops, upload_bytes=sent_bytes, sent_bytes=sent_bytes, received_bytes=one.received_bytes
+                    steps=one.steps,
+                    flops=one.flops,
+                    upload_bytes=sent_bytes,
+                    sent_bytes=sent_bytes,
+                    received_bytes=one.received_bytes,
                 )
                 metrics = {} if one.loss is None else {"loss": one.loss}
                 results.append((one.device, self._result(number, "train", one.samples, metrics, use), None))

@@ -62,7 +62,9 @@ class TorchServer:
                 name = f"{one.device}/{number}"
                 self._uploads[name] = one.upload
                 self._unsaved.add(name)
-                uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
+                lr = plan.method_for(one.device, number).lr
+                load = partial(self._load, name)
+                uploads.append(Upload(one.device, one.samples, name, load, steps=one.steps, lr=lr))
         added = dict[str, float]()
         if config.secure:
             upload, added = self._add_up(opened, [one for one in trained if one.upload])

@@ -96,8 +96,9 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "caff": {"layers": 1},
     "eftvit": {"local_blocks": 1},
     "fedbfpt": {"local_blocks": 2},
+    "feddf": {"server_steps": 4},
 }
-"""Options that suit a model of two blocks."""
+"""Options that suit a model of two blocks, and runs of seconds."""
 
 MORE: dict[str, list[dict[str, Any]]] = {
     "apfl": [{"form": "code"}],
@@ -520,7 +521,7 @@ def test_torch_engine_makes_the_same_run(
     ours, slack = recorded(case), 1e-3
     if case.updates:
         slack = 0.05  # a code's rounding may go the other way
-    elif isinstance(case.method().optimizer_rule(), AdamW):
+    elif isinstance(case.method().optimizer_rule(), AdamW) or case.name in ON_SERVER_IMAGES:
         slack = 1e-2  # gradients that are zero but for rounding become whole steps
     elif isinstance(case.method(), Analytic):
         slack = 1e-2  # a regression over few images amplifies what features differ by

@@ -20,7 +20,8 @@ AVERAGED = {
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_regions_can_use_methods_whose_server_takes_the_mean(configure: Configure, method: str) -> None:
-    config = configure(method, classes=["ant", "bee"])
+    server_data = {"server_data": "pictures"} if method == "feddf" else {}
+    config = configure(method, classes=["ant", "bee"], **server_data)
     if method in AVERAGED:
         check_region(config, "run.toml")
         return

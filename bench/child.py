@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fedvit.errors import FedvitError
@@ -24,11 +24,17 @@ def with_bytecode(command: Sequence[str]) -> list[str]:
     return ["env", "-u", "PYTHONDONTWRITEBYTECODE", f"PYTHONPYCACHEPREFIX={cache}", *command]
 
 
-def run_child(module: str, *arguments: str, what: str, on_line: Callable[[str], None] = lambda line: None) -> str:
+def run_child(
+    module: str,
+    *arguments: str,
+    what: str,
+    on_line: Callable[[str], None] = lambda line: None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run `main()` of a module and return the last line that it printed; `on_line` gets the earlier ones.
 
-    The environment is not tuned; modules are compiled. Raises FedvitError, beginning with `what`, when the process
-    fails.
+    The environment is not tuned beyond what `environment` adds; modules are compiled. Raises FedvitError, beginning
+    with `what`, when the process fails.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         child = subprocess.Popen(
@@ -37,6 +43,7 @@ def run_child(module: str, *arguments: str, what: str, on_line: Callable[[str], 
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            env={**os.environ, **(environment or {})},
         )
         last = ""
         try:

@@ -10,6 +10,7 @@ from bench.api import run_api_bench
 from bench.cap import CapSettings, run_cap
 from bench.cases import CASES, choose
 from bench.failover import KINDS, FailoverSettings, is_intact, run_failover
+from bench.isa import ISAS
 from bench.profile import run_profile_bench
 from bench.reporting import measure
 from bench.rounds import run_rounds_bench
@@ -46,6 +47,7 @@ def bench_command() -> None:
     help="Products with weights. By default as the case has it.",
 )
 @click.option("--kernels", is_flag=True, help="Measure onnxruntime with the optional kernels, too.")
+@click.option("--isa", type=click.Choice(ISAS), help="Hide newer instructions of this processor from all sides.")
 @json_flag
 @out_flag
 def step_command(names: tuple[str, ...], compute: str | None, as_json: bool, out: Path | None, **flags: Any) -> None:

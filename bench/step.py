@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from bench.cases import Case, encode_case
 from bench.child import run_child
+from bench.isa import restrict
 from bench.machine import DEVICE_PACKAGES, TORCH_PACKAGES, count_installed_bytes, describe_machine
 from bench.reporting import MEGA, Progress, Report
 from fedvit.errors import FedvitError
@@ -27,6 +28,7 @@ class StepSettings(Struct, frozen=True, kw_only=True):
     steps: int = 5  # in each process
     rounds: int = 3  # processes of each side, in turn
     kernels: bool = False  # one more side: onnx with the optional kernels
+    isa: str | None = None  # one of bench.isa.ISAS, which all sides then see; None: what the processor has
     product_side: int = PRODUCT_SIDE
 
 
@@ -36,15 +38,16 @@ def run_step_bench(
     """Measure all sides of every case in turn, each in its own process on all cores.
 
     All cases are prepared first, so that a faulty case fails before anything is measured. Raises FedvitError when the
-    kernels are not installed, and when a case cannot be prepared or run.
+    kernels are not installed, when instructions cannot be hidden, and when a case cannot be prepared or run.
     """
     if settings.kernels and find_library() is None:
         raise FedvitError("FV0001", f"{EXTRA} is not installed, expected for --kernels: make kernels")
     with tempfile.TemporaryDirectory(prefix="fleet-bench-") as folder:
         home, side = Path(folder), settings.product_side
+        environment = restrict(settings.isa, home) if settings.isa else {}
         for case in cases:
             prepare_case(case, home / case.name, cache, progress, side)
-        runs = [_run_sides(case, home / case.name, settings, progress) for case in cases]
+        runs = [_run_sides(case, home / case.name, settings, environment, progress) for case in cases]
 
     def find_best(side: str, precision: str) -> float:
         return max(float(run["product_gflops"][precision]) for each in runs for run in each[side])
@@ -59,8 +62,8 @@ def run_step_bench(
     sizes = {"onnx": count_installed_bytes(DEVICE_PACKAGES), "torch": count_installed_bytes(TORCH_PACKAGES)}
     results = [_summarize(case, each, products, sizes) for case, each in zip(cases, runs, strict=True)]
     return {
-        "machine": describe_machine(), "steps": settings.steps, "rounds": settings.rounds, "products": products,
-        "cases": results,
+        "machine": describe_machine(), "isa": settings.isa, "steps": settings.steps, "rounds": settings.rounds,
+        "products": products, "cases": results,
     }  # fmt: skip
 
 
@@ -80,7 +83,9 @@ def prepare_case(
     )
 
 
-def _run_sides(case: Case, folder: Path, settings: StepSettings, progress: Progress) -> Runs:
+def _run_sides(
+    case: Case, folder: Path, settings: StepSettings, environment: Mapping[str, str], progress: Progress
+) -> Runs:
     steps, threads, side = str(settings.steps), str(usable_cores()), str(settings.product_side)
     commands = {
         "onnx": ("bench.onnx_side", str(folder), steps, threads, "plain"),
@@ -92,7 +97,7 @@ def _run_sides(case: Case, folder: Path, settings: StepSettings, progress: Progr
     runs: Runs = {kind: [] for kind in commands}
     for number in range(settings.rounds):
         for kind, (module, *arguments) in commands.items():
-            run = json.loads(run_child(module, *arguments, what=f"{case.name}: {kind}"))
+            run = json.loads(run_child(module, *arguments, what=f"{case.name}: {kind}", environment=environment))
             runs[kind].append(run)
             progress(
                 f"{case.name}: {kind} {number + 1}/{settings.rounds}: {run['step_s']:.3f} s a step, "

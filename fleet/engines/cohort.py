@@ -74,6 +74,7 @@ class CohortUpdate:
     samples: list[int]  # each device's images that could be decoded
     losses: list[float]  # mean over the last epoch
     flops: list[int]
+    steps: list[int]
 
 
 class _PhaseRun(NamedTuple):
@@ -117,7 +118,7 @@ class Cohort:
         """Run the phases from the round's start values. Raises DataError when a device has no readable image."""
         program, count, start = work.program, len(images), values
         reading = self._read(method, program, values)
-        trained = CohortUpdate({}, [{} for _ in images], [], [0.0] * count, [0] * count)
+        trained = CohortUpdate({}, [{} for _ in images], [], [0.0] * count, [0] * count, [0] * count)
         lost: list[set[int]] = [set() for _ in images]
         for phase in phases:
             facts = [
@@ -134,6 +135,7 @@ class Cohort:
             for device, (one, drawing) in enumerate(zip(images, drawn, strict=True)):
                 for rows in drawing.rows:
                     lost[device].update(rows[~one.readable[rows]].tolist())
+                trained.steps[device] += len(drawing.epochs) * phase.repeats
                 trained.flops[device] += drawing.runs * phase.repeats * program.graphs[phase.graph].flops
             arrays = self._arrays(work, phase, values, start, facts, drawn)
             run = _PhaseRun(method, phase, reading)

@@ -296,9 +296,14 @@ def _make_round(entry: RoundView) -> RoundFigures:
 
 
 def main() -> None:
-    """Entry point of a cell's own process; its arguments are those of `run_cell`."""
+    """Entry point of a cell's own process on a node; its arguments are those of `run_alone`."""
+    folder, parts, at_once, keep, metrics = sys.argv[1:]
+    trackers = msgspec.json.decode(metrics, type=TrackersConfig)
+    run_alone(Path(folder), Path(parts), int(at_once), bool(int(keep)), trackers)
+
+
+def run_alone(folder: Path, parts: Path, at_once: int, keep: bool, trackers: TrackersConfig) -> None:
+    """Run the cell in `folder` as the only work of this process. Raises FedvitError."""
     torch.set_num_threads(1)  # the figures do not depend on the number of cells that run at the same time
     configure_logging(level=logging.WARNING)
-    folder, parts, at_once, keep, metrics = sys.argv[1:]
-    options = CellOptions(int(at_once), bool(int(keep)), msgspec.json.decode(metrics, type=TrackersConfig))
-    run_cell(Path(folder), Path(parts), options)
+    run_cell(folder, parts, CellOptions(at_once, keep, trackers))

@@ -12,7 +12,7 @@ FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 # the tests start thousands of processes, and each would compile what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler nats rabbitmq azurite arm kernels methods errors constraints clean
+.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler nats rabbitmq azurite arm kernels methods errors verdicts constraints clean
 
 install: $(VENV)/.installed
 
@@ -227,6 +227,10 @@ own-graphs: install
 # docs/troubleshooting.md from the explanations of error codes
 errors: install
 	@$(BIN)/python -m fedvit.explanations docs/troubleshooting.md
+
+# after a change of docs/results: the tables of fleet/experiments/README.md
+verdicts: install
+	@$(BIN)/python -m fleet.experiments.verdicts docs/results fleet/experiments/README.md
 
 # after an upgrade that passed `make check`
 constraints: install

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from bench.frozen_features import DeviceFeatures, FeatureModel, Features, FrozenRounds, read_features
+from bench.frozen_features import DeviceFeatures, Features, FrozenRounds, read_features
 from bench.kept_figures import Figures, KeptFigures
 from bench.machine import describe_machine
 from bench.reporting import Progress, Report
@@ -24,8 +24,10 @@ from coordinator.compute.planning.planner import Plan, make_plan
 from coordinator.config import make_config
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
+from fedvit.data.images import Indices
 from fedvit.data.layout import TRAIN
 from fedvit.methods import make_method
+from fedvit.models.feature_model import FeatureModel
 from fleet.datasets import read_dataset
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts
@@ -85,8 +87,7 @@ def run_analytic_bench(
                 figures = bench.measure(name)
                 by_name[name].append(figures)
                 progress(f"seed {seed}: {name} {figures['accuracy']:.3f}")
-        central = by_name[CENTRAL][-1]["accuracy"]
-        gaps += [100 * abs(central - by_name[name][-1]["accuracy"]) for name in (ANALYTIC, FLEET) if name in names]
+        gaps += [by_name[name][-1]["gap_points"] for name in (ANALYTIC, FLEET) if name in names]
     results = [{"name": name, **_summarize(values)} for name, values in by_name.items() if values]
     return {
         "machine": describe_machine(), "settings": msgspec.to_builtins(settings, enc_hook=str),
@@ -163,18 +164,26 @@ class _Seed:
         for number in range(1, FROZEN[name] + 1):
             run.run_round(number, [_cut(one.train, share) for one in self._data])
         accuracy = run.measure_accuracy([one.test for one in self._data])
-        return {"accuracy": accuracy, "device_gflop": gflop} | {"ridge": run.figures.get("ridge", 0.0)}
+        figures = {"accuracy": accuracy, "device_gflop": gflop} | {"ridge": run.figures.get("ridge", 0.0)}
+        return figures | self._measure_gap(figures) if name == ANALYTIC else figures
 
     def _measure_central(self, _: str) -> Figures:
-        ridge = self.measure(ANALYTIC)["ridge"]
-        return {"accuracy": solve_in_one_place(self._data, len(self._samples.classes), ridge)}
+        return {"accuracy": self._solve(self.measure(ANALYTIC)["ridge"])}
+
+    def _solve(self, ridge: float) -> float:
+        return solve_in_one_place(self._data, len(self._samples.classes), ridge)
+
+    def _measure_gap(self, figures: Figures) -> Figures:
+        """Compare with the regression in one place of the same lambda, which other draws of held-out images change."""
+        return {"gap_points": 100 * abs(self._solve(figures["ridge"]) - figures["accuracy"])}
 
     def _measure_fleet(self, name: str) -> Figures:
         values = {**_settings(ANALYTIC, self._settings, self._seed), "secure": True}
         summary = simulate(RunRequest(self._folders, values, out=self._home / "runs", run=name, at_once=2)).summary
         [entry] = summary.rounds
         sent = max(device.bytes_up for device in summary.devices)
-        return {"accuracy": entry.accuracy_weighted or 0.0, "bytes_up": float(sent)}
+        figures = {"accuracy": entry.accuracy_weighted or 0.0, "ridge": entry.figures["ridge"], "bytes_up": float(sent)}
+        return figures | self._measure_gap(figures)
 
     def _measure_trained(self, name: str) -> Figures:
         share, gflop = self._choose_share(name)
@@ -185,7 +194,7 @@ class _Seed:
 
 
 def _deal(samples: Samples, settings: AnalyticSettings, seed: int, out: Path) -> list[Path]:
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(samples))[: settings.images])
+    chosen = draw_images(samples.annotations.labels, settings.images, seed)
     if samples.domains is None:
         rule = make_partition("pathological", classes_per_device=settings.classes_per_device)
     else:
@@ -193,6 +202,14 @@ def _deal(samples: Samples, settings: AnalyticSettings, seed: int, out: Path) ->
     parts = deal_out(rule, samples.annotations.rows(chosen), settings.devices, seed)
     write_device_folders(samples, [chosen[part] for part in parts], out, test_share=0.2, seed=seed)
     return [out / f"device-{number}" for number in range(settings.devices)]
+
+
+def draw_images(labels: Indices, count: int, seed: int) -> Indices:
+    """Draw images, of each class at least one: devices share all classes."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    _, firsts = np.unique(labels[order], return_index=True)
+    places = np.concatenate([firsts, np.setdiff1d(np.arange(len(order)), firsts)])[:count]
+    return np.sort(order[places])
 
 
 def _cut(features: Features, share: float) -> Features:

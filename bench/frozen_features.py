@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coordinator.compute.planning.planner import Plan
 from coordinator.config.sums import SumsConfig
@@ -16,33 +16,11 @@ from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import Indices
 from fedvit.methods.base import Images, Method, RoundContext, ServerState, Upload, list_trained
 from fedvit.methods.step import whole_step
-from fedvit.models.recompute import SampleSeeds
-from fedvit.models.vit import PatchViT
+from fedvit.models.feature_model import FeatureModel
 from fedvit.program import Role, Train
 from fedvit.secure import SUM
 from fedvit.secure.layout import Layout, add_plainly, make_training_payload, read_training
 from fedvit.wire.messages import SumTerms
-
-
-class FeatureModel(PatchViT):
-    """A model that has the head of another one, and reads its features instead of images."""
-
-    def __init__(self, vit: PatchViT) -> None:
-        nn.Module.__init__(self)
-        self.name = vit.name
-        self.vit = cast(Any, nn.Module())
-        self.vit.head = vit.vit.head
-        self.seeds = SampleSeeds()
-        self.recompute = False
-
-    def embed(self, patches_BNP: Tensor, kept_BN: Tensor | None = None, seeds_B: Tensor | None = None) -> Tensor:
-        return patches_BNP
-
-    def run_to_class(self, x_BND: Tensor, first: int, last: int | None = None) -> Tensor:
-        return x_BND
-
-    def features(self, x_BND: Tensor, normed: bool = True) -> Tensor:
-        return x_BND
 
 
 class Features(NamedTuple):

@@ -28,7 +28,7 @@ def restrict(isa: str, folder: Path) -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
         raise FedvitError(
-            "FV2170", f"--isa {isa}: {_SOURCE.name} cannot be compiled on this machine: {reason}"
+            "FV0002", f"--isa {isa}: {_SOURCE.name} cannot be compiled on this machine: {reason}"
         ) from error
     environment = {"LD_PRELOAD": str(library)}
     asked = subprocess.run(
@@ -36,6 +36,6 @@ def restrict(isa: str, folder: Path) -> dict[str, str]:
     )
     if asked.stdout.strip() != "0":
         raise FedvitError(
-            "FV2170", f"--isa {isa}: this processor or kernel cannot hide instructions (cpuid_fault in /proc/cpuinfo)"
+            "FV0002", f"--isa {isa}: this processor or kernel cannot hide instructions (cpuid_fault in /proc/cpuinfo)"
         )
     return environment

@@ -79,6 +79,7 @@ class DealSettings(NamedTuple):
     size: int | None = None  # side of images in pixels, context of a text in characters; None: 32 or 80
     overwrite: bool = False  # an earlier partition
     columns: Columns = Columns()  # of a table of images
+    samples: int | None = None  # images that are dealt out, drawn by the seed; None: all
 
 
 class Division(NamedTuple):
@@ -110,6 +111,8 @@ def deal(
             raise ConfigError(
                 "FV2003", f"partition {partition} deals out single samples, which tears a text apart; use natural"
             )
+        if settings.samples is not None:
+            raise ConfigError("FV2150", f"samples = {settings.samples} draws images, and {samples.dataset} is a text")
         if settings.global_test is not None:
             raise ConfigError(
                 "FV2004", f"global_test = {settings.global_test} sets images apart, and {samples.dataset} is a text"
@@ -118,7 +121,7 @@ def deal(
         return _write_texts(samples, Division(parts, partition, asdict(rule)), out, settings)
     # a stream of its own: devices have 0, 1, ...
     rng = np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(devices,)))
-    dealt, apart = _split(samples, np.arange(len(samples), dtype=np.int64), settings.global_test or 0.0, rng)
+    dealt, apart = _split(samples, _draw_samples(samples, settings), settings.global_test or 0.0, rng)
     division = Division(
         [dealt[part] for part in deal_out(rule, samples.annotations.rows(dealt), devices, settings.seed)],
         partition,
@@ -127,6 +130,16 @@ def deal(
         apart if settings.global_test else None,
     )
     return write_division(samples, division, out, settings)
+
+
+def _draw_samples(samples: Samples, settings: DealSettings) -> Indices:
+    """Draw the images that are dealt out, the same for every number of devices. Raises ConfigError for too many."""
+    count = len(samples)
+    if settings.samples is None:
+        return np.arange(count, dtype=np.int64)
+    if settings.samples > count:
+        raise ConfigError("FV2150", f"samples = {settings.samples}: {samples.dataset} has {count} images")
+    return np.sort(np.random.default_rng(settings.seed).permutation(count)[: settings.samples])
 
 
 def write_device_folders(

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import IO
 
 PR_SET_PDEATHSIG = 1
+PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Environment in which OpenMP's threads do not spin while they wait: on cores that are shared, torch's server step took
+ten times as long."""
 STOP_S = 20.0
 """Longest wait for a process to end on SIGTERM, before it is killed."""
 
@@ -71,8 +74,7 @@ class Fleet:
         """Start a process in its own session, so that Ctrl-C reaches only this process, which then stops it.
 
         With `log`, its output goes there; else it shares our standard error. `folder` is its current one.
-        `environment` is added to ours. Its OpenMP threads do not spin while they wait: on cores that are shared,
-        torch's server step took ten times as long.
+        `environment` is added to ours.
         """
         output: IO[bytes] | int = sys.stderr.fileno()
         if log is not None:
@@ -85,7 +87,7 @@ class Fleet:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})},
+            env={**PASSIVE_THREADS, **os.environ, **(environment or {})},
             preexec_fn=partial(_end_with_parent, self._ends_with_parent),
             cwd=folder,
         )

@@ -9,6 +9,7 @@ from coordinator.compute.checkpoint import load_state, save_state
 from coordinator.config import UpdatesConfig
 from coordinator.record.tables import SavedState
 from fedvit.blobs import BlobStore
+from fedvit.data.server_images import ServerImages
 from fedvit.methods.aggregators import Aggregator
 from fedvit.methods.base import Method, RoundContext, ServerRule, Upload
 from fedvit.models.vit import PatchViT
@@ -63,6 +64,7 @@ class Closing:
     updates: UpdatesConfig
     aggregator: Aggregator
     precision: ProductPrecision
+    images: ServerImages | None = None
 
     def run(
         self, rule: ServerRule, vit: PatchViT, blobs: BlobStore, placement: Placement, progress: Callable[[str], None]
@@ -81,6 +83,7 @@ class Closing:
             precision=self.precision,
             rank=placement.rank,
             world_size=placement.world_size,
+            images=self.images,
         )
         updated, figures = rule.close(state, self.uploads, context)
         if placement.rank:

@@ -12,12 +12,14 @@ from coordinator.compute.closing import Closing, Placement, StoredUploads
 from coordinator.compute.integrity import VerifiedBlobs
 from coordinator.compute.messages import Folded, NextState, Outlier
 from coordinator.compute.planning.planner import Plan
+from coordinator.compute.planning.server_data import read_server_images
 from coordinator.compute.ranks import Ranks
 from coordinator.compute.screening import Screen, Screened
 from coordinator.config import RunConfig
 from coordinator.record.privacy import PrivacyStep, compute_cohort_size, round_figures
 from coordinator.record.record import Record
 from coordinator.record.tables import SUM, ResultRecord, SavedState
+from fedvit.data.server_images import ServerImages
 from fedvit.errors import EmptyCohort
 from fedvit.methods.aggregators import Aggregator, Mean, make_aggregator
 from fedvit.methods.base import Upload
@@ -105,6 +107,10 @@ class ServerStep:
         return self.store.tasks.read_used_in(self.run, number)
 
     @cached_property
+    def _images(self) -> ServerImages | None:
+        return read_server_images(self.config, self.plan.method, self.plan.vit)
+
+    @cached_property
     def _screen(self) -> Screen:
         return Screen.of(self.config.robust)
 
@@ -122,6 +128,8 @@ class ServerStep:
                 result.upload,
                 partial(self._store, result.upload),
                 discount(number - result.round),
+                result.use.steps or None,
+                self.plan.method_for(result.device, result.round).lr,
             )
             for result in results
             if result.upload
@@ -162,6 +170,7 @@ class ServerStep:
             updates=config.updates,
             aggregator=aggregator_of(config, number),
             precision=config.server_precision,
+            images=self._images,
         )
         if self.ranks is not None:
             return self.ranks.close_round(closing)

@@ -10,6 +10,7 @@ from coordinator.compute.checkpoint import start_state
 from coordinator.compute.messages import Check, Checked
 from coordinator.compute.planning.checks import check_region, check_run
 from coordinator.compute.planning.planner import check_start_fits
+from coordinator.compute.planning.server_data import read_server_images
 from coordinator.config import RunConfig
 from coordinator.record.privacy import check_first_round
 from coordinator.record.record import open_record
@@ -59,6 +60,7 @@ def _built(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
             options=config.model_options,
             pretrained=config.pretrained,
         )
+    read_server_images(config, method, vit)
     tensors = method.tensors(vit)
     if start is not None:
         check_start_fits({name: tuple(value.shape) for name, value in tensors.items()}, start)

@@ -59,6 +59,13 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     start_from: Annotated[
         str | None, Meta(description="Begin with the final tensors of this earlier run in the same folder.")
     ] = None
+    server_data: Annotated[
+        str | None,
+        Meta(
+            description="Folder of images on the server, for methods that distil, such as feddf; labels are not read.",
+            extra={"metavar": "PATH"},
+        ),
+    ] = None
     classes: Annotated[
         tuple[str, ...],
         Meta(
@@ -109,8 +116,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=0, le=4, description="Additional devices to ask, as a share of the cohort; the first answers count."),
     ] = 0.0
     selection: Annotated[
-        Literal["uniform", "fair"],
-        Meta(description="Which devices are asked: uniformly random, or those not asked for the longest time."),
+        Literal["uniform", "fair", "power_of_choice", "oort"],
+        Meta(
+            description="Which devices are asked: uniformly random, those not asked for the longest time, those with "
+            "high losses, or those with high losses that are fast."
+        ),
     ] = "uniform"
     deadline_s: (
         Annotated[
@@ -303,8 +313,8 @@ TABLES: dict[str, type[Struct]] = {
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Model and method": (
-        "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "start_round", "classes",
-        "max_classes", "seed", "accelerator", "server_precision",
+        "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "start_round",
+        "server_data", "classes", "max_classes", "seed", "accelerator", "server_precision",
     ),
     "Rounds and devices": (
         "rounds", "devices", "devices_where", "min_device_version", "federation", "cohort", "quorum", "over_select",

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, and_, bindparam, delete, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, select, update
 from sqlalchemy.engine import Connection
 
 from coordinator.record.closing import find_asked, read_used_results
@@ -218,6 +218,17 @@ class RecordedTasks:
         """Return results that the server step, or the evaluation, of a round uses, including late ones."""
         with self._database.transaction() as connection:
             return read_used_results(connection, run, number, kind)
+
+    def read_newest_used(self, run: str, number: int) -> dict[str, ResultRecord]:
+        """Return by device the newest training result that a server step before round `number` used."""
+        used = RESULTS.c.run == run, RESULTS.c.kind == "train", RESULTS.c.used_in < number
+        newest = select(RESULTS.c.device, func.max(RESULTS.c.used_in).label("used_in")).where(*used)
+        last = newest.group_by(RESULTS.c.device).subquery()
+        query = select(RESULTS).join(
+            last, and_(last.c.device == RESULTS.c.device, last.c.used_in == RESULTS.c.used_in, *used)
+        )
+        found = self._database.read(ResultRecord, RESULTS, query.order_by(RESULTS.c.round))
+        return {result.device: result for result in found}
 
     def find_answered(self, run: str, number: int, kind: TaskKind) -> set[str]:
         """Return devices with a result of a round, whichever round it counts in."""

@@ -1,10 +1,22 @@
 """The choice of devices for a round."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from coordinator.record.tables import Asked
+from coordinator.record.tables import Asked, ResultRecord
+
+CANDIDATES = 2
+"""Devices that power-of-choice draws for each one that it asks (paper: d / m)."""
+FIRST_EXPLORED, EXPLORED_DECAY, LEAST_EXPLORED = 0.9, 0.98, 0.2
+"""Share of a cohort that Oort takes from devices without an answer: in round 1, its factor each round, and at least."""
+NEAR_CUTOFF = 0.95
+"""Devices with this share of the utility that suffices for a place are drawn, too."""
+MOST_LOSS = 1e6
+"""Larger losses, whatever a device claims, count as this."""
+SLOWNESS_POWER = 2
+"""Strength with which Oort avoids slow devices (paper: alpha)."""
 
 
 def cohort_size(cohort: float | int, devices: int) -> int:
@@ -47,3 +59,70 @@ def select_fair(
         (before.get(name, Asked(0, 0)), int(rank), name) for name, rank in zip(names, random_order, strict=True)
     )
     return sorted(name for _, _, name in turns[:wanted])
+
+
+def select_power_of_choice(
+    devices: Iterable[str], wanted: int, seed: int, round_number: int, answers: Mapping[str, ResultRecord]
+) -> list[str]:
+    """Of CANDIDATES times as many random devices, those with the highest loss in their newest answer, sorted by name.
+
+    A device that has not answered yet comes first.
+    Source: Cho et al., arXiv:2010.01243, algorithm rpow-d. Differs from the paper: candidates are drawn uniformly.
+    """
+    candidates = select_uniform(devices, CANDIDATES * wanted, seed, round_number)
+    draw = np.random.default_rng([seed, round_number, 1])
+    losses = {name: answers[name].metrics.get("loss", np.inf) if name in answers else np.inf for name in candidates}
+    ties = dict(zip(candidates, draw.permutation(len(candidates)), strict=True))
+    return sorted(sorted(candidates, key=lambda name: (-losses[name], ties[name]))[:wanted])
+
+
+def select_oort(
+    devices: Iterable[str], wanted: int, seed: int, round_number: int, answers: Mapping[str, ResultRecord]
+) -> list[str]:
+    """Some devices without an answer, and others drawn by their utility, sorted by name.
+
+    Source: Lai et al., "Oort: Efficient Federated Learning via Guided Participant Selection", OSDI 2021, algorithm 1.
+    Differs from the paper: the utility has the mean loss in place of its root mean square, a device is slow if it
+    takes longer than the median, and no device is left out because it was asked often.
+    """
+    names = sorted(devices)
+    known = [name for name in names if name in answers and "loss" in answers[name].metrics]
+    others = [name for name in names if name not in known]
+    share = max(LEAST_EXPLORED, FIRST_EXPLORED * EXPLORED_DECAY ** (round_number - 1))
+    explored = min(len(others), max(round(share * wanted), wanted - len(known)))
+    chosen = select_uniform(others, explored, seed, round_number)
+    exploited = min(wanted - len(chosen), len(known))
+    if exploited:
+        utility = find_utility([answers[name] for name in known], round_number)
+        cutoff = NEAR_CUTOFF * np.sort(utility)[-exploited]
+        pool = np.flatnonzero(utility >= cutoff)
+        weights = utility[pool] + np.finfo(float).tiny
+        draw = np.random.default_rng([seed, round_number, 2])
+        picked = draw.choice(pool, exploited, replace=False, p=weights / weights.sum())
+        chosen += [known[place] for place in picked]
+    return sorted(chosen)
+
+
+BY_ANSWERS = {"power_of_choice": select_power_of_choice, "oort": select_oort}
+"""Selections that read the devices' newest answers."""
+
+
+def find_utility(answers: Sequence[ResultRecord], round_number: int) -> npt.NDArray[np.float64]:
+    """Oort's utility of devices: images x loss, at most its 95th percentile, in units of the largest, plus
+    sqrt(0.1 ln R / r) for an answer of round r; then times (T / t)^2 for a device that takes t > T.
+
+    T is the median of t: seconds of training, or FLOPs where no device measured seconds, as in simulations.
+    """
+    gain = np.clip([answer.metrics["loss"] for answer in answers], 0, MOST_LOSS)
+    gain = gain * [answer.samples for answer in answers]
+    gain = np.minimum(gain, np.percentile(gain, 95))
+    gain /= max(gain.max(), np.finfo(float).tiny)
+    ages = np.array([max(1, answer.round) for answer in answers])
+    utility: npt.NDArray[np.float64] = gain + np.sqrt(0.1 * np.log(max(1, round_number)) / ages)
+    seconds = [answer.use.train_s for answer in answers]
+    spent = seconds if any(seconds) else [answer.use.flops for answer in answers]
+    if measured := [one for one in spent if one]:
+        median = float(np.median(measured))
+        slowness = np.array([max(1.0, (one or median) / median) for one in spent])
+        utility /= slowness**SLOWNESS_POWER
+    return utility

@@ -49,6 +49,9 @@ class RecordJournal(Journal):
     def count_asked(self) -> Mapping[str, Asked]:
         return self._store.devices.read_asked(self._run)
 
+    def newest_answers(self, number: int) -> Mapping[str, ResultRecord]:
+        return self._store.tasks.read_newest_used(self._run, number)
+
     def begin(self, number: int) -> None:
         self._state.count_in(number)
 

@@ -146,6 +146,10 @@ class Journal(ABC):
         """When each device was asked last, and how often."""
 
     @abstractmethod
+    def newest_answers(self, number: int) -> Mapping[str, ResultRecord]:
+        """The newest training result of each device that a server step before round `number` used."""
+
+    @abstractmethod
     def open(self, number: int, cohort: list[str], needed: int) -> None:
         """Keep a round's cohort, before devices are asked."""
 

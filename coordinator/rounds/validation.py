@@ -107,6 +107,9 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
     announced = hello.train_samples if result.kind == "train" else hello.test_samples
     if not 0 <= result.samples <= announced:
         raise BadPayload("FV1505", f"it reports {result.samples} samples, the device announced {announced}")
+    planned = sum(program.steps_of(phase, announced) for phase in program.train)
+    if result.kind == "train" and result.use.steps > planned:  # server rules divide by them
+        raise BadPayload("FV1505", f"it reports {result.use.steps} steps, its images take {planned}")
     if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
         raise BadPayload("FV1505", f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
     if result.kind == "compare":

@@ -2,7 +2,8 @@
 
 Each value of a picture (brightness, blur, confidence, distance of features) is turned into a normal score by the
 quantiles in the bundle's reference, so that no distribution is assumed. A cumulative sum per value and direction
-(Page, "Continuous Inspection Schemes", Biometrika 1954) raises the alert. Sums of each day are kept in one small file.
+(Page, "Continuous Inspection Schemes", Biometrika 1954) raises the alert, or the mean of features does
+(`edge_client.serving.feature_shift`). Sums of each day are kept in one small file.
 """
 
 import logging
@@ -19,6 +20,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from edge_client.serving.feature_shift import FeatureShift
 from edge_client.storage.serving import ServedAnswers
 from export.bundle.reference import MEASURES, PictureReference, Quantiles, measure_answers, measure_pixels
 from fedvit.data.images import Floats, Pixels
@@ -42,6 +44,8 @@ for hours."""
 ALERT_LASTS = 1000
 """Pictures after which an alert ends that is not raised again."""
 DIRECTIONS = {"brightness": (-1, 1), "blur": (-1, 1), "confidence": (-1,), "distance": (1,)}
+FEATURES = "features"
+"""Name of the drift of their mean."""
 _NORMAL = NormalDist()
 
 
@@ -137,6 +141,7 @@ class DriftWatch:
         self._model = ""
         self._temperature = 1.0
         self._charts: Charts | None = None
+        self._shift: FeatureShift | None = None
         self._pictures = 0
         self._last: Pixels | None = None
         self._raised_at: dict[str, int] = {}  # measure -> number of the picture
@@ -146,6 +151,7 @@ class DriftWatch:
         """Measure against another model's reference from now on; None: count only."""
         self._model, self._temperature = model, temperature
         self._charts = Charts(reference) if reference else None
+        self._shift = FeatureShift(reference.centres) if reference and reference.centres else None
         self._raised_at, self.alerts = {}, {}
         if self._charts is None:
             log.info("no drift is watched: the bundle was made without enough images", extra={"model": model})
@@ -161,7 +167,7 @@ class DriftWatch:
         self._pictures += 1
         self._count(seen, values)
         is_news = self._is_news(seen.pixels)
-        for name in self._charts.add(values) if self._charts and values and is_news else ():
+        for name in self._find_drift(seen, values) if values and is_news else ():
             if name not in self.alerts:
                 log.warning("pictures have drifted", extra={"measure": name, "model": self._model})
                 self.alerts[name] = time.time()
@@ -170,6 +176,12 @@ class DriftWatch:
             if self._pictures - at > ALERT_LASTS:
                 log.info("pictures look again as those of training", extra={"measure": name})
                 del self._raised_at[name], self.alerts[name]
+
+    def _find_drift(self, seen: Observation, values: dict[str, float]) -> list[str]:
+        drifted = self._charts.add(values) if self._charts else []
+        if self._shift and self._shift.add(seen.features, seen.best):
+            drifted.append(FEATURES)
+        return drifted
 
     def encode(self) -> bytes:
         """Return the content of the file, of at most MAX_DRIFT_BYTES: the oldest days go first."""

@@ -6,12 +6,13 @@ It holds quantiles and sums over the device's images, no value of a single one b
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from export.bundle.calibration import soften
 from export.bundle.measure import TOGETHER, as_input, run_features
 from fedvit.data.folder import Split
-from fedvit.data.images import Floats, Pixels
+from fedvit.data.images import Floats, Indices, Pixels
 from fedvit.program import Batch
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ LEAST_IMAGES = 30
 """Images below which there is no reference."""
 MOST_IMAGES = 2000
 QUANTILES = 65
+MOST_CENTRE_VALUES = 1 << 16
+"""Most numbers in the means of all classes: 0.6 MB of JSON."""
 _LEAST_VARIANCE = 1e-6
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
@@ -38,6 +41,15 @@ class Quantiles(Struct, frozen=True):
         return cls(len(values), tuple(float(f"{point:.6g}") for point in points))
 
 
+class FeatureCentres(Struct, frozen=True, kw_only=True):
+    """Features of test images around the mean of the class that was answered."""
+
+    means: tuple[tuple[float, ...], ...]  # by class; that of all images where a class was not answered
+    variance: tuple[float, ...]  # around these means
+    images: tuple[int, ...]  # by class
+    spread: float  # sum of the squared correlations between features, at least their number
+
+
 class PictureReference(Struct, frozen=True, kw_only=True):
     """The device's images as the model sees them."""
 
@@ -45,6 +57,7 @@ class PictureReference(Struct, frozen=True, kw_only=True):
     variance: tuple[float, ...]
     samples: dict[str, Quantiles]  # by the names in `MEASURES`
     classes: tuple[int, ...]  # answers by class
+    centres: FeatureCentres | None = None  # None: too few test images, or too many classes
 
 
 MEASURES = ("brightness", "blur", "confidence", "distance")
@@ -68,6 +81,32 @@ def measure_answers(
     return {"confidence": soften(logits_BC, temperature).max(axis=1), "distance": distance_B}
 
 
+def find_centres(features_BD: Floats, answers_B: Indices, classes: int) -> FeatureCentres | None:
+    """Describe features around the means of the answered classes; None if these would be too many numbers."""
+    count, width = features_BD.shape
+    if classes * width > MOST_CENTRE_VALUES:
+        return None
+    images_C = np.bincount(answers_B, minlength=classes)
+    means_CD = np.repeat(features_BD.mean(axis=0, keepdims=True), classes, axis=0)
+    for label in np.flatnonzero(images_C):
+        means_CD[label] = features_BD[answers_B == label].mean(axis=0)
+    rest_BD = (features_BD - means_CD[answers_B]).astype(np.float64)
+    free = max(count - int(np.count_nonzero(images_C)), 1)
+    variance_D = np.square(rest_BD).sum(axis=0) / free + _LEAST_VARIANCE
+    scores_BD = rest_BD / np.sqrt(variance_D)
+    squares = float(np.square(scores_BD @ scores_BD.T / free).sum()) - width**2 / free  # less what chance adds
+    return FeatureCentres(
+        means=tuple(_shorten(mean) for mean in means_CD),
+        variance=_shorten(variance_D),
+        images=tuple(images_C.tolist()),
+        spread=round(max(squares, width), 3),
+    )
+
+
+def _shorten(values: Floats | npt.NDArray[np.float64]) -> tuple[float, ...]:
+    return tuple(float(f"{value:.6g}") for value in values)
+
+
 def describe_images(
     session: "InferenceSession", batch: Batch, training: Split, test: Split, temperature: float
 ) -> PictureReference | None:
@@ -80,16 +119,19 @@ def describe_images(
         return None
     mean_D, variance_D = trained.features.mean(axis=0), trained.features.var(axis=0) + _LEAST_VARIANCE
     samples = {name: Quantiles.of(values) for name, values in trained.pixels.items()}
-    classes = np.zeros(trained.logits.shape[1], np.int64)
+    classes, centres = np.zeros(trained.logits.shape[1], np.int64), None
     if tested is not None and len(tested.logits) >= LEAST_IMAGES:
         values = measure_answers(tested.logits, tested.features, mean_D, variance_D, temperature)
         samples |= {name: Quantiles.of(value) for name, value in values.items()}
-        classes = np.bincount(tested.logits.argmax(axis=1), minlength=len(classes))
+        best_B = tested.logits.argmax(axis=1)
+        classes = np.bincount(best_B, minlength=len(classes))
+        centres = find_centres(tested.features, best_B, len(classes))
     return PictureReference(
-        mean=tuple(float(f"{value:.6g}") for value in mean_D),
-        variance=tuple(float(f"{value:.6g}") for value in variance_D),
+        mean=_shorten(mean_D),
+        variance=_shorten(variance_D),
         samples=samples,
         classes=tuple(classes.tolist()),
+        centres=centres,
     )
 
 

@@ -17,16 +17,22 @@ from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.analytic import Analytic
 from fedvit.methods.apfl import APFL
 from fedvit.methods.base import Method, check_fits
+from fedvit.methods.caff import CAFF
 from fedvit.methods.ditto import Ditto
 from fedvit.methods.eftvit import EFTViT
 from fedvit.methods.fed_bias import FedBias
 from fedvit.methods.fed_head import FedHead
 from fedvit.methods.fed_lora import FedLora
 from fedvit.methods.fed_prompt import FedPrompt
+from fedvit.methods.fedala import FedALA
+from fedvit.methods.fedas import FedAS
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.fedbabu import FedBABU
 from fedvit.methods.fedbfpt import FedBFPT
 from fedvit.methods.fedbn import FedBN
+from fedvit.methods.fedcp import FedCP
+from fedvit.methods.feddbe import FedDBE
+from fedvit.methods.feddf import FedDF
 from fedvit.methods.feddyn import FedDyn
 from fedvit.methods.fednova import FedNova
 from fedvit.methods.fedntd import FedNTD
@@ -42,6 +48,8 @@ from fedvit.methods.fedsa_lora import FedSaLora
 from fedvit.methods.fedtp import FedTP
 from fedvit.methods.fedvpt_d import FedVptDeep
 from fedvit.methods.ffa_lora import FfaLora
+from fedvit.methods.gpfl import GPFL
+from fedvit.methods.ifca import IFCA
 from fedvit.methods.knn_per import KnnPer
 from fedvit.methods.local import Local
 from fedvit.methods.lora_fair import LoraFair
@@ -64,16 +72,22 @@ METHODS: dict[str, type[Method]] = {
     "adapters": PersonalAdapters,
     "analytic": Analytic,
     "apfl": APFL,
+    "caff": CAFF,
     "ditto": Ditto,
     "eftvit": EFTViT,
     "fed_bias": FedBias,
     "fed_head": FedHead,
     "fed_lora": FedLora,
     "fed_prompt": FedPrompt,
+    "fedala": FedALA,
+    "fedas": FedAS,
     "fedavg": FedAvg,
     "fedbabu": FedBABU,
     "fedbfpt": FedBFPT,
     "fedbn": FedBN,
+    "fedcp": FedCP,
+    "feddbe": FedDBE,
+    "feddf": FedDF,
     "feddyn": FedDyn,
     "fednova": FedNova,
     "fedntd": FedNTD,
@@ -89,6 +103,8 @@ METHODS: dict[str, type[Method]] = {
     "fedtp": FedTP,
     "fedvpt_d": FedVptDeep,
     "ffa_lora": FfaLora,
+    "gpfl": GPFL,
+    "ifca": IFCA,
     "knn_per": KnnPer,
     "local": Local,
     "lora_fair": LoraFair,
@@ -171,6 +187,7 @@ def build_model(
     """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does, and for
     a model that does not suit the method."""
     vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
+    vit.seed = seed
     check_fits(method, vit)
     for patch in method.all_patches():
         patch.apply(vit, seed)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvit.data.server_images import ServerImages
 from fedvit.errors import ConfigError
 from fedvit.known_values import check_blocks
 from fedvit.methods.aggregators import Aggregator, Mean
@@ -115,6 +116,12 @@ class Upload(NamedTuple):
     digest: str
     load: Callable[[], Mapping[str, Array]]
     discount: float = 1.0  # factor for an update of an older state; the device's weight does not change
+    steps: int | None = None  # of the optimizer, as the device counted them; None: nobody did
+    lr: float | None = None  # of the device's variant, without the schedule's factor; None: that of the method
+
+    def count_steps(self, epochs: int, batch_size: int) -> int:
+        """Return the steps behind the update: those that were counted, else those that its samples take."""
+        return self.steps or epochs * -(-self.samples // batch_size)
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,7 @@ class RoundContext(NamedTuple):
     precision: ProductPrecision = "fp32"  # of products in training
     rank: int = 0  # of this process among those that close the round together, each with an accelerator of its own
     world_size: int = 1  # how many they are
+    images: ServerImages | None = None  # of the run's `server_data`
 
 
 class ServerRule(ABC):
@@ -178,6 +186,11 @@ class ServerRule(ABC):
     @property
     def is_divided(self) -> bool:
         """Return whether several processes share the work (`RoundContext.world_size`); each computes the same state."""
+        return False
+
+    @property
+    def needs_images(self) -> bool:
+        """Return whether the rule trains on images of the server (`RoundContext.images`)."""
         return False
 
     def begin(self, seed: int) -> Tensors:
@@ -226,6 +239,8 @@ class Method(Hyperparameters, ABC):
     """The paper, and where the implementation differs from it."""
     one_gradient: ClassVar[bool] = True
     """True if a step is one gradient and one update: a batch can then be processed in parts."""
+    is_probe: ClassVar[bool] = False
+    """True if it reads a frozen backbone by `embed`, `run_to_class` and `features` alone: a simulation keeps these."""
 
     def needs(self) -> frozenset[ModelPart]:
         """The parts of a model without which the method would be another one; not every model has them."""

@@ -17,6 +17,7 @@ class FedHead(FedAvg):
     """
 
     source: ClassVar[str] = "baseline of EFTViT, arXiv:2412.00334"
+    is_probe: ClassVar[bool] = True
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         return on_frozen_backbone()

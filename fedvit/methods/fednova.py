@@ -27,7 +27,10 @@ class FedNova(FedAvg):
 
 @dataclass(frozen=True, kw_only=True)
 class NormalisedMean(WeightedMean):
-    """A mean in which each device's delta is divided by its number of steps. Equal numbers of steps make it FedAvg."""
+    """A mean in which each device's delta is divided by its number of steps. Equal numbers of steps make it FedAvg.
+
+    `epochs` and `batch_size` stand in for numbers that no device has counted.
+    """
 
     epochs: int
     batch_size: int
@@ -37,7 +40,7 @@ class NormalisedMean(WeightedMean):
         return "its server needs the number of steps of each single device"
 
     def weigh(self, uploads: Sequence[Upload], round_number: int) -> list[Delta]:
-        steps = {upload.device: self.epochs * -(-upload.samples // self.batch_size) for upload in uploads}
+        steps = {upload.device: upload.count_steps(self.epochs, self.batch_size) for upload in uploads}
         samples = {upload.device: upload.samples for upload in uploads}
         mean_steps = sum(samples[device] * steps[device] for device in steps) / max(1, sum(samples.values()))
         learned = [upload for upload in uploads if upload.samples]

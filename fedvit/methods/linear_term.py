@@ -41,7 +41,7 @@ class DeviceDelta(NamedTuple):
     """A device's update of a tensor, and the numbers behind it."""
 
     update: Floats
-    samples: int
+    upload: Upload
     lr_scale: float
 
 
@@ -78,7 +78,7 @@ class LinearTerms(ServerRule, ABC):
             for name, mean in means.items():
                 own, total = f"{OWN}/{upload.device}/{name}", f"{SUM}/{name}"
                 before = recall(state, own, mean)
-                answer = DeviceDelta(tensors[name].astype(np.float64), upload.samples, context.lr_scale)
+                answer = DeviceDelta(tensors[name].astype(np.float64), upload, context.lr_scale)
                 after = self.follow(before, mean, answer)
                 memory[own] = after.astype(np.float32)
                 memory[total] = np.asarray(memory.get(total, 0.0), np.float64) + after - before

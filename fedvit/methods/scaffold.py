@@ -33,15 +33,16 @@ class Scaffold(WithLinearTerm):
 
 @dataclass(frozen=True, kw_only=True)
 class ControlVariates(LinearTerms):
-    """v_i is c_i."""
+    """v_i is c_i. `epochs`, `batch_size` and `lr` stand in for what an upload does not tell."""
 
     epochs: int
     batch_size: int
     lr: float
 
     def follow(self, own: Floats, common: Floats, answer: DeviceDelta) -> Floats:
-        steps = self.epochs * -(-answer.samples // self.batch_size)
-        return own - common - answer.update / (steps * self.lr * answer.lr_scale)
+        steps = answer.upload.count_steps(self.epochs, self.batch_size)
+        lr = (answer.upload.lr or self.lr) * answer.lr_scale
+        return own - common - answer.update / (steps * lr)
 
     def make_term(self, own: Floats, common: Floats) -> Floats:
         return common - own

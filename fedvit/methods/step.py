@@ -54,7 +54,9 @@ def whole_step(method: Method, vit: PatchViT, phase: Train, calculus: Calculi = 
         outputs = {"metric/loss": result.loss, **_record(phase, result.collected)}
         for name in names:
             outputs[f"new/tensor/{name}"] = result.updated[name]
-            outputs |= {f"new/slot/{slot}/{name}": used.slots[f"{slot}/{name}"] for slot in phase.slots}
+            for slot in (f"{slot}/{name}" for slot in phase.slots):
+                # a tensor that a step writes without the optimizer has none of its state
+                outputs[f"new/slot/{slot}"] = used.slots.get(slot, torch.zeros_like(result.updated[name]))
         return outputs
 
     return step

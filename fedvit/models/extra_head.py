@@ -1,4 +1,4 @@
-"""A second classifier beside the model's own."""
+"""A linear layer beside the model's own head, which reads the same features."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,11 +17,13 @@ class ExtraHead(ModelPatch):
 
     Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification",
     arXiv:2107.00778. It begins as torch's Linear does ("torch"), at zero, or with the values of the model's own head.
-    Tensors: `<name>.{weight,bias}`.
+    With `widths` it gives that many times the model's width instead of classes. Tensors: `<name>.{weight,bias}`.
     """
 
     name: str = "personal_head"
     init: Literal["torch", "zero", "head"] = "torch"
+    widths: int = 0
+    bias: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
@@ -30,7 +32,7 @@ class ExtraHead(ModelPatch):
 
     def apply(self, vit: PatchViT, seed: int) -> None:
         with seed_random(seed, self.name):
-            head = nn.Linear(vit.width, vit.classes)
+            head = nn.Linear(vit.width, self.widths * vit.width or vit.classes, bias=self.bias)
         if self.init == "zero":
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)

@@ -109,6 +109,8 @@ class PatchViT(Dimensions, nn.Module):
     reads_text: ClassVar[bool] = False
     has: ClassVar[frozenset[ModelPart]] = frozenset(typing.get_args(ModelPart))
 
+    seed: int = 0  # of the run: first random values of a method's own tensors follow from it
+
     def __init__(self, name: str, vit: VisionTransformer) -> None:
         super().__init__()
         self.name = name

@@ -106,18 +106,27 @@ def _run(flags: DemoFlags, parts: Path) -> RunOutcome:
 @demo_command.command(
     "loop",
     cls=Command,
-    examples=["fleet demo loop", "fleet demo loop --data cifar-10-batches-bin --class cat,dog,frog"],
+    examples=[
+        "fleet demo loop",
+        "fleet demo loop --data cifar-10-batches-bin --class cat,dog,frog --pretrained deit_tiny.safetensors",
+    ],
 )
 @click.option("--data", default="digits", show_default=True, help="Name or path of a data set of images.")
 @click.option(
     "--class", "names", default="", metavar="A,B,C", help="Classes; the last one is new. By default the first three."
+)
+@click.option(
+    "--pretrained",
+    metavar="FILE",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Weights of DeiT-Tiny: devices train its head. Without them a small model learns from the start.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of every random draw.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True, help="Folder for everything."
 )
 @json_flag
-def loop_command(data: str, names: str, seed: int, out: Path, as_json: bool) -> None:
+def loop_command(data: str, names: str, pretrained: Path | None, seed: int, out: Path, as_json: bool) -> None:
     """Use a model on two devices, let a new class appear, label it, learn it, try it and promote it.
 
     It takes a few minutes: a service, and on each device one process that trains and one that answers pictures.
@@ -129,7 +138,7 @@ def loop_command(data: str, names: str, seed: int, out: Path, as_json: bool) -> 
     def report(line: str) -> None:
         click.echo(f"{time.monotonic() - began:4.0f} s  {line}", err=as_json)
 
-    outcome = play_story(LoopSettings(out, data, tuple(filter(None, names.split(","))), seed), report)
+    outcome = play_story(LoopSettings(out, data, tuple(filter(None, names.split(","))), seed, pretrained), report)
     if as_json:
         print_json(outcome)
         return

@@ -16,6 +16,7 @@ from fleet.experiments.settings import read_experiment
 )
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--dataset", metavar="NAME|PATH", help="Data set in place of the one that FILE names.")
+@click.option("--pretrained", metavar="PATH", help="Checkpoint in place of the one that FILE names.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for everything.  [default: experiments/NAME]")
 @click.option(
     "--jobs",
@@ -29,9 +30,9 @@ from fleet.experiments.settings import read_experiment
 @click.option("--keep", is_flag=True, help="Keep what devices stored, also of cells that are finished.")
 @click.option("--dry-run", is_flag=True, help="Check the file, list the cells, run nothing.")
 @json_flag
-def experiment_command(file: Path, dataset: str | None, **flags: Any) -> None:
+def experiment_command(file: Path, dataset: str | None, pretrained: str | None, **flags: Any) -> None:
     """Run the grid that FILE describes, over a network in memory; finished cells are not run again."""
-    experiment = read_experiment(file, dataset)
+    experiment = read_experiment(file, dataset, pretrained)
     from fleet.experiments.command import ExperimentFlags, run_experiment  # torch: a wrong name need not wait for it
 
     run_experiment(experiment, ExperimentFlags(**flags))

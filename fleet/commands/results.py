@@ -28,6 +28,9 @@ from fedvit.command_line import Command, json_flag
     default="interval",
     help="Band of curves over seeds: 95% interval of the mean, standard deviation, or all seeds.",
 )
+@click.option(
+    "--keep", metavar="DIR", type=click.Path(path_type=Path), help="Write means and differences as small JSON."
+)
 @click.option("--wilcoxon", is_flag=True, help="Test each method against the reference: signed ranks over cells.")
 @click.option("--holm", is_flag=True, help="Correct these tests for the number of methods; implies --wilcoxon.")
 @json_flag

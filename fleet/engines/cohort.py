@@ -28,6 +28,7 @@ from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import MAX_CLASS_COUNTS, ClassCount
 from fleet.engines.pictures import DeviceImages, Drawn, Pictures, draw_training, whole_samples
+from fleet.engines.reading import Reading, read_features, reads_features
 from fleet.engines.settings import TorchSettings
 from fleet.engines.steps import (
     BatchedStep,
@@ -73,6 +74,13 @@ class CohortUpdate:
     samples: list[int]  # each device's images that could be decoded
     losses: list[float]  # mean over the last epoch
     flops: list[int]
+    steps: list[int]
+
+
+class _PhaseRun(NamedTuple):
+    method: Method
+    phase: Train
+    reading: Reading
 
 
 class Cohort:
@@ -87,6 +95,7 @@ class Cohort:
         self._pictures = pictures
         self._steps: dict[tuple[Method, Train | Gather | None, bool], BatchedStep] = {}
         self._runners: dict[tuple[Method, Train, int, bool], Runner] = {}
+        self._features: Reading | None = None  # of a backbone that no method of the run changes
 
     def forget(self) -> None:
         """Free the memory of recorded and compiled functions; they are made again when they are needed."""
@@ -108,7 +117,8 @@ class Cohort:
     ) -> CohortUpdate:
         """Run the phases from the round's start values. Raises DataError when a device has no readable image."""
         program, count, start = work.program, len(images), values
-        trained = CohortUpdate({}, [{} for _ in images], [], [0.0] * count, [0] * count)
+        reading = self._read(method, program, values)
+        trained = CohortUpdate({}, [{} for _ in images], [], [0.0] * count, [0] * count, [0] * count)
         lost: list[set[int]] = [set() for _ in images]
         for phase in phases:
             facts = [
@@ -125,9 +135,11 @@ class Cohort:
             for device, (one, drawing) in enumerate(zip(images, drawn, strict=True)):
                 for rows in drawing.rows:
                     lost[device].update(rows[~one.readable[rows]].tolist())
+                trained.steps[device] += len(drawing.epochs) * phase.repeats
                 trained.flops[device] += drawing.runs * phase.repeats * program.graphs[phase.graph].flops
             arrays = self._arrays(work, phase, values, start, facts, drawn)
-            tensors, trained.losses = self._run(method, phase, arrays, drawn, samplers, trained)
+            run = _PhaseRun(method, phase, reading)
+            tensors, trained.losses = self._run(run, arrays, drawn, samplers, trained)
             values = values.with_own(tensors)
             trained.tensors |= tensors
         trained.samples = [len(one) - len(gone) for one, gone in zip(images, lost, strict=True)]
@@ -167,16 +179,28 @@ class Cohort:
         rate = self._to_accelerator(np.array(phase.lr * work.planned.lr_scale, np.float32))
         return BatchWork(updated, own, common, arrays, ends, last, rate)
 
+    def _read(self, method: Method, program: Program, values: Values) -> Reading:
+        """Return images, or their features, which are computed once, where the backbone stays as it is."""
+        if self._settings.is_eager or not reads_features(method, self._vit, program.batch):
+            return self._read_images()
+        if self._features is None:
+            frozen = {name: value for name, value in values.common.items() if name in self._vit.tensors()}
+            self._features = read_features(self._vit, frozen, self._pictures.pixels, self._pictures.batch)
+        return self._features
+
+    def _read_images(self) -> Reading:
+        return Reading(self._vit, self._pictures.pixels, self._pictures.batch)
+
     def _run(
         self,
-        method: Method,
-        phase: Train,
+        run: "_PhaseRun",
         work: BatchWork,
         drawn: Sequence[Drawn],
         samplers: Sequence[Sampler | None],
         trained: CohortUpdate,
     ) -> tuple[Named, list[float]]:
         """The updated tensors (D, ...), and each device's loss. Devices without further batches leave the batch."""
+        phase = run.phase
         ends = [len(of.epochs) * phase.repeats for of in drawn]  # descending
         losses = torch.zeros(ends[0], len(ends), device=self._accelerator)
         kept: list[list[tuple[Tensor, Array]]] = [[] for _ in drawn]
@@ -197,7 +221,7 @@ class Cohort:
         first = 0
         for count, last in self._segments(ends):
             work = work.first_devices(count)
-            runner = self._runner(method, phase, count, fused=bool(self._settings.fused) and count == len(ends))
+            runner = self._runner(run, count, fused=bool(self._settings.fused) and count == len(ends))
             work.updated = runner.run(work, first, last, losses, keep if phase.collect else None)
             first, left = last, self._device_count(ends, last)
             pieces.append({name: value[left:] for name, value in work.updated.items() if name.startswith("tensor/")})
@@ -232,16 +256,15 @@ class Cohort:
         active = sum(end > step for end in ends)
         return active if not (self._captures and active) else _halve_until(len(ends), active)
 
-    def _runner(self, method: Method, phase: Train, devices: int, *, fused: bool) -> Runner:
+    def _runner(self, run: "_PhaseRun", devices: int, *, fused: bool) -> Runner:
+        method, phase, (vit, pixels, batch) = run
         # recomputing blocks saves a small device's memory, and changes no result
         plain = replace(method, recompute=False)
         key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
-            step = partial(
-                whole_step, plain, self._vit, phase, TorchCalculus if self._settings.is_eager else TracedCalculus
-            )
+            step = partial(whole_step, plain, vit, phase, TorchCalculus if self._settings.is_eager else TracedCalculus)
             batched = self._make_step((plain, phase), step, trains=True, fused=fused)
-            given = batched, self._pictures.pixels, self._pictures.batch
+            given = batched, pixels, batch
             recorded = self._accelerator.type == "cuda"
             self._runners[key] = CapturedRunner(*given, recorded=recorded) if self._captures else Runner(*given)
         return self._runners[key]
@@ -283,10 +306,11 @@ class Cohort:
         common = {f"tensor/{name}": value for name, value in values.common.items()}
         if evaluate.gather:
             own |= self._gather(program, method, common, own, train, choices)
-        batched = self._make_step((method, None), lambda: predict_step(method, self._vit))
+        reading = self._read(method, program, values)
+        batched = self._make_step((method, None), lambda: predict_step(method, reading.vit))
         correct = np.zeros(len(test))
         tallies = [AnswerTally(len(program.classes)) for _ in test]
-        for labels, readable, outputs in self._full(program, batched, common, own, test):
+        for labels, readable, outputs in self._full(reading, batched, common, own, test):
             answers = outputs["logits"].argmax(dim=-1).cpu().numpy()
             right = answers == labels
             correct += (right.reshape(*readable.shape, -1).mean(axis=2) * readable).sum(axis=1)
@@ -315,12 +339,13 @@ class Cohort:
             _only(one, choose_rows(len(one), gather.capacity, choice))
             for one, choice in zip(train, choices, strict=True)
         ]
-        batched = self._make_step((method, gather), lambda: gather_step(method, self._vit, gather))
+        reading = self._read_images()
+        batched = self._make_step((method, gather), lambda: gather_step(method, reading.vit, gather))
         count = len(chosen)
         values = torch.zeros(count, gather.capacity, *gather.shape, device=self._accelerator)
         labels, weight = np.zeros((count, gather.capacity), np.int64), np.zeros((count, gather.capacity), np.float32)
         first = 0
-        for some, readable, outputs in self._full(program, batched, common, own, chosen):
+        for some, readable, outputs in self._full(reading, batched, common, own, chosen):
             last = min(first + some.shape[1], gather.capacity)
             values[:, first:last] = outputs[f"collect/{gather.output}"][:, : last - first]
             labels[:, first:last], weight[:, first:last] = some[:, : last - first], readable[:, : last - first]
@@ -332,7 +357,7 @@ class Cohort:
         }
 
     def _full(
-        self, program: Program, batched: BatchedStep, common: Named, own: Named, images: Sequence[DeviceImages]
+        self, reading: Reading, batched: BatchedStep, common: Named, own: Named, images: Sequence[DeviceImages]
     ) -> Iterator[tuple[Indices, Flags, Named]]:
         """Whole images of all devices, some at a time: labels and which of them are there (D, n), and what a function
         gives of them."""
@@ -347,8 +372,7 @@ class Cohort:
                 there = len(one.rows[part])
                 rows[device, :there], labels[device, :there] = one.rows[part], one.labels[part]
                 readable[device, :there] = one.readable[part]
-            pixels = self._pictures.pixels[self._to_accelerator(rows)]
-            batch = whole_samples(pixels, program.batch)
+            batch = whole_samples(reading.pixels[self._to_accelerator(rows)], reading.batch)
             with torch.no_grad():
                 yield labels, readable, batched({}, own, common, batch, {})
 

@@ -69,6 +69,7 @@ class DeviceResult(NamedTuple):
     upload: Tensors
     failure: str | None = None
     images: int = 0  # that it has for training
+    steps: int = 0
 
 
 class DeviceEvaluation(NamedTuple):
@@ -221,8 +222,18 @@ class SimulatedDevices:
             device.kept = {name: value[index].clone() for name, value in kept.items()}
             device.kept_round = number
             loss = trained.losses[index] if program.train else None
-            figures = trained.samples[index], loss, trained.flops[index]
-            results.append(DeviceResult(device.name, *figures, received_bytes, upload, images=len(device.train)))
+            results.append(
+                DeviceResult(
+                    device.name,
+                    trained.samples[index],
+                    loss,
+                    trained.flops[index],
+                    received_bytes,
+                    upload,
+                    images=len(device.train),
+                    steps=trained.steps[index],
+                )
+            )
         return results
 
     def _upload(

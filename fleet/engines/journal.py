@@ -46,6 +46,7 @@ class CheckpointJournal(Journal):
         self._trainer = trainer
         self._server = server
         self._selected: dict[str, Asked] = {}  # how often each device was in a cohort, and when last
+        self._answers: dict[str, ResultRecord] = {}  # the newest result of each device
         self._opened_at = ""
         self._closed: tuple[RoundResult, str] | None = None  # the round that is not finished, and when it closed
         self._evaluations: list[DeviceEvaluation] | None = None
@@ -59,18 +60,25 @@ class CheckpointJournal(Journal):
         if newest is None or newest.state is None:
             return
         self._selected = self._store.devices.read_asked(self._run)
+        self._answers = self._store.tasks.read_newest_used(self._run, newest.round + 1)
         self._trainer.devices.restore(unpack(self._own_file(newest.round).read_bytes()))
         self._server.restore(newest.state)
 
     def count_asked(self) -> Mapping[str, Asked]:
         return self._selected
 
+    def newest_answers(self, number: int) -> Mapping[str, ResultRecord]:
+        return self._answers
+
     def open(self, number: int, cohort: list[str], needed: int) -> None:
         self._opened_at = now()
 
     def results(self, opened: OpenRound) -> list[ResultRecord]:
         return [
-            ResultRecord(self._run, opened.number, one.device, "train", one.samples, {}, ResourceUse(), None, 0)
+            ResultRecord(
+                self._run, opened.number, one.device, "train", one.samples,
+                {} if one.loss is None else {"loss": one.loss}, ResourceUse(flops=one.flops), None, opened.number,
+            )
             for one in self._trainer.trained
             if not one.failure
         ]  # fmt: skip
@@ -80,6 +88,7 @@ class CheckpointJournal(Journal):
         for one in self._trainer.trained:
             times = self._selected[one.device].times + 1 if one.device in self._selected else 1
             self._selected[one.device] = Asked(result.number, times)
+        self._answers |= {answer.device: answer for answer in result.updates}
 
     def keep_evaluation(self, number: int) -> float | None:
         self._evaluations = self._trainer.tested
@@ -168,7 +177,11 @@ class CheckpointJournal(Journal):
         for one, sent_bytes in trained:
             if one.device not in failed:
                 use = ResourceUse(
-                    flops=one.flops, upload_bytes=sent_bytes, sent_bytes=sent_bytes, received_bytes=one.received_bytes
+                    steps=one.steps,
+                    flops=one.flops,
+                    upload_bytes=sent_bytes,
+                    sent_bytes=sent_bytes,
+                    received_bytes=one.received_bytes,
                 )
                 metrics = {} if one.loss is None else {"loss": one.loss}
                 results.append((one.device, self._result(number, "train", one.samples, metrics, use), None))

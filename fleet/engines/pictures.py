@@ -135,15 +135,22 @@ def _padded(values: Array, length: int) -> Array:
     return made
 
 
-def training_samples(pixels: Tensor, fed: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """Patches (D, B, K, V) float32 of images, or characters, like `edge_client.work.batches.training_feeds`."""
+def training_samples(pixels: Tensor, fed: Mapping[str, Tensor], batch: Batch | None) -> dict[str, Tensor]:
+    """Patches (D, B, K, V) float32 of images, or characters, like `edge_client.work.batches.training_feeds`.
+
+    Without a batch `pixels` are features, which stand for patches.
+    """
+    if batch is None:
+        return {"batch/patches": pixels[fed["rows"]]}
     if batch.text:
         return {"batch/tokens": pixels[fed["rows"]]}
     return {"batch/patches": _training_patches(pixels, fed, batch)}
 
 
-def whole_samples(pixels: Tensor, batch: Batch) -> dict[str, Tensor]:
+def whole_samples(pixels: Tensor, batch: Batch | None) -> dict[str, Tensor]:
     """Without masks and augmentation."""
+    if batch is None:
+        return {"batch/patches": pixels}
     return (
         {"batch/tokens": pixels}
         if batch.text

@@ -10,6 +10,7 @@ import msgspec
 from coordinator.compute.checkpoint import load_state, save_state
 from coordinator.compute.messages import NextState
 from coordinator.compute.planning.planner import Plan
+from coordinator.compute.planning.server_data import read_server_images
 from coordinator.compute.references import references
 from coordinator.compute.screening import Screen
 from coordinator.compute.server_step import aggregator_of, name_figures
@@ -42,6 +43,7 @@ class TorchServer:
         self._run, self._store, self._plan, self._blobs = run, store, plan, blobs
         self._trainer = trainer
         self._screen = Screen.of(trainer.config.robust)
+        self._images = read_server_images(trainer.config, plan.method, plan.vit)
         self._sent: dict[str, Reference] = {}
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
         self._largest: float | None = None  # in the newest sum, if it has a codec
@@ -60,7 +62,9 @@ class TorchServer:
                 name = f"{one.device}/{number}"
                 self._uploads[name] = one.upload
                 self._unsaved.add(name)
-                uploads.append(Upload(one.device, one.samples, name, partial(self._load, name)))
+                lr = plan.method_for(one.device, number).lr
+                load = partial(self._load, name)
+                uploads.append(Upload(one.device, one.samples, name, load, steps=one.steps, lr=lr))
         added = dict[str, float]()
         if config.secure:
             upload, added = self._add_up(opened, [one for one in trained if one.upload])
@@ -82,6 +86,7 @@ class TorchServer:
             progress=self._trainer.show,
             aggregator=aggregator_of(config, number),
             precision=config.server_precision,
+            images=self._images,
         )
         self.state, figures = plan.rule.close(replace(self.state, uploads=older), screened.uploads, context)
         self._uploads = {name: self._uploads[name] for name in self.state.uploads.values()}

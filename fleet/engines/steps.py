@@ -123,7 +123,7 @@ After = Callable[[int, Named], None]
 class Runner:
     """Runs the steps of some work, operator by operator, on the accelerator of its tensors."""
 
-    def __init__(self, batched: BatchedStep, pixels: Tensor, batch: Batch) -> None:
+    def __init__(self, batched: BatchedStep, pixels: Tensor, batch: Batch | None) -> None:
         self._steps = batched
         self._pixels = pixels
         self._batch = batch
@@ -141,7 +141,7 @@ class Runner:
         return updated
 
 
-def one_step(batched: BatchedStep, work: BatchWork, pixels: Tensor, batch: Batch, step: Tensor) -> Named:
+def one_step(batched: BatchedStep, work: BatchWork, pixels: Tensor, batch: Batch | None, step: Tensor) -> Named:
     """Make the batch of step number `step` (1,), and call the step on it."""
     fed = {name: array.index_select(0, step).squeeze(0) for name, array in work.arrays.items()}
     given = {f"batch/{name}": fed[name] for name in ("labels", "weight", "kept", "seeds") if name in fed}
@@ -164,7 +164,7 @@ class CapturedRunner(Runner):
     WARM_UP = 3
     """Steps before a recording, in which libraries choose kernels and allocate memory."""
 
-    def __init__(self, batched: BatchedStep, pixels: Tensor, batch: Batch, *, recorded: bool = True) -> None:
+    def __init__(self, batched: BatchedStep, pixels: Tensor, batch: Batch | None, *, recorded: bool = True) -> None:
         super().__init__(batched, pixels, batch)
         self._recorded = recorded
         self._held: BatchWork | None = None  # the tensors that the graph reads and writes

@@ -152,7 +152,8 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
         result = replace(result, generic_accuracy=generic)
     if runs.novel:
         last = runs.novel.rounds[-1]
-        result = replace(result, novel=_make_round(last).accuracy, novel_by_device=last.accuracy)
+        curve = [entry.accuracy_mean for entry in runs.novel.rounds if entry.accuracy_mean is not None]
+        result = replace(result, novel=_make_round(last).accuracy, novel_by_device=last.accuracy, novel_rounds=curve)
     if cell.pictures is not UNSET:
         result = _add_pictures(result, cell, out, parts, runs)
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
@@ -199,6 +200,7 @@ def make_result(cell: GridCell, summary: RunView, *, wall_s: float) -> CellResul
     if rounds[-1].accuracy is None:
         raise ConfigError("FV2106", "no device has test images; raise test_share")
     tasks = sum(entry.accepted for entry in summary.rounds)
+    generator = summary.rounds[-1].generator
     return CellResult(
         digest=cell.digest,
         software=version("fedvit"),
@@ -214,6 +216,7 @@ def make_result(cell: GridCell, summary: RunView, *, wall_s: float) -> CellResul
         rounds=rounds,
         epsilon=summary.epsilon,
         feature_epsilon=summary.feature_epsilon,
+        generated_difference=generator.difference if generator else None,
     )
 
 
@@ -293,9 +296,14 @@ def _make_round(entry: RoundView) -> RoundFigures:
 
 
 def main() -> None:
-    """Entry point of a cell's own process; its arguments are those of `run_cell`."""
+    """Entry point of a cell's own process on a node; its arguments are those of `run_alone`."""
+    folder, parts, at_once, keep, metrics = sys.argv[1:]
+    trackers = msgspec.json.decode(metrics, type=TrackersConfig)
+    run_alone(Path(folder), Path(parts), int(at_once), bool(int(keep)), trackers)
+
+
+def run_alone(folder: Path, parts: Path, at_once: int, keep: bool, trackers: TrackersConfig) -> None:
+    """Run the cell in `folder` as the only work of this process. Raises FedvitError."""
     torch.set_num_threads(1)  # the figures do not depend on the number of cells that run at the same time
     configure_logging(level=logging.WARNING)
-    folder, parts, at_once, keep, metrics = sys.argv[1:]
-    options = CellOptions(int(at_once), bool(int(keep)), msgspec.json.decode(metrics, type=TrackersConfig))
-    run_cell(Path(folder), Path(parts), options)
+    run_cell(folder, parts, CellOptions(at_once, keep, trackers))

@@ -32,6 +32,7 @@ class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     test_share: float | Official
     validation_share: float | None = None  # devices test with this share of their training images
     global_test: float | Official | None = None
+    samples: int | None = None  # images of the data set, drawn by the seed; None: all
     columns: dict[str, str] = {}  # of a table of images, by purpose
     parts: str | None = None  # a folder that was dealt out before, in place of the data set
     parts_digest: str | None = None  # of its `partition.json`

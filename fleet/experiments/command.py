@@ -17,13 +17,14 @@ from coordinator.rounds.display import Display, choose_display
 from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.clusters.cluster import connect
+from fleet.experiments.cell_process import CellProcess
 from fleet.experiments.cells import Grid, GridCell, Search, as_text
 from fleet.experiments.cells_on_ray import CellsOnRay
 from fleet.experiments.folder import CellFolder
 from fleet.experiments.grid import plan_grid
 from fleet.experiments.outcome import make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from fleet.experiments.scheduler import CellProcess, Launcher, run_cells
+from fleet.experiments.scheduler import Launcher, run_cells
 from fleet.experiments.search import Schedule, list_rounds, search_state
 from fleet.experiments.settings import ExperimentFile
 from profiles.probes.host import usable_cores

@@ -21,6 +21,7 @@ from fleet.experiments.result_files import (
     write_latex,
 )
 from fleet.experiments.significance import SignedRankTest, rank_methods, run_signed_rank_tests
+from fleet.experiments.verdicts import write_kept_results
 from profiles.report.console import Console
 from profiles.report.experiment import ExperimentOutcome
 
@@ -37,6 +38,7 @@ class ExportFlags(NamedTuple):
     font: str
     font_size: float
     band: str
+    keep: Path | None
     wilcoxon: bool
     holm: bool
     as_json: bool
@@ -85,6 +87,8 @@ def _write_files(outcome: ExperimentOutcome, tests: list[SignedRankTest], flags:
         check_font(flags.font)
         style = FigureStyle(flags.form, flags.width_in, flags.font, flags.font_size, flags.band)
         written += write_figures(outcome, style, _make_folder(flags.figures))
+    if flags.keep:
+        written.append(write_kept_results(outcome, _make_folder(flags.keep)))
     return written
 
 

@@ -156,6 +156,7 @@ def _make_deal(comparison: _Comparison, seed: int, validation_share: float | Non
         test_share=experiment.test_share,
         validation_share=validation_share,
         global_test=experiment.global_test,
+        samples=experiment.samples,
         columns=experiment.columns,
     )
     return _use_parts(deal, str(options[PARTS])) if kind == PARTS else deal
@@ -277,7 +278,7 @@ def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], whe
         | {"novel": method["novel"] or novel.learns},
         "rounds": novel.rounds,
         "devices": novel.devices,
-        "evaluate_every": novel.rounds,
+        "evaluate_every": 1,
         **{key: keys[key] for key in NOVEL_RUN_KEYS if key in keys},
         "model_options": own["model_options"],
     }

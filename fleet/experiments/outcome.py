@@ -189,6 +189,7 @@ def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experi
     means = [result.accuracy.mean for result in results]
     generic = [result.generic_accuracy for result in results if result.generic_accuracy is not None]
     novel = [result.novel.mean for result in results if result.novel is not None]
+    made = [result.generated_difference for result in results if result.generated_difference is not None]
     balanced = [result.balanced_accuracy for result in results if result.balanced_accuracy is not None]
     macro_f1 = [result.macro_f1 for result in results if result.macro_f1 is not None]
     flops = [result.flops for result in results if result.flops is not None]
@@ -217,6 +218,9 @@ def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experi
         generic_interval=mean_interval(generic),
         novel=fmean(novel) if novel else None,
         novel_interval=mean_interval(novel),
+        novel_rounds=[fmean(values) for values in zip(*(result.novel_rounds for result in results), strict=False)],
+        generated_difference=fmean(made) if made else None,
+        generated_interval=mean_interval(made),
         balanced_accuracy=fmean(balanced) if len(balanced) == len(results) else None,
         balanced_interval=mean_interval(balanced) if len(balanced) == len(results) else None,
         macro_f1=fmean(macro_f1) if len(macro_f1) == len(results) else None,

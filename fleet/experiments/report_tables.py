@@ -38,6 +38,11 @@ NOVEL = (
     "accuracy of devices that joined after the training and learnt their own part alone, mean over them, then over"
     f" seeds, and its {CONFIDENCE:.0%} interval; what all devices share stood still"
 )
+GENERATED = (
+    "difference between the tensors that the server makes for two devices, as a share of their size, in the last round:"
+    f" mean over seeds and its {CONFIDENCE:.0%} interval; 0: all devices get the same"
+)
+NOVEL_ROUNDS = "mean accuracy of these devices after each of their rounds, then over seeds"
 CLASSES = (
     "classes of a device weigh equally: mean over devices, each on its own test images, then over seeds, and its"
     f" {CONFIDENCE:.0%} interval; - where devices do not count their answers by class"
@@ -97,6 +102,11 @@ def make_sections(outcome: ExperimentOutcome) -> list[ReportSection]:
         sections.append(ReportSection("generic", "generic model", make_sheet(columns, rows), GENERIC))
     if rows := _mean_rows(outcome, lambda entry: (entry.novel, entry.novel_interval)):
         sections.append(ReportSection("novel", "novel devices", make_sheet(columns, rows), NOVEL))
+    if rows := _curve_rows(outcome):
+        sheet = make_sheet(("method", "partition", "accuracy"), rows, names=2)
+        sections.append(ReportSection("novel-rounds", "novel devices by round", sheet, NOVEL_ROUNDS))
+    if rows := _mean_rows(outcome, lambda entry: (entry.generated_difference, entry.generated_interval)):
+        sections.append(ReportSection("generated", "generated tensors", make_sheet(columns, rows), GENERATED))
     for name, title, read in _CLASS_SCORES:
         if rows := _mean_rows(outcome, read):
             sections.append(ReportSection(name, title, make_sheet(columns, rows), CLASSES))
@@ -246,6 +256,15 @@ def _mean_rows(outcome: ExperimentOutcome, figure: _Figure) -> Rows:
             cells = [f"{_figure(mean)}{_interval(interval)}" for mean, interval in figures]
             rows.append((method, *cells))
     return rows
+
+
+def _curve_rows(outcome: ExperimentOutcome) -> Rows:
+    """One row for each comparison with more than one round of novel devices."""
+    return [
+        (entry.method, entry.partition, " ".join(f"{accuracy:.3f}" for accuracy in entry.novel_rounds))
+        for entry in outcome.comparisons
+        if len(entry.novel_rounds) > 1
+    ]
 
 
 def _progress_headings(outcome: ExperimentOutcome) -> tuple[str, ...]:

@@ -6,9 +6,6 @@ from contextlib import ExitStack
 from statistics import fmean
 from typing import NamedTuple, Protocol
 
-import msgspec
-
-from coordinator.config import TrackersConfig
 from coordinator.rounds.display import DeviceLine, Display, View
 from fedvit.data.layout import PARTITION_FILE
 from fedvit.files import atomic_write
@@ -17,10 +14,9 @@ from fleet.datasets.columns import Columns
 from fleet.datasets.samples import Samples
 from fleet.datasets.texts import Texts
 from fleet.experiments.cells import GridCell
-from fleet.experiments.folder import LOG_FILE, CellFolder, FinishedCell
+from fleet.experiments.folder import CellFolder, FinishedCell
 from fleet.experiments.search import Schedule
 from fleet.partition import DealSettings, deal
-from fleet.processes import Fleet, program
 
 POLL_S = 0.2
 
@@ -33,26 +29,6 @@ class CellJob(Protocol):
 
     def stop(self) -> None:
         """End it if it runs; finished rounds stay."""
-
-
-class CellProcess:
-    """A cell in a child process, which ends with this process even by kill -9."""
-
-    def __init__(self, folder: CellFolder, *, at_once: int, keep: bool, metrics: TrackersConfig) -> None:
-        self._fleet = Fleet()
-        arguments = [str(folder.folder), str(folder.parts), str(at_once), str(int(keep))]
-        arguments.append(msgspec.json.encode(metrics).decode())
-        log = folder.folder / LOG_FILE
-        log.unlink(missing_ok=True)
-        self._process = self._fleet.start(folder.cell.path, [*program("fleet.experiments.cell"), *arguments], log)
-
-    def code(self) -> int | None:
-        """Exit code; None while it runs."""
-        return self._process.poll()
-
-    def stop(self) -> None:
-        """End the process."""
-        self._fleet.stop()
 
 
 class Launcher(NamedTuple):
@@ -199,6 +175,7 @@ class Dealer:
             test_share=division.test_share,
             validation_share=division.validation_share,
             global_test=division.global_test,
+            samples=division.samples,
             overwrite=True,
         )
         deal(self._samples[key], division.partition, division.devices, folder.parts, settings)

@@ -69,6 +69,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     columns: dict[str, str] = field(default_factory=dict)  # of a table of images: purpose -> name
     image_size: Annotated[int, Meta(ge=1)] | None = None  # side of the pictures as dealt out, and of the model's input
     context: Annotated[int, Meta(ge=1)] | None = None  # instead, of a text: characters of a sample
+    samples: Annotated[int, Meta(ge=1)] | None = None  # images that are dealt out, drawn anew for each seed; None: all
     devices: Annotated[int, Meta(ge=1)]
     rounds: Annotated[int, Meta(ge=1)]
     cohort: Annotated[float, Meta(gt=0, le=1)] | Annotated[int, Meta(ge=1)] = 1.0
@@ -127,12 +128,17 @@ class MethodTable(NamedTuple):
     run_keys: dict[str, Any]  # those in RUN_KEYS
 
 
-def read_experiment(file: Path, dataset: str | None = None) -> ExperimentFile:
-    """Read an experiment, and check what needs no torch; `dataset` replaces the file's.
+def read_experiment(file: Path, dataset: str | None = None, pretrained: str | None = None) -> ExperimentFile:
+    """Read an experiment, and check what needs no torch; `dataset` and `pretrained` replace the file's.
 
     Raises ConfigError naming the file, the key and what is allowed.
     """
-    experiment = _convert({**read_toml(file), **({"dataset": dataset} if dataset else {})}, str(file))
+    values = read_toml(file)
+    if dataset:
+        values["dataset"] = dataset
+    if pretrained and isinstance(model := values.setdefault("model", {}), dict):
+        model["pretrained"] = pretrained
+    experiment = _convert(values, str(file))
     check_name(file.stem, f"{file}: the experiment's name")
     _check_tuning(experiment, str(file))
     _check_settings(experiment, str(file))

@@ -24,7 +24,6 @@ from fleet.processes import Fleet, last_line, program
 
 SITES = {"garden": "berlin", "gate": "munich"}
 """Site of each device, by its name."""
-TEST_SHARE = 0.4
 LABELS = 20
 """Pictures to which each owner gives a label."""
 STEP_S = 240.0
@@ -61,8 +60,9 @@ class LoopDevice(NamedTuple):
 class LoopFleet:
     """The processes of the demo, and the waits for what they do."""
 
-    def __init__(self, home: Path, devices: Sequence[LoopDevice], fleet: Fleet) -> None:
+    def __init__(self, home: Path, devices: Sequence[LoopDevice], fleet: Fleet, test_share: float) -> None:
         self.home, self.devices, self.runs = home, devices, home / "runs"
+        self._test_share = test_share
         self._fleet = fleet
         self._port = claim_port()
         self._environment = {BROKER_VARIABLE: f"mqtt://127.0.0.1:{self._port}"}
@@ -72,7 +72,7 @@ class LoopFleet:
         serve = ["serve", "--runs", str(self.runs), "--broker", "embedded", "--broker.port", str(self._port)]
         self._start("service", "coordinator.cli", serve)
         for device in self.devices:
-            own = ["--id", device.name, "--label", f"site={SITES[device.name]}", "--test-share", str(TEST_SHARE)]
+            own = ["--id", device.name, "--label", f"site={SITES[device.name]}", "--test-share", str(self._test_share)]
             self._start(device.name, "edge_client.cli", [*self._folders(device), *own])
         self.wait(lambda: (self.runs / "fedvit.db").is_file(), "the service has no record")
 

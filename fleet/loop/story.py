@@ -16,7 +16,7 @@ from msgspec import Struct
 from coordinator.model_view import ModelView
 from fedvit.files import private_files
 from fedvit.quantities import format_count
-from fleet.datasets import IMAGE_SIZE, read_samples
+from fleet.datasets import read_samples
 from fleet.loop.fleet import LOOK_EVERY_S, SITES, LoopDevice, LoopFleet
 from fleet.loop.pictures import ArrivingPictures, choose_classes, plan_pictures
 from fleet.processes import Fleet
@@ -32,6 +32,17 @@ RUN: dict[str, Any] = {
     "model_options": {"image_size": 32, "patch_size": 4, "width": 64, "depth": 2, "heads": 4},
     "images": {"crop_padding": 2},
 }
+PRETRAINED_RUN: dict[str, Any] = {
+    "method": "fed_head",
+    "rounds": 4,
+    "devices": len(SITES),
+    "options": {"epochs": 10, "batch_size": 16, "optimizer": "adamw", "lr": 2e-3},
+    "model": "deit_tiny_patch16_224",
+    "model_options": {"image_size": 160},
+}
+"""The same with pretrained weights: devices train a head on features that they compute once for each picture."""
+TEST_SHARE, PRETRAINED_TEST_SHARE = 0.4, 0.5
+"""Share of a device's labelled pictures that test. A head needs few pictures, and more tests show a gain sooner."""
 CANARY = "5s"
 """Time for which the second model is a canary."""
 RULES: dict[str, Any] = {"min_images": 40, "canary": "site=berlin"}
@@ -44,6 +55,17 @@ class LoopSettings(NamedTuple):
     data: str = "digits"
     classes: tuple[str, ...] = ()  # the third one is new; (): the first three of the data set
     seed: int = 0
+    pretrained: Path | None = None  # weights of PRETRAINED_RUN's model; None: a small model learns from the start
+
+    @property
+    def test_share(self) -> float:
+        return TEST_SHARE if self.pretrained is None else PRETRAINED_TEST_SHARE
+
+    def choose_run(self) -> dict[str, Any]:
+        """Return the configuration of both runs."""
+        if self.pretrained is None:
+            return {**RUN, "seed": self.seed}
+        return {**PRETRAINED_RUN, "seed": self.seed, "pretrained": str(self.pretrained.resolve())}
 
 
 class ServedClass(Struct, frozen=True):
@@ -77,7 +99,8 @@ def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOut
     Raises ConfigError and DataError for pictures that do not fit, FedvitError if a step does not happen.
     """
     began = time.monotonic()
-    samples = read_samples(settings.data, IMAGE_SIZE)
+    values = settings.choose_run()
+    samples = read_samples(settings.data, values["model_options"]["image_size"])
     labels = choose_classes(samples, settings.classes)
     classes = tuple(samples.classes[label] for label in labels)
     plans = plan_pictures(samples, labels, len(SITES), settings.seed)
@@ -90,8 +113,8 @@ def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOut
             pictures.write_labelled(plan.labelled)
             devices.append(LoopDevice(name, pictures, plan, home / "state" / name, home / "answers" / f"{name}.jsonl"))
         (home / "answers").mkdir()
-        world = LoopFleet(home, devices, stack.enter_context(Fleet()))
-        story = LoopStory(world, classes, {**RUN, "seed": settings.seed}, report)
+        world = LoopFleet(home, devices, stack.enter_context(Fleet()), settings.test_share)
+        story = LoopStory(world, classes, values, report)
         first = story.use_first_model()
         false_alarms = story.show_usual(first.model)
         drift, drift_after, before = story.show_new_class(first.model)

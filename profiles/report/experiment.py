@@ -54,6 +54,9 @@ class CellResult(Struct, frozen=True, kw_only=True):
     generic_accuracy: float | None = None  # of the server's model, on images that no device has; None: there is none
     novel: Accuracy | None = None  # of devices that joined after the training; None: there are none
     novel_by_device: dict[str, float] = {}
+    novel_rounds: list[float] = []  # mean accuracy of these devices after each round of theirs
+    # difference between the tensors that a generator makes for devices, as a share of their size, in the last round
+    generated_difference: float | None = None  # None: there is no generator
     # scores that weigh classes equally: means over devices; None: devices did not count their answers by class
     balanced_accuracy: float | None = None
     macro_f1: float | None = None
@@ -115,6 +118,9 @@ class MethodComparison(Struct, frozen=True, kw_only=True):
     generic_interval: Interval | None = None
     novel: float | None = None  # accuracy of devices that joined after the training; None: there are none
     novel_interval: Interval | None = None
+    novel_rounds: list[float] = []  # after each round of theirs
+    generated_difference: float | None = None  # between devices' generated tensors; None: there is no generator
+    generated_interval: Interval | None = None
     balanced_accuracy: float | None = None  # classes of a device weigh equally; None: not counted in every seed
     balanced_interval: Interval | None = None
     macro_f1: float | None = None

@@ -1,5 +1,6 @@
 """Models that are no Transformers: with every method that can train them they keep the contract, others say why not."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,22 +36,37 @@ PARTS: dict[str, dict[str, Any]] = {"personal_part": {"part": "head"}}
 """Options with which a method needs no Transformer."""
 TRAINED = {
     "lstm": {
-        "apfl", "ditto", "fed_bias", "fed_head", "fedavg", "fedbabu", "feddyn", "fednova", "fedntd", "fedopt",
-        "fedper",         "fedprox", "fedrep", "local", "per_fedavg", "personal_part", "pfedhn", "pfedme", "scaffold",
+        "apfl", "ditto", "fed_bias", "fed_head", "fedala", "fedavg", "fedbabu", "feddyn", "fednova", "fedntd",
+        "fedopt", "fedper", "fedprox", "fedrep", "ifca", "local", "per_fedavg", "personal_part", "pfedhn", "pfedme",
+        "scaffold",
     },
 }  # fmt: skip
 TRAINED["resnet"] = TRAINED["lstm"] | {
     "analytic",
+    "fedas",
     "fedbn",
+    "fedcp",
+    "feddbe",
+    "feddf",
     "fedpac",
     "fedproto",
     "fedrod",
+    "gpfl",
     "knn_per",
     "moon",
     "personal_analytic",
 }
 CASES = [(backbone, name) for backbone, names in TRAINED.items() for name in sorted(names)]
 CASES += [("bottlenecks", "fedavg"), ("bottlenecks", "fedrod")]
+
+
+def test_page_says_which_methods_train_which_models() -> None:
+    _, _, behind = Path("docs/methods.md").read_text().partition("| method | LSTM | ResNet |\n|---|---|---|\n")
+    rows = [row.split("|")[1:4] for row in behind.partition("\n\n")[0].splitlines()]
+    named = [set(re.findall(r"`(\w+)`", methods)) & METHODS.keys() for methods, *_ in rows]
+    both, with_norms, for_images, _ = named
+    assert both == TRAINED["lstm"]
+    assert both | (with_norms - {"fedtp"}) | for_images == TRAINED["resnet"]  # fedtp has an option for it
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ def written_experiment(folder: Path, text: str) -> Path:
     return file
 
 
-def read_grid(file: Path, dataset: str | None = None) -> Grid:
+def read_grid(file: Path, dataset: str | None = None, pretrained: str | None = None) -> Grid:
     """Plan the grid of a file, as `fleet experiment` does."""
-    return plan_grid(read_experiment(file, dataset))
+    return plan_grid(read_experiment(file, dataset, pretrained))
 
 
 class Here:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from http.client import HTTPConnection, HTTPException
@@ -23,9 +24,12 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.neural_network import MLPClassifier
 
+from edge_client.serving.drift import Charts, Observation
 from edge_client.storage.models import DeviceModel, DeviceModels, ModelState
 from export.bundle.assemble import Precision
 from export.bundle.card import Origin
+from export.bundle.read import Bundle, read_reference
+from export.bundle.reference import PictureReference
 from export.bundle.write import Bench, TrainedModel, write_bundle
 from fedvit.data.folder import Files, Split
 from fedvit.data.images import Pixels, normalise, unfold
@@ -145,6 +149,37 @@ def write_digits(out: Path, seed: int, *, shuffled: bool = False) -> Path:
     bench = Bench(images=splits[0], described="test images", threads=1, machine="test", cores=1, training=splits[1])
     write_bundle(out, train(seed, shuffled=shuffled), bench, precisions=[Precision.FP32])
     return out
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, its reference, and its observations of pictures."""
+
+    bundle: Bundle
+    reference: PictureReference
+
+    @property
+    def temperature(self) -> float:
+        assert self.bundle.card.calibration
+        return self.bundle.card.calibration.temperature
+
+    def see(self, pixels: Pixels) -> Observation:
+        run = self.bundle.run(pixels)
+        probabilities = self.bundle.calibrate(run.logits[0])
+        best = int(probabilities.argmax())
+        return Observation(pixels, run.logits[0], run.features[0], best, float(probabilities[best]), False)
+
+    def measure(self, pictures: Pixels) -> list[dict[str, float]]:
+        charts = Charts(self.reference)
+        return [charts.measure(self.see(pixels), self.temperature) for pixels in pictures]
+
+
+def make_scene(folder: Path, seed: int) -> Scene:
+    """Write a bundle of digits, and open it."""
+    bundle = write_digits(folder, seed)
+    reference = read_reference(bundle)
+    assert reference
+    return Scene(Bundle.open(bundle, None, 1), reference)
 
 
 def add_model(state: Path, bundle: Path, round_number: int, kind: ModelState = "trained") -> str:

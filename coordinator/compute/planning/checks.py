@@ -6,6 +6,7 @@ import torch
 
 from coordinator.compute.planning.batch import method_batch
 from coordinator.compute.planning.secure_runs import check_secure
+from coordinator.compute.planning.server_data import check_server_data
 from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
@@ -91,6 +92,7 @@ def _check(config: RunConfig) -> None:
             except ConfigError as error:
                 raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None
         config.updates.check(config.method, method.groups(vit), collects)
+        check_server_data(config, rule)
 
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:

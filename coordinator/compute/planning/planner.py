@@ -115,7 +115,8 @@ class Plan:
         evaluate = self._evaluate(self.method_for("", 1))
         if self.config.evaluation == "pre_aggregation":
             return PROTOCOLS["pre_aggregation"]
-        return PROTOCOLS["adapted" if evaluate.adapt else "kept" if evaluate.kept else "newest"]
+        keeps = any(self.method.groups(self.vit)[group][0] is Role.GENERATED for group in evaluate.kept)
+        return PROTOCOLS["adapted" if evaluate.adapt else "kept" if keeps else "newest"]
 
     def method_for(self, device: str, round_number: int) -> Method:
         return _method_for(self.config, device).in_round(round_number, self.config.rounds)

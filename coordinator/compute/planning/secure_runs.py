@@ -23,6 +23,9 @@ def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_
         f"cohort = {config.cohort}: a sum needs {least} devices at least": cohort < least,
         f"mode = {config.mode!r}: a sum needs the results of one round; set mode = 'rounds'": config.mode != "rounds",
         f"late = {config.late!r}: a sum needs the results of one round; set late = 'refuse'": config.late != "refuse",
+        f"selection = {config.selection!r} reads the loss of each device; set 'uniform' or 'fair'": (
+            config.selection not in ("uniform", "fair")
+        ),
         f"{method} sends features, which no sum hides; choose a method that averages updates, as 'fedavg'": collects,
         f"{method} needs the update of each device; choose a method that averages updates, as 'fedper'": (
             any(role.is_made_for_device for role in roles)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from fedvit.methods.base import Method, list_untrained
+from fedvit.methods.caff import CAFF
 from fedvit.methods.eftvit import EFTViT
 from fedvit.models.vit import PatchViT
 from fedvit.resources import BudgetKind
@@ -86,6 +87,11 @@ def _threshold(method: EFTViT, vit: PatchViT) -> Values:
     return ((method.threshold * share, share) for share in (0.5, 0.25, 0.125))
 
 
+def _layers(method: CAFF, vit: PatchViT) -> Values:
+    """Not measured: each layer less keeps 95 %."""
+    return ((layers, 0.95 ** (method.layers - layers)) for layers in range(method.layers - 1, 0, -1))
+
+
 def halves(number: int, share: float) -> Values:
     """
     >>> halves(12, 0.5)
@@ -103,6 +109,7 @@ TRADE_OFFS = (
     Rule(Method, "frozen_precision", frozenset({"memory"}), _frozen_precision),
     Rule(Method, "batch_size", frozenset({"memory"}), _batch_size),
     Rule(Method, "epochs", frozenset({"flops", "time"}), _epochs),
+    Rule(CAFF, "layers", frozenset({"memory", "flops", "time", "upload"}), _layers),
     Rule(EFTViT, "mask", frozenset({"memory", "flops", "time", "upload"}), _mask),
     Rule(EFTViT, "local_blocks", frozenset({"memory", "flops", "time"}), _local_blocks),
     Rule(EFTViT, "threshold", frozenset({"memory", "upload"}), _threshold),

@@ -33,6 +33,10 @@ class Together(ServerRule):
     def is_divided(self) -> bool:
         return any(rule.is_divided for rule in self.rules)
 
+    @property
+    def needs_images(self) -> bool:
+        return any(rule.needs_images for rule in self.rules)
+
     def for_novel(self, learns: Novel) -> ServerRule | None:
         left = tuple(own for rule in self.rules if (own := rule.for_novel(learns)))
         return Together(left) if left else None

@@ -267,6 +267,16 @@ class TestDeal:
         for file, level in gray.items():
             assert level in apart or level % 3 == int(file.relative_to(tmp_path / "parts").parts[0][-1])
 
+    def test_drawn_samples(self, tmp_path: Path) -> None:
+        """Another seed draws others; another number of devices does not."""
+        drawn = []
+        for devices, seed in ((2, 0), (3, 0), (2, 1)):
+            out = tmp_path / f"{devices}-{seed}"
+            deal(make_samples([0] * 15 + [1] * 15), "iid", devices, out, DealSettings(seed=seed, samples=12))
+            drawn.append({int(np.asarray(Image.open(file))[0, 0, 0]) for file in out.rglob("*.png")})
+        assert [len(levels) for levels in drawn] == [12, 12, 12]
+        assert drawn[0] == drawn[1] != drawn[2]
+
     def test_official_test_images_test(self, tmp_path: Path) -> None:
         """Every third of 30 images is in the data set's own test split."""
         samples = replace(make_samples([0] * 15 + [1] * 15), official_test=np.arange(30) % 3 == 0)
@@ -290,6 +300,7 @@ class TestDeal:
             (DealSettings(global_test="official"), False, "FV2013"),
             (DealSettings(test_share="official", global_test="official"), True, "FV2013"),
             (DealSettings({"classes_per_device": 1}, test_share="official"), True, "FV2003"),
+            (DealSettings(samples=31), True, "FV2150"),
         ],
     )
     def test_official_splits_that_do_not_fit(

@@ -132,3 +132,16 @@ def test_unanswered_tasks_come_back_and_an_outcome_stands(store: Record) -> None
         assert again.devices.read_asked("r") == {"a": Asked(1, 1), "b": Asked(number, number)}
     again.tasks.add("r", [TaskRecord(1, "b", DIGEST, {})])
     assert [task.device for task in again.tasks.read_unanswered("r")] == ["a", "b", "b"]
+
+
+def test_newest_answers_are_those_that_earlier_steps_used(store: Record) -> None:
+    """A late result counts when a step has used it; results for the open round do not count yet."""
+    for number in (1, 2, 3):
+        add_result(store, "a", make_result(number, metrics={"loss": float(number)}))
+    add_result(store, "b", make_result(1, metrics={"loss": 7.0}), used_in=2)
+    add_result(store, "c", make_result(3))
+    add_result(store, "d", make_result(1, kind="evaluate"))
+    found = reopen(store).tasks.read_newest_used("r", 3)
+    assert {name: (one.round, one.metrics["loss"]) for name, one in found.items()} == {"a": (2, 2.0), "b": (1, 7.0)}
+    assert {name: one.round for name, one in store.tasks.read_newest_used("r", 2).items()} == {"a": 1}
+    assert store.tasks.read_newest_used("r", 1) == {}

@@ -1,13 +1,24 @@
 """Who is asked."""
 
+from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.record.tables import Asked
-from coordinator.rounds.cohort import cohort_size, select_fair, select_uniform
+from coordinator.record.tables import Asked, ResultRecord
+from coordinator.rounds.cohort import (
+    BY_ANSWERS,
+    cohort_size,
+    find_utility,
+    select_fair,
+    select_oort,
+    select_power_of_choice,
+    select_uniform,
+)
+from fedvit.resources import ResourceUse
 
 NAMES = st.lists(st.text("abcd-0123", min_size=1, max_size=6), min_size=1, max_size=30, unique=True)
 COHORTS = st.integers(1, 40)
@@ -77,3 +88,83 @@ def test_ties_are_broken_by_seed_and_round() -> None:
     names = [f"pi-{index}" for index in range(8)]
     firsts = {tuple(select_fair(names, 2, seed, 1, {})) for seed in range(20)}
     assert len(firsts) > 5
+
+
+# --- by the devices' answers ----------------------------------------------------------------------------
+
+NAMES_OF_20 = [f"pi-{number:02d}" for number in range(20)]
+
+
+def answer(device: str, loss: float, number: int = 1, samples: int = 10, **use: float) -> ResultRecord:
+    return ResultRecord("r", number, device, "train", samples, {"loss": loss}, ResourceUse(**use), None, number)
+
+
+def rise() -> dict[str, ResultRecord]:
+    """The loss rises with the device's number."""
+    return {name: answer(name, 1.0 + number) for number, name in enumerate(NAMES_OF_20)}
+
+
+@pytest.mark.parametrize("name", BY_ANSWERS)
+@given(names=NAMES, wanted=COHORTS, seed=st.integers(0, 2**31 - 1), number=st.integers(1, 1000), data=st.data())
+def test_any_answers_give_a_sorted_subset_independent_of_arrival(
+    name: str, names: list[str], wanted: int, seed: int, number: int, data: st.DataObject
+) -> None:
+    """Whatever losses and times devices claim."""
+    losses = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.none())
+    answers = {}
+    for device in data.draw(st.lists(st.sampled_from(names), unique=True)):
+        loss, train_s = data.draw(losses), data.draw(st.one_of(st.none(), st.floats(0, 1e9)))
+        use = ResourceUse(train_s=train_s, flops=data.draw(st.integers(0, 10**18)))
+        metrics = {} if loss is None else {"loss": loss}
+        answers[device] = ResultRecord("r", 1, device, "train", data.draw(st.integers(0, 10**6)), metrics, use, None, 1)
+    chosen = BY_ANSWERS[name](names, wanted, seed, number, answers)
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(names)
+    assert len(chosen) == min(wanted, len(names))
+    assert all(type(device) is str for device in chosen)
+    assert BY_ANSWERS[name](reversed(names), wanted, seed, number, answers) == chosen
+
+
+def test_power_of_choice_takes_the_highest_losses_of_random_candidates() -> None:
+    for number in range(1, 30):
+        candidates = select_uniform(NAMES_OF_20, 6, 4, number)
+        assert select_power_of_choice(NAMES_OF_20, 3, 4, number, rise()) == candidates[-3:]
+    new = {name: one for name, one in rise().items() if name != "pi-03"}
+    asked = [number for number in range(1, 30) if "pi-03" in select_uniform(NAMES_OF_20, 6, 4, number)]
+    assert asked
+    for number in asked:
+        assert "pi-03" in select_power_of_choice(NAMES_OF_20, 3, 4, number, new)
+
+
+def test_utility_is_that_of_the_paper() -> None:
+    """Images times loss, the bonus for age, and (T / t)^2 for what is slower than the median."""
+    answers = [
+        answer("a", 2.0, 4, samples=10, train_s=1.0),
+        answer("b", 1.0, 1, samples=30, train_s=2.0),
+        answer("c", 0.5, 9, samples=10, train_s=8.0),
+    ]
+    top = np.percentile([20, 30, 5], 95)
+    gain = np.array([20, top, 5]) / top
+    want = (gain + np.sqrt(0.1 * np.log(10) / np.array([4, 1, 9]))) * np.array([1, 1, (2 / 8) ** 2])
+    np.testing.assert_allclose(find_utility(answers, 10), want)
+    work = [answer(name, 1.0, flops=flops) for name, flops in (("a", 100), ("b", 100), ("c", 400))]
+    utility = find_utility(work, 1)
+    np.testing.assert_allclose(utility[2] / utility[0], 1 / 16)
+
+
+def test_oort_asks_devices_with_high_losses_more_often_and_slow_ones_less() -> None:
+    times = Counter(name for number in range(1, 301) for name in select_oort(NAMES_OF_20, 5, 4, number, rise()))
+    assert sum(times[name] for name in NAMES_OF_20[15:]) > 0.6 * 1500
+    slow = {name: answer(name, 1.0 + number, train_s=1.0) for number, name in enumerate(NAMES_OF_20)}
+    slow["pi-19"] = answer("pi-19", 20.0, train_s=30.0)
+    assert not any("pi-19" in select_oort(NAMES_OF_20, 5, 4, number, slow) for number in range(1, 50))
+
+
+def test_oort_explores_less_as_the_run_goes_on() -> None:
+    """10 of 20 devices have not answered: of 5 places 4 or 5 are theirs at first, and 1 in the end."""
+    known = {name: one for name, one in rise().items() if name < "pi-10"}
+
+    def explored(number: int) -> int:
+        return sum(name not in known for name in select_oort(NAMES_OF_20, 5, 4, number, known))
+
+    assert [explored(number) for number in (1, 30, 500)] == [4, 3, 1]

@@ -20,6 +20,7 @@ from coordinator.record.copies import COPIES
 from coordinator.record.record import open_record
 from coordinator.rounds import uploads as results_module
 from coordinator.rounds import validation as admission_module
+from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.coordinator import Cancelled
 from coordinator.rounds.display import DeviceLine
 from coordinator.rounds.engine import ATTEMPTS
@@ -1055,6 +1056,42 @@ def test_the_store_of_features_drops_the_oldest_round_and_its_file(stage: Stage)
     blobs = BlobStore(stage.out / "r" / "blobs")
     assert [blobs.has(uploads[name] or "") for name in came] == [False, False, True, True]
     assert records[-1].figures["stored_bytes"] == sum(blobs.manifest(uploads[name] or "").size for name in came[2:])
+
+
+def test_devices_with_high_losses_are_asked_also_by_a_second_process(stage: Stage) -> None:
+    """Of two candidates the one with the higher last loss trains; a device that never answered comes first."""
+    losses = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+
+    def tell_loss(device: Fake, task: Task) -> None:
+        answer = device.answer(task)
+        metrics = {"loss": losses[device.name]} if task.kind == "train" else answer.metrics
+        device.bring(msgspec.structs.replace(answer, metrics=metrics))
+
+    def leave(device: Fake, task: Task) -> None:
+        if task.round < 7:
+            tell_loss(device, task)
+
+    run: dict[str, Any] = {
+        "method": "fedavg", "devices": 4, "cohort": 1, "selection": "power_of_choice", "rounds": 12, "seed": 3,
+        "evaluate_every": 20,
+    }  # fmt: skip
+    for name in losses:
+        stage.fake(name, leave)
+    stage.start(**run)
+    stage.drive(lambda: any(7 in device.tasks() for device in stage.fakes))
+    stage.stop()
+    for device in stage.fakes:
+        device.on_task = tell_loss
+    stage.start(resume=True, **run)
+    assert stage.finish() == "finished"
+    known: set[str] = set()
+    for number in range(1, 13):
+        [asked] = stage.accepted(number)
+        candidates = select_uniform(losses, 2, 3, number)
+        assert asked in candidates
+        new = [name for name in candidates if name not in known]
+        assert asked in (new or [max(candidates, key=lambda name: losses[name])])
+        known.add(asked)
 
 
 # --- beginning where another run ended ----------------------------------------------------------------

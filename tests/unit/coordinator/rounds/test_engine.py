@@ -84,6 +84,9 @@ class Memory(Journal, RunHistory):
     def count_asked(self) -> Mapping[str, Asked]:
         return {}
 
+    def newest_answers(self, number: int) -> Mapping[str, ResultRecord]:
+        return {}
+
     def find_unanswered(self, number: int | None = None) -> list[TaskRecord]:
         return [task for task in self.tasks if number in (None, task.round)]
 

@@ -145,6 +145,7 @@ def test_good_results_are_taken() -> None:
     check_result(result(), AVERAGED, hello())
     check_result(result(), COLLECTED, hello())
     check_result(result(samples=1), AVERAGED, hello())
+    check_result(result(use=ResourceUse(steps=20)), AVERAGED, hello())
     check_result(evaluated(), AVERAGED, hello())
     check_result(evaluated(), COLLECTED, hello())
     check_result(msgspec.structs.replace(evaluated(), samples=0, metrics={"correct": 0.0}), AVERAGED, hello())
@@ -154,6 +155,7 @@ def test_good_results_are_taken() -> None:
     ("changed", "named"),
     [
         ({"samples": 21}, "it reports 21 samples, the device announced 20"),
+        ({"use": ResourceUse(steps=51)}, "it reports 51 steps, its images take "),
         ({"samples": -1}, "it reports -1 samples, the device announced 20"),
         ({"metrics": {"loss": float("nan")}}, "metric 'loss' is nan"),
         ({"metrics": {"loss": 0.5, "extra": float("inf")}}, "metric 'extra' is inf"),

@@ -1,11 +1,12 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from edge_client.serving.models import ModelServer
 from edge_client.storage.models import DeviceModels
-from tests.support.served import add_model, write_digits
+from tests.support.served import Scene, add_model, make_scene, write_digits
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,9 @@ def server(state: Path) -> Iterator[ModelServer]:
     server.start()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Scene]:
+    """Make the model of a seed, once."""
+    return cache(lambda seed: make_scene(tmp_path_factory.mktemp("scene") / "bundle", seed))

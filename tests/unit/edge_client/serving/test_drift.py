@@ -3,8 +3,6 @@
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,47 +20,11 @@ from edge_client.serving.drift import (
     NormalScores,
     Observation,
 )
-from export.bundle.read import Bundle, read_reference
-from export.bundle.reference import PictureReference, Quantiles, measure_pixels
+from export.bundle.reference import Quantiles, measure_pixels
 from fedvit.data.images import Floats, Pixels
-from tests.support.served import Digits, split_digits, write_digits
+from tests.support.served import Digits, Scene, split_digits
 
 SEEDS = range(4)
-
-
-@dataclass(frozen=True)
-class Scene:
-    """A model, its reference, and its observations of pictures."""
-
-    bundle: Bundle
-    reference: PictureReference
-
-    @property
-    def temperature(self) -> float:
-        assert self.bundle.card.calibration
-        return self.bundle.card.calibration.temperature
-
-    def see(self, pixels: Pixels) -> Observation:
-        run = self.bundle.run(pixels)
-        probabilities = self.bundle.calibrate(run.logits[0])
-        best = int(probabilities.argmax())
-        return Observation(pixels, run.logits[0], run.features[0], best, float(probabilities[best]), False)
-
-    def measure(self, pictures: Pixels) -> list[dict[str, float]]:
-        charts = Charts(self.reference)
-        return [charts.measure(self.see(pixels), self.temperature) for pixels in pictures]
-
-
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Scene]:
-    @cache
-    def make(seed: int) -> Scene:
-        folder = write_digits(tmp_path_factory.mktemp("bundle") / "bundle", seed)
-        reference = read_reference(folder)
-        assert reference
-        return Scene(Bundle.open(folder, None, 1), reference)
-
-    return make
 
 
 def darken(pictures: Pixels) -> Pixels:

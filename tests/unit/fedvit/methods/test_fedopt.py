@@ -65,6 +65,15 @@ def test_fednova_divides_each_update_by_its_steps() -> None:
     np.testing.assert_allclose(state.tensors["x"], [mean_steps * (0.25 * 1.0 / 2 + 0.75 * 6.0 / 6)])
 
 
+def test_fednova_divides_by_the_steps_that_devices_have_counted() -> None:
+    """Devices of variants have other epochs, and a cap of samples changes no steps."""
+    rule = make_method("fednova", {"epochs": 2, "batch_size": 4}).server_rule(small())
+    uploads = [upload("a", 3, {"x": np.array([1.0])}, steps=5), upload("b", 9, {"x": np.array([6.0])}, steps=2)]
+    state, _ = rule.close(ServerState({"x": np.zeros(1)}), uploads, context(1))
+    mean_steps = 0.25 * 5 + 0.75 * 2
+    np.testing.assert_allclose(state.tensors["x"], [mean_steps * (0.25 * 1.0 / 5 + 0.75 * 6.0 / 2)])
+
+
 def test_fednova_with_equal_steps_is_fedavg() -> None:
     uploads = [upload("a", 5, {"x": np.array([1.0])}), upload("b", 7, {"x": np.array([3.0])})]
     after = [

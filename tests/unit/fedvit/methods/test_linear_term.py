@@ -1,6 +1,7 @@
 """SCAFFOLD and FedDyn: a device's step, and the server beside the papers' algorithms with state on devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -58,36 +59,40 @@ def context(number: int) -> RoundContext:
     )  # fmt: skip
 
 
-def run(rule: ServerRule, pull: float) -> Array:
-    """Some rounds in which devices follow the terms of the server; return the server's last x."""
+def run(rule: ServerRule, pull: float, counted: Mapping[str, int] = MappingProxyType({})) -> Array:
+    """Some rounds in which devices follow the terms of the server; return the server's last x.
+
+    A device that has `counted` its steps made so many, others as many as the options say.
+    """
     state = ServerState({"x": np.zeros(2)})
     for number, cohort in enumerate(COHORTS, 1):
         uploads = []
         for device in cohort:
             term = rule.generate(state, device, 0)[f"{TERM}x"]
             start = x = state.tensors["x"]
-            for _ in range(EPOCHS * 2):
+            for _ in range(counted.get(device, EPOCHS * 2)):
                 x = x - LR * (x - TARGETS[device] + term + pull * (x - start))
-            uploads.append(upload(device, IMAGES[device], {"x": x - start}))
+            uploads.append(upload(device, IMAGES[device], {"x": x - start}, steps=counted.get(device)))
         state, _ = rule.close(state, uploads, context(number))
     return state.tensors["x"]
 
 
-def test_scaffold_is_that_of_the_paper() -> None:
+@pytest.mark.parametrize("counted", [{}, {"a": 9, "c": 1}], ids=["as planned", "more and fewer steps"])
+def test_scaffold_is_that_of_the_paper(counted: dict[str, int]) -> None:
     """Algorithm 1, option II, with c_i on the devices; c is the mean over those that have answered."""
     x, own = np.zeros(2), dict[str, Array]()
     for cohort in COHORTS:
         common = sum(own.values(), np.zeros(2)) / max(1, len(own))
         ends = {}
         for device in cohort:
-            control, y = own.get(device, np.zeros(2)), x
-            for _ in range(EPOCHS * 2):
+            control, y, steps = own.get(device, np.zeros(2)), x, counted.get(device, EPOCHS * 2)
+            for _ in range(steps):
                 y = y - LR * (y - TARGETS[device] - control + common)
-            own[device] = control - common + (x - y) / (EPOCHS * 2 * LR)
+            own[device] = control - common + (x - y) / (steps * LR)
             ends[device] = y
         x = sum(ends.values(), np.zeros(2)) / len(ends)
     method = make_method("scaffold", {"lr": LR, "epochs": EPOCHS, "batch_size": BATCH_SIZE})
-    np.testing.assert_allclose(run(method.server_rule(small()), 0.0), x, atol=1e-5)
+    np.testing.assert_allclose(run(method.server_rule(small()), 0.0, counted), x, atol=1e-5)
 
 
 def test_feddyn_is_that_of_the_paper() -> None:

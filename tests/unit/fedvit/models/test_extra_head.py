@@ -41,6 +41,12 @@ def test_how_it_begins(make: Make, init: str) -> None:
         assert 0 < bias.abs().max() <= 0.1768
 
 
+def test_it_may_give_widths_instead_of_classes(make: Make) -> None:
+    vit = make(ExtraHead(name="policy", widths=2, bias=False))
+    assert vit.tensors()["policy.weight"].shape == (2 * vit.width, vit.width)
+    assert "policy.bias" not in vit.tensors()
+
+
 def test_several_heads_differ(make: Make) -> None:
     tensors = make(ExtraHead(name="first"), ExtraHead(name="second")).tensors()
     assert not torch.equal(tensors["first.weight"], tensors["second.weight"])

@@ -44,6 +44,10 @@ def call(*words: str | Path) -> str:
     return done.output
 
 
+def test_kept_results(folder: Path, tmp_path: Path) -> None:
+    assert f"written: {tmp_path / 'kept' / 'tiny.json'}" in call(folder, "--keep", tmp_path / "kept").replace("\n", "")
+
+
 def test_without_flags_it_shows_the_report(folder: Path) -> None:
     shown = call(folder)
     assert "tiny: accuracy" in shown

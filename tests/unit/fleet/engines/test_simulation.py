@@ -11,10 +11,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
+from coordinator.compute.checkpoint import load_state
 from coordinator.record.record import open_record
 from coordinator.rounds.display import Display
+from fedvit.blobs import BlobStore
+from fedvit.data.folder import DeviceData
 from fedvit.errors import ConfigError, EmptyCohort, FedvitError
+from fedvit.methods import build_model, make_method
+from fedvit.methods.linear_term import OWN
+from fedvit.methods.twins import TWIN
+from fedvit.models import SMALL
 from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
 from fleet.engines import journal, simulation
@@ -97,6 +107,84 @@ def check_kept(calm: dict[str, Any], home: Path) -> None:
         assert all(np.array_equal(value, calm[f"kept/device-{number}/{name}"]) for name, value in own.items())
 
 
+@pytest.mark.parametrize("engine", ["torch", "onnx"])
+def test_the_server_counts_the_steps_of_each_variant(engine: Engine, folders: list[Path], tmp_path: Path) -> None:
+    """SCAFFOLD's c_i is -D_i / (K_i lr_i) after one round: the weighted sum of K_i lr_i c_i is the server's step.
+
+    Devices have one, two and three epochs, one has a rate of its own, and `max_weight` caps weights, but no steps.
+    """
+    rates, epochs = (
+        {"device-0": 0.05, "device-1": 0.02, "device-2": 0.05},
+        {"device-0": 1, "device-1": 2, "device-2": 3},
+    )
+    values = {
+        "method": "scaffold", "rounds": 1, "model_options": TINY_MODEL, "options": {"batch_size": 16, "lr": 0.05},
+        "variants": {"device-1": {"epochs": 2, "lr": 0.02}, "device-2": {"epochs": 3}}, "robust": {"max_weight": 1.0},
+    }  # fmt: skip
+    outcome = simulate(RunRequest(folders, values, out=tmp_path, run="run", engine=engine, at_once=1))
+    store = open_record(tmp_path)
+    [state] = [record.state for record in store.rounds.read_all("run") if record.state]
+    store.close()
+    memory = load_state(state, BlobStore(outcome.folder / "blobs")).memory
+    images = {device.device: device.train_samples for device in outcome.summary.devices}
+    capped = {device: min(count, sorted(images.values())[1]) for device, count in images.items()}
+    assert capped != images
+    first = build_model(make_method("scaffold"), SMALL, 10, seed=0, options=TINY_MODEL).tensors()
+    for name, value in load_file(outcome.folder / "model.safetensors").items():
+        moved = sum(
+            capped[device]
+            / sum(capped.values())
+            * -count
+            * -(-images[device] // 16)
+            * rates[device]
+            * memory[f"{OWN}/{device}/{name}"]
+            for device, count in epochs.items()
+        )
+        np.testing.assert_allclose(value - first[name].numpy(), moved, rtol=1e-3, atol=1e-6)
+
+
+def test_ditto_agrees_with_the_loop_of_the_released_library(folders: list[Path], tmp_path: Path) -> None:
+    """PFLlib's Ditto, written again as plain loops over the whole of a device's images: its proximal optimizer steps
+    v <- v - lr (g + mu (v - w)), with w the model that came, and the server weighs by images."""
+    lr, mu, epochs, rounds = 0.05, 0.7, 3, 2
+    options = {"batch_size": 64, "lr": lr, "lam": mu, "epochs": epochs}
+    values = {"method": "ditto", "rounds": rounds, "model_options": TINY_MODEL, "options": options}
+    outcome = run(folders, values, tmp_path)
+    model = build_model(make_method("ditto"), SMALL, 10, seed=0, options=TINY_MODEL).vit
+    names = [name for name, _ in model.named_parameters()]
+    shared = {name: value.detach().clone() for name, value in model.named_parameters()}
+    own = [shared] * DEVICES
+    batches = [read_batch(folder) for folder in folders]
+
+    def descend(tensors: dict[str, Tensor], batch: tuple[Tensor, Tensor], spring: float) -> dict[str, Tensor]:
+        for _ in range(epochs):
+            leaves = {name: tensors[name].clone().requires_grad_() for name in names}
+            loss = cross_entropy(functional_call(model, leaves, (batch[0],)), batch[1])
+            grads = dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+            tensors = {n: v - lr * (grads[n] + spring * (v - shared[n])) for n, v in tensors.items()}
+        return tensors
+
+    for _ in range(rounds):
+        own = [descend(mine, batch, mu) for mine, batch in zip(own, batches, strict=True)]
+        sent = [(len(batch[1]), descend(shared, batch, 0.0)) for batch in batches]
+        images = sum(count for count, _ in sent)
+        shared = {name: torch.stack([count / images * one[name] for count, one in sent]).sum(dim=0) for name in names}
+    for name, value in load_file(outcome.folder / "model.safetensors").items():
+        np.testing.assert_allclose(value, shared[name].numpy(), rtol=0, atol=1e-5)
+    for number, mine in enumerate(own):
+        kept = simulation.read_kept_tensors(outcome.folder, f"device-{number}")
+        for name in names:
+            np.testing.assert_allclose(kept[f"{TWIN}{name}"], mine[name].numpy(), rtol=0, atol=1e-5)
+
+
+def read_batch(folder: Path) -> tuple[Tensor, Tensor]:
+    """All training images of a device, and their labels; pixels from -1 to 1."""
+    train = DeviceData.open(folder).relabel([str(digit) for digit in range(10)]).train
+    pixels, _ = train.load(np.arange(len(train)), TINY_MODEL["image_size"])
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+    return (images - 0.5) / 0.5, torch.from_numpy(train.labels)
+
+
 @pytest.mark.slow
 def test_run_that_was_killed_ends_with_the_same_bits(folders: list[Path], tmp_path: Path) -> None:
     """kill -9 behind the checkpoint of round 2; with personal tensors, and what a codec left out."""
@@ -134,6 +222,31 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     assert store.runs.read("run").status == "interrupted"
     store.close()
     assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
+
+
+def read_cohorts(out: Path) -> list[list[str]]:
+    store = open_record(out)
+    cohorts = [list(entry.cohort) for entry in store.rounds.read_all("run")]
+    store.close()
+    return cohorts
+
+
+@pytest.mark.parametrize("selection", ["power_of_choice", "oort"])
+def test_run_that_was_interrupted_asks_the_devices_that_it_would_have_asked(
+    selection: str, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses by which it selects come from the checkpoint."""
+    monkeypatch.setattr(journal, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(journal, "CHECKPOINT_SHARE", float("inf"))  # after every round
+    values = {**VALUES, "rounds": ROUNDS, "cohort": 1, "selection": selection, "updates": {}}
+    calm = run(folders, values, tmp_path / "calm")
+    with pytest.raises(KeyboardInterrupt):
+        run(folders, values, tmp_path / "broken", display=Lines(until="round   2"))
+    again = run(folders, values, tmp_path / "broken", resume=True)
+    cohorts = read_cohorts(tmp_path / "calm")
+    assert read_cohorts(tmp_path / "broken") == cohorts
+    assert len({tuple(cohort) for cohort in cohorts}) > 1
+    assert same(everything(calm), everything(again))
 
 
 def test_run_stops_and_keeps_its_best_round(folders: list[Path], tmp_path: Path) -> None:

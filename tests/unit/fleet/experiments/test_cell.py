@@ -25,7 +25,7 @@ CELL = GridCell(
 def summary(folder: Path, *, tested: bool) -> RunView:
     """Round 1 has 500 FLOPs in two devices, round 2 has 600 in one; 11 and 3.1 MB went down and up in round 1."""
     store = begin_run(folder)
-    store.rounds.close(RUN, 2, SavedState({}, None, {}), {"dp_epsilon": 1.5})
+    store.rounds.close(RUN, 2, SavedState({}, None, {}), {"dp_epsilon": 1.5, "generated_difference": 0.25})
     if tested:
         evaluated(store, 2, "a", 1, 2)
         evaluated(store, 2, "b", 2, 2)
@@ -44,6 +44,7 @@ def test_a_cell_has_means_over_devices_and_rounds(tmp_path: Path) -> None:
     assert (first.bytes_down, first.bytes_up, second.bytes_up) == (5_500_000, 1_550_000, 0)
     assert result.bytes_down == pytest.approx(11_000_000 / 3)
     assert (result.epsilon, result.feature_epsilon, result.refusals, result.wall_s) == (1.5, None, 2, 3.0)
+    assert result.generated_difference == 0.25
 
 
 def test_a_cell_without_test_images_is_refused(tmp_path: Path) -> None:

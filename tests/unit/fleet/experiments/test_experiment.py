@@ -35,6 +35,7 @@ from fleet.experiments.outcome import find_leader, make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.report_tables import describe_spread
 from fleet.experiments.scheduler import Dealer
+from fleet.experiments.settings import read_experiment
 from fleet.partition import DealSettings, deal
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult, ExperimentOutcome
@@ -240,9 +241,17 @@ class TestGrid:
         with pytest.raises(ConfigError, check=has_code("FV2001")):
             read_grid(file, "digitz")
 
+    def test_checkpoint_of_the_command_line(self, tmp_path: Path) -> None:
+        file = written(tmp_path)
+        assert read_experiment(file).experiment.model.pretrained is False
+        assert read_experiment(file, pretrained="w.safetensors").experiment.model.pretrained == "w.safetensors"
+
     @pytest.mark.parametrize(
         "file",
-        [path if "small" in path.stem else pytest.param(path, marks=pytest.mark.slow) for path in SHIPPED],
+        [
+            path if path.stem.endswith(("-small", "-mid")) else pytest.param(path, marks=pytest.mark.slow)
+            for path in SHIPPED
+        ],
         ids=lambda path: path.stem,
     )
     def test_shipped_files_are_checked(self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

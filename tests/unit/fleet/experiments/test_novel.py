@@ -111,6 +111,9 @@ def test_reports_have_a_table_of_novel_devices(done: tuple[Path, ExperimentRun])
         assert entry is not None
         assert entry.novel is not None
         assert f"| {method} | {entry.novel:.3f} |" in table
+        first, last = entry.novel_rounds
+        assert last == entry.novel
+        assert f"| {method} | skewed | {first:.3f} {last:.3f} |" in table
     assert "<h2>Novel devices</h2>" in html_report(outcome)
 
 

@@ -44,6 +44,12 @@ def test_page_says_what_each_method_needs_of_a_policy(everything: list[MethodEnt
     assert needs == {entry.name: str(entry.needs).partition(" masked")[0] for entry in everything}
 
 
+def test_page_says_what_a_novel_device_has_of_each_method() -> None:
+    _, _, behind = Path("docs/methods.md").read_text().partition("| methods | the own part |\n|---|---|\n")
+    rows, _, _ = behind.partition("\n\n")
+    assert {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])} == METHODS.keys()
+
+
 # --- figures ------------------------------------------------------------------------------------------
 
 

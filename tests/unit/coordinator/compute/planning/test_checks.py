@@ -12,9 +12,9 @@ from tests.support.runs import Configure
 
 AVERAGED = {
     "adapters", "analytic", "apfl", "ditto", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedavg", "fedbabu",
-    "fedbfpt", "fedbn", "fedntd", "fedopt", "fedper", "fedperfix", "fedproto", "fedprox", "fedrep", "fedrod",
-    "fedsa_lora", "fedvpt_d", "ffa_lora", "knn_per", "per_fedavg", "personal_analytic", "personal_part", "pfedme",
-    "prefix", "prompts", "vanilla_attention",
+    "fedbfpt", "fedbn", "feddbe", "fedntd", "fedopt", "fedper", "fedperfix", "fedproto", "fedprox", "fedrep", "fedrod",
+    "fedsa_lora", "fedvpt_d", "ffa_lora", "gpfl", "knn_per", "per_fedavg", "personal_analytic", "personal_part",
+    "pfedme", "prefix", "prompts", "vanilla_attention",
 }  # fmt: skip
 
 

@@ -93,6 +93,7 @@ def _module(module: nn.Module) -> Any:
     """Describe the attributes of a module and its parts; parameters are inputs of a graph, buffers are constants."""
     attributes = dict(vars(module))
     parameters = attributes.pop("_parameters")
+    attributes.pop("seed", None)  # of a model: only first values follow from it, which are inputs
     return [
         _code(type(module)),
         {name: [list(one.shape), str(one.dtype)] if one is not None else None for name, one in parameters.items()},

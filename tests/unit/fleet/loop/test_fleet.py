@@ -21,7 +21,7 @@ def device(tmp_path: Path) -> LoopDevice:
 
 def test_process_that_ends_is_named_with_its_last_line(tmp_path: Path, device: LoopDevice) -> None:
     with Fleet() as fleet:
-        world = LoopFleet(tmp_path / "home", [device], fleet)
+        world = LoopFleet(tmp_path / "home", [device], fleet, test_share=0.3)
         (tmp_path / "home").mkdir()
         with pytest.raises(FedvitError) as error:
             world.train("first", {"method": "no-such-method"})

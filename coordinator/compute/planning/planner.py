@@ -115,7 +115,8 @@ class Plan:
         evaluate = self._evaluate(self.method_for("", 1))
         if self.config.evaluation == "pre_aggregation":
             return PROTOCOLS["pre_aggregation"]
-        keeps = any(self.method.groups(self.vit)[group][0] is Role.GENERATED for group in evaluate.kept)
+        kept, own = [self.method.groups(self.vit)[group] for group in evaluate.kept], self.vit.tensors().keys()
+        keeps = any(role is Role.GENERATED or not own.isdisjoint(names) for role, names in kept)
         return PROTOCOLS["adapted" if evaluate.adapt else "kept" if keeps else "newest"]
 
     def method_for(self, device: str, round_number: int) -> Method:

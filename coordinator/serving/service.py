@@ -1,7 +1,6 @@
 """The service of `coordinator serve`: its broker, its leadership, and the runs that it serves."""
 
 import os
-import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,6 +44,7 @@ from fedvit.hints import command
 from fedvit.logs import configure_logging
 from fedvit.monitoring import Monitor
 from fedvit.quantities import format_bytes
+from fedvit.signals import stop_on_signals
 from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
 from fedvit.transport.base import Transport
@@ -63,7 +63,7 @@ class ServiceProcess:
         if url is not None:
             use_database(self._folder, url)
         webhook_of(AlertsConfig())  # of the environment, before runs begin
-        self._stop = _stop_on_signals()
+        self._stop = stop_on_signals()
         self._display = line_display(quiet)
         self._workers = _Workers()
 
@@ -192,14 +192,6 @@ def read_drift_rule(config: ServiceConfig) -> DriftRule | None:
     if "federation" not in values:  # the service's federation is used
         del recorded["federation"]
     return DriftRule(recorded, config.drift_devices, config.drift_every_h)
-
-
-def _stop_on_signals() -> threading.Event:
-    """Return an event that SIGINT and SIGTERM set."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
 
 
 def _leadership(folder: Path, *, standby: bool, stack: ExitStack) -> Leadership | None:

@@ -1,7 +1,6 @@
 """`edge-client page`: the owner's page of this device in a browser."""
 
 import secrets
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from fedvit.files import atomic_write
 from fedvit.hosts import is_loopback
 from fedvit.logs import configure_logging
 from fedvit.passwords import read_password
+from fedvit.signals import stop_on_signals
 from fedvit.small_server import parse_listen
 
 PORT = 8092
@@ -71,9 +71,7 @@ def command(context: click.Context, /, *, listen: str, password_file: Path | Non
     configure_logging()
     token = secrets.token_urlsafe(32) if password is None and address.socket_path is None else None
     server = PageServer(address, OwnerPage(settings, state, PageAccess(password, token)))
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_on_signals()
     with announce(server.address, token, state / ADDRESS_FILE):
         threading.Thread(target=server.serve_forever, name="page", daemon=True).start()
         stop.wait()

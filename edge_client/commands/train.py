@@ -3,8 +3,6 @@
 import logging
 import os
 import secrets
-import signal
-import threading
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
@@ -45,6 +43,7 @@ from fedvit.files import folder_bytes, make_private, private_files
 from fedvit.logs import configure_logging
 from fedvit.monitoring import Watched, serve_metrics
 from fedvit.resources import Budget, Speed, image_cache_bytes
+from fedvit.signals import stop_on_signals
 from fedvit.systemd import Notifier
 from fedvit.timings import LoopWatch
 from fedvit.tracing import Tracing, open_tracing
@@ -85,9 +84,7 @@ def take_part(settings: DeviceSettings) -> None:
     sensors = Sensors.find()
     tracing = open_tracing("fedvit-device")
     agent = build_agent(settings, endpoint._replace(device=device), state, images, sensors, launcher, tracing)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_on_signals()
     log_images(device, images)
     loop = LoopWatch(TICK_S, notifier.alive)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import signal
 import threading
 import time
 
@@ -15,6 +14,7 @@ from edge_client.serving.results import ResultFile
 from edge_client.serving.server import PredictServer
 from edge_client.serving.sources import FolderSource, check_folder, open_source
 from fedvit.files import private_files
+from fedvit.signals import stop_on_signals
 from fedvit.systemd import Notifier
 
 log = logging.getLogger(__name__)
@@ -29,9 +29,7 @@ def serve_pictures(request: ServeRequest) -> None:
     every_source = [*opened, *(open_source(text, request.every_s) for text in request.sources)]
     if not confine_server():  # before threads start
         log.warning("a model that is an attack could start programs: this system has no seccomp")
-    notifier, stop = Notifier.from_environment(), threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    notifier, stop = Notifier.from_environment(), stop_on_signals()
     with private_files(), contextlib.ExitStack() as stack:
         server = ModelServer(request.state, request.settings.threads)
         web = PredictServer(request.address, server, request.token)

@@ -4,8 +4,6 @@ import logging
 import os
 import resource
 import secrets
-import signal
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +23,7 @@ from fedvit.errors import ConfigError
 from fedvit.files import make_private, private_files
 from fedvit.labels import parse_label
 from fedvit.logs import configure_logging
+from fedvit.signals import stop_on_signals
 from fedvit.tracing import open_tracing
 from fedvit.transport.address import Address
 from fedvit.transport.base import Transport
@@ -148,9 +147,7 @@ def host_command(devices: int, number: int, hosts: int, **flags: Any) -> None:
     )
     tracing = open_tracing("fedvit-device")
     host = Host(folders, connect, settings, tracing=tracing)
-    stop = threading.Event()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_number, lambda *_: stop.set())
+    stop = stop_on_signals()
     log.info("devices ready", extra={"count": len(folders)})
     try:
         host.serve(stop, once=own.once)

@@ -72,8 +72,17 @@ class Tab:
     def until(self, expression: str) -> None:
         """Wait for an expression to be true; it may fail while a page is replaced by another."""
         seen = f"(() => {{ try {{ return !!({expression}) }} catch {{ return false }} }})()"
+
+        def look() -> Any:
+            try:
+                return self.evaluate(seen)
+            except AssertionError as error:
+                if "navigated or closed" in str(error):
+                    return False
+                raise
+
         wait_until(
-            lambda: self.evaluate(seen),
+            look,
             lambda: f"{expression} is not true of {self.evaluate('location.href + document.body.innerText')[:3000]}",
             pause_s=0.05,
         )

@@ -61,7 +61,7 @@ def test_damaged_files(tmp_path: Path, cut: int) -> None:
 
 
 def test_changed_bytes_are_refused_or_read(tmp_path: Path) -> None:
-    """For a file with one byte set to 0xff, the reader raises an error of ours or returns samples."""
+    """Read or refuse a file with one byte set to 0xff: no other error may leave the reader."""
     shutil.copytree(SAVED / "test", tmp_path / "mine")
     [file] = (tmp_path / "mine").glob("*.arrow")
     content = file.read_bytes()

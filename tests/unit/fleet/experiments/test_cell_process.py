@@ -71,7 +71,7 @@ def read_figures(folder: CellFolder) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_result_is_that_of_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two agree to the last bit, and a module in the user's current folder is not taken for one of ours."""
+    """Both agree to the last bit; a module in the current folder is not imported."""
     forked, fresh = make_folder(tmp_path / "forked"), make_folder(tmp_path / "fresh")
     (tmp_path / "export.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)

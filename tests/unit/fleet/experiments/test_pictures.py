@@ -83,7 +83,7 @@ def test_attention_rollout_is_the_product_of_the_blocks_attention() -> None:
 
 
 def test_fedtps_attention_is_the_largest_of_the_heads_without_the_lowest_weights() -> None:
-    """Of ten weights of one image three are left out."""
+    """The three lowest of ten weights of one image are left out."""
     weights = torch.tensor([[[[0.9, 0.02, 0.03, 0.04, 0.01]], [[0.1, 0.2, 0.1, 0.5, 0.1]]]])
     weights = torch.cat([weights, torch.tensor([[[[0.6, 0.1, 0.1, 0.1, 0.11]], [[0.3, 0.3, 0.2, 0.15, 0.05]]]])], dim=2)
     assert fuse_heads(weights, "mean")[0, 0].tolist() == pytest.approx([0.5, 0.11, 0.065, 0.27, 0.055])

@@ -37,6 +37,8 @@ from fleet.request import RunRequest
 from fleet.simulate import simulate
 from profiles.program_cost import PricedProgram
 
+DRAW = 2
+"""Version of the draw of images and of the kept figures."""
 ANALYTIC, CENTRAL, FLEET = "analytic", "central", "analytic-fleet"
 GRADIENTS = {"optimizer": "sgd", "momentum": 0.9, "batch_size": 16, "epochs": 1}
 METHODS: dict[str, dict[str, Any]] = {
@@ -73,7 +75,8 @@ def run_analytic_bench(
     """
     samples = read_dataset(str(settings.data), settings.image_size)
     assert not isinstance(samples, Texts)
-    kept = KeptFigures(keep, msgspec.to_builtins(msgspec.structs.replace(settings, seeds=0, trained=0), enc_hook=str))
+    every_seed = msgspec.structs.replace(settings, seeds=0, trained=0)
+    kept = KeptFigures(keep, {"draw": DRAW} | msgspec.to_builtins(every_seed, enc_hook=str))
     plans = _Plans(settings, samples.classes)
     by_name: dict[str, list[Figures]] = {name: [] for name in (CENTRAL, FLEET, *METHODS)}
     gaps = list[float]()

@@ -50,8 +50,14 @@ class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if value is not None and not least <= value < math.inf:
                 raise ConfigError("FV1013", f"{key} = {value} must be at least {least:g}")
 
-    def check(self, method: str, roles: set[Role]) -> None:
-        """Raise ConfigError, naming the method, if there is nothing to aggregate."""
+    def check(self, method: str, roles: set[Role], why_not_measured: str | None = None) -> None:
+        """Raise ConfigError, naming the method, if there is nothing to aggregate, or no length to compare."""
+        if why_not_measured and (self.clip_norm is not None or self.reject_scale is not None):
+            raise ConfigError(
+                "FV1013",
+                f"clip_norm = {self.clip_norm!r}, reject_scale = {self.reject_scale!r}: method {method!r} cannot be "
+                f"used with them: {why_not_measured}; leave both out",
+            )
         if self.aggregator != "mean" and Role.SHARED not in roles:
             raise ConfigError(
                 "FV1013",

@@ -266,6 +266,12 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(
                 "FV1014", f"{late}: noise_multiplier is accounted for in whole rounds without late results"
             )
+        if self.selection in ("power_of_choice", "oort"):
+            raise ConfigError(
+                "FV1014",
+                f'selection = {self.selection!r} reads losses, which noise_multiplier does not cover: set "uniform" '
+                'or "fair"',
+            )
         if self.privacy.accounting == "sampled" and self.selection != "uniform":
             raise ConfigError(
                 "FV1014", f"selection = {self.selection!r}: accounting = 'sampled' requires cohorts drawn at random"

@@ -45,9 +45,9 @@ def submit(folder: Path, asked: Submission, *, places: bool = True) -> Submitted
             "FV1023", f"{where}: [broker] is for `coordinator start` and `serve`; this run uses its service's broker"
         )
     config = make_config(values, where).run
-    check_settings(config, where)
     if not places and (place := _find_place(config)):
         raise ConfigError("FV1812", f"{where}: {place} names a place of the server, which needs a token of an admin")
+    check_settings(config, where)
     check_trackers(config, where)
     check_blobs(config.blobs, where)
     run = check_name(asked.name or usual_name(config), "--run")
@@ -91,6 +91,7 @@ def _find_place(config: RunConfig) -> str | None:
     """Return the key that names a file or an address that this machine would read or write; None if there is none."""
     keys = {
         "pretrained": isinstance(config.pretrained, str),
+        "server_data": config.server_data is not None,
         "blobs.url": urlsplit(config.blobs.url or "").scheme == "file",
         "blobs.endpoint": config.blobs.endpoint is not None,
         "trackers.mlflow_uri": config.trackers.mlflow_uri is not None,

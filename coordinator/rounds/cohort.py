@@ -14,6 +14,7 @@ FIRST_EXPLORED, EXPLORED_DECAY, LEAST_EXPLORED = 0.9, 0.98, 0.2
 NEAR_CUTOFF = 0.95
 """Devices with this share of the utility that suffices for a place are drawn, too."""
 MOST_LOSS = 1e6
+MOST_SLOWNESS = 1e6
 """Larger losses, whatever a device claims, count as this."""
 SLOWNESS_POWER = 2
 """Strength with which Oort avoids slow devices (paper: alpha)."""
@@ -71,7 +72,7 @@ def select_power_of_choice(
     """
     candidates = select_uniform(devices, CANDIDATES * wanted, seed, round_number)
     draw = np.random.default_rng([seed, round_number, 1])
-    losses = {name: answers[name].metrics.get("loss", np.inf) if name in answers else np.inf for name in candidates}
+    losses = {name: answers[name].metrics.get("loss", 0.0) if name in answers else np.inf for name in candidates}
     ties = dict(zip(candidates, draw.permutation(len(candidates)), strict=True))
     return sorted(sorted(candidates, key=lambda name: (-losses[name], ties[name]))[:wanted])
 
@@ -86,7 +87,7 @@ def select_oort(
     takes longer than the median, and no device is left out because it was asked often.
     """
     names = sorted(devices)
-    known = [name for name in names if name in answers and "loss" in answers[name].metrics]
+    known = [name for name in names if name in answers]
     others = [name for name in names if name not in known]
     share = max(LEAST_EXPLORED, FIRST_EXPLORED * EXPLORED_DECAY ** (round_number - 1))
     explored = min(len(others), max(round(share * wanted), wanted - len(known)))
@@ -108,14 +109,14 @@ BY_ANSWERS = {"power_of_choice": select_power_of_choice, "oort": select_oort}
 
 
 def find_utility(answers: Sequence[ResultRecord], round_number: int) -> npt.NDArray[np.float64]:
-    """Oort's utility of devices: images x loss, at most its 95th percentile, in units of the largest, plus
+    """Oort's utility of devices: images x loss, at most the loss below which 95 % lie, in units of the largest, plus
     sqrt(0.1 ln R / r) for an answer of round r; then times (T / t)^2 for a device that takes t > T.
 
     T is the median of t: seconds of training, or FLOPs where no device measured seconds, as in simulations.
     """
-    gain = np.clip([answer.metrics["loss"] for answer in answers], 0, MOST_LOSS)
+    gain = np.clip([answer.metrics.get("loss", 0.0) for answer in answers], 0, MOST_LOSS)
     gain = gain * [answer.samples for answer in answers]
-    gain = np.minimum(gain, np.percentile(gain, 95))
+    gain = np.minimum(gain, np.percentile(gain, 95, method="lower"))
     gain /= max(gain.max(), np.finfo(float).tiny)
     ages = np.array([max(1, answer.round) for answer in answers])
     utility: npt.NDArray[np.float64] = gain + np.sqrt(0.1 * np.log(max(1, round_number)) / ages)
@@ -123,6 +124,6 @@ def find_utility(answers: Sequence[ResultRecord], round_number: int) -> npt.NDAr
     spent = seconds if any(seconds) else [answer.use.flops for answer in answers]
     if measured := [one for one in spent if one]:
         median = float(np.median(measured))
-        slowness = np.array([max(1.0, (one or median) / median) for one in spent])
+        slowness = np.array([min(max(1.0, (one or median) / median), MOST_SLOWNESS) for one in spent])
         utility /= slowness**SLOWNESS_POWER
     return utility

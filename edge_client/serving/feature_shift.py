@@ -34,6 +34,7 @@ class FeatureShift:
         width = len(self._deviation)
         # means of few images are uncertain themselves
         self._errors = [math.sqrt(width / max(images, 1)) for images in centres.images]
+        self._counts = centres.images
         self._chance = (width + LIMIT * math.sqrt(2 * centres.spread)) / PICTURES
         self._last: Floats | None = None
         self._begin()
@@ -44,6 +45,8 @@ class FeatureShift:
 
     def add(self, features_D: Floats, best: int) -> bool:
         """Add a picture by its features and its answer; return whether there is drift. The mean begins anew then."""
+        if not self._counts[best]:  # there is no mean of this class
+            return False
         last, self._last = self._last, features_D
         if last is not None and np.square((features_D - last) / self._deviation).mean() < SAME_LOOK:
             self._last = last

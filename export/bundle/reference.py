@@ -25,6 +25,8 @@ MOST_IMAGES = 2000
 QUANTILES = 65
 MOST_CENTRE_VALUES = 1 << 16
 """Most numbers in the means of all classes: 0.6 MB of JSON."""
+LEAST_OF_CLASS = 5
+"""Test images of a class whose mean leaves the device."""
 _LEAST_VARIANCE = 1e-6
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
@@ -88,6 +90,7 @@ def find_centres(features_BD: Floats, answers_B: Indices, classes: int) -> Featu
         return None
     images_C = np.bincount(answers_B, minlength=classes)
     means_CD = np.repeat(features_BD.mean(axis=0, keepdims=True), classes, axis=0)
+    images_C[images_C < LEAST_OF_CLASS] = 0  # a mean of few would tell their features
     for label in np.flatnonzero(images_C):
         means_CD[label] = features_BD[answers_B == label].mean(axis=0)
     rest_BD = (features_BD - means_CD[answers_B]).astype(np.float64)

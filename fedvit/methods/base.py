@@ -178,6 +178,9 @@ class ServerRule(ABC):
         """Reason why a region may not send the weighted mean of its devices' updates; None if it may."""
         return "its server needs the update of each single device"
 
+    why_not_measured: ClassVar[str | None] = None
+    """Reason why the length of an upload says nothing, so that `clip_norm` and `reject_scale` are refused."""
+
     @property
     def averages(self) -> bool:
         """Return whether the run's aggregator combines the shared tensors; else noise and robust rules are refused."""

@@ -33,6 +33,8 @@ OWN_PROTOTYPES, FISHER = "own_prototypes", "fisher"
 ALIGN, MEASURE = "align", "measure"
 """Graphs: the body's alignment before the training, and the measurements after it."""
 TOTAL, BY_CLASS = "total", "by_class"
+MOST_OF_MEDIAN = 10
+"""Largest weight of a device, in units of the median: a device claims its trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,8 @@ class FedAS(Method):
     Source: Yang, Huang and Ye, "FedAS: Bridging Inconsistency in Personalized Federated Learning", CVPR 2024, eq. 3 to
     9; the sums and the rate of the alignment are those of its code. Differs from both: C_c is found when the training
     ends, and a device has none in its first round; the server keeps them, because a device may not send a body that
-    has learnt tensors which only it knows; only devices of the cohort are averaged.
+    has learnt tensors which only it knows; only devices of the cohort are averaged, none
+    with more than MOST_OF_MEDIAN times the median trace.
     """
 
     source: ClassVar[str] = "Yang et al., CVPR 2024"
@@ -134,11 +137,14 @@ class FisherMean(WeightedMean):
 
     why_never_late = "its server compares the Fisher information of one round's devices"
     why_no_regions = "its server weighs each single device"
+    why_not_measured = "an upload has the Fisher trace and class means beside the update"
     averages = False
 
     def weigh(self, uploads: Sequence[Upload], round_number: int) -> list[Delta]:
         deltas = super().weigh(uploads, round_number)
-        traces = [max(0.0, float(delta.load()[FISHER][0])) for delta in deltas]
+        claimed = np.array([max(0.0, float(delta.load()[FISHER][0])) for delta in deltas])
+        most = MOST_OF_MEDIAN * np.median(claimed[claimed > 0]) if claimed.any() else 0.0
+        traces = np.minimum(claimed, most).tolist()
         total = sum(traces)
         return [
             delta._replace(weight=trace / total if total else 1 / len(traces))

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from fedvit.methods.base import StepInputs, StepResult, cross_entropy
 from fedvit.methods.calculus import Calculus, Named
@@ -53,5 +54,10 @@ class IFCA(OneOfK):
         total = calculus.inputs[f"slot/{TOTAL}/{CHOICE}"] + torch.stack(losses)
         calculus.slots[f"{TOTAL}/{CHOICE}"] = total
         better = (total.unsqueeze(0) < total.unsqueeze(1)).to(total.dtype).sum(dim=1)
+        # a loss that is not a number is never the lowest
+        best = (better == 0).to(total.dtype) * (total == total).to(total.dtype)
+        chosen: list[Tensor] = []
+        for is_best in best.unbind():
+            chosen.append(is_best * (1 - sum(chosen)))  # the first of equal ones
         loss = losses[0] / inputs.weight.sum().clamp(min=1)
-        return StepResult(loss, {CHOICE: (better == 0).to(total.dtype)}, {})
+        return StepResult(loss, {CHOICE: torch.stack(chosen)}, {})

@@ -119,6 +119,7 @@ class MeanOfEachPart(WeightedMean):
 
     why_never_late = "its server needs the change of its newest tensors"
     why_no_regions = "its server averages the devices of each choice"
+    why_not_measured = "devices begin at different models, and send changes of the first one"
     averages = False
 
     def close(

@@ -22,6 +22,7 @@ from fedvit.data.images import Flags, Indices
 from fedvit.methods.base import Method
 from fedvit.methods.calculus import TorchCalculus, TracedCalculus
 from fedvit.methods.failures import name_errors
+from fedvit.methods.products import products_in
 from fedvit.methods.step import Step, gather_step, predict_step, whole_step
 from fedvit.models.vit import PatchViT
 from fedvit.program import LABELS, Gather, Program, Train
@@ -95,7 +96,7 @@ class Cohort:
         self._pictures = pictures
         self._steps: dict[tuple[Method, Train | Gather | None, bool], BatchedStep] = {}
         self._runners: dict[tuple[Method, Train, int, bool], Runner] = {}
-        self._features: Reading | None = None  # of a backbone that no method of the run changes
+        self._features: dict[tuple[str, str], Reading] = {}  # by what a frozen backbone is sent in
 
     def forget(self) -> None:
         """Free the memory of recorded and compiled functions; they are made again when they are needed."""
@@ -183,10 +184,12 @@ class Cohort:
         """Return images, or their features, which are computed once, where the backbone stays as it is."""
         if self._settings.is_eager or not reads_features(method, self._vit, program.batch):
             return self._read_images()
-        if self._features is None:
+        sent = (method.sent_precision, method.compute)
+        if sent not in self._features:
             frozen = {name: value for name, value in values.common.items() if name in self._vit.tensors()}
-            self._features = read_features(self._vit, frozen, self._pictures.pixels, self._pictures.batch)
-        return self._features
+            with products_in(self._settings.precision, self._accelerator):
+                self._features[sent] = read_features(self._vit, frozen, self._pictures.pixels, self._pictures.batch)
+        return self._features[sent]
 
     def _read_images(self) -> Reading:
         return Reading(self._vit, self._pictures.pixels, self._pictures.batch)

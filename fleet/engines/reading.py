@@ -42,6 +42,6 @@ def read_features(vit: PatchViT, tensors: Mapping[str, Tensor], pixels: Tensor, 
     def read(some: Tensor) -> Tensor:
         patches = whole_samples(some, batch)["batch/patches"]
         features: Tensor = vit.call(tensors, lambda vit: vit.features(vit.run_to_class(vit.embed(patches), 0)))
-        return features
+        return features.float()
 
     return Reading(FeatureModel(vit), torch.cat([read(some) for some in torch.split(pixels, AT_ONCE)]), None)

@@ -179,6 +179,8 @@ def _use_parts(deal: Deal, template: str) -> Deal:
         reason = f"has {len(summary.devices)} devices, the experiment {deal.devices}"
     elif summary.size != deal.image_size:
         reason = f"has samples of size {summary.size}, the experiment {deal.image_size}"
+    elif deal.samples is not None:
+        reason = f"was dealt out before, so samples = {deal.samples} has no effect; leave it out"
     elif deal.validation_share is not None:
         reason = "cannot be divided for validation; remove validation_share and tune"
     elif deal.global_test is not None and not (folder / GLOBAL_TEST).is_dir():

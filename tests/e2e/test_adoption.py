@@ -138,6 +138,7 @@ def test_owner_who_says_no_does_not_join(scene: Scene) -> None:
     assert not Path(scene.state("pi-3"), "identity").exists()
 
 
+@pytest.mark.slow
 def test_nobody_adopts(scene: Scene) -> None:
     """Neither in the network nor at the named address; then an operator whose time is over."""
     joining = scene.join("pi-3")

@@ -72,6 +72,7 @@ def device(stage: Stage, name: str) -> "subprocess.Popen[bytes]":
     return stage.start(name, [*command, "--state", str(stage.folder / "state" / name), "--id", name, "--threads", "1"])
 
 
+@pytest.mark.slow
 def test_alerts_of_a_takeover_and_of_a_lost_record(stage: Stage, hosts: Hosts) -> None:
     """The leader is killed; then the one that took over loses the database, as does the last standby."""
     ports = {name: claim_port() for name in ("first", "second", "third")}

@@ -92,6 +92,7 @@ def test_commands_print_the_same_from_another_machine(
     check_entries(entries)
 
 
+@pytest.mark.slow
 def test_admin_keeps_the_service_tidy_from_another_machine(
     store: Record, address: str, deployment: Deployment, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def calm(calm_run: Callable[..., bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("seed", CASES)
+@pytest.mark.slow
 def test_run_continues_from_a_backup_bit_for_bit(stage: Stage, calm: bytes, seed: int) -> None:
     """The backup is made at a drawn moment; later the coordinator is killed, and its folder is lost."""
     draw = random.Random(seed)

@@ -64,6 +64,7 @@ def check_outcome(stage: Stage, devices: dict[str, "subprocess.Popen[bytes]"]) -
     assert brought == [(1, len(TRAINED)), (2, len(TRAINED))]
 
 
+@pytest.mark.slow
 def test_unit_of_systemd_resumes_its_run_with_its_deployment(stage: Stage) -> None:
     """Killed twice, and started by the unit's own line, then by hand with a line that says nothing of a broker: the
     broker is recorded with the run. Once more there is nothing to do."""

@@ -23,6 +23,7 @@ from tests.support.programs import DEVICES, ROUNDS, Observer, Stage, program, wa
 TOPICS = Topics("home")
 
 
+@pytest.mark.slow
 def test_everything_is_killed_once(stage: Stage, undisturbed: bytes) -> None:
     """kill -9 of the broker in round 1, of a device in round 2, of the coordinator in round 3.
 

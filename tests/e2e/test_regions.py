@@ -109,6 +109,7 @@ def counts(stage: Stage, kind: str, number: str) -> dict[str, float]:
     return dict(stage.query(f"select device, {number} from results where round = 2 and kind = '{kind}'"))
 
 
+@pytest.mark.slow
 def test_two_regions_give_the_mean_of_one_coordinator_though_one_is_killed(
     world: World, single: Path, tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def _command_line(path: Path) -> bytes:
         return b""
 
 
+@pytest.mark.slow
 def test_second_device_with_the_same_id(stage: Stage) -> None:
     """The first keeps its place, and the run goes on. The second is told why whenever it asks, and nothing else; the
     coordinator's console has it once."""

@@ -118,6 +118,7 @@ def _pause_before_devices_join(stage: Stage) -> None:
     _pause(stage)
 
 
+@pytest.mark.slow
 def test_sum_is_that_of_a_plain_run_though_the_coordinator_is_killed(four: Stage) -> None:
     """kill -9 of the coordinator while it waits for reveals, and in the next round while it waits for keys."""
     stage = four

@@ -83,6 +83,7 @@ def test_service_serves_runs_side_by_side_and_one_after_the_other(stage: Stage) 
         if is_at_work(stage, run):
             runs[run].send_signal(signal.SIGSTOP)
             return True
+        runs[run].send_signal(signal.SIGCONT)  # it had sent its result already: the next task holds it
         return False
 
     wait_for(lambda: {run for run in runs if is_held(run)} == set(runs), "both runs to be at work")

@@ -77,7 +77,7 @@ def _check(config: RunConfig) -> None:
         _check_late_results(config, rule)
         roles = {role for role, names in groups.values() if names}
         averaged = roles if rule.averages else roles - {Role.SHARED}
-        config.robust.check(config.method, averaged)
+        config.robust.check(config.method, averaged, rule.why_not_measured)
         collects = any(phase.collect for phase in phases_of(method, vit))
         config.privacy.check(config.method, averaged, collects, config.robust)
         check_secure(config, roles, collects=collects, why_no_mean=rule.why_no_regions)

@@ -151,6 +151,7 @@ def test_sides_have_all_figures(report: dict[str, Any]) -> None:
         assert min(figures["import_s"], figures["peak_rss_bytes"], figures["installed_bytes"]) > 0
 
 
+@pytest.mark.slow
 def test_ratios_are_ours_by_torchs(report: dict[str, Any]) -> None:
     (case,) = report["cases"]
     ratio, onnx, theirs = case["ratio"], case["onnx"], case["torch"]

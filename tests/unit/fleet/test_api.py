@@ -76,6 +76,7 @@ def test_page_shows_the_tables_of_its_run(page: Executed) -> None:
     assert len(page.names["losses"]) == 3
 
 
+@pytest.mark.slow
 def test_progress_is_that_of_the_commands_and_can_be_left_out(page: Executed) -> None:
     """The two runs of the page that are quiet say nothing, and the one that is finished has no round to tell."""
     assert len(re.findall(r"^round +\d/3", page.progress, re.MULTILINE)) == 3, page.progress

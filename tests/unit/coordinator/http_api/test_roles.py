@@ -125,7 +125,12 @@ def test_password_of_the_dashboard_is_no_token(api: Api) -> None:
 
 
 def test_only_an_admin_may_name_places_of_the_server(api: Api) -> None:
-    for config in ({"alerts": {"webhook": "http://127.0.0.1/"}}, {"blobs": {"url": "file:///tmp/x", "mirror": True}}):
+    places: list[dict[str, Any]] = [
+        {"alerts": {"webhook": "http://127.0.0.1/"}},
+        {"blobs": {"url": "file:///tmp/x", "mirror": True}},
+        {"method": "feddf", "server_data": "/no/such/folder"},
+    ]
+    for config in places:
         refused = api.ask("POST", "/runs", "operator", json={"config": config})
         assert (refused.status_code, refused.json()["code"]) == (403, "FV1812")
     made = api.send("POST", "/runs", {"config": {"alerts": {"webhook": "http://127.0.0.1/"}}, "name": "hooked"})

@@ -25,6 +25,7 @@ from coordinator.record.tables import SavedState
 from fedvit.errors import ConfigError
 from fedvit.methods.aggregators import Delta, Mean
 from fedvit.methods.private_mean import PrivateMean
+from tests.support.codes import has_code
 
 
 def config(method: str = "fedavg", robust: dict[str, Any] | None = None, **privacy: Any) -> RunConfig:
@@ -152,6 +153,14 @@ def test_a_restart_forgets_nothing(runs: Path) -> None:
     last = round_figures(store, "later", private, PrivacyStep(private.privacy.noise_multiplier, 4, 2), [])
     store.close()
     assert last["dp_epsilon"] == pytest.approx(compute_epsilon([PrivacyStep(1.0, 4, 4)], private.privacy))
+
+
+@pytest.mark.parametrize("selection", ["power_of_choice", "oort"])
+def test_losses_select_no_devices_of_a_run_with_noise(selection: Any) -> None:
+    """They have none: what a cohort tells of a device is not in epsilon."""
+    private = replace(config(noise_multiplier=1.0, clip=1.0), selection=selection)
+    with pytest.raises(ConfigError, check=has_code("FV1014", selection)):
+        private.check_privacy_of_modes()
 
 
 @pytest.mark.parametrize("accounting", ["every_round", "sampled"])

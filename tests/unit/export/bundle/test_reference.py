@@ -19,6 +19,10 @@ def test_means_are_those_of_the_answered_classes() -> None:
     features = draw(90, 5)
     answers = np.arange(90) % 2
     features[answers == 1] += 3
+    few = np.where(np.arange(90) < 4, 2, answers)
+    assert (scarce := find_centres(features, few, 3))
+    assert scarce.images[2] == 0
+    assert np.allclose(scarce.means[2], features.mean(0), atol=1e-4), "a mean of four images stays on the device"
     centres = find_centres(features, answers, 3)
     assert centres
     assert centres.images == (45, 45, 0)

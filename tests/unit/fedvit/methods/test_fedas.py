@@ -99,6 +99,10 @@ def test_devices_weigh_by_their_trace_and_the_server_keeps_prototypes() -> None:
         np.testing.assert_allclose(state.tensors["body"], 4.0 * number)  # (2 * 1 + 6 * 5) / 8
         np.testing.assert_array_equal(state.tensors[FISHER], 0)
         np.testing.assert_allclose(rule.generate(state, "b", 0)[OWN_PROTOTYPES], 5.0 * number)
+    claims = [upload(device, 1, {"body": np.full(2, step), FISHER: np.array([trace]), OWN_PROTOTYPES: np.zeros(shape)})
+              for device, step, trace in (("a", 0.0, 2.0), ("b", 0.0, 2.0), ("c", 1.0, 1e38))]  # fmt: skip
+    after, _ = rule.close(state, claims, make_context(vit))
+    np.testing.assert_allclose(after.tensors["body"], state.tensors["body"] + 20 / 24, rtol=1e-6)
     flat = [upload(device, 1, {"body": np.full(2, step), FISHER: np.zeros(1), OWN_PROTOTYPES: np.zeros(shape)})
             for device, step in (("a", 1.0), ("b", 5.0))]  # fmt: skip
     after, _ = rule.close(state, flat, make_context(vit))

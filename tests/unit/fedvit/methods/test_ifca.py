@@ -42,6 +42,19 @@ def find_losses(method: IFCA, vit: PatchViT, inputs: Inputs) -> torch.Tensor:
     return torch.stack(losses)
 
 
+def test_equal_losses_and_such_that_are_no_numbers_leave_one_choice(vit: PatchViT) -> None:
+    """Models 1 and 2 are equal and better than 0, whose loss is not a number after that."""
+    method = IFCA(models=MODELS, spread=1.0)
+    inputs = inputs_of(method, vit, CHOOSE, 0)
+    for name in method.list_of_k(vit):
+        inputs[f"tensor/{name_other(2, name)}"] = inputs[f"tensor/{name_other(1, name)}"]
+    for first in (1e6, float("nan")):
+        inputs[f"slot/{TOTAL}/{CHOICE}"] = torch.tensor([first, *[0.0] * (MODELS - 1)], dtype=torch.float64)
+        chosen = step(method, vit, CHOOSE, inputs)[f"new/tensor/{CHOICE}"]
+        torch.testing.assert_close(chosen.sum(), torch.ones((), dtype=torch.float64))
+        assert not chosen[0]
+
+
 @pytest.mark.parametrize("of_k", ["model", "head"])
 def test_a_device_chooses_the_model_with_the_lowest_loss_on_all_its_images(vit: PatchViT, of_k: str) -> None:
     method = IFCA(models=MODELS, spread=1.0, of_k=of_k)

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from coordinator.compute.planning.batch import method_batch
 from coordinator.config import ImageConfig
+from coordinator.record.record import open_record
 from fedvit.methods import make_method
 from fedvit.models import build_vit
 from fleet.datasets.digits import read_digits
@@ -54,6 +55,30 @@ def test_features_train_as_images_do(
     assert by_features[1].keys() == by_images[1].keys()
     for name, value in by_images[1].items():
         np.testing.assert_allclose(by_features[1][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_devices_with_another_backbone_have_other_features(tmp_path: Path) -> None:
+    """A backbone in int8 on one device changes nothing for the other one, whoever comes first."""
+    parts = np.split(np.random.default_rng(0).permutation(60), [30])
+    write_device_folders(read_digits(8), parts, tmp_path / "parts", test_share=0.2, seed=0)
+    folders = device_folders(tmp_path / "parts", 2)
+    tuned = {"batch_size": 16, "epochs": 2, "lr": 0.05}
+    values = {"method": "fed_head", "rounds": 1, "options": tuned, "model_options": TINY_MODEL}
+
+    def run(name: str, variants: dict[str, Any]) -> dict[str, float]:
+        given = {**values, "variants": variants, "evaluate_every": 1}
+        request = RunRequest(folders, given, out=tmp_path, run=name, engine="torch", at_once=1)
+        simulate(request)
+        store = open_record(tmp_path)
+        losses = {one.device: one.metrics["loss"] for one in store.tasks.read_used_in(name, 1, "train")}
+        store.close()
+        return losses
+
+    plain = run("plain", {})
+    for packed, other in (("device-0", "device-1"), ("device-1", "device-0")):
+        mixed = run(packed, {packed: {"frozen_precision": "int8"}})
+        assert mixed[other] == pytest.approx(plain[other], rel=1e-6)
+        assert mixed[packed] != pytest.approx(plain[packed], rel=1e-6)
 
 
 @pytest.mark.parametrize(

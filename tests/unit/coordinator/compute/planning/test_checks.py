@@ -49,3 +49,14 @@ def test_global_weights_that_travel_packed_are_refused(configure: Configure) -> 
     config = configure("fedbfpt", {"frozen_precision": "int8"})
     with pytest.raises(ConfigError, check=has_code("FV2202")):
         check_region(config, "run.toml")
+
+
+@pytest.mark.parametrize("method", ["ifca", "fedas"])
+@pytest.mark.parametrize("robust", [{"clip_norm": "median"}, {"reject_scale": 5.0}])
+def test_uploads_whose_length_says_nothing_are_not_measured(
+    configure: Configure, method: str, robust: dict[str, Any]
+) -> None:
+    [key] = robust
+    with pytest.raises(ConfigError, check=has_code("FV1013", key)):
+        configure(method, classes=["ant", "bee"], robust=robust)
+    assert configure(method, classes=["ant", "bee"], robust={"max_weight": 3.0}).method == method

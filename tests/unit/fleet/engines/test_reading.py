@@ -58,7 +58,7 @@ def test_features_train_as_images_do(
 
 
 def test_devices_with_another_backbone_have_other_features(tmp_path: Path) -> None:
-    """A backbone in int8 on one device changes nothing for the other one, whoever comes first."""
+    """A backbone in int8 on one device changes nothing for the other one, in any order."""
     parts = np.split(np.random.default_rng(0).permutation(60), [30])
     write_device_folders(read_digits(8), parts, tmp_path / "parts", test_share=0.2, seed=0)
     folders = device_folders(tmp_path / "parts", 2)

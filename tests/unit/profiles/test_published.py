@@ -2,7 +2,10 @@
 
 import msgspec
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from fedvit.methods import build_model, make_method
 from profiles.prediction import ProgramCost
 from profiles.published import find_published
 from tests.support.reports import cost
@@ -58,6 +61,23 @@ def test_fedperfix() -> None:
     assert round(held.reproduced or 0, 2) == held.published == 24.42
     assert round(sent.reproduced or 0, 2) == sent.published == 20.66
     assert forward.reproduced is None
+
+
+def count_forward_gmac(name: str) -> float:
+    """Count the products of a forward pass of ViT-S with all tokens of all blocks."""
+    with torch.device("meta"):
+        vit = build_model(make_method(name), "vit_small_patch16_224", 100, seed=0, options={})
+        image = torch.zeros(1, 196, 768)
+        with FlopCounterMode(display=False) as counter:
+            vit.head(vit.features(vit.run_blocks(vit.embed(image), 0, 12)))
+    return float(counter.get_total_flops() / 2e9)
+
+
+def test_fedperfixs_forward_pass() -> None:
+    """Its table has 65.65 M FLOPs, and 1.4 % more with adapters."""
+    plain, adapted = count_forward_gmac("fedavg"), count_forward_gmac("fedperfix")
+    assert plain == pytest.approx(4.60, abs=0.01)
+    assert adapted / plain == pytest.approx(1.15, abs=0.005)
 
 
 def test_pfedpg_sends_its_prompts() -> None:

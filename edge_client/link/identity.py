@@ -11,15 +11,14 @@ broker and device both have certificates of the new one.
 
 import hashlib
 import logging
-import math
 import ssl
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
+from edge_client.link.resending import Resend
 from fedvit.errors import BadPayload, ConfigError, FedvitError
 from fedvit.files import atomic_write
 from fedvit.transport.address import Address, tls_context
@@ -31,7 +30,10 @@ log = logging.getLogger(__name__)
 
 NEXT_CERTIFICATE = "next-certificate.pem"
 REQUEST_INTERVAL_S = 3600.0
-"""Interval between requests."""
+"""Longest interval between requests."""
+FIRST_INTERVAL_S = 30.0
+"""Interval between the first two requests, of which the server may hear none, and between the first two attempts to
+connect with a certificate of a new authority. Both double up to REQUEST_INTERVAL_S."""
 
 
 class Membership(Struct, frozen=True, kw_only=True):
@@ -181,22 +183,23 @@ def host_and_port(broker: str) -> tuple[str, int | None]:
 
 
 class Renewal:
-    """Requests the next certificate at each connection and once an hour; the coordinator decides when it is due."""
+    """Requests the next certificate at each connection and later; the coordinator decides when it is due."""
 
     def __init__(self, identity: Identity, topics: Topics) -> None:
         device = identity.membership.device
         self.answers = topics.certificate_for(device)
         self.identity = identity
         self._questions = topics.renewal(device)
-        self._asked_at: float | None = None
+        self._asking: Resend | None = None  # None: ask at the next tick
         self._moves = False  # it has just got a certificate of a new authority
-        self._reconnected_at = -math.inf
+        self._moving: Resend | None = None  # since it first connected again for that; the broker may not trust it yet
 
     def note_connected(self, transport: Transport, certificate: Path | None) -> None:
         """Called after each connection, with the certificate that the broker accepted."""
         try:
             if certificate == self.identity.next_certificate and certificate.is_file():
                 self.identity.use_next_certificate()
+                self._moving = None
                 log.info("the broker accepted the new certificate")
             elif self.identity.next_certificate.is_file():
                 log.warning("the broker does not accept the new certificate yet; the former one stays in use")
@@ -204,23 +207,22 @@ class Renewal:
                 log.info("the former authority is no longer trusted")
         except (OSError, ConfigError) as error:
             log.warning("the former certificate cannot be replaced", extra={"reason": str(error)})
-        self._asked_at, self._moves = None, False
+        self._asking, self._moves = None, False
         self.tick(transport)
 
     def ask_soon(self) -> None:
         """Ask again at the next tick: after a restart of the server, nobody may have heard the first request."""
-        self._asked_at = None
+        self._asking = None
 
     def tick(self, transport: Transport) -> None:
         """Called often while the link is up."""
-        now = time.monotonic()
-        if self._moves and now - self._reconnected_at > REQUEST_INTERVAL_S:  # else the broker may not trust it yet
-            self._moves, self._reconnected_at = False, now
+        if self._moves and (self._moving is None or self._moving.due()):
+            self._moving, self._moves = self._moving or _begin_interval(), False
             transport.reconnect("connecting again with a certificate of the new authority")
             return
-        if self._asked_at is not None and now - self._asked_at < REQUEST_INTERVAL_S:
+        if self._asking is not None and not self._asking.due():
             return
-        self._asked_at = now
+        self._asking = self._asking or _begin_interval()
         try:
             request = RenewRequest(self.identity.request, self.identity.list_digests())
             transport.publish(self._questions, encode_enrolment(request), qos=1)
@@ -239,3 +241,7 @@ class Renewal:
             log.warning("certificate not renewed", extra={"reason": str(error)})
         else:
             log.info("certificate renewed", extra={"sha256": hashlib.sha256(message.certificate).hexdigest()[:16]})
+
+
+def _begin_interval() -> Resend:
+    return Resend(FIRST_INTERVAL_S, most_s=REQUEST_INTERVAL_S)

@@ -12,9 +12,10 @@ AGAIN_MAX_S = 60.0
 class Resend:
     """When to send an unanswered message again: with jitter, after waits that double."""
 
-    def __init__(self, least_s: float = 0.0) -> None:
+    def __init__(self, least_s: float = 0.0, most_s: float | None = None) -> None:
         self._began = time.monotonic()
-        self._wait_s = max(AGAIN_S, least_s)
+        self._most_s = AGAIN_MAX_S if most_s is None else most_s
+        self._wait_s = max(AGAIN_S, least_s) if most_s is None else min(least_s, most_s)
         self._due = self._began + self._wait_s
 
     def is_overdue(self) -> bool:
@@ -24,7 +25,7 @@ class Resend:
     def due(self) -> bool:
         if time.monotonic() < self._due:
             return False
-        self._wait_s = min(AGAIN_MAX_S, 2 * self._wait_s)
+        self._wait_s = min(self._most_s, 2 * self._wait_s)
         self._due = time.monotonic() + self._wait_s * random.uniform(0.75, 1.25)
         return True
 

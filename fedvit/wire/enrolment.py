@@ -124,7 +124,7 @@ class JoinRefused(Enrolment, frozen=True, tag="denied"):
 
 
 class RenewRequest(Enrolment, frozen=True, tag="renew"):
-    """A device asks, each time it connects and once an hour, whether it is time for its next certificate.
+    """A device asks whether it is time for its next certificate: each time it connects, and again up to an hour later.
 
     The coordinator's clock decides; there is no answer while it is too early.
     """

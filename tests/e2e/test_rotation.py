@@ -129,7 +129,7 @@ def test_many_virtual_devices_with_certificates_and_labels(stage: Stage) -> None
     fleet.command("rotate-authority")
     wait_until(
         lambda: f"rotated: {len(names)} devices" in stage.log("service"),
-        lambda: f"the rotation has not ended: {stage.log('service')[-4000:]}",
+        lambda: f"the rotation has not ended: {stage.log('service')[-4000:]}\n{stage.log('host')[-4000:]}",
         wait_s=2 * WAIT_S,
     )
     some = names[:3]

@@ -20,18 +20,24 @@ STEP = 0.05
 """Change of a pixel, whose standard deviation is 1."""
 LEAST = 2e-4
 """Influence of a pixel below which a number follows from rounding alone; of a tensor's numbers, which are about 0.1."""
+ONE = 1.05
+"""Effective number of images up to which a number follows from a single one."""
 PERSONAL_NUMBERS = 24
-"""Numbers of local tensors whose influence is measured."""
+"""Numbers of local tensors whose influence is measured at first."""
+SUSPICIOUS = 1.1
+"""Effective number of these up to which a number may be the copy of one: then all of their tensor are measured."""
 
 
 @dataclass(frozen=True)
 class Influence:
     """Numbers of pixels, personal numbers and class counts that a sent number follows from, at the least.
 
-    `images` is the median over all sent numbers; infinite: none."""
+    `images` is the median over all sent numbers; infinite: none. `single` counts the sent numbers that follow from one
+    image."""
 
     pixels: float
     images: float
+    single: int
     personal: float
     counts: float
 
@@ -42,9 +48,9 @@ class Influence:
         """
         return (
             self.pixels < min(0.6 * honest.pixels, 1.1 * images)
-            or (self.images < 1.05 and honest.images > 1.2)
-            or self.personal < min(0.6 * honest.personal, 1.1)
-            or self.counts < min(0.6 * honest.counts, 1.1)
+            or (self.images < ONE and honest.images > 1.2 and self.single > honest.single)
+            or self.personal < min(0.6 * honest.personal, SUSPICIOUS)
+            or self.counts < min(0.6 * honest.counts, SUSPICIOUS)
         )
 
 
@@ -93,20 +99,34 @@ def measure_influence(program: Program, graphs: Graphs, device: Device) -> Influ
         pixels.append(change(patches, device.values, device.counts))
     by_pixel = np.stack(pixels, axis=1)
     by_image = by_pixel.reshape(len(start), len(device.patches), -1).sum(axis=2)
-    personal, counted = [np.zeros(len(start))], [np.zeros(len(start))]
-    for name, place in device.personal:
-        value = device.values[name].copy()
-        value.reshape(-1)[place] += STEP
-        personal.append(change(device.patches, {**device.values, name: value}, device.counts))
+
+    def change_numbers(places: list[tuple[str, int]]) -> Array:
+        columns = [np.zeros(len(start))]
+        for name, place in places:
+            value = device.values[name].copy()
+            value.reshape(-1)[place] += STEP
+            columns.append(change(device.patches, {**device.values, name: value}, device.counts))
+        return np.stack(columns, axis=1)
+
+    personal = change_numbers(device.personal)
+    if _fewest(personal) < SUSPICIOUS:  # perhaps one of the few that were drawn, out of many
+        alone = personal[(personal.max(axis=1) > LEAST) & (_count(personal) < SUSPICIOUS)]
+        names = {device.personal[column - 1][0] for column in np.flatnonzero(alone.max(axis=0) > LEAST)}
+        others = [(name, place) for name in sorted(names) for place in range(device.values[name].size)]
+        personal = np.concatenate(
+            [personal, change_numbers([one for one in others if one not in device.personal])], axis=1
+        )
+    counted = [np.zeros(len(start))]
     for place in range(len(device.counts)):
         counts = device.counts.copy()
         counts[place] += STEP
         counted.append(change(device.patches, device.values, counts))
-    strong = by_pixel.max(axis=1) > LEAST
+    images = _count(by_image[by_pixel.max(axis=1) > LEAST])
     return Influence(
         _fewest(by_pixel),
-        float(np.median(_count(by_image[strong]))) if strong.any() else math.inf,
-        _fewest(np.stack(personal, axis=1)),
+        float(np.median(images)) if len(images) else math.inf,
+        int((images < ONE).sum()),
+        _fewest(personal),
         _fewest(np.stack(counted, axis=1)),
     )
 
@@ -119,7 +139,8 @@ def _fewest(influence: Array) -> float:
 
 def _count(influence: Array) -> Array:
     """Effective number of columns that each row follows from: (sum)^2 / sum of squares."""
-    return np.asarray(influence.sum(axis=1) ** 2 / (influence**2).sum(axis=1))
+    squares = np.maximum((influence**2).sum(axis=1), np.finfo(np.float64).tiny)
+    return np.asarray(influence.sum(axis=1) ** 2 / squares)
 
 
 class _Run:

@@ -6,7 +6,9 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import pytest
@@ -26,10 +28,12 @@ from coordinator.security.rotations import RotationRows
 from coordinator.security.service import Service
 from edge_client.link import identity as identity_module
 from edge_client.link import join as join_module
-from edge_client.link.identity import Identity
+from edge_client.link.identity import Identity, Renewal
 from edge_client.link.join import join
 from fedvit.errors import BadPayload, ConfigError, PeerRefused
 from fedvit.transport.address import tls_context
+from fedvit.transport.base import Connected, Received
+from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.enrolment import Renewed, RenewRequest, decode_enrolment, encode_enrolment
 from tests.support.codes import has_code
 from tests.support.deployments import make_deployment, make_request, serve_deployment
@@ -110,6 +114,49 @@ def test_devices_move_by_themselves_and_then_the_rotation_ends(stage: Stage, tmp
         begin_rotation(deployment, LONG_S)
         wait_until(lambda: "pi-2" in read_rotation(deployment).updated, "the next move")
         assert read_rotation(deployment).awaited == ["pi-1", "pi-3"]
+
+
+def test_a_device_that_the_broker_refused_once_tries_its_new_certificate_again(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity_module, "REQUEST_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(identity_module, "FIRST_INTERVAL_S", 0.2)
+    deployment, identity = stage.deployment, join_device(stage.deployment, tmp_path, "pi-1")
+    reconnects: list[str] = []
+    with run_device(identity) as transport:
+        reconnect, address = transport.reconnect, transport._connector.address
+
+        def reconnect_refused_once(reason: str) -> None:
+            """Connect with the former certificate, as after a refusal of the new one."""
+            reconnects.append(reason)
+            transport._connector.address = replace(address, next_cert_file=None) if len(reconnects) == 1 else address
+            reconnect(reason)
+
+        monkeypatch.setattr(transport, "reconnect", reconnect_refused_once)
+        new = read_json(deployment)["next_authority"]
+        wait_until(lambda: list_trusted(identity) == [new], "the device to move")
+    assert len(reconnects) > 1
+
+
+def test_a_request_that_nobody_heard_is_sent_again(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may be back at a restarted broker before the server is: its first request reaches nobody."""
+    monkeypatch.setattr(identity_module, "REQUEST_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(identity_module, "FIRST_INTERVAL_S", 0.01)
+    identity, broker = join_device(stage.deployment, tmp_path, "pi-1"), MemoryBroker()
+    renewal, device = Renewal(identity, HOME), MemoryTransport(SimpleQueue(), broker, "pi-1")
+    device.open()
+    renewal.note_connected(device, identity.certificate)
+    heard: SimpleQueue[object] = SimpleQueue()
+    server = MemoryTransport(heard, broker, "server")
+    server.subscribe(HOME.renewal("+"), 1)
+    server.open()
+    assert isinstance(heard.get(), Connected)
+    wait_until(lambda: not heard.empty(), "the second request", meanwhile=lambda: renewal.tick(device))
+    request = heard.get()
+    assert isinstance(request, Received)
+    assert decode_enrolment(request.payload) == RenewRequest(identity.request, identity.list_digests())
 
 
 @pytest.mark.slow

@@ -42,12 +42,14 @@ from fedvit.methods.fedper import FedPer
 from fedvit.methods.fedperfix import FedPerfix
 from fedvit.methods.fedproto import FedProto
 from fedvit.methods.fedprox import FedProx
+from fedvit.methods.fedra import FedRA
 from fedvit.methods.fedrep import FedRep
 from fedvit.methods.fedrod import FedRoD
 from fedvit.methods.fedsa_lora import FedSaLora
 from fedvit.methods.fedtp import FedTP
 from fedvit.methods.fedvpt_d import FedVptDeep
 from fedvit.methods.ffa_lora import FfaLora
+from fedvit.methods.flexlora import FlexLora
 from fedvit.methods.gpfl import GPFL
 from fedvit.methods.ifca import IFCA
 from fedvit.methods.knn_per import KnnPer
@@ -97,12 +99,14 @@ METHODS: dict[str, type[Method]] = {
     "fedperfix": FedPerfix,
     "fedproto": FedProto,
     "fedprox": FedProx,
+    "fedra": FedRA,
     "fedrep": FedRep,
     "fedrod": FedRoD,
     "fedsa_lora": FedSaLora,
     "fedtp": FedTP,
     "fedvpt_d": FedVptDeep,
     "ffa_lora": FfaLora,
+    "flexlora": FlexLora,
     "gpfl": GPFL,
     "ifca": IFCA,
     "knn_per": KnnPer,

@@ -264,6 +264,15 @@ class Method(Hyperparameters, ABC):
         """
         return self
 
+    def for_device(self, vit: PatchViT, device: str, round_number: int) -> "Method":
+        """The method of one device in a round, for methods that draw what a device trains.
+
+        It has the same graphs, and the same tensors in every group; roles may differ, and the ranges of draws. A draw
+        follows from `vit.seed`, device and round, so that a resumed run repeats it. It is one of few: each of them is
+        a Program that the coordinator keeps.
+        """
+        return self
+
     # --- tensors --------------------------------------------------------------------------------------
 
     def model_patches(self) -> tuple[ModelPatch, ...]:

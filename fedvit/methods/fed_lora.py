@@ -13,6 +13,9 @@ from fedvit.models.lora import Lora
 from fedvit.models.model_patch import ModelPatch
 from fedvit.models.vit import PatchViT
 
+ADDITIONS = "blocks.*.attn.qkv.lora_?.*"
+"""Pattern of the names of both factors of all additions."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FedLora(FedAvg):
@@ -32,4 +35,4 @@ class FedLora(FedAvg):
         return (Lora(rank=self.rank, alpha=self.alpha),)
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
-        return on_frozen_backbone("blocks.*.attn.qkv.lora_?.*")
+        return on_frozen_backbone(ADDITIONS)

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -261,8 +262,8 @@ class Cohort:
 
     def _runner(self, run: "_PhaseRun", devices: int, *, fused: bool) -> Runner:
         method, phase, (vit, pixels, batch) = run
-        # recomputing blocks saves a small device's memory, and changes no result
-        plain = replace(method, recompute=False)
+        # recomputing blocks saves a small device's memory, and changes no result; a step reads what was drawn as inputs
+        plain, phase = replace(method.as_traced(), recompute=False), msgspec.structs.replace(phase, draws=())
         key = (plain, phase, devices if self._captures else 0, fused)
         if key not in self._runners:
             step = partial(whole_step, plain, vit, phase, TorchCalculus if self._settings.is_eager else TracedCalculus)
@@ -310,7 +311,7 @@ class Cohort:
         if evaluate.gather:
             own |= self._gather(program, method, common, own, train, choices)
         reading = self._read(method, program, values)
-        batched = self._make_step((method, None), lambda: predict_step(method, reading.vit))
+        batched = self._make_step((method.as_traced(), None), lambda: predict_step(method, reading.vit))
         correct = np.zeros(len(test))
         tallies = [AnswerTally(len(program.classes)) for _ in test]
         for labels, readable, outputs in self._full(reading, batched, common, own, test):
@@ -343,7 +344,7 @@ class Cohort:
             for one, choice in zip(train, choices, strict=True)
         ]
         reading = self._read_images()
-        batched = self._make_step((method, gather), lambda: gather_step(method, reading.vit, gather))
+        batched = self._make_step((method.as_traced(), gather), lambda: gather_step(method, reading.vit, gather))
         count = len(chosen)
         values = torch.zeros(count, gather.capacity, *gather.shape, device=self._accelerator)
         labels, weight = np.zeros((count, gather.capacity), np.int64), np.zeros((count, gather.capacity), np.float32)

@@ -352,7 +352,8 @@ class SimulatedDevices:
 
     def _given(self, method: Method, group: str, names: list[str]) -> Named:
         """The values of a group that all devices of a method get in this round."""
-        if (method, group) not in self._here:
+        key = method.as_traced(), group
+        if key not in self._here:
             spec = self._program(method).groups[group]
             if not spec.role.from_server_each_round:
                 tensors = {name: self._plan.values[name] for name in names}
@@ -362,8 +363,8 @@ class SimulatedDevices:
                 tensors = {name: self._state.tensors[name] for name in names}
             sent = as_sent(method, self._plan.vit, tensors)
             given = {name: torch.from_numpy(value) for name, value in sent.items()}
-            self._here[method, group] = self._to_accelerator(unpack_tensors(given))
-        return self._here[method, group]
+            self._here[key] = self._to_accelerator(unpack_tensors(given))
+        return self._here[key]
 
     def _generated(self, devices: Sequence[str], names: list[str]) -> Named:
         """(D, ...) tensors that the server generates for these devices."""

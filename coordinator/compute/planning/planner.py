@@ -102,6 +102,7 @@ class Plan:
     # by method and target without its name
     choices: dict[tuple[Method, bytes], tuple[Variant, Expected]] = field(default_factory=dict)
     costs: dict[str, GraphCost] = field(default_factory=dict)  # by the graph's digest
+    flops: dict[Method, dict[str, int]] = field(default_factory=dict)  # of traced methods, by graph
     packed: dict[tuple[str, Precision, Compute], str] = field(default_factory=dict)  # (digest, how it is packed)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -120,6 +121,10 @@ class Plan:
         return PROTOCOLS["adapted" if evaluate.adapt else "kept" if keeps else "newest"]
 
     def method_for(self, device: str, round_number: int) -> Method:
+        return self.method_before_draw(device, round_number).for_device(self.vit, device, round_number)
+
+    def method_before_draw(self, device: str, round_number: int) -> Method:
+        """Return a device's method in a round, without what is drawn for this device alone: costs are the same."""
         return _method_for(self.config, device).in_round(round_number, self.config.rounds)
 
     def variant(self, device: str, round_number: int) -> Variant:
@@ -139,15 +144,16 @@ class Plan:
 
         It is made at the first request. Without a profile there is no expectation. Raises OverBudget if nothing fits.
         """
-        method = self.method_for(device, round_number)
         if target is None:
             return self.variant(device, round_number), None
+        method = self.method_before_draw(device, round_number)
         with self.lock:
             # the choice holds for all devices with the same profile
             key = (method, msgspec.json.encode(target._replace(device="")))
             if key not in self.choices:
                 self.choices[key] = self._choose(method, target)
-            variant, expected = self.choices[key]
+            chosen, expected = self.choices[key]
+            variant = self._variant(chosen.method.for_device(self.vit, device, round_number))
             prediction = msgspec.structs.replace(expected.prediction, device=device)
             return variant, msgspec.structs.replace(expected, prediction=prediction)
 
@@ -230,9 +236,10 @@ class Plan:
 
     def describe(self, method: Method) -> Program:
         """Return the Program of a method without blobs, for engines that need no graph; nothing is exported."""
-        batch = self.batch_of(method)
-        flops = count_flops(method, self.vit, batch)
-        graphs = {name: GraphSpec(_NO_DIGEST, count) for name, count in flops.items()}
+        batch, alike = self.batch_of(method), method.as_traced()
+        if alike not in self.flops:
+            self.flops[alike] = count_flops(alike, self.vit, batch)
+        graphs = {name: GraphSpec(_NO_DIGEST, count) for name, count in self.flops[alike].items()}
         return self._program(method, batch, graphs, lambda members: _NO_DIGEST)
 
     def batch_of(self, method: Method) -> Batch:

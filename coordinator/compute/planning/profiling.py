@@ -169,7 +169,7 @@ def choose_configurations(
     budgets; making them takes a while.
     """
     plan = _plan(request, progress, budgets=True)
-    method, targets = plan.method_for("", 1), list(_list_targets(request))
+    method, targets = plan.method_before_draw("", 1), list(_list_targets(request))
     chosen: list[Choice | NothingFits] = []
     for target in targets:
         try:
@@ -200,7 +200,7 @@ def _list_targets(request: PredictionRequest) -> Iterator[PlannedDevice]:
 def _list_methods(plan: Plan) -> Iterable[Method]:
     """List the methods of all devices and rounds, each once."""
     devices, rounds = ("", *plan.config.variants), range(1, plan.config.rounds + 1)
-    return dict.fromkeys(plan.method_for(device, number) for device in devices for number in rounds)
+    return dict.fromkeys(plan.method_before_draw(device, number) for device in devices for number in rounds)
 
 
 def _find_methods(plan: Plan, asked: Method, targets: Iterable[PlannedDevice]) -> Iterator[Method]:

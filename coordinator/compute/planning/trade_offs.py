@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from fedvit.methods.base import Method, list_untrained
 from fedvit.methods.caff import CAFF
 from fedvit.methods.eftvit import EFTViT
+from fedvit.methods.fedra import FedRA
+from fedvit.methods.flexlora import FlexLora
 from fedvit.models.vit import PatchViT
 from fedvit.resources import BudgetKind
 
@@ -87,9 +89,15 @@ def _threshold(method: EFTViT, vit: PatchViT) -> Values:
     return ((method.threshold * share, share) for share in (0.5, 0.25, 0.125))
 
 
-def _layers(method: CAFF, vit: PatchViT) -> Values:
+def _layers(method: CAFF | FedRA, vit: PatchViT) -> Values:
     """Not measured: each layer less keeps 95 %."""
-    return ((layers, 0.95 ** (method.layers - layers)) for layers in range(method.layers - 1, 0, -1))
+    most = method.count_layers(vit) if isinstance(method, FedRA) else method.layers
+    return ((layers, 0.95 ** (most - layers)) for layers in range(most - 1, 0, -1))
+
+
+def _own_rank(method: FlexLora, vit: PatchViT) -> Values:
+    """Halve the rank of additions. Not measured: 5 % for each halving."""
+    return halves(method.own_rank or method.rank, 0.95)
 
 
 def halves(number: int, share: float) -> Values:
@@ -110,6 +118,8 @@ TRADE_OFFS = (
     Rule(Method, "batch_size", frozenset({"memory"}), _batch_size),
     Rule(Method, "epochs", frozenset({"flops", "time"}), _epochs),
     Rule(CAFF, "layers", frozenset({"memory", "flops", "time", "upload"}), _layers),
+    Rule(FedRA, "layers", frozenset({"memory", "flops", "time", "upload"}), _layers),
+    Rule(FlexLora, "own_rank", frozenset({"memory", "flops", "time", "upload"}), _own_rank),
     Rule(EFTViT, "mask", frozenset({"memory", "flops", "time", "upload"}), _mask),
     Rule(EFTViT, "local_blocks", frozenset({"memory", "flops", "time"}), _local_blocks),
     Rule(EFTViT, "threshold", frozenset({"memory", "upload"}), _threshold),

@@ -192,9 +192,7 @@ class Renewal:
         self._questions = topics.renewal(device)
         self._next_request: Resend | None = None  # None: ask at the next tick
         self._moves = False  # it has just got a certificate of a new authority
-        self._next_attempt: Resend | None = (
-            None  # since it first connected again for that; the broker may not trust it yet
-        )
+        self._next_attempt: Resend | None = None  # to connect with it, if the broker did not trust it yet
 
     def note_connected(self, transport: Transport, certificate: Path | None) -> None:
         """Called after each connection, with the certificate that the broker accepted."""

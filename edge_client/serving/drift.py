@@ -133,6 +133,14 @@ class Charts:
         return drifted
 
 
+def try_reference(reference: PictureReference, seen: Observation) -> None:
+    """Measure a picture with throw-away sums. Raises some exception if model and reference do not belong together."""
+    charts = Charts(reference)
+    charts.add(charts.measure(seen, 1.0))
+    if reference.centres:
+        FeatureShift(reference.centres).add(seen.features, seen.best)
+
+
 class DriftWatch:
     """Watches the answered pictures of a device. Call `use` for each model, and write it from time to time."""
 

@@ -14,15 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
-from edge_client.serving.drift import DriftWatch, Observation
+from edge_client.serving.drift import DriftWatch, Observation, try_reference
 from edge_client.storage.models import DeviceModel, DeviceModels
 from edge_client.storage.serving import ServedAnswers, ServingStatus, read_serving, write_serving
 from export.bundle.read import Bundle, ClassProbability, read_reference
-from fedvit.data.images import Pixels
+from export.bundle.reference import PictureReference
+from fedvit.data.images import Floats, Pixels
 from fedvit.engine import trim_memory
-from fedvit.errors import BadPayload, ConfigError, FedvitError, StorageFailed
+from fedvit.errors import BadPayload, ConfigError, FedvitError, StorageFailed, describe_fault
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,29 @@ class NoModel(FedvitError):
     general_code = "FV1492"
 
 
+def observe(bundle: Bundle, pixels: Pixels) -> tuple[Observation, Floats]:
+    """Return a model's answer to a picture, and its calibrated probabilities.
+
+    Raises BadPayload, and any other exception for files that do not belong together.
+    """
+    run = bundle.run(pixels)
+    probabilities = bundle.calibrate(run.logits[0])
+    best = int(probabilities.argmax())
+    confidence = float(probabilities[best])
+    if not math.isfinite(confidence):
+        raise BadPayload("FV2470", "its answer is not a number")
+    is_unsure = bundle.is_unsure(confidence)
+    return Observation(pixels, run.logits[0], run.features[0], best, confidence, is_unsure), probabilities
+
+
+def try_out(bundle: Bundle, reference: PictureReference | None) -> None:
+    """Answer a grey picture, the whole way. Raises as `observe` does."""
+    seen, probabilities = observe(bundle, np.full((bundle.batch.image_size,) * 2 + (3,), 128, np.uint8))
+    bundle.rank(probabilities, 1)
+    if reference:
+        try_reference(reference, seen)
+
+
 def is_below_band(new: ServedAnswers, former: ServedAnswers) -> bool:
     """Return whether a new model is less confident than the one before it by more than chance and a tenth."""
     if min(new.pictures, former.pictures) < BAND_PICTURES or new.pictures > PROBATION:
@@ -99,7 +124,7 @@ class ModelServer:
         self._written: ServingStatus | None = None
         self._saved_at = self._written_at = time.monotonic()
         self._reported = ""
-        self._broken = ""  # a model that does not answer with numbers
+        self._broken: tuple[str, str] | None = None  # a model that cannot answer, and the reason
 
     def start(self) -> None:
         """Open the promoted model, if there is one, and follow the list from now on."""
@@ -130,20 +155,19 @@ class ModelServer:
         pixels = read(model.bundle.batch.image_size)
         with self._lock:
             began = time.perf_counter()
-            run = model.bundle.run(pixels)
-            probabilities = model.bundle.calibrate(run.logits[0])
-            seconds = time.perf_counter() - began
-            best = int(probabilities.argmax())
-            confidence = float(probabilities[best])
-            if not math.isfinite(confidence):
-                self._broken = model.name
+            try:
+                seen, probabilities = observe(model.bundle, pixels)
+                seconds = time.perf_counter() - began
+                answers = model.bundle.rank(probabilities, top)
+                if model is self._open:  # else it was replaced while the picture was decoded
+                    self._count(model, seen)
+            except MemoryError:
+                raise
+            except Exception as error:  # pictures have one form: the next one would fail, too
+                self._broken = model.name, f"it cannot answer: {describe_fault(error)}"
                 self._changed.set()
-                raise BadPayload("FV1492", f"model {model.name} answers with a value that is not a number")
-            is_unsure = model.bundle.is_unsure(confidence)
-            if model is self._open:  # else it was replaced while the picture was decoded
-                self._count(model, Observation(pixels, run.logits[0], run.features[0], best, confidence, is_unsure))
-        answers = model.bundle.rank(probabilities, top)
-        return Classification(model.name, answers[0].label, confidence, is_unsure, answers, seconds)
+                raise BadPayload("FV2470", f"model {model.name} cannot answer: {describe_fault(error)}") from error
+        return Classification(model.name, answers[0].label, seen.confidence, seen.is_unsure, answers, seconds)
 
     def note_trouble(self, what: str, reason: str) -> None:
         """Log a fault, once until another one, and show it in the status."""
@@ -190,9 +214,9 @@ class ModelServer:
         if self._open is not None and is_below_band(self.status.answered, self.status.former):
             new, former = self.status.answered.mean_confidence, self.status.former.mean_confidence
             self._roll_back(self._open.name, f"mean confidence {new:.2f}, before it {former:.2f}")
-        if self._open is not None and self._broken == self._open.name:
-            self._roll_back(self._open.name, "its answers are not numbers")
-            self._broken = ""
+        broken, self._broken = self._broken, None
+        if self._open is not None and broken and broken[0] == self._open.name:
+            self._roll_back(*broken)
         stamp = self.models.stamp()
         if stamp == self._stamp and self._open is not None:
             return
@@ -216,8 +240,10 @@ class ModelServer:
         try:
             bundle = Bundle.open(self.models.path(wanted.name), None, self._threads)
             reference = read_reference(self.models.path(wanted.name))
-        except (FedvitError, OSError, MemoryError) as error:
-            self.note_trouble(f"model {wanted.name} cannot be opened, the one that answers goes on", str(error))
+            try_out(bundle, reference)
+        except Exception as error:  # noqa: BLE001 - its files may have come from elsewhere
+            what = f"model {wanted.name} cannot be opened, the one that answers goes on"
+            self.note_trouble(what, describe_fault(error))
             self._stop.wait(LOOK_EVERY_S)
             return
         trim_memory()  # the file's bytes are not needed any more: 16 MB of a ViT-Tiny

@@ -7,7 +7,7 @@ from edge_client.serving.home import PredictionEntry
 from edge_client.serving.models import ModelServer, NoModel
 from edge_client.serving.results import ResultFile, make_line
 from edge_client.serving.sources import Picture, Source, follow
-from fedvit.errors import DataError, FedvitError, StorageFailed
+from fedvit.errors import DataError, StorageFailed, describe_fault
 
 
 class Pipeline:
@@ -38,8 +38,8 @@ class Pipeline:
             return
         except DataError as reason:
             error = str(reason)
-        except (FedvitError, MemoryError) as reason:
-            error = str(reason)
+        except Exception as reason:  # noqa: BLE001 - a source's thread must not end
+            error = describe_fault(reason)
             self._server.note_trouble("a picture was not answered", error)
         if self._home and prediction:
             self._home.show(prediction, source.name, has_drifted=bool(self._server.status.drift))

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from edge_client.serving.models import Classification, ModelServer, NoModel
 from fedvit.data.images import read_image
-from fedvit.errors import ConfigError, DataError, FedvitError
+from fedvit.errors import ConfigError, DataError, FedvitError, describe_fault
 from fedvit.small_server import ListenAddress, SmallHandler, SmallServer
 
 log = logging.getLogger(__name__)
@@ -155,10 +155,10 @@ class _Handler(SmallHandler):
             self._answer(HTTPStatus.UNPROCESSABLE_ENTITY, PredictError(str(error), error.code))
         except NoModel as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, PredictError(str(error), error.code))
-        except (FedvitError, MemoryError) as error:  # one request must not end the others
-            self.server.server.note_trouble("a picture was not answered", str(error))
+        except Exception as error:  # noqa: BLE001 - no request ends without a reason
+            self.server.server.note_trouble("a picture was not answered", describe_fault(error))
             code = error.code if isinstance(error, FedvitError) else "FV1492"
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, PredictError(str(error), code))
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, PredictError(describe_fault(error), code))
         else:
             self._answer(HTTPStatus.OK, describe_prediction(prediction))
 

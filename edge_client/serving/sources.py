@@ -213,6 +213,10 @@ def follow(source: Source, answer: Callable[[Picture], None], stop: threading.Ev
             if not is_down:
                 log.warning("no pictures from the source", extra={"source": source.name, "reason": str(error)})
             is_down = True
+        except Exception:  # what a decoder or a driver raises must not end the source's thread
+            if not is_down:
+                log.exception("no pictures from the source", extra={"source": source.name})
+            is_down = True
         stop.wait(backoff.wait_s(time.monotonic() - began_at if math.isfinite(began_at) else None))
 
 

@@ -1,7 +1,10 @@
 """The change of models, and the way back from a bad one."""
 
+import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from edge_client.serving.models import (
 from edge_client.storage.models import DeviceModels
 from edge_client.storage.serving import ServedAnswers, read_serving
 from fedvit.data.images import Pixels
+from fedvit.errors import BadPayload
 from tests.support.codes import has_code
 from tests.support.served import Digits, add_model, split_digits
 from tests.support.waiting import wait_until
@@ -81,7 +85,9 @@ def test_damaged_list_changes_nothing(server: ModelServer, state: Path, stream: 
     assert name_of(server, stream.pixels[0]) == "digits-1"
 
 
-@pytest.mark.parametrize("damage", ["another version", "cut off", "removed"])
+@pytest.mark.parametrize(
+    "damage", ["another version", "cut off", "removed", "another size", "fewer labels", "another reference"]
+)
 def test_model_that_cannot_be_opened_is_rolled_back(
     server: ModelServer,
     state: Path,
@@ -94,7 +100,21 @@ def test_model_that_cannot_be_opened_is_rolled_back(
     models = DeviceModels(state)
     name = add_model(state, digit_bundles["other"], 2)
     card = models.path(name) / "card.json"
-    if damage == "another version":
+
+    def change(file: str, key: str | None, make: Callable[[Any], object]) -> None:
+        path = models.path(name) / file
+        content = json.loads(path.read_bytes())
+        content = {**content, key: make(content[key])} if key else make(content)
+        path.write_text(json.dumps(content))
+
+    if damage == "another size":
+        change("preprocessing.json", "image_size", lambda size: 2 * size)
+    elif damage == "fewer labels":
+        change("card.json", "classes", lambda count: count - 1)
+        change("labels.json", None, lambda labels: labels[1:])
+    elif damage == "another reference":
+        change("reference.json", "mean", lambda mean: mean[1:])
+    elif damage == "another version":
         card.write_bytes(card.read_bytes().replace(b'"v": 1', b'"v": 99'))
     elif damage == "cut off":
         (models.path(name) / "model.onnx").write_bytes(b"\x08\x0a")
@@ -143,6 +163,20 @@ def test_proven_model_may_be_killed(state: Path, stream: Digits) -> None:
         again = ModelServer(state, 1)
         again._look()
         assert name_of(again, stream.pixels[0]) == "digits-1"
+
+
+def test_model_that_cannot_run_later_is_rolled_back(
+    server: ModelServer, state: Path, digit_bundles: dict[str, Path], stream: Digits
+) -> None:
+    """One that has answered; the picture is refused with a reason, the next one gets an answer."""
+    models = DeviceModels(state)
+    name = add_model(state, digit_bundles["other"], 2)
+    models.promote(name)
+    wait_until(lambda: name_of(server, stream.pixels[0]) == name)
+    with pytest.raises(BadPayload, check=has_code("FV2470")):
+        server.answer(lambda _: stream.pixels[0, 1:])
+    wait_until(lambda: name_of(server, stream.pixels[0]) == "digits-1")
+    assert "cannot answer" in models.read().withdrawn[name]
 
 
 def test_model_without_confidence_is_rolled_back(

@@ -1,5 +1,6 @@
 """Pictures of folders: each new one once, when it is whole."""
 
+import logging
 import os
 import threading
 import time
@@ -106,18 +107,19 @@ class Failing:
 
     name = "failing"
 
-    def __init__(self) -> None:
-        self.opened = 0
+    def __init__(self, error: Exception) -> None:
+        self.opened, self._error = 0, error
 
     def pictures(self, stop: threading.Event) -> Iterator[Picture]:
         self.opened += 1
         yield read_later(Path(f"{self.opened}.png"))
         if self.opened < 3:
-            raise LinkDown("FV1494", "it stops")
+            raise self._error
 
 
-def test_source_that_stops_is_opened_again(caplog: pytest.LogCaptureFixture) -> None:
-    source, answered = Failing(), list[str]()
+@pytest.mark.parametrize("error", [LinkDown("FV1494", "it stops"), ValueError("of a driver")])
+def test_source_that_stops_is_opened_again(caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+    source, answered = Failing(error), list[str]()
     follow(source, lambda picture: answered.append(picture.name), threading.Event())
     assert answered == ["1.png", "2.png", "3.png"]
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 2
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 2

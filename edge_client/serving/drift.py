@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from edge_client.serving.feature_shift import FeatureShift
+from edge_client.serving.feature_shift import FeatureShift, LastOfSource
 from edge_client.storage.serving import ServedAnswers
 from export.bundle.reference import MEASURES, PictureReference, Quantiles, measure_answers, measure_pixels
 from fedvit.data.images import Floats, Pixels
@@ -87,6 +87,7 @@ class Observation(NamedTuple):
     best: int  # class
     confidence: float
     is_unsure: bool
+    source: str = ""  # the camera or folder; "": a request
 
 
 class NormalScores:
@@ -152,7 +153,7 @@ class DriftWatch:
         self._charts: Charts | None = None
         self._shift: FeatureShift | None = None
         self._pictures = 0
-        self._last: Pixels | None = None
+        self._last = LastOfSource[Pixels]()
         self._raised_at: dict[str, int] = {}  # measure -> number of the picture
         self.alerts: dict[str, float] = {}  # measure -> wall clock
 
@@ -175,7 +176,7 @@ class DriftWatch:
             values = {}
         self._pictures += 1
         self._count(seen, values)
-        is_news = self._is_news(seen.pixels)
+        is_news = self._is_news(seen)
         for name in self._find_drift(seen, values) if values and is_news else ():
             if name not in self.alerts:
                 log.warning("pictures have drifted", extra={"measure": name, "model": self._model})
@@ -188,7 +189,7 @@ class DriftWatch:
 
     def _find_drift(self, seen: Observation, values: dict[str, float]) -> list[str]:
         drifted = self._charts.add(values) if self._charts else []
-        if self._shift and self._shift.add(seen.features, seen.best):
+        if self._shift and self._shift.add(seen.features, seen.best, seen.source):
             drifted.append(FEATURES)
         return drifted
 
@@ -209,13 +210,13 @@ class DriftWatch:
         """The statistics by date."""
         return self._kept.days
 
-    def _is_news(self, pixels: Pixels) -> bool:
-        """Return whether a picture differs from the last one that did."""
-        last = self._last
+    def _is_news(self, seen: Observation) -> bool:
+        """Return whether a picture differs from the last one of its source that did."""
+        last, pixels = self._last.get(seen.source), seen.pixels
         is_same_size = last is not None and last.shape == pixels.shape
         if last is not None and is_same_size and np.abs(last.astype(np.int16) - pixels).mean() < SAME_SCENE:
             return False
-        self._last = pixels
+        self._last.put(seen.source, pixels)
         return True
 
     def _count(self, seen: Observation, values: dict[str, float]) -> None:

@@ -146,8 +146,11 @@ class ModelServer:
         """The model that answers."""
         return self._open
 
-    def answer(self, read: Callable[[int], Pixels], top: int = 1) -> Classification:
-        """Answer a picture that `read` decodes at the model's size. Raises NoModel, DataError, BadPayload."""
+    def answer(self, read: Callable[[int], Pixels], top: int = 1, source: str = "") -> Classification:
+        """Answer a picture that `read` decodes at the model's size. Raises NoModel, DataError, BadPayload.
+
+        `source` names its camera or folder: pictures of one source in a row may show one scene.
+        """
         if self.models.stamp() != self._stamp:
             self._changed.set()
         if (model := self._open) is None:
@@ -160,7 +163,7 @@ class ModelServer:
                 seconds = time.perf_counter() - began
                 answers = model.bundle.rank(probabilities, top)
                 if model is self._open:  # else it was replaced while the picture was decoded
-                    self._count(model, seen)
+                    self._count(model, seen._replace(source=source))
             except MemoryError:
                 raise
             except Exception as error:  # pictures have one form: the next one would fail, too

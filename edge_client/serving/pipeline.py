@@ -32,7 +32,7 @@ class Pipeline:
         """Answer one picture; whatever is wrong with it, the next one follows."""
         prediction, error = None, ""
         try:
-            prediction = self._server.answer(picture.read, self._top)
+            prediction = self._server.answer(picture.read, self._top, source.name)
         except NoModel as reason:
             self._server.note_trouble("pictures are not answered", str(reason))
             return

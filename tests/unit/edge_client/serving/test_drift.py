@@ -130,6 +130,17 @@ def test_one_scene_for_hours_is_no_drift(scene: Callable[[int], Scene], tmp_path
     assert day.answered.pictures == 500
 
 
+def test_still_scenes_of_two_cameras_are_no_drift(scene: Callable[[int], Scene], tmp_path: Path) -> None:
+    """Each looks new beside the other one."""
+    made = scene(0)
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", made.reference, made.temperature)
+    for _ in range(300):
+        for number, pixels in enumerate(split_digits(0).unknown.pixels[:2]):
+            watch.add(made.see(pixels)._replace(source=f"camera {number}"))
+    assert not watch.alerts
+
+
 def test_sums_survive_a_restart_and_another_model_begins_anew(scene: Callable[[int], Scene], tmp_path: Path) -> None:
     made, pixels = scene(0), darken(split_digits(0).stream.pixels)
     watch = DriftWatch(tmp_path)

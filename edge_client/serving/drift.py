@@ -70,12 +70,20 @@ class Day(Struct, frozen=True, kw_only=True):
     measures: dict[str, Moments] = {}
 
 
+class Alert(Struct, frozen=True):
+    """An alert that has not ended."""
+
+    at_s: float  # wall clock of its first picture
+    pictures: int  # answered since it was raised last
+
+
 class DriftFile(Struct, frozen=True, kw_only=True):
-    """The days, the newest last, and the cumulative sums."""
+    """The days, the newest last, and the cumulative sums and alerts."""
 
     days: dict[str, Day] = {}  # by date
     model: str = ""  # whose sums these are
     sums: dict[str, float] = {}  # by measure and direction
+    alerts: dict[str, Alert] = {}  # by measure
 
 
 class Observation(NamedTuple):
@@ -168,6 +176,9 @@ class DriftWatch:
         elif self._kept.model == model:
             known = {key: value for key, value in self._kept.sums.items() if key in self._charts.sums}
             self._charts.sums |= {key: min(max(value, 0.0), LEVEL) for key, value in known.items()}
+            raised = {name: alert for name, alert in self._kept.alerts.items() if name in (*MEASURES, FEATURES)}
+            self.alerts = {name: alert.at_s for name, alert in raised.items()}
+            self._raised_at = {name: self._pictures - alert.pictures for name, alert in raised.items()}
 
     def add(self, seen: Observation) -> None:
         """Count an answered picture, and raise the alerts that follow from it."""
@@ -195,7 +206,9 @@ class DriftWatch:
 
     def encode(self) -> bytes:
         """Return the content of the file, of at most MAX_DRIFT_BYTES: the oldest days go first."""
-        kept = replace(self._kept, model=self._model, sums=dict(self._charts.sums) if self._charts else {})
+        sums = dict(self._charts.sums) if self._charts else {}
+        alerts = {name: Alert(self.alerts[name], self._pictures - at) for name, at in self._raised_at.items()}
+        kept = replace(self._kept, model=self._model, sums=sums, alerts=alerts)
         while len(content := msgspec.json.encode(kept)) > MAX_DRIFT_BYTES and kept.days:
             kept = replace(kept, days=dict([*kept.days.items()][1:]))
         self._kept = kept

@@ -254,7 +254,7 @@ class ModelServer:
         with self._lock:
             self._open, self._stamp = OpenModel(wanted, bundle), stamp
             self.drift.use(wanted.name, reference, calibration.temperature if calibration else 1.0)
-            status = replace(self.status, trouble="", drift={})
+            status = replace(self.status, trouble="", drift=dict(self.drift.alerts))
             if wanted.name != status.name:
                 former = status.answered if status.answered.pictures >= BAND_PICTURES else status.former
                 status = replace(status, name=wanted.name, answered=ServedAnswers(), former=former, is_proven=False)

@@ -157,6 +157,32 @@ def test_sums_survive_a_restart_and_another_model_begins_anew(scene: Callable[[i
     assert max(again._charts.sums.values()) == 0
 
 
+def test_alerts_survive_a_restart_and_end(
+    scene: Callable[[int], Scene], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart is no new alert, and does not prolong one."""
+    made, pixels = scene(0), darken(split_digits(0).stream.pixels)
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", made.reference, made.temperature)
+    for each in pixels[:100]:
+        watch.add(made.see(each))
+    assert watch.alerts
+    watch.write(watch.encode())
+    raised, lines = dict(watch.alerts), len(caplog.records)
+    again = DriftWatch(tmp_path)
+    again.use("digits-1", made.reference, made.temperature)
+    assert again.alerts == raised
+    for each in pixels[100:110]:
+        again.add(made.see(each))
+    assert len(caplog.records) == lines
+    normal = made.see(split_digits(0).stream.pixels[0])
+    for _ in range(ALERT_LASTS + 1):
+        again.add(normal)
+    assert not again.alerts
+    again.use("digits-2", made.reference, made.temperature)
+    assert not again.alerts
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b'{"sums": {"brightness+1": 1e999}}', b'{"days": 1}'])
 def test_damaged_file_begins_anew(scene: Callable[[int], Scene], tmp_path: Path, content: bytes) -> None:
     (tmp_path / "drift.json").write_bytes(content)

@@ -5,12 +5,13 @@ request keeps the model that it began with. A new model is on probation. If thre
 is below the band of the model before it, the list is rolled back.
 """
 
+import contextlib
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from export.bundle.reference import PictureReference
 from fedvit.data.images import Floats, Pixels
 from fedvit.engine import trim_memory
 from fedvit.errors import BadPayload, ConfigError, FedvitError, StorageFailed, describe_fault
+from fedvit.transport.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +125,10 @@ class ModelServer:
         self.drift = DriftWatch(self.models.folder)
         self._written: ServingStatus | None = None
         self._saved_at = self._written_at = time.monotonic()
-        self._reported = ""
+        self._reported = set[str]()  # kinds of faults that have not ended
+        self._retry = Backoff()  # of a model that cannot be opened
+        self._failed_stamp: tuple[int, int] | None = None  # of the list when that was
+        self._retry_at = 0.0
         self._broken: tuple[str, str] | None = None  # a model that cannot answer, and the reason
 
     def start(self) -> None:
@@ -173,13 +178,22 @@ class ModelServer:
         return Classification(model.name, answers[0].label, seen.confidence, seen.is_unsure, answers, seconds)
 
     def note_trouble(self, what: str, reason: str) -> None:
-        """Log a fault, once until another one, and show it in the status."""
-        text = f"{what}: {reason}"
-        if text != self._reported:
-            self._reported = text
+        """Log a fault, once until it ends, and show it in the status."""
+        if what not in self._reported:
+            self._reported.add(what)
             log.warning(what, extra={"reason": reason})
         with self._lock:
-            self.status = replace(self.status, trouble=text[:300])
+            self.status = replace(self.status, trouble=f"{what}: {reason}"[:300])
+
+    @contextlib.contextmanager
+    def report_storage(self, what: str) -> Iterator[None]:
+        """Note a StorageFailed of the block as this trouble, without raising it; a block that succeeds ends it."""
+        try:
+            yield
+        except StorageFailed as error:
+            self.note_trouble(what, str(error))
+        else:
+            self._reported.discard(what)
 
     def _count(self, model: OpenModel, seen: Observation) -> None:
         status = self.status
@@ -223,15 +237,15 @@ class ModelServer:
         stamp = self.models.stamp()
         if stamp == self._stamp and self._open is not None:
             return
-        try:
-            wanted = self.models.read().serving()
-        except StorageFailed as error:
-            self.note_trouble("the list of models cannot be read, the model that answers goes on", str(error))
-            return
+        with self.report_storage("the list of models cannot be read, the model that answers goes on"):
+            self._follow_list(self.models.read().serving(), stamp)
+
+    def _follow_list(self, wanted: DeviceModel | None, stamp: tuple[int, int]) -> None:
         if wanted is None:
             self._open, self._stamp = None, stamp
         elif self._open is None or wanted.name != self._open.name:
-            self._exchange(wanted, stamp)
+            if stamp != self._failed_stamp or time.monotonic() >= self._retry_at:
+                self._exchange(wanted, stamp)
         else:
             self._open, self._stamp = self._open._replace(entry=wanted), stamp
 
@@ -247,7 +261,10 @@ class ModelServer:
         except Exception as error:  # noqa: BLE001 - its files may have come from elsewhere
             what = f"model {wanted.name} cannot be opened, the one that answers goes on"
             self.note_trouble(what, describe_fault(error))
-            self._stop.wait(LOOK_EVERY_S)
+            self._failed_stamp, self._retry_at = stamp, time.monotonic() + self._retry.wait_s(None)
+            with self._lock:
+                if wanted.name == self.status.name:  # it could be opened before: its starts count from now on
+                    self.status = replace(self.status, is_proven=False)
             return
         trim_memory()  # the file's bytes are not needed any more: 16 MB of a ViT-Tiny
         calibration = bundle.card.calibration
@@ -259,16 +276,16 @@ class ModelServer:
                 former = status.answered if status.answered.pictures >= BAND_PICTURES else status.former
                 status = replace(status, name=wanted.name, answered=ServedAnswers(), former=former, is_proven=False)
             self.status = status
-        self._reported = ""
+        self._reported, self._retry = set(), Backoff()
         log.info("model answers", extra={"model": wanted.name, "state": wanted.state})
 
     def _begin(self, name: str) -> None:
         """Count a start with a model that has not proven itself, durably, before it is opened."""
         with self._lock:
             status = self.status
-            if name == status.name and status.is_proven:
-                return
             starts = status.starts + 1 if name == status.starting else 1
+            if (name == status.name and status.is_proven) or starts > MOST_STARTS + 1:
+                return
             self.status = replace(status, starting=name, starts=starts)
         self._note(durable=True)
 
@@ -279,7 +296,7 @@ class ModelServer:
         except (ConfigError, StorageFailed) as error:
             self.note_trouble(f"model {name} is not rolled back", str(error))
             with self._lock:  # it goes on, and is not compared again
-                self.status = replace(self.status, starts=0, former=ServedAnswers())
+                self.status = replace(self.status, former=ServedAnswers())
             return False
         log.warning("model rolled back", extra={"model": name, "now": now.name, "reason": reason})
         with self._lock:
@@ -304,18 +321,14 @@ class ModelServer:
     def _save_drift(self) -> None:
         with self._lock:
             content = self.drift.encode()
-        try:
+        with self.report_storage("statistics of drift are not written"):
             self.drift.write(content)
-        except StorageFailed as error:
-            self.note_trouble("statistics of drift are not written", str(error))
 
     def _note(self, *, durable: bool = False) -> None:
         """Write the status if it has changed; without room on the disk the answers go on."""
         status = replace(self.status, written_s=time.time())
         if self._written is not None and replace(self._written, written_s=status.written_s) == status:
             return
-        try:
+        with self.report_storage("the status of serving is not written"):
             write_serving(self._state, status, durable=durable)
             self._written = status
-        except StorageFailed as error:
-            self.note_trouble("the status of serving is not written", str(error))

@@ -7,7 +7,7 @@ from edge_client.serving.home import PredictionEntry
 from edge_client.serving.models import ModelServer, NoModel
 from edge_client.serving.results import ResultFile, make_line
 from edge_client.serving.sources import Picture, Source, follow
-from fedvit.errors import DataError, StorageFailed, describe_fault
+from fedvit.errors import DataError, describe_fault
 
 
 class Pipeline:
@@ -44,8 +44,5 @@ class Pipeline:
         if self._home and prediction:
             self._home.show(prediction, source.name, has_drifted=bool(self._server.status.drift))
         if self._results:
-            try:
-                with self._lock:
-                    self._results.write(make_line(source.name, picture.name, prediction, error))
-            except StorageFailed as reason:
-                self._server.note_trouble("a prediction was not written, answers go on", str(reason))
+            with self._lock, self._server.report_storage("a prediction was not written, answers go on"):
+                self._results.write(make_line(source.name, picture.name, prediction, error))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from edge_client.serving.models import (
     is_below_band,
 )
 from edge_client.storage.models import DeviceModels
-from edge_client.storage.serving import ServedAnswers, read_serving
+from edge_client.storage.serving import ServedAnswers, ServingStatus, read_serving, write_serving
 from fedvit.data.images import Pixels
 from fedvit.errors import BadPayload
 from tests.support.codes import has_code
@@ -163,6 +164,82 @@ def test_proven_model_may_be_killed(state: Path, stream: Digits) -> None:
         again = ModelServer(state, 1)
         again._look()
         assert name_of(again, stream.pixels[0]) == "digits-1"
+
+
+def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_first_model_that_cannot_be_opened_is_logged_once(
+    tmp_path: Path,
+    digit_bundles: dict[str, Path],
+    stream: Digits,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is tried again, without a line or a durable write for each attempt, until it can be opened."""
+    models = DeviceModels(tmp_path)
+    name = add_model(tmp_path, digit_bundles["good"], 1)
+    models.promote(name)
+    file = models.path(name) / "labels.json"
+    labels = file.read_bytes()
+    file.write_text("[]")
+    server, writes = ModelServer(tmp_path, 1), list[bool]()
+
+    def write(state: Path, status: ServingStatus, *, durable: bool) -> None:
+        writes.append(durable)
+        write_serving(state, status, durable=durable)
+
+    monkeypatch.setattr("edge_client.serving.models.write_serving", write)
+    for _ in range(5 * MOST_STARTS):
+        server._retry_at = 0.0
+        server._look()
+    assert server.status.starts == MOST_STARTS + 1
+    assert writes == [True] * (MOST_STARTS + 1)
+    assert len(list_warnings(caplog)) == 2
+    assert server._retry_at > 0
+    file.write_bytes(labels)
+    server._retry_at = 0.0
+    server._look()
+    assert name_of(server, stream.pixels[0]) == name
+
+
+def test_full_disk_is_logged_once_and_answers_go_on(
+    server: ModelServer, stream: Digits, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for _ in range(2):
+        caplog.clear()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+        try:
+            for _ in range(3):
+                name_of(server, stream.pixels[0])
+                server._note()
+                server._save_drift()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert sorted(list_warnings(caplog)) == [
+            "statistics of drift are not written",
+            "the status of serving is not written",
+        ]
+        server._note()
+        server._save_drift()
+
+
+def test_proven_model_that_is_damaged_later_is_rolled_back(
+    server: ModelServer, state: Path, digit_bundles: dict[str, Path], stream: Digits
+) -> None:
+    models = DeviceModels(state)
+    name = add_model(state, digit_bundles["other"], 2)
+    models.promote(name)
+    wait_until(lambda: name_of(server, stream.pixels[0]) == name and server.status.is_proven)
+    server.close()
+    (models.path(name) / "model.onnx").write_bytes(b"")
+    again = ModelServer(state, 1)
+    again.start()
+    wait_until(lambda: again.current is not None)
+    assert name_of(again, stream.pixels[0]) == "digits-1"
+    again.close()
 
 
 def test_model_that_cannot_run_later_is_rolled_back(

@@ -39,6 +39,8 @@ MOST_STARTS = 3
 """Starts with a new model that may fail."""
 PROVEN_PICTURES = 20
 """Answers after which a start with a model has not failed."""
+PROVEN_S = 60.0
+"""Time of a start after which one answer is enough: a camera may see little between two power cuts."""
 PROBATION = 500
 """Answers of a new model whose confidence is compared with the model before it."""
 BAND_PICTURES = 50
@@ -126,6 +128,7 @@ class ModelServer:
         self._written: ServingStatus | None = None
         self._saved_at = self._written_at = time.monotonic()
         self._reported = set[str]()  # kinds of faults that have not ended
+        self._opened_at = math.inf
         self._retry = Backoff()  # of a model that cannot be opened
         self._failed_stamp: tuple[int, int] | None = None  # of the list when that was
         self._retry_at = 0.0
@@ -198,7 +201,8 @@ class ModelServer:
     def _count(self, model: OpenModel, seen: Observation) -> None:
         status = self.status
         answered = status.answered.add(seen.confidence, is_unsure=seen.is_unsure)
-        is_proven = status.is_proven or answered.pictures >= PROVEN_PICTURES
+        is_old = time.monotonic() - self._opened_at >= PROVEN_S
+        is_proven = status.is_proven or is_old or answered.pictures >= PROVEN_PICTURES
         has_started = is_proven and status.starting == model.name
         self.drift.add(seen)
         self.status = replace(
@@ -269,7 +273,7 @@ class ModelServer:
         trim_memory()  # the file's bytes are not needed any more: 16 MB of a ViT-Tiny
         calibration = bundle.card.calibration
         with self._lock:
-            self._open, self._stamp = OpenModel(wanted, bundle), stamp
+            self._open, self._stamp, self._opened_at = OpenModel(wanted, bundle), stamp, time.monotonic()
             self.drift.use(wanted.name, reference, calibration.temperature if calibration else 1.0)
             status = replace(self.status, trouble="", drift=dict(self.drift.alerts))
             if wanted.name != status.name:

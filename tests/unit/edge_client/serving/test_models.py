@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edge_client.serving import models as models_module
 from edge_client.serving.models import (
     BAND_PICTURES,
     MOST_STARTS,
@@ -254,6 +255,21 @@ def test_model_that_cannot_run_later_is_rolled_back(
         server.answer(lambda _: stream.pixels[0, 1:])
     wait_until(lambda: name_of(server, stream.pixels[0]) == "digits-1")
     assert "cannot answer" in models.read().withdrawn[name]
+
+
+def test_few_pictures_between_power_cuts_prove_a_model(
+    state: Path, digit_bundles: dict[str, Path], stream: Digits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it ran for long enough."""
+    monkeypatch.setattr(models_module, "PROVEN_S", 0.0)
+    models = DeviceModels(state)
+    models.promote(add_model(state, digit_bundles["other"], 2))
+    for _ in range(2 * MOST_STARTS):
+        killed = ModelServer(state, 1)
+        killed._look()
+        assert name_of(killed, stream.pixels[0]) == "digits-2"
+        killed._write()
+    assert not models.read().withdrawn
 
 
 def test_model_without_confidence_is_rolled_back(

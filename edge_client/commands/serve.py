@@ -1,6 +1,7 @@
 """`edge-client serve`: answers pictures with the promoted model."""
 
 import logging
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fedvit.small_server import parse_listen
 
 PORT = 8093
 TOKEN = "FEDVIT_SERVE_TOKEN"
+SOURCES = "FEDVIT_SERVE_SOURCES"
 
 
 @click.command(
@@ -52,7 +54,8 @@ TOKEN = "FEDVIT_SERVE_TOKEN"
     "sources",
     multiple=True,
     metavar="CAMERA|URL|FILE|frigate:FOLDER",
-    help="Answer pictures of a camera (its number or device), a stream, a video file, or Frigate's clips.",
+    help="Answer pictures of a camera (its number or device), a stream, a video file, or Frigate's clips. An address "
+    f"with a password belongs in {SOURCES}, separated by spaces: other users can read a command line.",
 )
 @click.option("--every", default="1s", metavar="TIME", help="Time between two pictures of a camera or stream.")
 @click.option(
@@ -90,6 +93,7 @@ def command(
             f"{address.host} can be reached from other machines and needs a token: set {TOKEN} or --token-file, or "
             "listen on 127.0.0.1",
         )
+    sources += tuple(os.environ.get(SOURCES, "").split())
     request = ServeRequest(
         settings, state, address, token, folders, sources, every_s=parse_seconds(every), results=results, top=top
     )

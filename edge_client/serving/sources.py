@@ -111,7 +111,8 @@ class CameraSource:
     """Frames of a camera, a stream or a video file by OpenCV; of a live one the newest, every `every_s` seconds."""
 
     def __init__(self, address: str, every_s: float) -> None:
-        self.name = address
+        self.name = hide_login(address)
+        self._address = address
         self._every_s = every_s
         self._is_file = Path(address).is_file()
         try:
@@ -122,7 +123,7 @@ class CameraSource:
     def pictures(self, stop: threading.Event) -> Iterator[Picture]:
         """Yield frames. Raises LinkDown when the camera cannot be opened or stops."""
         cv = self._cv
-        number = int(self.name) if self.name.isascii() and self.name.isdigit() else self.name
+        number = int(self._address) if self._address.isascii() and self._address.isdigit() else self._address
         patience = [
             cv.CAP_PROP_OPEN_TIMEOUT_MSEC,
             STREAM_PATIENCE_MS,
@@ -156,6 +157,16 @@ class CameraSource:
             if is_read and frame is not None and frame.ndim == 3:
                 pixels = np.ascontiguousarray(frame[:, :, ::-1])  # OpenCV has blue first
                 yield Picture(f"{self.name}#{count}", partial(resize, pixels))
+
+
+def hide_login(address: str) -> str:
+    """Return an address without user, password and query, to be shown.
+
+    >>> hide_login("rtsp://ann:p@ss/1@camera/stream?password=x"), hide_login("/dev/video0")
+    ('rtsp://camera/stream', '/dev/video0')
+    """
+    scheme, separator, rest = address.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}" if separator else address
 
 
 def open_source(text: str, every_s: float) -> Source:

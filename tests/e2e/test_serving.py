@@ -191,12 +191,13 @@ def write_video(file: Path, frames: int) -> None:
     writer.release()
 
 
-def test_video_and_a_stream_that_is_not_there(tmp_path: Path, state: Path) -> None:
+def test_video_and_a_stream_that_is_not_there(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second of a video of five frames a second; the stream costs one line, and requests are answered."""
     video, results, log = tmp_path / "street.avi", tmp_path / "results.jsonl", tmp_path / "log"
     stream = "rtsp://127.0.0.1:9/stream"
+    monkeypatch.setenv("FEDVIT_SERVE_SOURCES", stream.replace("//", "//ann:pa55word@"))
     write_video(video, 21)
-    options = ["--source", str(video), "--source", stream, "--every", "1s", "--results", str(results)]
+    options = ["--source", str(video), "--every", "1s", "--results", str(results)]
     with serving(state, log, *options) as running:
         wait_until(lambda: len(read_results(results)) == 5 and "source has ended" in log.read_text())
         wait_until(lambda: warnings_of(log))
@@ -204,6 +205,7 @@ def test_video_and_a_stream_that_is_not_there(tmp_path: Path, state: Path) -> No
     names = [line["picture"].rpartition("#")[2] for line in read_results(results)]
     assert names == ["1", "6", "11", "16", "21"]
     assert len([line for line in warnings_of(log) if stream in line]) == 1
+    assert "pa55word" not in log.read_text()
 
 
 class Stream(BaseHTTPRequestHandler):

@@ -13,7 +13,7 @@ from edge_client.serving.request import ServeRequest
 from edge_client.storage.models import DeviceModels
 from edge_client.storage.state import state_folder
 from fedvit.command_line import Command
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, StorageFailed
 from fedvit.hosts import is_loopback
 from fedvit.logs import configure_logging
 from fedvit.passwords import read_password
@@ -63,7 +63,7 @@ SOURCES = "FEDVIT_SERVE_SOURCES"
     type=click.Path(path_type=Path, dir_okay=False),
     help="Append the predictions of --watch and --source to this file as JSON lines; - is standard output.",
 )
-@click.option("--former", is_flag=True, help="Go back to the former model first.")
+@click.option("--former", is_flag=True, help="Go back to the former model first, if there is one.")
 @click.option("--top", type=click.IntRange(1, 100), default=3, help="Classes in a line of --results.")
 @click.pass_context
 def command(
@@ -99,5 +99,8 @@ def command(
     )
     configure_logging(level=logging.WARNING if settings.quiet else logging.INFO)
     if former:
-        click.echo(f"edge-client: {DeviceModels(state).roll_back('by --former').name} answers again", err=True)
+        try:
+            click.echo(f"edge-client: {DeviceModels(state).roll_back('by --former').name} answers again", err=True)
+        except (ConfigError, StorageFailed) as error:  # as on the second start of a service with this option
+            click.echo(f"edge-client: --former: {error}; the model in use answers", err=True)
     import_module("edge_client.serving.program").serve_pictures(request)  # late: onnxruntime takes seconds

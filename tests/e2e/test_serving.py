@@ -103,6 +103,9 @@ def test_former_model_by_hand(tmp_path: Path, state: Path, digit_bundles: tuple[
         status = Path(f"/proc/{running.process.pid}/status").read_text()
         assert "Seccomp:\t2" in status, "it starts no programs"
     assert "digits-1 answers again" in (tmp_path / "log").read_text()
+    with serving(state, tmp_path / "log", "--former") as running:
+        assert running.predict(PICTURES[0])["model"] == "digits-1"
+    assert "there is no former model" in (tmp_path / "log").read_text()
 
 
 # --- what may be wrong --------------------------------------------------------------------------------

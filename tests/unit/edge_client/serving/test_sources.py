@@ -7,8 +7,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
+from edge_client.serving import sources
 from edge_client.serving.sources import (
     MAX_FILE_BYTES,
     MOST_WAITING,
@@ -66,6 +69,41 @@ def test_most_pictures_of_one_look(tmp_path: Path) -> None:
     source.find_new()
     assert len(source.find_new()) == MOST_WAITING
     assert source.find_new() == []
+
+
+def test_newest_pictures_of_a_large_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones do not become new when newer ones are removed."""
+    monkeypatch.setattr(sources, "MOST_KNOWN", 3)
+    source = FolderSource(tmp_path)
+
+    def add(number: int) -> None:
+        (tmp_path / f"{number}.png").write_bytes(PICTURE)
+        os.utime(tmp_path / f"{number}.png", (number, number))
+
+    for number in range(6):
+        add(number)
+    assert names(source) == []
+    add(6)
+    assert [*names(source), *names(source)] == ["6.png"]
+    for number in (4, 5, 6):
+        (tmp_path / f"{number}.png").unlink()
+    assert [*names(source), *names(source)] == []
+    add(7)
+    assert [*names(source), *names(source)] == ["7.png"]
+
+
+def test_frames_that_are_too_large_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "video.avi"
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"MJPG"), 5.0, (64, 64))
+    for _ in range(3):
+        writer.write(np.zeros((64, 64, 3), np.uint8))
+    writer.release()
+    source, stop = open_source(str(file), 0.1), threading.Event()
+    [picture, *_] = source.pictures(stop)
+    assert picture.read(16).shape == (16, 16, 3)
+    monkeypatch.setattr(sources, "DECODED_BYTES", 64 * 64 * 3 - 1)
+    with pytest.raises(DataError, check=has_code("FV1494")):
+        next(iter(source.pictures(stop)))
 
 
 def test_folder_that_is_gone(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -162,6 +162,16 @@ class DeviceModels:
                     model = replace(known, comparison=model.comparison or known.comparison)
             self._replace(listed.place(model))
         return model
+
+    def add_files(self, model: DeviceModel, files: Mapping[str, bytes]) -> DeviceModel:
+        """Write a bundle, and list it as `add` does; nothing stays of one that cannot be written."""
+        bundle = self.new_folder()
+        try:
+            for name, content in files.items():
+                atomic_write(bundle / name, content, private=True)
+            return self.add(model, bundle)
+        finally:
+            shutil.rmtree(bundle, ignore_errors=True)
 
     def promote(
         self,

@@ -62,17 +62,29 @@ def load_model(settings: DeviceSettings, run: str, round: str | int | None = Non
     return trained, bench
 
 
-def add_model(settings: DeviceSettings, run: str) -> DeviceModel:
-    """Write a bundle of the device's newest model of a run, and list it. Raises ConfigError, StorageFailed."""
-    trained, bench = load_model(settings, run)
+def add_model(
+    settings: DeviceSettings, run: str, round: str | int | None = None, precision: Precision = Precision.FP32
+) -> DeviceModel:
+    """Write a bundle of the device's model of a run, and list it. One that does not answer replaces that of its name.
+
+    `round`: see `load_own_model`. Raises ConfigError, also for a model that answers or has answered; StorageFailed.
+    """
+    trained, bench = load_model(settings, run, round)
+    origin = trained.origin
+    model = DeviceModel(
+        run=origin.run, round=origin.round, method=origin.method, state="trained", changed_s=time.time()
+    )
     models = DeviceModels(state_folder(settings.data, settings.state))
+    listed = models.read().get(model.name)
+    if listed and listed.state not in ("trained", "challenger"):
+        raise ConfigError(
+            "FV1491", f"{model.name} is this device's {listed.state} and keeps its bundle; --round names another round"
+        )
     bundle = models.new_folder()
     try:
-        write_bundle(bundle, trained, bench, precisions=[Precision.FP32])
-        origin = trained.origin
-        model = DeviceModel(
-            run=origin.run, round=origin.round, method=origin.method, state="trained", changed_s=time.time()
-        )
+        write_bundle(bundle, trained, bench, precisions=[precision])
+        if listed:
+            models.retire(model.name)
         return models.add(model, bundle)
     finally:
         shutil.rmtree(bundle, ignore_errors=True)

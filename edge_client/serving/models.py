@@ -41,6 +41,8 @@ PROVEN_PICTURES = 20
 """Answers after which a start with a model has not failed."""
 PROVEN_S = 60.0
 """Time of a start after which one answer is enough: a camera may see little between two power cuts."""
+LONGEST_ANSWER_S = 30.0
+"""Time of one answer after which the engine hangs: the service manager may then start the program again."""
 PROBATION = 500
 """Answers of a new model whose confidence is compared with the model before it."""
 BAND_PICTURES = 50
@@ -128,7 +130,7 @@ class ModelServer:
         self._written: ServingStatus | None = None
         self._saved_at = self._written_at = time.monotonic()
         self._reported = set[str]()  # kinds of faults that have not ended
-        self._opened_at = math.inf
+        self._opened_at = self._answer_began_at = math.inf
         self._retry = Backoff()  # of a model that cannot be opened
         self._failed_stamp: tuple[int, int] | None = None  # of the list when that was
         self._retry_at = 0.0
@@ -154,6 +156,10 @@ class ModelServer:
         """The model that answers."""
         return self._open
 
+    def is_alive(self) -> bool:
+        """Return whether no answer takes longer than LONGEST_ANSWER_S."""
+        return time.monotonic() - self._answer_began_at < LONGEST_ANSWER_S
+
     def answer(self, read: Callable[[int], Pixels], top: int = 1, source: str = "") -> Classification:
         """Answer a picture that `read` decodes at the model's size. Raises NoModel, DataError, BadPayload.
 
@@ -165,6 +171,7 @@ class ModelServer:
             raise NoModel("FV1492", "no model of this device is promoted yet: edge-client models promote NAME")
         pixels = read(model.bundle.batch.image_size)
         with self._lock:
+            self._answer_began_at = time.monotonic()
             began = time.perf_counter()
             try:
                 seen, probabilities = observe(model.bundle, pixels)
@@ -178,6 +185,8 @@ class ModelServer:
                 self._broken = model.name, f"it cannot answer: {describe_fault(error)}"
                 self._changed.set()
                 raise BadPayload("FV2470", f"model {model.name} cannot answer: {describe_fault(error)}") from error
+            finally:
+                self._answer_began_at = math.inf
         return Classification(model.name, answers[0].label, seen.confidence, seen.is_unsure, answers, seconds)
 
     def note_trouble(self, what: str, reason: str) -> None:

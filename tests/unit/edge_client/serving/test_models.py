@@ -3,6 +3,7 @@
 import json
 import logging
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from edge_client.serving import models as models_module
 from edge_client.serving.models import (
     BAND_PICTURES,
+    LONGEST_ANSWER_S,
     MOST_STARTS,
     PROBATION,
     PROVEN_PICTURES,
@@ -45,6 +47,15 @@ def test_answer_is_calibrated_and_right(server: ModelServer, stream: Digits) -> 
     assert np.mean([answer.confidence for answer in answers]) == pytest.approx(np.mean(right), abs=0.05)
     assert 0 < np.mean([answer.is_unsure for answer in answers]) < 0.2
     assert all(len(answer.answers) == 3 for answer in answers)
+
+
+def test_answer_that_hangs_is_no_sign_of_life(server: ModelServer, stream: Digits) -> None:
+    """The service manager hears nothing, and starts the program again."""
+    assert server.is_alive()
+    server._answer_began_at = time.monotonic() - LONGEST_ANSWER_S
+    assert not server.is_alive()
+    name_of(server, stream.pixels[0])
+    assert server.is_alive()
 
 
 def test_new_classes_are_unsure(server: ModelServer) -> None:

@@ -11,6 +11,7 @@ from edge_client.storage.models import DeviceModel, DeviceModels
 from edge_client.storage.state import read_device_id, split_file, state_folder
 from export.bundle.assemble import Precision
 from export.bundle.card import Training
+from export.bundle.read import can_open
 from export.bundle.write import Bench, TrainedModel, write_bundle
 from fedvit.data.folder import DeviceData
 from fedvit.data.split import KeptSplit, RandomSplit
@@ -67,7 +68,8 @@ def add_model(
 ) -> DeviceModel:
     """Write a bundle of the device's model of a run, and list it. One that does not answer replaces that of its name.
 
-    `round`: see `load_own_model`. Raises ConfigError, also for a model that answers or has answered; StorageFailed.
+    A damaged one is mended in any state. `round`: see `load_own_model`. Raises ConfigError, also for a whole model that
+    answers or has answered; StorageFailed.
     """
     trained, bench = load_model(settings, run, round)
     origin = trained.origin
@@ -76,15 +78,16 @@ def add_model(
     )
     models = DeviceModels(state_folder(settings.data, settings.state))
     listed = models.read().get(model.name)
-    if listed and listed.state not in ("trained", "challenger"):
+    is_in_use = listed is not None and listed.state not in ("trained", "challenger")
+    if listed and is_in_use and can_open(models.path(model.name), settings.threads):
         raise ConfigError(
             "FV1491", f"{model.name} is this device's {listed.state} and keeps its bundle; --round names another round"
         )
     bundle = models.new_folder()
     try:
         write_bundle(bundle, trained, bench, precisions=[precision])
-        if listed:
+        if listed and not is_in_use:
             models.retire(model.name)
-        return models.add(model, bundle)
+        return models.add(model, bundle, mends=is_in_use)
     finally:
         shutil.rmtree(bundle, ignore_errors=True)

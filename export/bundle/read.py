@@ -97,6 +97,15 @@ class Bundle:
         return self.card.calibration is not None and confidence < self.card.calibration.unsure_below
 
 
+def can_open(folder: Path, threads: int) -> bool:
+    """Return whether a folder is a bundle whose files are whole."""
+    try:
+        Bundle.open(folder, None, threads)
+    except (ConfigError, BadPayload):
+        return False
+    return True
+
+
 def read_reference(folder: Path) -> PictureReference | None:
     """Read what pictures looked like when a bundle was made; None if it does not say. Raises BadPayload."""
     file = folder / REFERENCE

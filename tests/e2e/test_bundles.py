@@ -482,6 +482,9 @@ def test_device_lists_its_own_model(copied: Callable[[str], Trained]) -> None:
     for refused in (["add", run.name], ["add", run.name, "--round", "1"], ["list", "--round", "best"]):
         done = CliRunner().invoke(edge_client.cli.cli, ["models", *refused, *flags])
         assert isinstance(done.exception, ConfigError)
+    (folder / "labels.json").write_text("[]")
+    mended = CliRunner().invoke(edge_client.cli.cli, ["models", "add", run.name, *flags])
+    assert json.loads(mended.stdout)["models"][0]["state"] == "champion"
     card = json.loads((folder / "card.json").read_text())
     correct, images = run.tested()
     assert card["files"]["fp32"]["accuracy"] == {"correct": correct, "images": images}

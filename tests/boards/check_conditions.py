@@ -195,7 +195,8 @@ def test_used_token(scene: Scene) -> None:
 def test_first_boot_with_a_full_card(scene: Scene) -> None:
     """`apt purge` leaves nothing but pictures. The package is installed as at the first boot, once there is room."""
     site, board = scene.site, scene.board
-    board.run("apt-get purge --yes fedvit-edge; rm -f /var/lib/cloud/instance/fedvit-* /etc/cloud/cloud-init.disabled")
+    board.run("apt-get purge --yes fedvit-edge; rm /var/lib/cloud/instance/fedvit-install_package")
+    board.run("rm -f /etc/cloud/cloud-init.disabled")
     folders = "/opt/fedvit /etc/fedvit /var/lib/fedvit-edge /var/lib/private/fedvit-edge"
     assert board.run(f"ls -d {folders} 2> /dev/null || true") == ""
     assert board.run("ls /srv/fedvit/images").strip()

@@ -7,13 +7,12 @@ Methods of other installed packages are read from what these declare.
 import ast
 import importlib.util
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import NamedTuple
 
+from fedvit import plugins
 from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
 from fedvit.model_options import LSTM, OWN_MODELS, RESNET, SMALL, TEXT, option_names
@@ -23,8 +22,6 @@ TEXTS = (TEXT, LSTM)
 TIMM_OPTIONS = ("image_size", "patch_size")
 HUB, LOCAL = "hf-hub:", "local-dir:"
 """Prefixes of timm's model names outside of its own list: the hub of weights, and a folder with a `config.json`."""
-METHOD_GROUP = "fedvit.methods"
-"""Group of the entry points with which an installed package declares its methods."""
 
 _FOLDER = Path(__file__).parent / "methods"
 
@@ -33,10 +30,8 @@ def check_names(
     method: str, options: Iterable[str] = (), model: str = SMALL, model_options: Iterable[str] = ()
 ) -> None:
     """Raises ConfigError for an unknown method, model, or option."""
-    check_method(method, {*method_classes(), *find_packaged_methods()})
-    if (
-        find_packaged_method(method) is None and options
-    ):  # the options of a package's method are known once it is imported
+    check_method(method, plugins.list_names(plugins.METHODS, method_classes()))
+    if not is_packaged(method) and options:  # the options of a package's method are known once it is imported
         check_options(method, options, method_options(method))
     check_model(model)
     check_model_options(model, model_options)
@@ -74,33 +69,9 @@ def method_classes() -> Mapping[str, str]:
     raise AssertionError("fedvit.methods has no table METHODS")
 
 
-@cache
-def find_packaged_methods() -> Mapping[str, list[EntryPoint]]:
-    """Method -> where installed packages declare that it is. Nothing of them is imported."""
-    found: dict[str, list[EntryPoint]] = defaultdict(list)
-    for entry in entry_points(group=METHOD_GROUP):
-        found[entry.name].append(entry)
-    return dict(found)
-
-
-def find_packaged_method(name: str) -> EntryPoint | None:
-    """Return the place that an installed package declares for a method; None for one of fedvit's own.
-
-    Raises ConfigError when more than one package has a method of that name.
-    """
-    declared = find_packaged_methods().get(name, [])
-    packages = [*(["fedvit"] if name in method_classes() else []), *sorted(map(package_of, declared))]
-    if declared and len(packages) > 1:
-        raise ConfigError(
-            "FV1102",
-            f"method {name!r} is in more than one package: {', '.join(packages)}; uninstall all but one, or rename the "
-            f"entry point in one of them",
-        )
-    return declared[0] if declared else None
-
-
-def package_of(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist else "(unknown)"
+def is_packaged(method: str) -> bool:
+    """Return whether an installed package declares a method. Raises ConfigError when another one has it, too."""
+    return plugins.find_entry(plugins.METHODS, method, method_classes()) is not None
 
 
 def method_options(method: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import msgspec
 
 from fedvit.choices import why_invalid
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_names, find_packaged_method, option_annotations, timm_arguments
+from fedvit.known_names import check_names, is_packaged, option_annotations, timm_arguments
 from fedvit.model_options import OWN_MODELS, SmallVitOptions, TextTransformerOptions, check_multiple, check_whole
 
 SPARED_BLOCKS = "spared_blocks"
@@ -31,7 +31,7 @@ def check_settings(method: str, options: Mapping[str, Any], model: str, model_op
     """
     check_names(method, options, model, model_options)
     check_model_values(model, model_options)
-    if find_packaged_method(method) is None:
+    if not is_packaged(method):
         hints = option_hints(method)
         for option, value in options.items():
             check_option(method, option, value, hints[option])

@@ -1,0 +1,32 @@
+"""`fleet contracts`: checks the plugins of an installed package."""
+
+import click
+
+from fedvit.command_line import Command, json_flag, print_json
+from fedvit.errors import ConfigError
+
+
+@click.command(cls=Command, examples=["fleet contracts fedvit-example-extras"])
+@click.argument("package")
+@json_flag
+def contracts(package: str, as_json: bool) -> None:
+    """Check the plugins of an installed package: every law that fedvit's own parts of each kind obey.
+
+    A method or a model is exported and trained on a few images, which takes about half a minute.
+    """
+    from fleet.contracts import check_plugin, find_plugins
+
+    verdicts = []
+    for kind, name in find_plugins(package):
+        if not as_json:
+            click.echo(f"{kind.noun} {name}")
+        for verdict in check_plugin(kind, name):
+            verdicts.append(verdict)
+            if not as_json:
+                click.echo(f"  {'ok    ' if verdict.broken is None else 'BROKEN'}  {verdict.law}")
+                if verdict.broken is not None:
+                    click.echo(f"          {verdict.broken}")
+    if as_json:
+        print_json(verdicts)
+    if broken := sum(verdict.broken is not None for verdict in verdicts):
+        raise ConfigError("FV2486", f"{package} breaks {broken} of {len(verdicts)} laws of its plugins")

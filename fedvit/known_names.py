@@ -7,8 +7,9 @@ Methods of other installed packages are read from what these declare.
 import ast
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,7 +132,7 @@ def check_model(name: str) -> None:
 
     Whether the hub of weights has a model is not asked here.
     """
-    if name in OWN_MODELS:
+    if name in OWN_MODELS or find_packaged_model(name):
         return
     if name.startswith(LOCAL):
         file = Path(name.removeprefix(LOCAL)) / "config.json"
@@ -146,8 +147,22 @@ def check_model(name: str) -> None:
         return
     plain = name.partition(".")[0].removeprefix("timm/")
     if not _is_in_timm(plain):
-        known = [*OWN_MODELS, *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE)]
+        known = [
+            *plugins.list_names(plugins.MODELS, OWN_MODELS),
+            *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE),
+        ]
         raise unknown_model(name, known)
+
+
+def find_packaged_model(name: str) -> EntryPoint | None:
+    """Find the place that an installed package declares for a model; None if it is not a package's.
+
+    Raises ConfigError if fedvit, timm or another package has a model of that name, too.
+    """
+    entry = plugins.find_entry(plugins.MODELS, name, OWN_MODELS)
+    if entry is not None and re.search(rf"^def {re.escape(name)}\(", _timm_sources(), re.MULTILINE):
+        plugins.refuse(plugins.MODELS, entry, "has the name of a model of timm; rename the entry point")
+    return entry
 
 
 @cache
@@ -188,7 +203,13 @@ def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
 
 def check_model_options(model: str, given: Iterable[str]) -> None:
     """Raises ConfigError when one of the options `given` is not one of the model's."""
-    known = option_names(model) if model in OWN_MODELS else TIMM_OPTIONS
+    if find_packaged_model(model):  # its options are known once it is imported
+        return
+    check_option_names(model, given, option_names(model) if model in OWN_MODELS else TIMM_OPTIONS)
+
+
+def check_option_names(model: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ConfigError when one of the options `given` is not one of those that the model has."""
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(
             "FV1105", f"model {model!r} has no option {unknown[0]!r}{suggest_names(unknown[0], known, 'it has')}"

@@ -25,11 +25,13 @@ class PluginKind(NamedTuple):
 
 
 METHODS = PluginKind("method", "fedvit.methods")
+MODELS = PluginKind("model", "fedvit.models")
 READERS = PluginKind("reader", "fedvit.readers")
 PARTITIONS = PluginKind("partition", "fedvit.partitions")
 SELECTORS = PluginKind("selector", "fedvit.selectors")
 AGGREGATORS = PluginKind("aggregator", "fedvit.aggregators")
-KINDS = (METHODS, READERS, PARTITIONS, SELECTORS, AGGREGATORS)
+SERVER_OPTIMIZERS = PluginKind("server optimizer", "fedvit.server_optimizers")
+KINDS = (METHODS, MODELS, READERS, PARTITIONS, SELECTORS, AGGREGATORS, SERVER_OPTIMIZERS)
 
 
 @cache
@@ -66,12 +68,12 @@ def list_names(kind: PluginKind, own: Collection[str]) -> list[str]:
     return [*own, *sorted(read_entries(kind).keys() - set(own))]
 
 
-def check_value(kind: PluginKind, key: str, name: str, own: Collection[str]) -> None:
+def check_value(kind: PluginKind, key: str, name: str, own: Collection[str], code: str = "FV1004") -> None:
     """Raise ConfigError unless a key's value is one of fedvit's names, or a package declares it."""
     if name not in own and name not in read_entries(kind):
         names = list_names(kind, sorted(own))
         raise ConfigError(
-            "FV1004", f"{key} = {name!r}: invalid value; allowed are {' | '.join(names)}{did_you_mean(name, names)}"
+            code, f"{key} = {name!r}: invalid value; allowed are {' | '.join(names)}{did_you_mean(name, names)}"
         )
 
 

@@ -13,10 +13,12 @@ from fleet.contracts.laws import BrokenLaw, Law
 
 LAWS: dict[PluginKind, str] = {
     plugins.METHODS: "fleet.contracts.methods",
+    plugins.MODELS: "fleet.contracts.models",
     plugins.READERS: "fleet.contracts.readers",
     plugins.PARTITIONS: "fleet.contracts.partitions",
     plugins.SELECTORS: "fleet.contracts.selectors",
     plugins.AGGREGATORS: "fleet.contracts.aggregators",
+    plugins.SERVER_OPTIMIZERS: "fleet.contracts.server_optimizers",
 }
 """Modules with the laws of each kind; they are imported when a package has a plugin of that kind."""
 

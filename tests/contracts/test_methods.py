@@ -78,6 +78,7 @@ SHARED_FILES = {
     "parts",
     "private_mean",
     "products",
+    "server_optimizers",
     "step",
     "twins",
 }

@@ -13,8 +13,12 @@ from coordinator.config import make_config
 from coordinator.rounds.cohort import find_selector
 from fedvit import plugins
 from fedvit.errors import ConfigError, DataError
+from fedvit.known_values import check_settings
 from fedvit.methods import method_class
 from fedvit.methods.aggregators import Delta, make_aggregator
+from fedvit.methods.server_optimizers import SERVER_OPTIMIZERS, make_server_optimizer
+from fedvit.model_options import RESNET, SMALL
+from fedvit.models import build_vit
 from fedvit.plugins import PluginKind
 from fleet.contracts import LAWS
 from fleet.datasets import load_reader, read_samples
@@ -23,19 +27,24 @@ from tests.support.codes import has_code
 from tests.support.packages import install_plugins
 from tests.support.waiting import WAIT_S
 
+NUMBERS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
 LOADERS: dict[PluginKind, Callable[[str], Any]] = {
     plugins.METHODS: method_class,
+    plugins.MODELS: lambda name: build_vit(name, 3, seed=0),
     plugins.READERS: load_reader,
     plugins.PARTITIONS: partition_class,
     plugins.SELECTORS: find_selector,
     plugins.AGGREGATORS: lambda name: make_aggregator(name, 0.2),
+    plugins.SERVER_OPTIMIZERS: lambda name: make_server_optimizer(name, **NUMBERS),
 }
 OWN = {
-    plugins.METHODS: "fedavg",
+    plugins.METHODS: "fedprox",
+    plugins.MODELS: RESNET,
     plugins.READERS: "npz",
     plugins.PARTITIONS: "iid",
     plugins.SELECTORS: "oort",
     plugins.AGGREGATORS: "median",
+    plugins.SERVER_OPTIMIZERS: "adam",
 }
 """A name of fedvit itself."""
 UNUSABLE = {
@@ -51,6 +60,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvit.methods.aggregators import Aggregator
+from fedvit.methods.server_optimizers import ServerOptimizer
+from fedvit.model_options import PackagedModel
 from fleet.partitions.dealing import Partition
 
 
@@ -78,6 +89,20 @@ class Unmade(Wide):
     without_default: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Longer(ServerOptimizer):
+    def step(self, update, moments):
+        return update, {"first": np.append(update, 0.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat(PackagedModel):
+    width: int = 3
+
+    def build(self, name, classes):
+        return self.width
+
+
 def choose_one(devices, wanted, seed, round_number, answers):
     return devices[:1]
 """
@@ -93,6 +118,8 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     groups[plugins.SELECTORS.group]["one"] = "acme_plugins:choose_one"
     aggregators = {"wide": "acme_plugins:Wide", "infinite": "acme_plugins:Infinite", "unmade": "acme_plugins:Unmade"}
     groups[plugins.AGGREGATORS.group] |= aggregators
+    groups[plugins.MODELS.group] |= {"flat": "acme_plugins:Flat", "vit_tiny_patch16_224": "acme_plugins:Flat"}
+    groups[plugins.SERVER_OPTIMIZERS.group]["longer"] = "acme_plugins:Longer"
     modules = {"acme_plugins": PARTITION, "acme_raising": "1 / 0", "acme_leaving": "raise SystemExit(3)"}
     install_plugins(tmp_path / "site", "acme-plugins", groups, **modules)
     install_plugins(
@@ -165,6 +192,31 @@ def test_a_step_of_an_aggregator_that_does_not_fit_is_refused(name: str, reason:
         make_aggregator(name, 0.2).combine(deltas, {"w"})
     with pytest.raises(ConfigError, check=has_code("FV1102", "Unmade cannot be made: TypeError")):
         make_aggregator("unmade", 0.2)
+
+
+def test_an_option_names_a_server_optimizer_of_a_package() -> None:
+    for name in (*SERVER_OPTIMIZERS, "longer"):
+        check_settings("fedopt", {"server_optimizer": name}, SMALL, {})
+    assert "acme_plugins" not in sys.modules
+    with pytest.raises(ConfigError, check=has_code("FV1104", "did you mean 'longer'")):
+        check_settings("fedopt", {"server_optimizer": "longr"}, SMALL, {})
+    with pytest.raises(ConfigError, check=has_code("FV1485", "its first has shape (4,), expected (3,)")):
+        make_server_optimizer("longer", **NUMBERS).step(np.ones(3), {})
+
+
+def test_a_model_of_a_package_is_known_without_importing_it() -> None:
+    check_settings("fedavg", {}, "flat", {"anything": 1})
+    assert "acme_plugins" not in sys.modules
+    with pytest.raises(ConfigError, check=has_code("FV1105", "did you mean 'flat'")):
+        check_settings("fedavg", {}, "flatt", {})
+    with pytest.raises(ConfigError, check=has_code("FV1105", "has no option 'anything'")):
+        build_vit("flat", 3, seed=0, options={"anything": 1})
+    with pytest.raises(ConfigError, check=has_code("FV1102", "did not build a fedvit.models.vit.PatchViT with 3")):
+        build_vit("flat", 3, seed=0)
+    with pytest.raises(ConfigError, check=has_code("FV1113", "pretrained")):
+        build_vit("flat", 3, seed=0, pretrained=True)
+    with pytest.raises(ConfigError, check=has_code("FV1102", "has the name of a model of timm")):
+        build_vit("vit_tiny_patch16_224", 3, seed=0)
 
 
 def test_parts_of_a_package_that_overlap_are_refused() -> None:

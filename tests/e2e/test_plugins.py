@@ -27,8 +27,9 @@ RUN = {
     "cohort": 2,
     "rounds": 2,
     "devices": len(DEVICES),
-    "options": {"batch_size": 8, "lr": 0.05},
-    "model_options": {"image_size": 12, "patch_size": 6, "width": 16, "depth": 2, "heads": 2},
+    "options": {"batch_size": 8, "lr": 0.05, "server_optimizer": "lion", "server_lr": 0.01},
+    "model": "small_cnn",
+    "model_options": {"image_size": 12, "width": 8},
     "robust": {"aggregator": "clipped_mean"},
 }
 """Each kind of plugin that a run can name."""

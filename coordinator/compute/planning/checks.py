@@ -9,6 +9,7 @@ from coordinator.compute.planning.secure_runs import check_secure
 from coordinator.compute.planning.server_data import check_server_data
 from coordinator.config import RunConfig, StartConfig, load_selector, make_config, why_no_regions
 from fedvit.errors import ConfigError
+from fedvit.known_names import find_packaged_model
 from fedvit.methods import build_model, make_method
 from fedvit.methods.aggregators import make_aggregator
 from fedvit.methods.base import ServerRule, check_fits
@@ -64,7 +65,8 @@ def _check(config: RunConfig) -> None:
     load_selector(config.selection)
     make_aggregator(config.robust.aggregator, config.robust.malicious_share)
     method = make_method(config.method, config.options)
-    pretrained = config.model in OWN_MODELS and config.pretrained  # it has none, and says so
+    # they have none, and say so
+    pretrained = (config.model in OWN_MODELS or find_packaged_model(config.model) is not None) and config.pretrained
     with torch.device("meta"):
         vit = build_model(
             method,

@@ -26,12 +26,13 @@ class PluginKind(NamedTuple):
 
 METHODS = PluginKind("method", "fedvit.methods")
 MODELS = PluginKind("model", "fedvit.models")
+OPERATORS = PluginKind("operator", "fedvit.operators")
 READERS = PluginKind("reader", "fedvit.readers")
 PARTITIONS = PluginKind("partition", "fedvit.partitions")
 SELECTORS = PluginKind("selector", "fedvit.selectors")
 AGGREGATORS = PluginKind("aggregator", "fedvit.aggregators")
 SERVER_OPTIMIZERS = PluginKind("server optimizer", "fedvit.server_optimizers")
-KINDS = (METHODS, MODELS, READERS, PARTITIONS, SELECTORS, AGGREGATORS, SERVER_OPTIMIZERS)
+KINDS = (METHODS, MODELS, OPERATORS, READERS, PARTITIONS, SELECTORS, AGGREGATORS, SERVER_OPTIMIZERS)
 
 
 @cache

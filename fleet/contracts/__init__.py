@@ -14,6 +14,7 @@ from fleet.contracts.laws import BrokenLaw, Law
 LAWS: dict[PluginKind, str] = {
     plugins.METHODS: "fleet.contracts.methods",
     plugins.MODELS: "fleet.contracts.models",
+    plugins.OPERATORS: "fleet.contracts.operators",
     plugins.READERS: "fleet.contracts.readers",
     plugins.PARTITIONS: "fleet.contracts.partitions",
     plugins.SELECTORS: "fleet.contracts.selectors",

@@ -11,6 +11,8 @@ import pytest
 
 from coordinator.config import make_config
 from coordinator.rounds.cohort import find_selector
+from export import lower as lower  # registers fedvit's own operators
+from export.rules import load_operator
 from fedvit import plugins
 from fedvit.errors import ConfigError, DataError
 from fedvit.known_values import check_settings
@@ -31,6 +33,7 @@ NUMBERS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
 LOADERS: dict[PluginKind, Callable[[str], Any]] = {
     plugins.METHODS: method_class,
     plugins.MODELS: lambda name: build_vit(name, 3, seed=0),
+    plugins.OPERATORS: load_operator,
     plugins.READERS: load_reader,
     plugins.PARTITIONS: partition_class,
     plugins.SELECTORS: find_selector,
@@ -40,6 +43,7 @@ LOADERS: dict[PluginKind, Callable[[str], Any]] = {
 OWN = {
     plugins.METHODS: "fedprox",
     plugins.MODELS: RESNET,
+    plugins.OPERATORS: "aten.tanh.default",
     plugins.READERS: "npz",
     plugins.PARTITIONS: "iid",
     plugins.SELECTORS: "oort",

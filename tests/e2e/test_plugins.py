@@ -32,7 +32,7 @@ RUN = {
     "model_options": {"image_size": 12, "width": 8},
     "robust": {"aggregator": "clipped_mean"},
 }
-"""Each kind of plugin that a run can name."""
+"""Each kind of plugin that a run can name; the method's loss needs the package's operators."""
 
 pytestmark = pytest.mark.slow
 

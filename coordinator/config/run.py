@@ -14,7 +14,7 @@ from coordinator.config.modes import MODES
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.promote import PromoteConfig
 from coordinator.config.robust import RobustConfig
-from coordinator.config.selection import READ_NO_ANSWERS, SELECTIONS, check_selection
+from coordinator.config.selection import READ_NO_ANSWERS, SELECTIONS
 from coordinator.config.stop import StopConfig
 from coordinator.config.sums import SumsConfig
 from coordinator.config.trackers import TrackersConfig
@@ -231,7 +231,6 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         check_name(self.federation, "federation")
-        check_selection(self.selection)
         parse_labels(self.devices_where)
         if len(set(self.classes)) != len(self.classes):
             twice = sorted({name for name in self.classes if self.classes.count(name) > 1})

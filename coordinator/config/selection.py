@@ -16,6 +16,10 @@ def check_selection(name: str) -> None:
 
 
 def load_selector(name: str) -> Callable[..., Any] | None:
-    """Load the function of a package's selector; None for fedvit's own. Raises ConfigError if it cannot be used."""
+    """Load the function of a package's selector; None for fedvit's own.
+
+    Raises ConfigError for an unknown name, as after the package was removed, and if it cannot be used.
+    """
+    check_selection(name)
     entry = plugins.find_entry(plugins.SELECTORS, name, SELECTIONS)
     return None if entry is None else plugins.load_function(plugins.SELECTORS, entry)

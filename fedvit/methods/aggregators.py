@@ -230,8 +230,9 @@ AGGREGATORS: Mapping[str, Callable[[float], Aggregator]] = {
 def make_aggregator(name: str, malicious_share: float) -> Aggregator:
     """An aggregator by name, against a share in [0, 0.5) of the cohort that may be malicious.
 
-    Raises ConfigError if a package's cannot be used. Its results are checked each time.
+    Raises ConfigError for an unknown name, and if a package's cannot be used. Its results are checked each time.
     """
+    plugins.check_value(plugins.AGGREGATORS, "aggregator", name, AGGREGATORS)
     entry = plugins.find_entry(plugins.AGGREGATORS, name, AGGREGATORS)
     if entry is None:
         return AGGREGATORS[name](malicious_share)

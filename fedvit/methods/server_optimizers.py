@@ -14,7 +14,7 @@ from fedvit.errors import ConfigError
 from fedvit.methods.aggregators import Floats
 
 Moments = Mapping[str, Floats]
-"""What an optimizer keeps of a tensor from round to round; the server stores it as float32."""
+"""Values that an optimizer keeps of a tensor from round to round; the server stores them as float32."""
 
 FIRST, SECOND = "first_moment", "second_moment"
 
@@ -84,7 +84,11 @@ SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {
 
 
 def make_server_optimizer(name: str, *, lr: float, beta1: float, beta2: float, tau: float) -> ServerOptimizer:
-    """Make an optimizer by name. Raises ConfigError if a package's cannot be used; its steps are checked each time."""
+    """Make an optimizer by name; steps of a package's are checked each time.
+
+    Raises ConfigError for an unknown name, and if a package's cannot be used.
+    """
+    plugins.check_value(plugins.SERVER_OPTIMIZERS, "server_optimizer", name, SERVER_OPTIMIZERS)
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau}
     entry = plugins.find_entry(plugins.SERVER_OPTIMIZERS, name, SERVER_OPTIMIZERS)
     if entry is None:

@@ -16,17 +16,17 @@ def contracts(package: str, as_json: bool) -> None:
     """
     from fleet.contracts import check_plugin, find_plugins
 
-    verdicts = []
+    results = []
     for kind, name in find_plugins(package):
         if not as_json:
             click.echo(f"{kind.noun} {name}")
-        for verdict in check_plugin(kind, name):
-            verdicts.append(verdict)
+        for result in check_plugin(kind, name):
+            results.append(result)
             if not as_json:
-                click.echo(f"  {'ok    ' if verdict.broken is None else 'BROKEN'}  {verdict.law}")
-                if verdict.broken is not None:
-                    click.echo(f"          {verdict.broken}")
+                click.echo(f"  {'ok    ' if result.broken is None else 'BROKEN'}  {result.law}")
+                if result.broken is not None:
+                    click.echo(f"          {result.broken}")
     if as_json:
-        print_json(verdicts)
-    if broken := sum(verdict.broken is not None for verdict in verdicts):
-        raise ConfigError("FV2486", f"{package} breaks {broken} of {len(verdicts)} laws of its plugins")
+        print_json(results)
+    if broken := sum(result.broken is not None for result in results):
+        raise ConfigError("FV2486", f"{package} breaks {broken} of {len(results)} laws of its plugins")

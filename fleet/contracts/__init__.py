@@ -24,7 +24,7 @@ LAWS: dict[PluginKind, str] = {
 """Modules with the laws of each kind; they are imported when a package has a plugin of that kind."""
 
 
-class Verdict(Struct, frozen=True):
+class LawResult(Struct, frozen=True):
     """The result of one law for one plugin."""
 
     kind: str
@@ -46,11 +46,11 @@ def find_plugins(package: str) -> list[tuple[PluginKind, str]]:
     return [(kinds[group], name) for group, name in found]
 
 
-def check_plugin(kind: PluginKind, name: str) -> Iterator[Verdict]:
+def check_plugin(kind: PluginKind, name: str) -> Iterator[LawResult]:
     """Check the laws of one plugin, one after the other."""
     laws: tuple[Law, ...] = import_module(LAWS[kind]).LAWS
     for law in laws:
-        yield Verdict(kind.noun, name, state_law(law), find_break(law, name))
+        yield LawResult(kind.noun, name, state_law(law), find_break(law, name))
 
 
 def find_break(law: Law, name: str) -> str | None:

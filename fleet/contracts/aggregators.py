@@ -17,7 +17,7 @@ SHAPES = {"blocks.0.weight": (3, 4), "head.bias": (5,)}
 
 
 def keep_what_all_agree_on(name: str) -> None:
-    """Of equal updates it makes that update, whatever the weights."""
+    """It makes of equal updates that update, whatever the weights."""
     for update in _make_updates(3):
         step = _combine(name, _weigh([update] * DEVICES))
         require(_are_close(step, update), f"{DEVICES} equal updates give another step")

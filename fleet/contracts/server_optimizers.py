@@ -66,7 +66,7 @@ def _draw_updates(count: int) -> list[Floats]:
 
 
 def _store(moments: Moments) -> Moments:
-    """What the server reads back in the next round."""
+    """Moments as the server reads them back in the next round."""
     return {moment: value.astype(np.float32).astype(np.float64) for moment, value in moments.items()}
 
 

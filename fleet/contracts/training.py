@@ -1,4 +1,4 @@
-"""What laws of methods and models share: a small fleet that trains on both engines."""
+"""A small fleet that trains on both engines, for laws of methods and models."""
 
 import tempfile
 from collections.abc import Mapping

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.config import make_config
-from coordinator.rounds.cohort import find_selector
+from coordinator.compute.planning.checks import check_run
+from coordinator.config import check_settings as check_config
+from coordinator.config import make_config, robust
+from coordinator.config.selection import READ_NO_ANSWERS, SELECTIONS
+from coordinator.rounds.cohort import BY_ANSWERS, find_selector
 from export import lower as lower  # registers fedvit's own operators
 from export.rules import load_operator
 from fedvit import plugins
 from fedvit.errors import ConfigError, DataError
 from fedvit.known_values import check_settings
 from fedvit.methods import method_class
-from fedvit.methods.aggregators import Delta, make_aggregator
+from fedvit.methods.aggregators import AGGREGATORS, Delta, make_aggregator
 from fedvit.methods.server_optimizers import SERVER_OPTIMIZERS, make_server_optimizer
 from fedvit.model_options import RESNET, SMALL
 from fedvit.models import build_vit
@@ -141,6 +144,11 @@ def test_every_kind_has_laws_and_a_loader() -> None:
     assert len({kind.group for kind in plugins.KINDS}) == len(plugins.KINDS)
 
 
+def test_names_that_need_no_import_are_those_of_the_tables() -> None:
+    assert tuple(AGGREGATORS) == robust.AGGREGATORS
+    assert (*READ_NO_ANSWERS, *BY_ANSWERS) == SELECTIONS
+
+
 @pytest.mark.parametrize("kind", plugins.KINDS, ids=lambda kind: kind.noun)
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_a_plugin_that_cannot_be_used_names_its_package_and_its_place(kind: PluginKind, name: str) -> None:
@@ -173,12 +181,19 @@ def test_options_of_a_partition_of_a_package_are_checked() -> None:
 
 
 def test_a_configuration_names_plugins_without_importing_them() -> None:
-    run = make_config({"selection": "one", "robust": {"aggregator": "raising"}}, "test").run
-    assert (run.selection, run.robust.aggregator) == ("one", "raising")
+    run = make_config({"method": "fedavg", "selection": "one", "robust": {"aggregator": "raising"}}, "test").run
+    check_config(run, "test")
     assert "acme_plugins" not in sys.modules
-    for values in ({"selection": "two"}, {"robust": {"aggregator": "rising"}}):
-        with pytest.raises(ConfigError, check=has_code("FV1004", "allowed are")):
-            make_config(values, "test")
+
+
+@pytest.mark.parametrize("values", [{"selection": "two"}, {"robust": {"aggregator": "rising"}}])
+def test_a_run_whose_package_is_gone_is_readable_and_does_not_start(values: dict[str, Any]) -> None:
+    run = make_config({"method": "fedavg", **values}, "test").run
+    for check in (check_config, check_run):
+        with pytest.raises(ConfigError, check=has_code("FV1004", "invalid value; allowed are")):
+            check(run, "test")
+    with pytest.raises(ConfigError, check=has_code("FV1004")):
+        find_selector("two")
 
 
 def test_a_selector_that_chooses_too_few_is_refused() -> None:

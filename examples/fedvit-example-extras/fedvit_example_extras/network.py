@@ -31,7 +31,7 @@ class Cnn(PixelModel):
         return images
 
     def activation_bytes(self, tokens: int) -> int:
-        """Of float32: both blocks' results, before and after the rectifier."""
+        """Both blocks' results in float32, before and after the rectifier."""
         return 4 * 2 * (3 * self.width // 2) * self.image_size**2
 
     def product_rows(self, tokens: int) -> int:

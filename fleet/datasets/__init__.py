@@ -78,7 +78,7 @@ def check_dataset(dataset: str) -> None:
 
 
 def find_reader(path: Path) -> DatasetReader:
-    """Find the reader of an existing path. A package's reader that cannot be imported is left out, with a warning.
+    """Find the reader of an existing path. A package's reader that fails to look at it is left out, with a warning.
 
     Raises ConfigError if several packages have one for it.
     """
@@ -89,11 +89,10 @@ def find_reader(path: Path) -> DatasetReader:
     for name in plugins.read_entries(plugins.READERS):
         try:
             reader = load_reader(name)
-        except ConfigError as error:
-            log.warning("left out: %s", error)
-            continue
-        if reader.recognises(path):
-            able[name] = reader
+            if reader.recognises(path):
+                able[name] = reader
+        except Exception as error:  # noqa: BLE001 - whatever the code of a package raises
+            log.warning("left out: %s", error if isinstance(error, ConfigError) else f"reader {name!r}: {error!r}")
     if len(able) > 1:
         raise ConfigError("FV1485", f"{path}: readers {' and '.join(sorted(able))} of packages read it; uninstall one")
     return next(iter(able.values()), last)

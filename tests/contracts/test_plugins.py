@@ -69,6 +69,7 @@ import numpy as np
 from fedvit.methods.aggregators import Aggregator
 from fedvit.methods.server_optimizers import ServerOptimizer
 from fedvit.model_options import PackagedModel
+from fleet.datasets import DatasetReader
 from fleet.partitions.dealing import Partition
 
 
@@ -110,6 +111,13 @@ class Flat(PackagedModel):
         return self.width
 
 
+def fail(path):
+    raise ValueError("no idea")
+
+
+FAILING = DatasetReader(fail, fail)
+
+
 def choose_one(devices, wanted, seed, round_number, answers):
     return devices[:1]
 """
@@ -122,6 +130,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for kind in plugins.KINDS
     }
     groups[plugins.PARTITIONS.group]["doubled"] = "acme_plugins:Doubled"
+    groups[plugins.READERS.group]["failing"] = "acme_plugins:FAILING"
     groups[plugins.SELECTORS.group]["one"] = "acme_plugins:choose_one"
     aggregators = {"wide": "acme_plugins:Wide", "infinite": "acme_plugins:Infinite", "unmade": "acme_plugins:Unmade"}
     groups[plugins.AGGREGATORS.group] |= aggregators
@@ -251,6 +260,7 @@ def test_an_unusable_reader_leaves_other_data_sets_readable(tmp_path: Path, capl
     with pytest.raises(DataError):  # of the reader of class folders
         read_samples(str(tmp_path / "site"), 8)
     assert sum("left out: reader 'raising' of package acme-plugins" in text for text in caplog.messages) == 1
+    assert "left out: reader 'failing': ValueError('no idea')" in caplog.messages
 
 
 @pytest.mark.parametrize("words", [["fleet.cli", "--help"], ["fleet.cli", "partition", "--help"]])

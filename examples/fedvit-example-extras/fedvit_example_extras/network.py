@@ -13,7 +13,8 @@ class Block(nn.Module):
         self.conv = nn.Conv2d(entering, leaving, SIDE, padding=SIDE // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x).relu()
+        result: Tensor = self.conv(x).relu()
+        return result
 
 
 class Layers(nn.Module):

@@ -12,7 +12,7 @@ from fedvit.errors import ConfigError
 def contracts(package: str, as_json: bool) -> None:
     """Check the plugins of an installed package: every law that fedvit's own parts of each kind obey.
 
-    A method or a model is exported and trained on a few images, which takes about half a minute.
+    A method or a model is exported and trained on a few images, which takes a few seconds.
     """
     from fleet.contracts import check_plugin, find_plugins
 

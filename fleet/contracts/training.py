@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from coordinator.compute.planning.batch import method_batch
 from export.graphs import export_graphs
+from fedvit.data.layout import TRAIN
 from fedvit.errors import ExportMismatch
 from fedvit.methods.base import Method
 from fedvit.models.vit import PatchViT
@@ -22,7 +23,7 @@ from fleet.request import Engine, RunOutcome, RunRequest
 from fleet.simulate import simulate
 
 CLASSES = 10
-SMALL_MODEL = {"image_size": 16, "patch_size": 8, "width": 16, "depth": 2, "heads": 2}
+SMALL_MODEL = {"image_size": 16, "patch_size": 8, "width": 16, "depth": 3, "heads": 2}
 """Options of the small images' model that make it train in seconds."""
 OPTIONS = {"batch_size": 8, "lr": 0.01}
 """Options of every method."""
@@ -40,9 +41,14 @@ def check_graphs(method: Method, vit: PatchViT) -> None:
             fail(str(error))
 
 
-def check_engines(settings: Mapping[str, Any], image_size: int) -> None:
-    """Raises BrokenLaw unless onnxruntime, as on devices, and torch train the same tensors."""
+def check_engines(settings: Mapping[str, Any], image_size: int, *, reads_images: bool = False) -> None:
+    """Raises BrokenLaw unless onnxruntime, as on devices, and torch train the same tensors.
+
+    `reads_images`: whether the server needs images, which are then those of a device.
+    """
     with tempfile.TemporaryDirectory() as folder:
+        if reads_images:
+            settings = {**settings, "server_data": str(Path(folder) / "parts" / "device-0" / TRAIN)}
         one, other = (train(settings, image_size, Path(folder), engine) for engine in ("onnx", "torch"))
         for mine, theirs in zip(one.summary.rounds, other.summary.rounds, strict=True):
             require(bool(np.isfinite(mine.train_loss or 0.0)), f"round {mine.round}: loss {mine.train_loss}")

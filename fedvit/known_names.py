@@ -18,8 +18,6 @@ from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
 from fedvit.model_options import LSTM, OWN_MODELS, RESNET, SMALL, TEXT, option_names
 
-TEXTS = (TEXT, LSTM)
-"""The models of text."""
 TIMM_OPTIONS = ("image_size", "patch_size")
 HUB, LOCAL = "hf-hub:", "local-dir:"
 """Prefixes of timm's model names outside of its own list: the hub of weights, and a folder with a `config.json`."""

@@ -5,7 +5,7 @@ from fedvit.methods.base import Method
 from fedvit.model_options import SMALL
 from fedvit.models.vit import PatchViT
 from fleet.contracts.laws import Law, require
-from fleet.contracts.training import CLASSES, OPTIONS, SMALL_MODEL, check_engines, check_graphs
+from fleet.contracts.training import CLASSES, OPTIONS, SMALL_MODEL, Samples, check_engines, check_graphs
 
 
 def name_its_source(name: str) -> None:
@@ -33,7 +33,7 @@ def train_the_same_on_both_engines(name: str) -> None:
     method, vit = _build(name)
     reads_images = method.server_rule(vit).needs_images
     settings = {"method": name, "model_options": SMALL_MODEL}
-    check_engines(settings, SMALL_MODEL["image_size"], reads_images=reads_images)
+    check_engines(settings, Samples(SMALL_MODEL["image_size"]), reads_images=reads_images)
 
 
 LAWS: tuple[Law, ...] = (

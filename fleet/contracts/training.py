@@ -1,16 +1,18 @@
 """A small fleet that trains on both engines, for laws of methods and models."""
 
+import string
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from coordinator.compute.planning.batch import method_batch
 from export.graphs import export_graphs
-from fedvit.data.layout import TRAIN
+from fedvit.data.layout import TEST, TRAIN
+from fedvit.data.text import TextSettings, write_texts
 from fedvit.errors import ExportMismatch
 from fedvit.methods.base import Method
 from fedvit.models.vit import PatchViT
@@ -27,7 +29,8 @@ SMALL_MODEL = {"image_size": 16, "patch_size": 8, "width": 16, "depth": 3, "head
 """Options of the small images' model that make it train in seconds."""
 OPTIONS = {"batch_size": 8, "lr": 0.01}
 """Options of every method."""
-IMAGES, DEVICES, ROUNDS = 60, 2, 2
+COUNT, DEVICES, ROUNDS = 60, 2, 2
+"""Images or texts, devices, rounds."""
 FARTHEST = 1e-2
 """Largest difference of a tensor between two engines, relative to its length: AdamW makes whole steps of rounding."""
 
@@ -41,7 +44,14 @@ def check_graphs(method: Method, vit: PatchViT) -> None:
             fail(str(error))
 
 
-def check_engines(settings: Mapping[str, Any], image_size: int, *, reads_images: bool = False) -> None:
+class Samples(NamedTuple):
+    """Data of the fleet."""
+
+    size: int  # side of images, or characters of context
+    is_text: bool = False
+
+
+def check_engines(settings: Mapping[str, Any], samples: Samples, *, reads_images: bool = False) -> None:
     """Raises BrokenLaw unless onnxruntime, as on devices, and torch train the same tensors.
 
     `reads_images`: whether the server needs images, which are then those of a device.
@@ -49,7 +59,7 @@ def check_engines(settings: Mapping[str, Any], image_size: int, *, reads_images:
     with tempfile.TemporaryDirectory() as folder:
         if reads_images:
             settings = {**settings, "server_data": str(Path(folder) / "parts" / "device-0" / TRAIN)}
-        one, other = (train(settings, image_size, Path(folder), engine) for engine in ("onnx", "torch"))
+        one, other = (train(settings, samples, Path(folder), engine) for engine in ("onnx", "torch"))
         for mine, theirs in zip(one.summary.rounds, other.summary.rounds, strict=True):
             require(bool(np.isfinite(mine.train_loss or 0.0)), f"round {mine.round}: loss {mine.train_loss}")
             require(
@@ -59,13 +69,11 @@ def check_engines(settings: Mapping[str, Any], image_size: int, *, reads_images:
         require(far <= FARTHEST, f"tensors of engines onnx and torch differ by {far:.2g} of their length")
 
 
-def train(settings: Mapping[str, Any], image_size: int, folder: Path, engine: Engine = "torch") -> RunOutcome:
-    """Train on a few digits, dealt out to two devices; the second call uses the same ones."""
+def train(settings: Mapping[str, Any], samples: Samples, folder: Path, engine: Engine) -> RunOutcome:
+    """Train on a few digits or texts on two devices; the second call uses the same ones."""
     parts = folder / "parts"
     if not parts.exists():
-        samples = read_digits(image_size)
-        shares = [share[: IMAGES // DEVICES] for share in partition("iid", samples.labels, DEVICES, seed=0)]
-        write_device_folders(samples, shares, parts, test_share=0.2, seed=0)
+        (write_some_texts if samples.is_text else write_some_digits)(parts, samples.size)
     request = RunRequest(
         sorted(parts.glob("device-*")),
         {"rounds": ROUNDS, "options": OPTIONS, "seed": 0, **settings},
@@ -76,6 +84,22 @@ def train(settings: Mapping[str, Any], image_size: int, folder: Path, engine: En
         graph_cache=folder / "graphs",
     )
     return simulate(request)
+
+
+def write_some_digits(parts: Path, size: int) -> None:
+    digits = read_digits(size)
+    shares = [share[: COUNT // DEVICES] for share in partition("iid", digits.labels, DEVICES, seed=0)]
+    write_device_folders(digits, shares, parts, test_share=0.2, seed=0)
+
+
+def write_some_texts(parts: Path, context: int) -> None:
+    """Write texts of CLASSES letters, in which a letter is often followed by the next one."""
+    for device in range(DEVICES):
+        steps = np.random.default_rng(device).integers(1, 4, COUNT // DEVICES * (context + 1)) // 2
+        text = "".join(string.ascii_lowercase[place] for place in np.cumsum(steps) % CLASSES)
+        cut = len(text) * 4 // 5
+        settings = TextSettings(context=context, stride=context)
+        write_texts(parts / f"device-{device}", settings, ((TRAIN, text[:cut]), (TEST, text[cut:])))
 
 
 def measure_distance(one: Tensors, other: Tensors) -> float:

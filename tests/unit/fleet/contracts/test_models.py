@@ -1,4 +1,4 @@
-"""Laws of models hold for fedvit's own of images, and refuse models that break them."""
+"""Laws of models hold for fedvit's own, of images and of text, and refuse models that break them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,21 +8,26 @@ import torch
 from torch import Tensor, nn
 
 import fleet.contracts.models
-from fedvit.model_options import RESNET, SMALL, PackagedModel
+from fedvit.model_options import LSTM, RESNET, SMALL, TEXT, PackagedModel
 from fedvit.models.pixels import PixelModel
 from fleet.contracts import find_break
 from fleet.contracts.laws import Law
-from fleet.contracts.models import LAWS, classify_images, follow_its_seed, have_dimensions
+from fleet.contracts.models import LAWS, classify_samples, follow_its_seed, have_dimensions
+from fleet.contracts.training import SMALL_MODEL
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    SMALL: SMALL_MODEL,
+    RESNET: {"image_size": 12, "width": 8, "stages": 2},
+    TEXT: {"context": 12, "width": 16, "depth": 1, "heads": 2},
+    LSTM: {"context": 12, "width": 8, "depth": 1},
+}
 FAST = [law for law in LAWS if "torch" not in (law.__doc__ or "")]
 
 
 @pytest.mark.parametrize("law", [*FAST, *(pytest.param(law, marks=pytest.mark.slow) for law in LAWS[len(FAST) :])])
-@pytest.mark.parametrize("name", [SMALL, RESNET])
+@pytest.mark.parametrize("name", [SMALL, RESNET, TEXT, LSTM])
 def test_fedvits_own_models_obey_the_laws(law: Law, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == RESNET:
-        options = {"image_size": 12, "width": 8, "stages": 2}
-        monkeypatch.setattr(fleet.contracts.models, "SMALL_MODEL", options)
+    monkeypatch.setattr(fleet.contracts.models, "SMALL_MODEL", OPTIONS[name])
     assert find_break(law, name) is None
 
 
@@ -58,7 +63,7 @@ class Broken(PackagedModel):
     ("law", "reason"),
     [
         (follow_its_seed, "seed 1 gives the same"),
-        (classify_images, "logits depend on the other images of a batch"),
+        (classify_samples, "logits depend on the other samples of a batch"),
         (have_dimensions, "activation_bytes is 0"),
     ],
 )

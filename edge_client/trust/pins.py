@@ -1,9 +1,10 @@
 """Limits that the first task of a run sets: no later Program of the run may send more than its first one said.
 
-Pinned are the roles of tensors, the codecs of what is sent, and how features are masked and noised. Two changes of a
+Pinned are the roles of tensors, the codecs of what is sent, and how features are masked and noised. Three changes of a
 role are part of methods and of plans for a smaller budget: a tensor from the server is trained in some rounds
-(FedBFPT), and a local block is left to the server (EFTViT). A tensor that was local is never sent. Graphs are not
-pinned: a plan may change the batch and with it all graphs, and the flow check is made for every Program anyway.
+(FedBFPT), what is trained of it is sent in some (FedRA), and a local block is left to the server (EFTViT). A run that
+sends no updates never sends a trained copy. A tensor that was local is never sent. Graphs are not pinned: a plan may
+change the batch and with it all graphs, and the flow check is made for every Program anyway.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ PINS = "PINS"
 CHANGED = "FV1442"
 """Code of a Program that its run's first task does not allow."""
 _BY_ROUND = {Role.GLOBAL, Role.SHARED}
-"""Roles between which a tensor may change as long as it was never local."""
+"""Roles between which a tensor may change as long as it was never local; in a run with updates also Role.SEEDED."""
 
 
 class Pins(Struct, frozen=True):
@@ -81,6 +82,8 @@ def find_changes(pinned: Pins, program: Program) -> Iterator[str]:
     """Yield how a Program would send more than the run's first one."""
     if pinned.secure and not program.secure:
         yield "results were added up in secret, and would be sent alone"
+    sends_updates = any(Role.SHARED in roles for roles in pinned.roles.values())
+    by_round = _BY_ROUND | {Role.SEEDED} if sends_updates else _BY_ROUND
     for name, spec in program.tensors.items():
         group = program.groups[spec.group]
         roles = {*pinned.roles.get(name, ()), group.role}
@@ -88,7 +91,7 @@ def find_changes(pinned: Pins, program: Program) -> Iterator[str]:
             yield f"tensor {name!r} would be sent, which the run's first task did not have"
         was_local = Role.LOCAL in pinned.roles.get(name, ())
         may_change = group.role in (Role.LOCAL, Role.GLOBAL) if was_local else group.role is Role.LOCAL
-        if len(roles) > 1 and not may_change and (was_local or not roles <= _BY_ROUND):
+        if len(roles) > 1 and not may_change and (was_local or not roles <= by_round):
             yield f"tensor {name!r} was {'/'.join(pinned.roles[name])} and would become {group.role}"
         if group.role.is_sent_back and pinned.codecs.get(name, group.up) != group.up:
             yield f"tensor {name!r} was sent as {pinned.codecs[name]!r} and would be sent as {group.up!r}"

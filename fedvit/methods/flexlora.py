@@ -77,12 +77,6 @@ class FlexLora(FedLora):
         return {name: value for name, value in super().tensors(vit).items() if name not in replaced}
 
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
-        most = min(shape[name.endswith(A)] for name, shape in list_factors(vit).items())
-        if self.rank > most:
-            raise ConfigError(
-                "FV1104",
-                f"option rank = {self.rank} of method 'flexlora' must be at most {most}, the width of {vit.name!r}",
-            )
         return (
             GroupRule("head", Role.SHARED, HEAD),
             # a group a rank: the server holds those of all devices
@@ -132,8 +126,10 @@ class SplitMean(WeightedMean):
         for addition, mean in average_products(state, pairs, uploads, context.round).items():
             left, values, right = np.linalg.svd(mean, full_matrices=False)
             for rank, a, b in pairs[addition]:
-                split[a] = right[:rank].astype(state.tensors[a].dtype)
-                split[b] = (left[:, :rank] * values[:rank]).astype(state.tensors[b].dtype)
+                split[a], split[b] = np.zeros_like(state.tensors[a]), np.zeros_like(state.tensors[b])
+                kept_values = values[:rank]  # fewer than `rank` if the model is narrower: the rest stays zero
+                split[a][: len(kept_values)] = right[:rank]
+                split[b][:, : len(kept_values)] = left[:, :rank] * kept_values
             largest = pairs[addition][0]
             moved += float(np.square(mean - multiply(largest, state.tensors)).sum())
             kept += float(np.square(values[: largest.rank]).sum())

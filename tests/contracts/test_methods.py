@@ -92,7 +92,7 @@ OPTIONS = {"batch_size": 8, "micro_batch": 3, "epochs": 2, "lr": 0.003}
 """A batch is worked off in parts of 3, 3 and 2 samples, where a method's step is one gradient."""
 DEVICES, ROUNDS = 3, 2
 
-CUT = {"analytic", "caff", "fed_head", "fedala", "fedpac", "fedproto", "fedrep", "ifca", "personal_analytic"}
+CUT = {"analytic", "caff", "fed_head", "fedala", "fedpac", "fedproto", "fedra", "fedrep", "ifca", "personal_analytic"}
 """Methods with a phase whose graph a device can cut."""
 
 SMALLEST: dict[str, dict[str, Any]] = {
@@ -106,6 +106,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
 MORE: dict[str, list[dict[str, Any]]] = {
     "apfl": [{"form": "code"}],
     "fedperfix": [{"mode": "concat"}],
+    "flexlora": [{"own_rank": 2}],
     "fedtp": [{"parts": "encoder"}, {"head": "rod", "knn_weight": 0.6, "capacity": 20}],
     "per_fedavg": [{"order": "hessian_free"}],
     "eftvit": [{"local_blocks": 1, "sampler": "balanced"}],
@@ -336,9 +337,13 @@ def test_padding_is_as_if_it_were_not_there(case: Case, tiny: Any) -> None:
         want = reference(made, phase)(alone)
         got = step_of(made, phase)(inputs)
         assert_agree(got["metric/loss"], want["metric/loss"], None, "metric/loss")
+        copies = method.names_with(vit, Role.SEEDED)
         for updated in list_trained(method, vit, phase):
-            key = f"new/tensor/{updated}"
-            assert_agree(got[key], want[key], inputs[f"tensor/{updated}"], key)
+            key, start = f"new/tensor/{updated}", inputs[f"tensor/{updated}"]
+            if updated in copies and torch.equal(want[key], start):  # FedRA: of a block that was not drawn
+                assert torch.equal(got[key], start), key
+            else:
+                assert_agree(got[key], want[key], start, key)
 
 
 @pytest.mark.parametrize("case", [*CASES, *DROPPING], ids=repr)
@@ -525,6 +530,8 @@ def test_torch_engine_makes_the_same_run(
         slack = 1e-2  # gradients that are zero but for rounding become whole steps
     elif isinstance(case.method(), Analytic):
         slack = 1e-2  # a regression over few images amplifies what features differ by
+    elif case.name == "flexlora":
+        slack = 1e-2  # rounding decides the directions of the smallest singular values
     theirs = simulate(
         RunRequest(
             device_folders,

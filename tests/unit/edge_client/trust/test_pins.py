@@ -53,6 +53,27 @@ def test_blocks_that_are_trained_in_some_rounds_are_accepted(vault: Vault, fedav
     refused(vault, fedavg.program, "would become shared")
 
 
+def test_a_trained_copy_is_sent_only_in_a_run_of_updates(vault: Vault, fedavg: Setting, eftvit: Setting) -> None:
+    """FedRA sends additions of other blocks in every round. EFTViT's head stays: its run sends features alone."""
+    program = fedavg.program
+    [(name, spec)] = list(program.tensors.items())[:1]
+
+    def with_copy(role: Role) -> Program:
+        tensors = {**program.tensors, name: msgspec.structs.replace(spec, group="copy")}
+        copy = msgspec.structs.replace(program.groups["model"], role=role)
+        return msgspec.structs.replace(program, tensors=tensors, groups={**program.groups, "copy": copy})
+
+    for role in (Role.SEEDED, Role.SHARED, Role.SEEDED):
+        pin_program(vault, "run", with_copy(role))
+    remove_run(vault, "run")
+    pin_program(vault, "run", with_copy(Role.LOCAL))
+    refused(vault, with_copy(Role.SEEDED), "was local and would become seeded")
+    remove_run(vault, "run")
+    [head] = eftvit.program.with_role(Role.SEEDED)
+    pin_program(vault, "run", eftvit.program)
+    refused(vault, with_role(eftvit.program, head, Role.SHARED), "was seeded and would become shared")
+
+
 def test_a_tensor_that_was_not_there_is_not_sent(vault: Vault, fedavg: Setting) -> None:
     program = fedavg.program
     pin_program(vault, "run", program)

@@ -243,8 +243,8 @@ def test_fedavgs_forward_is_the_model() -> None:
 
 GENERIC = {
     "analytic", "apfl", "caff", "ditto", "fed_bias", "fed_head", "fed_lora", "fed_prompt", "fedala", "fedavg",
-    "fedbabu", "fedbfpt", "feddbe", "feddf", "feddyn", "fednova", "fedntd", "fedopt", "fedprox", "fedrod",
-    "ffa_lora", "knn_per", "lora_fair", "moon", "per_fedavg", "personal_analytic", "pfedme", "scaffold",
+    "fedbabu", "fedbfpt", "feddbe", "feddf", "feddyn", "fednova", "fedntd", "fedopt", "fedprox", "fedra", "fedrod",
+    "ffa_lora", "flexlora", "knn_per", "lora_fair", "moon", "per_fedavg", "personal_analytic", "pfedme", "scaffold",
 }  # fmt: skip
 
 

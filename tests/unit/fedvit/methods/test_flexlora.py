@@ -97,12 +97,9 @@ def test_answers_and_steps_are_those_of_wider_factors_with_zeros(vit: PatchViT) 
             assert not torch.equal(value, wide[name.removeprefix("new/")][tuple(map(slice, value.shape))])
 
 
-def test_ranks_above_the_largest_and_above_the_model_are_refused(vit: PatchViT) -> None:
+def test_a_rank_above_the_largest_is_refused() -> None:
     with pytest.raises(ConfigError, check=has_code("FV1104", "rank = 4")):
         make_method("flexlora", {"rank": 4, "own_rank": 5})
-    wide = build_model(FlexLora(rank=9), SMALL, 3, seed=0, options=MODEL)
-    with pytest.raises(ConfigError, check=has_code("FV1104", "at most 8")):
-        FlexLora(rank=9).groups(wide)
 
 
 # --- the server ---------------------------------------------------------------------------------------
@@ -149,6 +146,18 @@ def test_each_rank_gets_the_best_split_of_the_mean_of_products() -> None:
     assert figures["products_kept"] < 1
     with pytest.raises(EmptyCohort):
         SplitMean().close(state, uploads[3:], context())
+
+
+def test_a_rank_above_the_models_width_is_filled_up_with_zeros() -> None:
+    draw, (a, b) = np.random.default_rng(0), name_factors(RANK)
+    state = ServerState({a: np.zeros((RANK, 3), np.float32), b: np.zeros((6, RANK), np.float32)})
+    own = {a: draw.normal(size=(RANK, 3)), b: draw.normal(size=(6, RANK))}
+    after, figures = SplitMean().close(state, [upload("a", 4, own)], context())
+    np.testing.assert_allclose(after.tensors[b] @ after.tensors[a], own[b] @ own[a], atol=1e-5)
+    assert {name: (value.shape, value.dtype) for name, value in after.tensors.items()} == {
+        name: (value.shape, value.dtype) for name, value in state.tensors.items()
+    }
+    assert figures["products_kept"] == pytest.approx(1)
 
 
 def test_the_mean_of_products_is_not_the_product_of_means() -> None:

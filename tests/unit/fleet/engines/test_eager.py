@@ -37,8 +37,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "per_fedavg": {},
     "ditto": {},
     "personal_analytic": {},
+    "fedra": {"layers": 1},
+    "flexlora": {"own_rank": 2},
 }
-"""Methods with each kind of step: gradients, whole steps, sums, generated, gathered and collected tensors."""
+"""Methods with each kind of step: gradients, whole steps, sums, generated, gathered and collected tensors, draws of the
+server."""
 
 
 @pytest.fixture(scope="module")

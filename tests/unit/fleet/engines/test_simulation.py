@@ -224,6 +224,49 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
 
 
+def test_run_that_was_interrupted_draws_the_blocks_that_it_would_have_drawn(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedRA with devices of one and two blocks."""
+    monkeypatch.setattr(journal, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(journal, "CHECKPOINT_SHARE", float("inf"))  # after every round
+    values = {
+        **VALUES, "method": "fedra", "updates": {}, "model_options": {**TINY_MODEL, "depth": 3},
+        "options": {"layers": 1, "lr": 0.05, "batch_size": 16}, "variants": {"device-2": {"layers": 2}},
+    }  # fmt: skip
+    calm = everything(run(folders, values, tmp_path / "calm"))
+    with pytest.raises(KeyboardInterrupt):
+        run(folders, values, tmp_path / "broken", display=Lines(until="round   2"))
+    assert same(calm, everything(run(folders, values, tmp_path / "broken", resume=True)))
+
+
+def test_devices_of_different_ranks_end_with_one_product_on_both_engines(
+    folders: list[Path], tmp_path: Path, graph_cache: Path
+) -> None:
+    """FlexLoRA: what each rank gets is the best of this rank for the same mean."""
+    values = {
+        **VALUES, "method": "flexlora", "rounds": 2, "updates": {}, "model_options": {**TINY_MODEL, "depth": 1},
+        "options": {"rank": 4, "lr": 0.5, "batch_size": 16},
+        "variants": {"device-1": {"own_rank": 2}, "device-2": {"own_rank": 1}},
+    }  # fmt: skip
+    products = []
+    engines: tuple[Engine, ...] = ("torch", "onnx")
+    for engine in engines:
+        request = RunRequest(
+            folders, values, out=tmp_path / engine, run="run", engine=engine, graph_cache=graph_cache, at_once=1
+        )
+        tensors = load_file(simulate(request).folder / "model.safetensors")
+        name = "blocks.0.attn.qkv.lora_v"
+        products.append([tensors[f"{rank}{name}.b"] @ tensors[f"{rank}{name}.a"] for rank in ("", "rank2.", "rank1.")])
+        left, singular, right = np.linalg.svd(products[-1][0])
+        for product, rank in zip(products[-1][1:], (2, 1), strict=True):
+            best = (left[:, :rank] * singular[:rank]) @ right[:rank]
+            np.testing.assert_allclose(product, best, atol=1e-4 * singular[0])
+    for one, other in zip(*products, strict=True):
+        assert np.abs(one).max() > 0
+        np.testing.assert_allclose(one, other, atol=1e-3 * np.abs(one).max())
+
+
 def read_cohorts(out: Path) -> list[list[str]]:
     store = open_record(out)
     cohorts = [list(entry.cohort) for entry in store.rounds.read_all("run")]

@@ -513,6 +513,41 @@ def test_the_server_holds_what_smaller_forms_need(configure: Configure, blobs: B
     assert ready.first.digest == plain.first.digest
 
 
+def test_a_choice_by_budget_holds_for_all_blocks_that_are_drawn(
+    configure: Configure, blobs: BlobStore, graph_cache: Path
+) -> None:
+    """FedRA: one choice, other Programs of the same graphs, and their cost is what was expected."""
+    config = configure("fedra", {"layers": 3, "rank": 2}, model_options={**SMALLEST, "depth": 3}, rounds=9)
+    made = make_plan(config, CLASSES, blobs, cache=graph_cache, budgets=True)
+    whole = made.choose_variant("a", 1, target_of("a"))[1]
+    assert whole is not None
+    target = target_of("a", flops_per_round=whole.flops * 2 // 3)
+    drawn: dict[int, Variant] = {}
+    for number in range(1, 10):
+        drawn[number], expected = made.choose_variant("a", number, target)
+        assert check_expected(made, drawn[number], expected, target).changes == {"layers": 1}
+    assert len(made.choices) == 2
+    assert len({variant.digest for variant in drawn.values()}) >= 3
+    assert len({variant.program.graphs["train"] for variant in drawn.values()}) == 1
+    again = make_plan(config, CLASSES, blobs, cache=graph_cache, budgets=True)
+    assert again.choose_variant("a", 7, target)[0].digest == drawn[7].digest
+
+
+def test_a_device_gets_additions_of_a_rank_that_it_can_send(
+    configure: Configure, blobs: BlobStore, graph_cache: Path
+) -> None:
+    """FlexLoRA: the server holds the factors of every rank from the beginning."""
+    config = configure("flexlora", {"rank": 4}, model_options=SMALLEST)
+    made = make_plan(config, CLASSES, blobs, cache=graph_cache, budgets=True)
+    assert set(made.groups) == {"head", "rank4", "rank2", "rank1"}
+    whole = made.choose_variant("a", 1, target_of("a"))[1]
+    assert whole is not None
+    target = target_of("a", upload_bytes=whole.bytes_up - 1)
+    variant, expected = made.choose_variant("a", 1, target)
+    assert check_expected(made, variant, expected, target).changes == {"own_rank": 2}
+    assert variant.program.common_groups() == ["head", "rank2"]
+
+
 # --- beginning with what another run ended with -------------------------------------------------------
 
 

@@ -25,3 +25,18 @@ def test_frozen_precision_is_reduced_only_where_weights_are_never_moved() -> Non
     }
     assert "frozen_precision" not in options["fedbabu"]
     assert "frozen_precision" in options["fed_head"]
+
+
+def test_ranks_halve_and_drawn_blocks_become_fewer_one_by_one() -> None:
+    deep = build_vit(SMALL, 5, seed=0, options={"image_size": 8, "patch_size": 4, "width": 4, "depth": 8, "heads": 1})
+
+    def list_values(name: str, option: str, **options: object) -> list[object]:
+        [found] = [each for each in trade_offs(make_method(name, options), deep) if each.option == option]
+        qualities = [quality for _, quality in found.values]
+        assert qualities == sorted(qualities, reverse=True)
+        return [value for value, _ in found.values]
+
+    assert list_values("flexlora", "own_rank", rank=8) == [4, 2, 1]
+    assert list_values("flexlora", "own_rank", rank=8, own_rank=3) == [1]
+    assert list_values("fedra", "layers") == [3, 2, 1]
+    assert list_values("fedra", "layers", layers=3) == [2, 1]

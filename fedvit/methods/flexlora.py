@@ -122,7 +122,7 @@ class SplitMean(WeightedMean):
         others = ServerState({name: value for name, value in state.tensors.items() if name not in factors})
         updated, figures = move_tensors(state, self.average(others, uploads, context))
         split: Tensors = {}
-        moved, kept, whole = figures["update_norm"] ** 2, 0.0, 0.0
+        squared_norm, kept, whole = figures["update_norm"] ** 2, 0.0, 0.0
         for addition, mean in average_products(state, pairs, uploads, context.round).items():
             left, values, right = np.linalg.svd(mean, full_matrices=False)
             for rank, a, b in pairs[addition]:
@@ -131,10 +131,10 @@ class SplitMean(WeightedMean):
                 split[a][: len(kept_values)] = right[:rank]
                 split[b][:, : len(kept_values)] = left[:, :rank] * kept_values
             largest = pairs[addition][0]
-            moved += float(np.square(mean - multiply(largest, state.tensors)).sum())
+            squared_norm += float(np.square(mean - multiply(largest, state.tensors)).sum())
             kept += float(np.square(values[: largest.rank]).sum())
             whole += float(np.square(values).sum())
-        figures = {"update_norm": float(np.sqrt(moved)), "products_kept": kept / whole if whole else 1.0}
+        figures = {"update_norm": float(np.sqrt(squared_norm)), "products_kept": kept / whole if whole else 1.0}
         return replace(updated, tensors={**updated.tensors, **split}), figures
 
 

@@ -65,6 +65,8 @@ def load_model(settings: DeviceSettings, run: str, round: str | int | None = Non
 def add_model(settings: DeviceSettings, run: str) -> DeviceModel:
     """Write a bundle of the device's newest model of a run, and list it. Raises ConfigError, StorageFailed."""
     trained, bench = load_model(settings, run)
+    if form := trained.batch.labels:
+        raise ConfigError("FV2492", f"run {run!r} is of task {form.task}: its answers are not one class, to be served")
     models = DeviceModels(state_folder(settings.data, settings.state))
     bundle = models.new_folder()
     try:

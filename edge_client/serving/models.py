@@ -215,6 +215,7 @@ class ModelServer:
             return
         try:
             bundle = Bundle.open(self.models.path(wanted.name), None, self._threads)
+            bundle.check_classifies()
             reference = read_reference(self.models.path(wanted.name))
         except (FedvitError, OSError, MemoryError) as error:
             self.note_trouble(f"model {wanted.name} cannot be opened, the one that answers goes on", str(error))

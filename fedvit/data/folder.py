@@ -1,4 +1,5 @@
-"""A device's own data: a folder with one folder of images per class, or one of text (`fedvit.data.text`)."""
+"""A device's own data: a folder with one folder of images per class, one of text (`fedvit.data.text`), or images with
+other labels (`fedvit.data.label_file`)."""
 
 import math
 import os
@@ -7,18 +8,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from fedvit.data.frigate import is_frigate_folder, read_frigate
 from fedvit.data.images import DECODED_BYTES, Flags, Indices, Pixels, header_problem, is_image_name, read_image
+from fedvit.data.label_file import LABEL_FILE, LabelFile, has_label_file, make_sets, read_label_file
 from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN, Found, Layout, read_class_folders
 from fedvit.data.split import DEFAULT_SPLIT, KeptSplit, RandomSplit
 from fedvit.data.text import SETTINGS, is_text_folder, read_texts, text_file
 from fedvit.errors import DataError
+from fedvit.label_forms import LabelForm, OtherTask
 from fedvit.program import Batch
 from fedvit.resources import IMAGE_CACHE_BYTES
+from fedvit.tensors import Array
 
 _Labelled = tuple[list[Path], Indices]
 
@@ -113,7 +117,7 @@ class Files:
 class Split:
     """The training or the test images of a device."""
 
-    labels: Indices
+    labels: Any  # (n,) int64; (n, ...) of a text, and of other tasks (float32)
     files: Files
 
     def __len__(self) -> int:
@@ -135,13 +139,23 @@ class Split:
         """
         return self.files.load(indices, size)
 
-    def relabel(self, table: Indices) -> Self:
-        """With label `table[label]` for each one."""
+    def relabel(self, table: Indices, classes: int) -> Self:
+        """With label `table[label]` for each one, of so many classes."""
         return replace(self, labels=table[self.labels])
+
+    def count_classes(self, classes: int) -> Indices:
+        """Count the images, or characters, of each class, (classes,)."""
+        return np.bincount(self.labels.ravel(), minlength=classes)
 
     def unfit(self, batch: Batch) -> str | None:
         """Reason why these samples cannot form a Program's batches, or None."""
+        if batch.labels:
+            return f"the run's task is {batch.labels.task}, which needs a file {LABEL_FILE}"
         return "the run trains on text, this folder holds images" if batch.text else None
+
+    def fit_labels(self, form: LabelForm | None) -> Self:
+        """With the labels that a model of the run's task learns."""
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +171,7 @@ class TextSplit(Split):
     def of(cls, windows: Indices, files: Sequence[Path]) -> Self:
         return cls(windows[:, 1:], Files(files), windows[:, :-1])
 
-    def relabel(self, table: Indices) -> Self:
+    def relabel(self, table: Indices, classes: int) -> Self:
         return replace(self, labels=table[self.labels], tokens=table[self.tokens])
 
     def unfit(self, batch: Batch) -> str | None:
@@ -166,6 +180,35 @@ class TextSplit(Split):
         if (context := self.tokens.shape[1]) != batch.text.context:
             return f"the run's samples have a context of {batch.text.context} characters, those of {SETTINGS} {context}"
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledSplit(Split):
+    """Images with labels of another task, (n, classes) float32: 1 for each class of an image, or its number."""
+
+    task: OtherTask
+
+    def relabel(self, table: Indices, classes: int) -> Self:
+        updated = np.zeros((len(self.labels), classes), np.float32)
+        held = np.flatnonzero(table >= 0)
+        updated[:, table[held]] = self.labels[:, held]
+        return replace(self, labels=updated)
+
+    def count_classes(self, classes: int) -> Indices:
+        if self.task == "regression":
+            return np.array([len(self.labels)])
+        return np.asarray(self.labels.sum(axis=0), dtype=np.int64)
+
+    def unfit(self, batch: Batch) -> str | None:
+        if batch.labels is None or batch.labels.task != self.task:
+            wanted = batch.labels.task if batch.labels else "one class for each image"
+            return f"the run's task is {wanted}, {LABEL_FILE} has labels for {self.task}"
+        return None
+
+    def fit_labels(self, form: LabelForm | None) -> Self:
+        if form is None or form.task != "regression":
+            return self
+        return replace(self, labels=form.scale(self.labels))
 
 
 READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Found]], ...] = ((is_frigate_folder, read_frigate),)
@@ -221,6 +264,8 @@ class DeviceData:
             )
         if is_text_folder(folder):
             return cls._open_text(folder, before)
+        if has_label_file(folder):
+            return cls._open_labelled(folder, split, (cache_bytes, decoded_bytes), classes, before)
         found = next((read for is_its, read in READERS if is_its(folder)), read_class_folders)(folder)
         layout = found.layout
         images = [*layout.train, *(layout.test or ())]
@@ -251,6 +296,54 @@ class DeviceData:
         )
 
     @classmethod
+    def _open_labelled(
+        cls,
+        folder: Path,
+        split: RandomSplit | KeptSplit,
+        limits: tuple[int, int],  # cache, decoded
+        classes: Collection[str] | None,
+        before: "DeviceData | None",
+    ) -> "DeviceData":
+        table = read_label_file(folder)
+        status = os.stat(folder / LABEL_FILE)
+        checked = _check_files([row.path for row in table.rows], limits[1], before.checked if before else {})
+        checked[folder / LABEL_FILE] = CheckedFile(Stamp(status.st_size, status.st_mtime_ns), None)
+        usable, unusable = _choose_labelled(table, checked, classes)
+        if not usable:
+            raise DataError("FV1403", f"{folder}: none of the {len(table.rows)} images of {LABEL_FILE} can be used")
+        known = table.classes
+        if table.task == "multi_label":
+            held = {name for place in usable for name in _list_names(table.rows[place].label)}
+            known = tuple(name for name in table.classes if name in held)
+        if before and (before.checked, before.classes) == (checked, known):
+            return before
+        has_tests = any(table.rows[place].part for place in usable)
+        tests = np.array([table.rows[place].part == TEST for place in usable], np.bool_)
+        if not has_tests:
+            names = [str(table.rows[place].path.relative_to(folder)) for place in usable]
+            tests = split.choose_tests(names, np.zeros(len(usable), np.int64))
+        if tests.all():
+            raise DataError("FV1403", f"{folder}: all {len(usable)} images are for testing, none is for training")
+
+        def make(mine: list[int], old: Split | None) -> LabelledSplit:
+            labels = [table.rows[place].label for place in mine]
+            numbers = make_sets(labels, known) if table.task == "multi_label" else _make_numbers(labels)
+            files = Files([table.rows[place].path for place in mine], *limits)
+            if before and old:
+                files.take_over(old.files, {path for path, now in checked.items() if before.checked.get(path) == now})
+            return LabelledSplit(numbers, files, table.task)
+
+        return cls(
+            folder=folder,
+            classes=known,
+            train=make(list(compress(usable, ~tests)), before.train if before else None),
+            test=make(list(compress(usable, tests)), before.test if before else None),
+            unusable=tuple(unusable),
+            has_test_folder=has_tests,
+            checked=checked,
+        )
+
+    @classmethod
     def _open_text(cls, folder: Path, before: "DeviceData | None") -> "DeviceData":
         files = [file for part in (TRAIN, TEST) if (file := text_file(folder, part)).exists()]
         stamps = {file: os.stat(file) for file in (folder / SETTINGS, *files)}
@@ -273,7 +366,8 @@ class DeviceData:
         Raises DataError when there are images of a class that the run does not know.
         """
         position = {name: label for label, name in enumerate(classes)}
-        held = np.union1d(self.train.labels, self.test.labels)
+        both = self.train.count_classes(len(self.classes)) + self.test.count_classes(len(self.classes))
+        held = np.flatnonzero(both)
         if unknown := [self.classes[label] for label in held if self.classes[label] not in position]:
             more = ", ..." if len(classes) > 10 else ""
             what = "characters" if isinstance(self.train, TextSplit) else "images in class folders"
@@ -283,12 +377,21 @@ class DeviceData:
                 f" the run's {len(classes)} classes: {', '.join(classes[:10])}{more}",
             )
         table = np.array([position.get(name, -1) for name in self.classes], dtype=np.int64)
-        return replace(self, classes=tuple(classes), train=self.train.relabel(table), test=self.test.relabel(table))
+        train, test = (part.relabel(table, len(classes)) for part in (self.train, self.test))
+        return replace(self, classes=tuple(classes), train=train, test=test)
 
     def check_fits(self, batch: Batch) -> None:
         """Raises DataError when the batches of a run's Program cannot be made of this folder."""
         if why := self.train.unfit(batch):
             raise DataError("FV1402", f"{self.folder}: {why}")
+
+    def fit_to(self, batch: Batch) -> "DeviceData":
+        """The same images with the labels that a model of a run's task learns. Raises DataError as `check_fits`."""
+        self.check_fits(batch)
+        if batch.labels is None:
+            return self
+        train, test = (part.fit_labels(batch.labels) for part in (self.train, self.test))
+        return replace(self, train=train, test=test)
 
     def forget(self) -> None:
         """Free the memory of decoded images, also for copies made by `relabelled`."""
@@ -335,6 +438,30 @@ def _check_files(
         else:
             checked[path] = CheckedFile(stamp, header_problem(path, decoded_bytes=decoded_bytes))
     return checked
+
+
+def _choose_labelled(
+    table: LabelFile, checked: Mapping[Path, CheckedFile], classes: Collection[str] | None
+) -> tuple[list[int], list[tuple[Path, str]]]:
+    """Choose the rows of a label file with a good header and known classes; list the others with the reason."""
+    usable: list[int] = []
+    unusable: list[tuple[Path, str]] = []
+    for place, row in enumerate(table.rows):
+        names = _list_names(row.label) if table.task == "multi_label" else table.classes
+        is_new = classes is not None and any(name not in classes for name in names)
+        if reason := checked[row.path].problem or (NEW_CLASS if is_new else None):
+            unusable.append((row.path, reason))
+        else:
+            usable.append(place)
+    return usable, unusable
+
+
+def _list_names(label: tuple[str, ...] | float) -> tuple[str, ...]:
+    return label if isinstance(label, tuple) else ()
+
+
+def _make_numbers(labels: Sequence[tuple[str, ...] | float]) -> Array:
+    return np.array(labels, np.float32).reshape(-1, 1)
 
 
 def _divide(

@@ -13,6 +13,7 @@ import msgspec
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_method, check_options, find_packaged_method, find_packaged_methods, package_of
 from fedvit.known_values import check_option
+from fedvit.label_forms import LabelForm
 from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.analytic import Analytic
 from fedvit.methods.apfl import APFL
@@ -183,11 +184,16 @@ def build_model(
     seed: int,
     options: dict[str, Any] | None = None,
     pretrained: bool | str = False,
+    label_form: LabelForm | None = None,
 ) -> PatchViT:
     """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does, and for
-    a model that does not suit the method."""
+    a model or a task that does not suit the method."""
     vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
     vit.seed = seed
+    if label_form:
+        if vit.reads_text:
+            raise ConfigError("FV2490", f"model {model!r} reads text, whose task is the next character: leave task out")
+        vit.label_form = label_form
     check_fits(method, vit)
     for patch in method.all_patches():
         patch.apply(vit, seed)

@@ -41,12 +41,21 @@ def check_region(config: RunConfig, where: str) -> None:
         raise ConfigError(
             "FV2202", f"{where}: variants: a region's devices train the tensors that the centre's task names"
         )
+    if config.task != "classification":
+        raise ConfigError(
+            "FV2490", f"{where}: task = {config.task!r}: a region adds up right answers of one class each"
+        )
     if why := why_no_regions(config):
         raise ConfigError("FV1104", f"{where}: {why}")
     method = make_method(config.method, config.options)
     with torch.device("meta"):
         vit = build_model(
-            method, config.model, max(2, len(config.classes)), seed=0, options=config.model_options, pretrained=False
+            method,
+            config.model,
+            max(2, len(config.classes)),
+            seed=0,
+            options=config.model_options,
+            pretrained=False,
         )
         if why := method.server_rule(vit).why_no_regions:
             raise ConfigError("FV2202", f"{where}: method {config.method!r} cannot be used in regions: {why}")
@@ -66,10 +75,11 @@ def _check(config: RunConfig) -> None:
         vit = build_model(
             method,
             config.model,
-            max(2, len(config.classes)),
+            max(config.least_classes, len(config.classes)),
             seed=0,
             options=config.model_options,
             pretrained=pretrained,
+            label_form=config.label_form,
         )
         method_batch(method, vit, config.images)
         groups = method.groups(vit)
@@ -93,6 +103,8 @@ def _check(config: RunConfig) -> None:
                 raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None
         config.updates.check(config.method, method.groups(vit), collects)
         check_server_data(config, rule)
+        if config.auc and (not method.evaluate(vit).counts_classes or vit.reads_text):
+            raise ConfigError("FV2490", f"auc = true needs answers by class, which {config.method} keeps on devices")
 
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:

@@ -21,6 +21,7 @@ from coordinator.config import PrivacyConfig, RunConfig
 from export.graphs import Exported, default_cache, export_graphs, export_unverified
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
+from fedvit.label_forms import ACCURACY
 from fedvit.methods import build_model, make_method
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.methods.novel import phases_of, server_rule_of
@@ -29,6 +30,7 @@ from fedvit.models.vit import PatchViT
 from fedvit.precision import Compute, Precision
 from fedvit.program import (
     ASSIGNED_VERSION,
+    LABELLED_VERSION,
     PRIVATE_VERSION,
     PROGRAM_VERSION,
     SECURE_VERSION,
@@ -112,6 +114,11 @@ class Plan:
 
     @property
     def protocol(self) -> str:
+        form = self.vit.label_form
+        return f"{ACCURACY[form.task]}; {self._protocol}" if form else self._protocol
+
+    @property
+    def _protocol(self) -> str:
         evaluate = self._evaluate(self.method_for("", 1))
         if self.config.evaluation == "pre_aggregation":
             return PROTOCOLS["pre_aggregation"]
@@ -257,6 +264,7 @@ class Plan:
             TEXT_VERSION: batch.text,
             SEEDED_VERSION: batch.sample_seeds,
             SECURE_VERSION: self.config.secure,
+            LABELLED_VERSION: batch.labels,
             ASSIGNED_VERSION: any(group.role is Role.ASSIGNED for group in groups.values()),
         }
         return Program(
@@ -308,6 +316,8 @@ class Plan:
 
     def _evaluate(self, method: Method) -> Evaluate:
         evaluate = method.evaluate(self.vit)
+        if self.config.auc:
+            evaluate = msgspec.structs.replace(evaluate, counts_scores=True)
         if self.config.evaluation == "newest":
             return evaluate
         sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.is_sent_back and names]
@@ -338,6 +348,7 @@ def make_plan(
         seed=config.seed,
         options=config.model_options,
         pretrained=config.pretrained,
+        label_form=config.label_form,
     )
     if start is not None:
         _begin_at(vit, start)  # also twins of the model begin there

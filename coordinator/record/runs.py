@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import and_, case, delete, func, select, update
+from sqlalchemy import and_, case, delete, func, not_, select, tuple_, update
 from sqlalchemy.engine import Connection
 
 from coordinator.record.copies import has_lost
@@ -139,8 +139,8 @@ class RecordedRuns:
 
     def thin(self, run: str, before: int, *, keep: int = 0) -> None:
         """Remove details of rounds before a closed round: cohorts, states, answered tasks, results, refusals, and
-        accuracies by device. Totals, figures, strikes, what is needed to continue, and the state of round `keep` are
-        kept."""
+        accuracies by device. Totals, figures, strikes, what is needed to continue (also the newest answer of each
+        device, by which cohorts are selected), and the state of round `keep` are kept."""
         with self._database.transaction() as connection:
             thinned = connection.execute(select(RUNS.c.thinned).where(RUNS.c.id == run)).scalar() or 0
             closed = select(ROUNDS.c.round, ROUNDS.c.opened_at).where(
@@ -166,8 +166,11 @@ def _update(connection: Connection, run: str, **values: Any) -> None:
 def _delete_details(connection: Connection, run: str, before: int, opened_at: str) -> None:
     """Delete rows of rounds before a round, which was opened at this time."""
     expected = select(TASKS.c.expected).where(TASKS.c.run == run, TASKS.c.expected.is_not(None))
+    old, is_trained = and_(RESULTS.c.run == run, RESULTS.c.used_in < before), RESULTS.c.kind == "train"
+    newest = select(RESULTS.c.device, func.max(RESULTS.c.used_in)).where(old, is_trained).group_by(RESULTS.c.device)
+    is_newest = and_(is_trained, tuple_(RESULTS.c.device, RESULTS.c.used_in).in_(newest))
     for statement in (
-        delete(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in < before),
+        delete(RESULTS).where(old, not_(is_newest)),
         delete(TASKS).where(TASKS.c.run == run, TASKS.c.round < before, TASKS.c.outcome.is_not(None)),
         delete(REFUSALS).where(REFUSALS.c.run == run, REFUSALS.c.round < before),
         delete(REFUSALS).where(REFUSALS.c.run == run, REFUSALS.c.round.is_(None), REFUSALS.c.at < opened_at),

@@ -110,9 +110,8 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
     announced = hello.train_samples if result.kind == "train" else hello.test_samples
     if not 0 <= result.samples <= announced:
         raise BadPayload("FV1505", f"it reports {result.samples} samples, the device announced {announced}")
-    planned = sum(program.steps_of(phase, announced) for phase in program.train)
-    if result.kind == "train" and result.use.steps > planned:  # server rules divide by them
-        raise BadPayload("FV1505", f"it reports {result.use.steps} steps, its images take {planned}")
+    if result.kind == "train":
+        _check_steps(result, program, announced)
     if result.kind == "evaluate" and not 0 <= result.metrics.get("correct", -1) <= result.samples:
         raise BadPayload("FV1505", f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
     if result.kind == "compare":
@@ -147,6 +146,15 @@ def _check_comparison(result: Result) -> None:
         raise BadPayload("FV1505", str(error)) from None
     if compared.images != result.samples:
         raise BadPayload("FV1505", f"its counts are of {compared.images} images, it reports {result.samples} samples")
+
+
+def _check_steps(result: Result, program: Program, announced: int) -> None:
+    """Check the number of steps, by which server rules divide. An image that could not be decoded may cost a step."""
+    planned = sum(program.steps_of(phase, announced) for phase in program.train)
+    lost = (announced - result.samples) * sum(phase.repeats * phase.epochs for phase in program.train)
+    least, steps = planned - lost, result.use.steps
+    if steps and not least <= steps <= planned:  # 0: not counted
+        raise BadPayload("FV1505", f"it reports {steps} steps, its images take {max(least, 1)} to {planned}")
 
 
 def _check_class_counts(result: Result, program: Program) -> None:

@@ -190,16 +190,16 @@ class Renewal:
         self.answers = topics.certificate_for(device)
         self.identity = identity
         self._questions = topics.renewal(device)
-        self._asking: Resend | None = None  # None: ask at the next tick
+        self._next_request: Resend | None = None  # None: ask at the next tick
         self._moves = False  # it has just got a certificate of a new authority
-        self._moving: Resend | None = None  # since it first connected again for that; the broker may not trust it yet
+        self._next_attempt: Resend | None = None  # to connect with it, if the broker did not trust it yet
 
     def note_connected(self, transport: Transport, certificate: Path | None) -> None:
         """Called after each connection, with the certificate that the broker accepted."""
         try:
             if certificate == self.identity.next_certificate and certificate.is_file():
                 self.identity.use_next_certificate()
-                self._moving = None
+                self._next_attempt = None
                 log.info("the broker accepted the new certificate")
             elif self.identity.next_certificate.is_file():
                 log.warning("the broker does not accept the new certificate yet; the former one stays in use")
@@ -207,22 +207,22 @@ class Renewal:
                 log.info("the former authority is no longer trusted")
         except (OSError, ConfigError) as error:
             log.warning("the former certificate cannot be replaced", extra={"reason": str(error)})
-        self._asking, self._moves = None, False
+        self._next_request, self._moves = None, False
         self.tick(transport)
 
     def ask_soon(self) -> None:
         """Ask again at the next tick: after a restart of the server, nobody may have heard the first request."""
-        self._asking = None
+        self._next_request = None
 
     def tick(self, transport: Transport) -> None:
         """Called often while the link is up."""
-        if self._moves and (self._moving is None or self._moving.due()):
-            self._moving, self._moves = self._moving or _begin_interval(), False
+        if self._moves and (self._next_attempt is None or self._next_attempt.due()):
+            self._next_attempt, self._moves = self._next_attempt or _begin_interval(), False
             transport.reconnect("connecting again with a certificate of the new authority")
             return
-        if self._asking is not None and not self._asking.due():
+        if self._next_request is not None and not self._next_request.due():
             return
-        self._asking = self._asking or _begin_interval()
+        self._next_request = self._next_request or _begin_interval()
         try:
             request = RenewRequest(self.identity.request, self.identity.list_digests())
             transport.publish(self._questions, encode_enrolment(request), qos=1)

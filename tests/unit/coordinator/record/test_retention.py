@@ -75,6 +75,7 @@ def lasting(store: Record, run: str, before: int) -> dict[str, Any]:
             store.rounds.list_closed(run),
         ),
         "results": [entry for entry in store.tasks.read_results(run) if entry.used_in >= before],
+        "selection": store.tasks.read_newest_used(run, store.rounds.find_last(run) + 1),
         "rounds": [store.rounds.read(run, number) for number in store.rounds.list_closed(run) if number >= before],
         "refusals": [entry for entry in store.devices.read_refusals(run) if (entry.round or 0) >= before],
     }  # fmt: skip
@@ -98,7 +99,9 @@ def test_thinning_changes_nothing_that_is_to_stay(
     for number in before:
         store.runs.thin("r", number)
     assert lasting(store, "r", oldest) == wanted
-    assert [entry for entry in store.tasks.read_results("r") if entry.used_in < oldest] == []
+    newest = store.tasks.read_newest_used("r", oldest)
+    left = [entry for entry in store.tasks.read_results("r") if entry.used_in < oldest]
+    assert all(entry == newest[entry.device] for entry in left)
     gone = [record for record in store.rounds.read_all("r") if record.round < oldest]
     assert all((record.cohort, record.state, record.accuracy) == ([], None, None) for record in gone)
     store.close()

@@ -152,11 +152,18 @@ def test_good_results_are_taken() -> None:
     check_result(msgspec.structs.replace(evaluated(), samples=0, metrics={"correct": 0.0}), AVERAGED, hello())
 
 
+def test_each_image_that_cannot_be_decoded_may_cost_a_step_of_each_epoch() -> None:
+    check_result(result(samples=18, use=ResourceUse(steps=16)), AVERAGED, hello())
+    with pytest.raises(BadPayload, match="it reports 15 steps, its images take 16 to 20"):
+        check_result(result(samples=18, use=ResourceUse(steps=15)), AVERAGED, hello())
+
+
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
         ({"samples": 21}, "it reports 21 samples, the device announced 20"),
         ({"use": ResourceUse(steps=51)}, "it reports 51 steps, its images take "),
+        ({"use": ResourceUse(steps=1)}, "it reports 1 steps, its images take "),
         ({"samples": -1}, "it reports -1 samples, the device announced 20"),
         ({"metrics": {"loss": float("nan")}}, "metric 'loss' is nan"),
         ({"metrics": {"loss": 0.5, "extra": float("inf")}}, "metric 'extra' is inf"),

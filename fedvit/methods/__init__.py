@@ -184,17 +184,22 @@ def build_model(
     seed: int,
     options: dict[str, Any] | None = None,
     pretrained: bool | str = False,
-    label_form: LabelForm | None = None,
 ) -> PatchViT:
     """The model of that name with what the method adds to it. Raises ConfigError as `build_vit` does, and for
-    a model or a task that does not suit the method."""
+    a model that does not suit the method."""
     vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
     vit.seed = seed
-    if label_form:
-        if vit.reads_text:
-            raise ConfigError("FV2490", f"model {model!r} reads text, whose task is the next character: leave task out")
-        vit.label_form = label_form
     check_fits(method, vit)
     for patch in method.all_patches():
         patch.apply(vit, seed)
     return vit
+
+
+def set_task(method: Method, vit: PatchViT, form: LabelForm | None) -> None:
+    """Set the task that a model is trained for. Raises ConfigError for one that does not suit model or method."""
+    if form is None:
+        return
+    if vit.reads_text:
+        raise ConfigError("FV2490", f"model {vit.name!r} reads text, whose task is the next character: leave task out")
+    vit.label_form = form
+    check_fits(method, vit)

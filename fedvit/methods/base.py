@@ -251,11 +251,6 @@ class Method(Hyperparameters, ABC):
         """Return whether the method can train a model of text: it runs the model without changes."""
         return type(self).forward is Method.forward and not self.all_patches() and not self.mask
 
-    @property
-    def why_one_class(self) -> str | None:
-        """Reason why the method needs one class for each sample; None if it can train every task."""
-        return None
-
     def in_round(self, round_number: int, rounds: int) -> "Method":
         """The method in a round, which counts from 1; for methods whose roles change during the run.
 

@@ -78,7 +78,7 @@ class CohortUpdate:
     steps: list[int]
 
 
-class Answered(NamedTuple):
+class CountedAnswers(NamedTuple):
     """One device's evaluation."""
 
     metrics: dict[str, float]  # as in its result
@@ -311,7 +311,7 @@ class Cohort:
         train: Sequence[DeviceImages],
         test: Sequence[DeviceImages],
         choices: Sequence[np.random.Generator],
-    ) -> list[Answered]:
+    ) -> list[CountedAnswers]:
         """Each device's answers on its test images, whole and not varied."""
         evaluate = program.evaluate
         own = {f"tensor/{name}": value for name, value in values.own.items()}
@@ -392,11 +392,11 @@ class Cohort:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._accelerator)
 
 
-def _list_counts(tally: AnswerTally, images: int, *, counts_classes: bool) -> Answered:
+def _list_counts(tally: AnswerTally, images: int, *, counts_classes: bool) -> CountedAnswers:
     """Return the counts that a device sends."""
     by_class = tally.by_class() if counts_classes else ()
     metrics = list_metrics(tally.correct, tally.errors, tally.labels, counts_classes=counts_classes)
-    return Answered(metrics, images, by_class if len(by_class) <= MAX_CLASS_COUNTS else ())
+    return CountedAnswers(metrics, images, by_class if len(by_class) <= MAX_CLASS_COUNTS else ())
 
 
 def _only(images: DeviceImages, chosen: Array) -> DeviceImages:

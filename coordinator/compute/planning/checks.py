@@ -9,7 +9,7 @@ from coordinator.compute.planning.secure_runs import check_secure
 from coordinator.compute.planning.server_data import check_server_data
 from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
 from fedvit.errors import ConfigError
-from fedvit.methods import build_model, make_method
+from fedvit.methods import build_model, make_method, set_task
 from fedvit.methods.base import ServerRule, check_fits
 from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.model_options import OWN_MODELS
@@ -79,8 +79,8 @@ def _check(config: RunConfig) -> None:
             seed=0,
             options=config.model_options,
             pretrained=pretrained,
-            label_form=config.label_form,
         )
+        set_task(method, vit, config.label_form)
         method_batch(method, vit, config.images)
         groups = method.groups(vit)
         rule = server_rule_of(method, vit)

@@ -22,7 +22,7 @@ from export.graphs import Exported, default_cache, export_graphs, export_unverif
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.label_forms import ACCURACY
-from fedvit.methods import build_model, make_method
+from fedvit.methods import build_model, make_method, set_task
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.methods.packed import as_sent
@@ -115,16 +115,13 @@ class Plan:
     @property
     def protocol(self) -> str:
         form = self.vit.label_form
-        return f"{ACCURACY[form.task]}; {self._protocol}" if form else self._protocol
-
-    @property
-    def _protocol(self) -> str:
+        answer = f"{ACCURACY[form.task]}; " if form else ""
         evaluate = self._evaluate(self.method_for("", 1))
         if self.config.evaluation == "pre_aggregation":
-            return PROTOCOLS["pre_aggregation"]
+            return answer + PROTOCOLS["pre_aggregation"]
         kept, own = [self.method.groups(self.vit)[group] for group in evaluate.kept], self.vit.tensors().keys()
         keeps = any(role is Role.GENERATED or not own.isdisjoint(names) for role, names in kept)
-        return PROTOCOLS["adapted" if evaluate.adapt else "kept" if keeps else "newest"]
+        return answer + PROTOCOLS["adapted" if evaluate.adapt else "kept" if keeps else "newest"]
 
     def method_for(self, device: str, round_number: int) -> Method:
         return _method_for(self.config, device).in_round(round_number, self.config.rounds)
@@ -348,8 +345,8 @@ def make_plan(
         seed=config.seed,
         options=config.model_options,
         pretrained=config.pretrained,
-        label_form=config.label_form,
     )
+    set_task(base, vit, config.label_form)
     if start is not None:
         _begin_at(vit, start)  # also twins of the model begin there
     values, groups = _collect_tensors(config, vit, _list_methods(config, vit, budgets=budgets))

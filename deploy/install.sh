@@ -26,7 +26,10 @@ if [ "$what" = --remove ] || [ "$what" = --purge ]; then
   for program in $programs; do rm -f "$bin/$program"; done
   rm -rf "$to" "$to.new" "$to.old" "$to.uv" "$to.python" "$to.log"
   [ -z "$units" ] || for each in $unit $more; do rm -f "$units/$each"; done
-  if [ "$what" = --purge ] && [ -n "$settings" ]; then
+  if [ "$what" = --purge ] && [ -z "$settings" ]; then  # a device's state, or a server's exported graphs
+    if [ "$kind" = edge ]; then own=${XDG_STATE_HOME:-$HOME/.local/state}; else own=${XDG_CACHE_HOME:-$HOME/.cache}; fi
+    rm -rf "$own/fedvit"
+  elif [ "$what" = --purge ]; then
     rm -rf "$settings" "$root/var/lib/$state" "$root/var/lib/private/$state" "$root/var/cache/$state" "$root/var/cache/private/$state"
   fi
   systemd daemon-reload

@@ -18,7 +18,7 @@ from export import convolutions, transformers  # noqa: F401 - they register thei
 from export.graph import DTYPES, GraphBuilder, Unsupported, Value
 from export.operators import as_constant
 from export.products import StepGraph
-from export.rules import LOWERED
+from export.rules import find_rule
 from fedvit.precision import Compute
 
 
@@ -49,10 +49,11 @@ def lower(
             if node.target is operator.getitem:
                 found[node] = found[node.args[0]][node.args[1]]
                 continue
-            rule = LOWERED.get(node.target)
+            rule = find_rule(node.target)
             if rule is None:
                 raise Unsupported(
-                    "FV1117", f"operator {node.target} has no ONNX form here: add it to export/operators.py"
+                    "FV1117",
+                    f"operator {node.target} has no ONNX form here: add it, here or in a package",
                 )
             found[node] = rule(graph, node, *look_up(node.args), **look_up(node.kwargs))
         else:

@@ -7,6 +7,7 @@ holds no weights, and serves any number of devices.
 
 import hashlib
 import json
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Trace:
             assert source is not None
             content.update(Path(source).read_bytes())
         content.update(self.module.code.encode())
+        content.update(rules.describe_packaged(node.target for node in self.module.graph.nodes if is_call(node)))
         for name, constant in sorted(self.module.named_buffers()):
             content.update(name.encode() + constant.detach().numpy().tobytes())
         described = {
@@ -66,6 +68,11 @@ class Trace:
         }
         content.update(json.dumps(described, sort_keys=True).encode())
         return content.hexdigest()
+
+
+def is_call(node: fx.Node) -> bool:
+    """Return whether a node calls an operator of torch."""
+    return node.op == "call_function" and node.target is not operator.getitem
 
 
 _one_at_a_time = threading.Lock()

@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+NAMES = "names"
+"""Key of `Meta.extra` of a text that is one of these names, or a plugin's."""
+
 
 def did_you_mean(given: str, known: Iterable[str], most: int = 3) -> str:
     """The end of an error about an unknown name: similar known names, or nothing.
@@ -56,6 +59,8 @@ def choices(hint: Any) -> list[str]:
 
 def _choices(kind: msgspec.inspect.Type) -> list[str]:
     match kind:
+        case msgspec.inspect.Metadata(extra={"names": names}):
+            return [*names]
         case msgspec.inspect.LiteralType(values=values):
             return list(map(str, values))
         case msgspec.inspect.UnionType(types=types):
@@ -67,6 +72,8 @@ def _choices(kind: msgspec.inspect.Type) -> list[str]:
 
 def _describe(kind: msgspec.inspect.Type) -> str:
     match kind:
+        case msgspec.inspect.Metadata(extra={"names": names}):
+            return " | ".join([*names, "a plugin's name"])
         case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.VarTupleType(item_type=inner):
             return _describe(inner)
         case msgspec.inspect.LiteralType(values=values):

@@ -159,5 +159,10 @@ class NotAllowed(FedvitError):
         self.again_s = again_s
 
 
+def describe_fault(error: BaseException) -> str:
+    """Return the text of an error; that of an error which is not deliberate begins with its class."""
+    return str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
+
+
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells expect."""

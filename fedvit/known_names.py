@@ -7,24 +7,20 @@ Methods of other installed packages are read from what these declare.
 import ast
 import importlib.util
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NamedTuple
 
+from fedvit import plugins
 from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
 from fedvit.model_options import LSTM, OWN_MODELS, RESNET, SMALL, TEXT, option_names
 
-TEXTS = (TEXT, LSTM)
-"""The models of text."""
 TIMM_OPTIONS = ("image_size", "patch_size")
 HUB, LOCAL = "hf-hub:", "local-dir:"
 """Prefixes of timm's model names outside of its own list: the hub of weights, and a folder with a `config.json`."""
-METHOD_GROUP = "fedvit.methods"
-"""Group of the entry points with which an installed package declares its methods."""
 
 _FOLDER = Path(__file__).parent / "methods"
 
@@ -33,10 +29,8 @@ def check_names(
     method: str, options: Iterable[str] = (), model: str = SMALL, model_options: Iterable[str] = ()
 ) -> None:
     """Raises ConfigError for an unknown method, model, or option."""
-    check_method(method, {*method_classes(), *find_packaged_methods()})
-    if (
-        find_packaged_method(method) is None and options
-    ):  # the options of a package's method are known once it is imported
+    check_method(method, plugins.list_names(plugins.METHODS, method_classes()))
+    if not is_packaged(method) and options:  # the options of a package's method are known once it is imported
         check_options(method, options, method_options(method))
     check_model(model)
     check_model_options(model, model_options)
@@ -74,33 +68,9 @@ def method_classes() -> Mapping[str, str]:
     raise AssertionError("fedvit.methods has no table METHODS")
 
 
-@cache
-def find_packaged_methods() -> Mapping[str, list[EntryPoint]]:
-    """Method -> where installed packages declare that it is. Nothing of them is imported."""
-    found: dict[str, list[EntryPoint]] = defaultdict(list)
-    for entry in entry_points(group=METHOD_GROUP):
-        found[entry.name].append(entry)
-    return dict(found)
-
-
-def find_packaged_method(name: str) -> EntryPoint | None:
-    """Return the place that an installed package declares for a method; None for one of fedvit's own.
-
-    Raises ConfigError when more than one package has a method of that name.
-    """
-    declared = find_packaged_methods().get(name, [])
-    packages = [*(["fedvit"] if name in method_classes() else []), *sorted(map(package_of, declared))]
-    if declared and len(packages) > 1:
-        raise ConfigError(
-            "FV1102",
-            f"method {name!r} is in more than one package: {', '.join(packages)}; uninstall all but one, or rename the "
-            f"entry point in one of them",
-        )
-    return declared[0] if declared else None
-
-
-def package_of(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist else "(unknown)"
+def is_packaged(method: str) -> bool:
+    """Return whether an installed package declares a method. Raises ConfigError when another one has it, too."""
+    return plugins.find_entry(plugins.METHODS, method, method_classes()) is not None
 
 
 def method_options(method: str) -> tuple[str, ...]:
@@ -160,7 +130,7 @@ def check_model(name: str) -> None:
 
     Whether the hub of weights has a model is not asked here.
     """
-    if name in OWN_MODELS:
+    if name in OWN_MODELS or find_packaged_model(name):
         return
     if name.startswith(LOCAL):
         file = Path(name.removeprefix(LOCAL)) / "config.json"
@@ -175,8 +145,22 @@ def check_model(name: str) -> None:
         return
     plain = name.partition(".")[0].removeprefix("timm/")
     if not _is_in_timm(plain):
-        known = [*OWN_MODELS, *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE)]
+        known = [
+            *plugins.list_names(plugins.MODELS, OWN_MODELS),
+            *re.findall(r"^@register_model\s+def (\w+)\(", _timm_sources(), re.MULTILINE),
+        ]
         raise unknown_model(name, known)
+
+
+def find_packaged_model(name: str) -> EntryPoint | None:
+    """Find the place that an installed package declares for a model; None if it is not a package's.
+
+    Raises ConfigError if fedvit, timm or another package has a model of that name, too.
+    """
+    entry = plugins.find_entry(plugins.MODELS, name, OWN_MODELS)
+    if entry is not None and re.search(rf"^def {re.escape(name)}\(", _timm_sources(), re.MULTILINE):
+        plugins.refuse(plugins.MODELS, entry, "has the name of a model of timm; rename the entry point")
+    return entry
 
 
 @cache
@@ -217,7 +201,13 @@ def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
 
 def check_model_options(model: str, given: Iterable[str]) -> None:
     """Raises ConfigError when one of the options `given` is not one of the model's."""
-    known = option_names(model) if model in OWN_MODELS else TIMM_OPTIONS
+    if find_packaged_model(model):  # its options are known once it is imported
+        return
+    check_option_names(model, given, option_names(model) if model in OWN_MODELS else TIMM_OPTIONS)
+
+
+def check_option_names(model: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ConfigError when one of the options `given` is not one of those that the model has."""
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(
             "FV1105", f"model {model!r} has no option {unknown[0]!r}{suggest_names(unknown[0], known, 'it has')}"

@@ -15,13 +15,18 @@ from typing import Any
 
 import msgspec
 
-from fedvit.choices import why_invalid
+from fedvit import plugins
+from fedvit.choices import NAMES, why_invalid
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_names, find_packaged_method, option_annotations, timm_arguments
+from fedvit.known_names import check_names, find_packaged_model, is_packaged, option_annotations, timm_arguments
 from fedvit.model_options import OWN_MODELS, SmallVitOptions, TextTransformerOptions, check_multiple, check_whole
 
 SPARED_BLOCKS = "spared_blocks"
 """Key of `Meta.extra` of an option that counts blocks of the model: blocks that must remain beside them."""
+
+PLUGINS = "plugins"
+"""Key of `Meta.extra` of an option that is a plugin's name, or one of fedvit's `names`: the noun of its kind."""
+KINDS = {kind.noun: kind for kind in plugins.KINDS}
 
 
 def check_settings(method: str, options: Mapping[str, Any], model: str, model_options: Mapping[str, Any]) -> None:
@@ -31,7 +36,7 @@ def check_settings(method: str, options: Mapping[str, Any], model: str, model_op
     """
     check_names(method, options, model, model_options)
     check_model_values(model, model_options)
-    if find_packaged_method(method) is None:
+    if not is_packaged(method):
         hints = option_hints(method)
         for option, value in options.items():
             check_option(method, option, value, hints[option])
@@ -51,6 +56,9 @@ def check_option(method: str, option: str, value: Any, hint: Any) -> None:
     except msgspec.ValidationError as error:
         reason = why_invalid(error, value, hint)
         raise ConfigError("FV1104", f"option {option} = {value!r} of method {method!r}: {reason}") from None
+    for extra in _extras(hint):
+        if kind := KINDS.get(extra.get(PLUGINS, "")):
+            plugins.check_value(kind, f"option {option} of method {method!r}", value, extra[NAMES], "FV1104")
 
 
 def check_blocks(options: Mapping[str, Any], hints: Mapping[str, Any], model: str, depth: int) -> None:
@@ -105,6 +113,8 @@ def check_model_values(model: str, options: Mapping[str, Any]) -> None:
     if model in OWN_MODELS:
         OWN_MODELS[model](**options)
         return
+    if find_packaged_model(model):  # checks its options itself
+        return
     for option, value in options.items():
         check_whole("model", option, value)
     patch_size = options.get("patch_size", timm_arguments(model).get("patch_size"))
@@ -114,6 +124,8 @@ def check_model_values(model: str, options: Mapping[str, Any]) -> None:
 
 def _depth(model: str, options: Mapping[str, Any]) -> int | None:
     """Return the number of a model's blocks; None if the model must be built to find it, or has no blocks."""
+    if find_packaged_model(model):
+        return None
     if model not in OWN_MODELS:
         return timm_arguments(model).get("depth")
     made = OWN_MODELS[model](**options)

@@ -4,9 +4,10 @@ This module needs no torch, so that a wrong value is found before torch is impor
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from fedvit.errors import ConfigError
 
@@ -79,6 +80,20 @@ class ModelOptions:
         """Raises ConfigError unless each of these options is a whole number of at least 1."""
         for option in options:
             check_whole("model", option, getattr(self, option))
+
+
+class PackagedModel(ModelOptions, ABC):
+    """Options of a model that an installed package makes (docs/plugins.md); each has a default.
+
+    A class derived from it is a frozen dataclass.
+    """
+
+    contract_options: ClassVar[Mapping[str, Any]] = {}
+    """Options of a small model, which the laws of models train in seconds."""
+
+    @abstractmethod
+    def build(self, name: str, classes: int) -> Any:
+        """Make the model of that name, a `PatchViT`; its random values are torch's next ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

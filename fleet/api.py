@@ -17,7 +17,6 @@ from coordinator.rounds.display import choose_display
 from fedvit.choices import suggest_names
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
-from fedvit.known_names import TEXTS
 from fedvit.wire.topics import check_name
 from fleet.devices import device_folders, virtual_devices
 from fleet.finished import FinishedRun
@@ -112,4 +111,5 @@ def _check(values: dict[str, Any], engine: str) -> RunConfig:
 
 
 def _sample_size(config: RunConfig) -> int | None:
-    return config.model_options.get("context" if config.model in TEXTS else "image_size")
+    options = config.model_options
+    return options.get("context", options.get("image_size"))  # a model has one of them

@@ -9,6 +9,7 @@ from fedvit import command_line
 COMMANDS = {
     "bugreport": "Write a ZIP file for the report of a fault: versions, configuration, rounds, logs of coordinator and "
     "devices.",
+    "contracts": "Check the plugins of an installed package: every law that fedvit's own parts of each kind obey.",
     "demo": "Partition handwritten digits over devices, and train on them with real processes over MQTT.",
     "experiment": "Run the grid that FILE describes, over a network in memory; finished cells are not run again.",
     "host": "Host virtual devices in this process, each with its own name, vault and connection.",

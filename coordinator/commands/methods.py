@@ -7,9 +7,10 @@ import click
 
 from coordinator.commands.flags import key_value
 from coordinator.compute.planning.method_entry import STORED_CLASSES, page, read_stored_entries, table
+from fedvit import plugins
 from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_model, check_model_options, find_packaged_methods, method_classes
+from fedvit.known_names import check_model, check_model_options, method_classes
 from fedvit.known_values import check_model_values, check_settings
 from fedvit.model_options import SMALL
 from profiles.report.console import Console
@@ -41,10 +42,11 @@ def methods(name: str | None, names: tuple[str, ...], model: str, classes: int, 
     if classes < 1:
         raise ConfigError("FV1903", f"--classes {classes} must be at least 1")
     chosen = [name] if name else names
+    packaged = plugins.read_entries(plugins.METHODS).keys()
     check_model(model)
     check_model_options(model, model_options)
     check_model_values(model, model_options)
-    for each in chosen or sorted({*method_classes()} - {*find_packaged_methods()}):
+    for each in chosen or sorted({*method_classes()} - packaged):
         try:
             check_settings(each, options, model, model_options)
         except ConfigError as error:
@@ -55,12 +57,12 @@ def methods(name: str | None, names: tuple[str, ...], model: str, classes: int, 
         else None
     )
     entries = {entry.name: entry for entry in own or ()}
-    wanted = chosen or sorted({*method_classes(), *find_packaged_methods()})
-    if missing := [each for each in wanted if each not in entries or each in find_packaged_methods()]:
+    wanted = chosen or sorted({*method_classes(), *packaged})
+    if missing := [each for each in wanted if each not in entries or each in packaged]:
         planning = import_module("coordinator.compute.planning.catalogue")  # late: it imports torch
         if not chosen:
             missing = planning.usable(missing, lambda text: click.echo(f"left out: {text}", err=True))
-            wanted = sorted({*entries} - {*find_packaged_methods()} | {*missing})
+            wanted = sorted({*entries} - packaged | {*missing})
         computed = planning.catalogue(missing, model, classes, options=options, model_options=model_options)
         entries |= {entry.name: entry for entry in computed}
     shown = [entries[each] for each in wanted]

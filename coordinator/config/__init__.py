@@ -24,6 +24,7 @@ from coordinator.config.regions import CENTRE, REGION, check_kind, is_region, wh
 from coordinator.config.resuming import FREE_TABLES, resume_config
 from coordinator.config.robust import RobustConfig
 from coordinator.config.run import SECTIONS, TABLES, RunConfig
+from coordinator.config.selection import load_selector
 from coordinator.config.service import ServiceConfig, make_service_config
 from coordinator.config.trackers import TrackersConfig
 from coordinator.config.updates import UpdatesConfig
@@ -53,6 +54,7 @@ __all__ = [
     "check_settings",
     "find_errors",
     "is_region",
+    "load_selector",
     "make_config",
     "make_service_config",
     "merge_flags",

@@ -9,8 +9,10 @@ from msgspec import Struct
 
 from coordinator.config.broker import BrokerConfig, with_listen_port
 from coordinator.config.budget import check_memory_budget
+from coordinator.config.robust import AGGREGATORS
 from coordinator.config.run import TABLES, RunConfig
-from fedvit import known_values
+from coordinator.config.selection import check_selection
+from fedvit import known_values, plugins
 from fedvit.choices import did_you_mean, why_invalid
 from fedvit.errors import ConfigError
 
@@ -41,7 +43,7 @@ def make_config(values: dict[str, Any], where: str) -> StartConfig:
 
 
 def check_settings(config: RunConfig, where: str) -> None:
-    """Raise ConfigError, beginning with `where`, for an unknown method, model or option, or a value out of range.
+    """Raise ConfigError, beginning with `where`, for an unknown method, model, option or plugin, or a wrong value.
 
     Does not import torch.
     """
@@ -52,6 +54,8 @@ def check_settings(config: RunConfig, where: str) -> None:
                 known_values.check_settings(config.method, options, config.model, config.model_options)
             except ConfigError as error:
                 raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None
+        check_selection(config.selection)
+        plugins.check_value(plugins.AGGREGATORS, "aggregator", config.robust.aggregator, AGGREGATORS)
         check_memory_budget(config.budget)
     except ConfigError as error:
         raise ConfigError(error.code, f"{where}: {error}") from None

@@ -8,6 +8,9 @@ from msgspec import Meta, Struct
 from fedvit.errors import ConfigError
 from fedvit.roles import Role
 
+AGGREGATORS = ("mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
+"""fedvit's own; packages have others."""
+
 
 class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Robust aggregation, against malicious devices: the table [robust] (docs/security.md).
@@ -16,8 +19,11 @@ class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     aggregator: Annotated[
-        Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"],
-        Meta(description="How shared tensors' updates are combined; all but mean weigh devices equally."),
+        str,
+        Meta(
+            description="How shared tensors' updates are combined; all but mean weigh devices equally.",
+            extra={"metavar": "|".join((*sorted(AGGREGATORS), "NAME"))},
+        ),
     ] = "mean"
     malicious_share: Annotated[
         float,

@@ -14,6 +14,7 @@ from coordinator.config.modes import MODES
 from coordinator.config.privacy import PrivacyConfig
 from coordinator.config.promote import PromoteConfig
 from coordinator.config.robust import RobustConfig
+from coordinator.config.selection import READ_NO_ANSWERS, SELECTIONS
 from coordinator.config.stop import StopConfig
 from coordinator.config.sums import SumsConfig
 from coordinator.config.trackers import TrackersConfig
@@ -129,10 +130,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=0, le=4, description="Additional devices to ask, as a share of the cohort; the first answers count."),
     ] = 0.0
     selection: Annotated[
-        Literal["uniform", "fair", "power_of_choice", "oort"],
+        str,
         Meta(
             description="Which devices are asked: uniformly random, those not asked for the longest time, those with "
-            "high losses, or those with high losses that are fast."
+            "high losses, those with high losses that are fast, or by a package's selector.",
+            extra={"metavar": "|".join((*SELECTIONS, "NAME"))},
         ),
     ] = "uniform"
     deadline_s: (
@@ -314,7 +316,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError(
                 "FV1014", f"{late}: noise_multiplier is accounted for in whole rounds without late results"
             )
-        if self.selection in ("power_of_choice", "oort"):
+        if self.selection not in READ_NO_ANSWERS:
             raise ConfigError(
                 "FV1014",
                 f'selection = {self.selection!r} reads losses, which noise_multiplier does not cover: set "uniform" '

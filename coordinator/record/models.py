@@ -68,13 +68,17 @@ class RecordedModels:
         with self._database.transaction() as connection:
             connection.execute(update(MODELS).where(MODELS.c.name == name).values(**values, changed_at=now()))
 
-    def read_devices(self, model: str | None = None, device: str | None = None) -> list[DeviceModelRecord]:
-        """Return the models on devices: of one model, of one device, or all."""
+    def read_devices(
+        self, model: str | None = None, device: str | None = None, *, devices: Sequence[str] | None = None
+    ) -> list[DeviceModelRecord]:
+        """Return the models on devices: of one model, of one device, of some devices, or all."""
         query = select(DEVICE_MODELS).order_by(DEVICE_MODELS.c.model, DEVICE_MODELS.c.device)
         if model is not None:
             query = query.where(DEVICE_MODELS.c.model == model)
         if device is not None:
             query = query.where(DEVICE_MODELS.c.device == device)
+        if devices is not None:
+            query = query.where(DEVICE_MODELS.c.device.in_(devices))
         return self._database.read(DeviceModelRecord, DEVICE_MODELS, query)
 
     def write_devices(self, rows: Iterable[DeviceModelRecord]) -> None:

@@ -166,11 +166,11 @@ def _update(connection: Connection, run: str, **values: Any) -> None:
 def _delete_details(connection: Connection, run: str, before: int, opened_at: str) -> None:
     """Delete rows of rounds before a round, which was opened at this time."""
     expected = select(TASKS.c.expected).where(TASKS.c.run == run, TASKS.c.expected.is_not(None))
-    old, is_trained = and_(RESULTS.c.run == run, RESULTS.c.used_in < before), RESULTS.c.kind == "train"
-    newest = select(RESULTS.c.device, func.max(RESULTS.c.used_in)).where(old, is_trained).group_by(RESULTS.c.device)
-    is_newest = and_(is_trained, tuple_(RESULTS.c.device, RESULTS.c.used_in).in_(newest))
+    trained = and_(RESULTS.c.run == run, RESULTS.c.kind == "train", RESULTS.c.used_in <= before)
+    newest = select(RESULTS.c.device, func.max(RESULTS.c.used_in)).where(trained).group_by(RESULTS.c.device)
+    is_newest = and_(RESULTS.c.kind == "train", tuple_(RESULTS.c.device, RESULTS.c.used_in).in_(newest))
     for statement in (
-        delete(RESULTS).where(old, not_(is_newest)),
+        delete(RESULTS).where(RESULTS.c.run == run, RESULTS.c.used_in < before, not_(is_newest)),
         delete(TASKS).where(TASKS.c.run == run, TASKS.c.round < before, TASKS.c.outcome.is_not(None)),
         delete(REFUSALS).where(REFUSALS.c.run == run, REFUSALS.c.round < before),
         delete(REFUSALS).where(REFUSALS.c.run == run, REFUSALS.c.round.is_(None), REFUSALS.c.at < opened_at),

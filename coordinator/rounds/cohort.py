@@ -1,11 +1,13 @@
 """The choice of devices for a round."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.config import load_selector
 from coordinator.record.tables import Asked, ResultRecord
+from fedvit.errors import ConfigError
 
 CANDIDATES = 2
 """Devices that power-of-choice draws for each one that it asks (paper: d / m)."""
@@ -104,8 +106,36 @@ def select_oort(
     return sorted(chosen)
 
 
-BY_ANSWERS = {"power_of_choice": select_power_of_choice, "oort": select_oort}
+Selector = Callable[[Collection[str], int, int, int, Mapping[str, ResultRecord]], list[str]]
+"""(available devices, wanted, seed, round, newest answer of each device) -> devices to ask."""
+
+BY_ANSWERS: dict[str, Selector] = {"power_of_choice": select_power_of_choice, "oort": select_oort}
 """Selections that read the devices' newest answers."""
+
+
+def find_selector(name: str) -> Selector | None:
+    """Find the selector of that name, of fedvit or of a package; None: the selection reads no answers.
+
+    Raises ConfigError if a package's cannot be used. That of a package is checked each time.
+    """
+    packaged = load_selector(name)
+    if packaged is None:
+        return BY_ANSWERS.get(name)
+
+    def select(
+        devices: Collection[str], wanted: int, seed: int, round_number: int, answers: Mapping[str, ResultRecord]
+    ) -> list[str]:
+        names = sorted(devices)
+        chosen = packaged(names, wanted, seed, round_number, answers) if names else []
+        if len(chosen) != min(wanted, len(names)) or not {*chosen} <= {*names} or len({*chosen}) < len(chosen):
+            raise ConfigError(
+                "FV1485",
+                f"selector {name!r}: round {round_number}: {wanted} different devices of {len(names)} are wanted, it "
+                f"chose {chosen!r}",
+            )
+        return sorted(chosen)
+
+    return select
 
 
 def find_utility(answers: Sequence[ResultRecord], round_number: int) -> npt.NDArray[np.float64]:

@@ -22,15 +22,15 @@ FOLDER = "fedvit"
 """Files on the boot partition: package, token, and the script of the first start."""
 TOKEN, SCRIPT = "token", "fedvit-first-boot.sh"
 TOKEN_FILE = "/etc/fedvit/token"
-"""Read once by fedvit-join.service on the board, and removed by it."""
+"""Read by fedvit-join.service on the board, and removed by it."""
 UNIT = "fedvit-first-boot"
 HEAD = b"#cloud-config"
 OURS = HEAD + b"\n# written by coordinator enroll\n"
 MAX_BYTES = 1 << 20
 _SCRIPT = f"""\
 #!/bin/sh
-# written by coordinator enroll. {UNIT}.service runs it at each start, and each of its steps once; after a power cut the
-# interrupted step begins anew.
+# written by coordinator enroll. {UNIT}.service runs it at each start, and each of its steps once, those with the token
+# once for each token on the card; after a power cut the interrupted step begins anew.
 set -eu
 card=$(dirname "$0") marks=/var/lib/cloud/instance
 export DEBIAN_FRONTEND=noninteractive HOME=/root
@@ -42,6 +42,11 @@ apt() {{ apt-get -o DPkg::Lock::Timeout=600 --yes --quiet "$@"; }}
 install_package() {{
   # apt would read the package six times before it unpacks it, which takes a board a minute
   dpkg --configure -a && dpkg --install "$card"/PACKAGE && return
+  needed=$(dpkg-deb --field "$card"/PACKAGE Installed-Size) free=$(df --output=avail -k /opt | tail -n 1)
+  if [ ! -e /usr/bin/edge-client ] && [ "$free" -lt "$needed" ]; then
+    echo "not enough free space: the package needs $needed KiB at /opt, $free are free; remove other files" >&2
+    return 1
+  fi
   # the board's image lacks a library
   apt update
   apt install --fix-broken "$card"/PACKAGE
@@ -56,11 +61,13 @@ follow_updates() {{
   UPDATE
 }}
 
-for step in give_token install_package start_services follow_updates; do
-  if [ ! -e "$marks/fedvit-$step" ]; then
-    "$step"
+# empty if the owner has removed it
+token=$(sha256sum "$card/{TOKEN}" 2> /dev/null | cut -c -64)
+for mark in ${{token:+give_token-$token}} install_package ${{token:+start_services-$token}} follow_updates; do
+  if [ ! -e "$marks/fedvit-$mark" ]; then
+    "${{mark%%-*}}"
     sync
-    : > "$marks/fedvit-$step"
+    : > "$marks/fedvit-$mark"
     sync
   fi
 done

@@ -8,6 +8,7 @@ from edge_client.commands.options import program_options, read_settings
 from edge_client.storage.state import read_device_id, state_folder
 from fedvit.command_line import Command
 from fedvit.errors import FedvitError
+from fedvit.quantities import format_count
 
 
 @click.command(
@@ -25,7 +26,13 @@ def command(context: click.Context, /, *, least_sure: bool, **own: Any) -> None:
     also over SSH.
     """
 
-    from edge_client.owner.guessing import Guesser, newest_guesser, serving_guesser, sort_least_sure  # onnxruntime
+    from edge_client.owner.guessing import (  # onnxruntime
+        MOST_SORTED,
+        Guesser,
+        newest_guesser,
+        serving_guesser,
+        sort_least_sure,
+    )
     from edge_client.owner.label import run, summary
     from edge_client.owner.labelling import Labelling, open_images
 
@@ -35,6 +42,8 @@ def command(context: click.Context, /, *, least_sure: bool, **own: Any) -> None:
     guesser: Guesser | None = serving_guesser(state, settings.threads) if least_sure else None
     labelling = Labelling(data)
     if guesser:
+        count = f"the newest {MOST_SORTED} of " if len(labelling) > MOST_SORTED else ""
+        click.echo(f"edge-client: the model answers {count}{format_count(len(labelling), 'image')} first", err=True)
         labelling.sort(sort_least_sure(labelling.waiting, guesser))
     elif (state / "device-id").is_file():
         images = open_images(settings, state)

@@ -1,6 +1,7 @@
 """`edge-client serve`: answers pictures with the promoted model."""
 
 import logging
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from edge_client.serving.request import ServeRequest
 from edge_client.storage.models import DeviceModels
 from edge_client.storage.state import state_folder
 from fedvit.command_line import Command
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, StorageFailed
 from fedvit.hosts import is_loopback
 from fedvit.logs import configure_logging
 from fedvit.passwords import read_password
@@ -21,6 +22,7 @@ from fedvit.small_server import parse_listen
 
 PORT = 8093
 TOKEN = "FEDVIT_SERVE_TOKEN"
+SOURCES = "FEDVIT_SERVE_SOURCES"
 
 
 @click.command(
@@ -52,7 +54,8 @@ TOKEN = "FEDVIT_SERVE_TOKEN"
     "sources",
     multiple=True,
     metavar="CAMERA|URL|FILE|frigate:FOLDER",
-    help="Answer pictures of a camera (its number or device), a stream, a video file, or Frigate's clips.",
+    help="Answer pictures of a camera (its number or device), a stream, a video file, or Frigate's clips. An address "
+    f"with a password belongs in {SOURCES}, separated by spaces: other users can read a command line.",
 )
 @click.option("--every", default="1s", metavar="TIME", help="Time between two pictures of a camera or stream.")
 @click.option(
@@ -60,7 +63,7 @@ TOKEN = "FEDVIT_SERVE_TOKEN"
     type=click.Path(path_type=Path, dir_okay=False),
     help="Append the predictions of --watch and --source to this file as JSON lines; - is standard output.",
 )
-@click.option("--former", is_flag=True, help="Go back to the former model first.")
+@click.option("--former", is_flag=True, help="Go back to the former model first, if there is one.")
 @click.option("--top", type=click.IntRange(1, 100), default=3, help="Classes in a line of --results.")
 @click.pass_context
 def command(
@@ -90,10 +93,14 @@ def command(
             f"{address.host} can be reached from other machines and needs a token: set {TOKEN} or --token-file, or "
             "listen on 127.0.0.1",
         )
+    sources += tuple(os.environ.get(SOURCES, "").split())
     request = ServeRequest(
         settings, state, address, token, folders, sources, every_s=parse_seconds(every), results=results, top=top
     )
     configure_logging(level=logging.WARNING if settings.quiet else logging.INFO)
     if former:
-        click.echo(f"edge-client: {DeviceModels(state).roll_back('by --former').name} answers again", err=True)
+        try:
+            click.echo(f"edge-client: {DeviceModels(state).roll_back('by --former').name} answers again", err=True)
+        except (ConfigError, StorageFailed) as error:  # as on the second start of a service with this option
+            click.echo(f"edge-client: --former: {error}; the model in use answers", err=True)
     import_module("edge_client.serving.program").serve_pictures(request)  # late: onnxruntime takes seconds

@@ -11,6 +11,7 @@ from edge_client.storage.models import DeviceModel, DeviceModels
 from edge_client.storage.state import read_device_id, split_file, state_folder
 from export.bundle.assemble import Precision
 from export.bundle.card import Training
+from export.bundle.read import can_open
 from export.bundle.write import Bench, TrainedModel, write_bundle
 from fedvit.data.folder import DeviceData
 from fedvit.data.split import KeptSplit, RandomSplit
@@ -62,19 +63,33 @@ def load_model(settings: DeviceSettings, run: str, round: str | int | None = Non
     return trained, bench
 
 
-def add_model(settings: DeviceSettings, run: str) -> DeviceModel:
-    """Write a bundle of the device's newest model of a run, and list it. Raises ConfigError, StorageFailed."""
-    trained, bench = load_model(settings, run)
+def add_model(
+    settings: DeviceSettings, run: str, round: str | int | None = None, precision: Precision = Precision.FP32
+) -> DeviceModel:
+    """Write a bundle of the device's model of a run, and list it. One that does not answer replaces that of its name.
+
+    A damaged one is mended in any state. `round`: see `load_own_model`. Raises ConfigError, also for a whole model that
+    answers or has answered; StorageFailed.
+    """
+    trained, bench = load_model(settings, run, round)
     if form := trained.batch.labels:
         raise ConfigError("FV2492", f"run {run!r} is of task {form.task}: its answers are not one class, to be served")
+    origin = trained.origin
+    model = DeviceModel(
+        run=origin.run, round=origin.round, method=origin.method, state="trained", changed_s=time.time()
+    )
     models = DeviceModels(state_folder(settings.data, settings.state))
+    listed = models.read().get(model.name)
+    is_in_use = listed is not None and listed.state not in ("trained", "challenger")
+    if listed and is_in_use and can_open(models.path(model.name), settings.threads):
+        raise ConfigError(
+            "FV1491", f"{model.name} is this device's {listed.state} and keeps its bundle; --round names another round"
+        )
     bundle = models.new_folder()
     try:
-        write_bundle(bundle, trained, bench, precisions=[Precision.FP32])
-        origin = trained.origin
-        model = DeviceModel(
-            run=origin.run, round=origin.round, method=origin.method, state="trained", changed_s=time.time()
-        )
-        return models.add(model, bundle)
+        write_bundle(bundle, trained, bench, precisions=[precision])
+        if listed and not is_in_use:
+            models.retire(model.name)
+        return models.add(model, bundle, mends=is_in_use)
     finally:
         shutil.rmtree(bundle, ignore_errors=True)

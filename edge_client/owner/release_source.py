@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from fedvit.errors import BadPayload, LinkDown
+from fedvit.errors import BadPayload, LinkDown, PeerRefused
 from fedvit.files import sync_file
 from fedvit.public_keys import PublicKey
 from fedvit.releases import MAX_LIST_BYTES, Package, ReleaseList, decode_list, hash_file
@@ -28,6 +28,10 @@ _PIECE_BYTES = 1 << 20
 _HINT = "the present version goes on; try again when there is a network"
 
 
+class FileMissing(LinkDown):
+    """The folder, or what is taken for it, has no such file."""
+
+
 def read_list(source: str, channel: str, key: PublicKey) -> ReleaseList:
     """Read the list of a channel. Raises LinkDown, PeerRefused if `key` has not signed it, BadPayload."""
     from fedvit.minisign import MAX_SIGNATURE_CHARACTERS, SUFFIX, verify  # a device that trains needs no cryptography
@@ -37,8 +41,15 @@ def read_list(source: str, channel: str, key: PublicKey) -> ReleaseList:
         content = file.read(MAX_LIST_BYTES + 1)
     if len(content) > MAX_LIST_BYTES:
         raise BadPayload("FV1465", f"{source}/{name} exceeds {MAX_LIST_BYTES} bytes: it is no list of releases")
-    with open_file(source, name + SUFFIX) as file:
-        signature = file.read(MAX_SIGNATURE_CHARACTERS).decode(errors="replace")
+    try:
+        with open_file(source, name + SUFFIX) as file:
+            signature = file.read(MAX_SIGNATURE_CHARACTERS).decode(errors="replace")
+    except FileMissing:
+        raise PeerRefused(
+            "FV1463",
+            f"{source}/{name} is not signed: {name}{SUFFIX} is missing; nothing of it is used. Copy the folder of "
+            "releases anew, or ask who publishes them",
+        ) from None
     verify(key, content, signature, f"{source}/{name}")
     releases = decode_list(content, f"{source}/{name}")
     if releases.channel != channel:
@@ -138,7 +149,8 @@ def open_file(source: str, name: str, start: int = 0) -> Iterator[BinaryIO]:
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise BadPayload("FV1465", f"{place} is shorter than the signed list says; nothing is installed") from None
-        raise LinkDown("FV1462", f"{place}: {error.code} {error.reason}; is this the folder of releases?") from None
+        kind = FileMissing if error.code == http.HTTPStatus.NOT_FOUND else LinkDown
+        raise kind("FV1462", f"{place}: {error.code} {error.reason}; is this the folder of releases?") from None
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, ssl.SSLError) as error:
         reason = getattr(error, "reason", error)
         hint = _HINT
@@ -146,7 +158,8 @@ def open_file(source: str, name: str, start: int = 0) -> Iterator[BinaryIO]:
             hint = f"this device's clock says {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}: set it if wrong"
         raise LinkDown("FV1462", f"{place} cannot be read: {reason}; {hint}") from None
     except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
-        raise LinkDown(
+        kind = FileMissing if isinstance(error, FileNotFoundError) else LinkDown
+        raise kind(
             "FV1462", f"{place} cannot be read: {error.strerror}; is this the folder of releases, and mounted?"
         ) from None
 

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from edge_client.serving.feature_shift import FeatureShift
+from edge_client.serving.feature_shift import FeatureShift, LastOfSource
 from edge_client.storage.serving import ServedAnswers
 from export.bundle.reference import MEASURES, PictureReference, Quantiles, measure_answers, measure_pixels
 from fedvit.data.images import Floats, Pixels
@@ -70,12 +70,20 @@ class Day(Struct, frozen=True, kw_only=True):
     measures: dict[str, Moments] = {}
 
 
+class Alert(Struct, frozen=True):
+    """An alert that has not ended."""
+
+    at_s: float  # wall clock of its first picture
+    pictures: int  # answered since it was raised last
+
+
 class DriftFile(Struct, frozen=True, kw_only=True):
-    """The days, the newest last, and the cumulative sums."""
+    """The days, the newest last, and the cumulative sums and alerts."""
 
     days: dict[str, Day] = {}  # by date
     model: str = ""  # whose sums these are
     sums: dict[str, float] = {}  # by measure and direction
+    alerts: dict[str, Alert] = {}  # by measure
 
 
 class Observation(NamedTuple):
@@ -87,6 +95,7 @@ class Observation(NamedTuple):
     best: int  # class
     confidence: float
     is_unsure: bool
+    source: str = ""  # the camera or folder; "": a request
 
 
 class NormalScores:
@@ -133,6 +142,14 @@ class Charts:
         return drifted
 
 
+def try_reference(reference: PictureReference, seen: Observation) -> None:
+    """Measure a picture with throw-away sums. Raises some exception if model and reference do not belong together."""
+    charts = Charts(reference)
+    charts.add(charts.measure(seen, 1.0))
+    if reference.centres:
+        FeatureShift(reference.centres).add(seen.features, seen.best)
+
+
 class DriftWatch:
     """Watches the answered pictures of a device. Call `use` for each model, and write it from time to time."""
 
@@ -144,7 +161,7 @@ class DriftWatch:
         self._charts: Charts | None = None
         self._shift: FeatureShift | None = None
         self._pictures = 0
-        self._last: Pixels | None = None
+        self._last = LastOfSource[Pixels]()
         self._raised_at: dict[str, int] = {}  # measure -> number of the picture
         self.alerts: dict[str, float] = {}  # measure -> wall clock
 
@@ -159,6 +176,9 @@ class DriftWatch:
         elif self._kept.model == model:
             known = {key: value for key, value in self._kept.sums.items() if key in self._charts.sums}
             self._charts.sums |= {key: min(max(value, 0.0), LEVEL) for key, value in known.items()}
+            raised = {name: alert for name, alert in self._kept.alerts.items() if name in (*MEASURES, FEATURES)}
+            self.alerts = {name: alert.at_s for name, alert in raised.items()}
+            self._raised_at = {name: self._pictures - alert.pictures for name, alert in raised.items()}
 
     def add(self, seen: Observation) -> None:
         """Count an answered picture, and raise the alerts that follow from it."""
@@ -167,7 +187,7 @@ class DriftWatch:
             values = {}
         self._pictures += 1
         self._count(seen, values)
-        is_news = self._is_news(seen.pixels)
+        is_news = self._is_news(seen)
         for name in self._find_drift(seen, values) if values and is_news else ():
             if name not in self.alerts:
                 log.warning("pictures have drifted", extra={"measure": name, "model": self._model})
@@ -180,13 +200,15 @@ class DriftWatch:
 
     def _find_drift(self, seen: Observation, values: dict[str, float]) -> list[str]:
         drifted = self._charts.add(values) if self._charts else []
-        if self._shift and self._shift.add(seen.features, seen.best):
+        if self._shift and self._shift.add(seen.features, seen.best, seen.source):
             drifted.append(FEATURES)
         return drifted
 
     def encode(self) -> bytes:
         """Return the content of the file, of at most MAX_DRIFT_BYTES: the oldest days go first."""
-        kept = replace(self._kept, model=self._model, sums=dict(self._charts.sums) if self._charts else {})
+        sums = dict(self._charts.sums) if self._charts else {}
+        alerts = {name: Alert(self.alerts[name], self._pictures - at) for name, at in self._raised_at.items()}
+        kept = replace(self._kept, model=self._model, sums=sums, alerts=alerts)
         while len(content := msgspec.json.encode(kept)) > MAX_DRIFT_BYTES and kept.days:
             kept = replace(kept, days=dict([*kept.days.items()][1:]))
         self._kept = kept
@@ -201,13 +223,13 @@ class DriftWatch:
         """The statistics by date."""
         return self._kept.days
 
-    def _is_news(self, pixels: Pixels) -> bool:
-        """Return whether a picture differs from the last one that did."""
-        last = self._last
+    def _is_news(self, seen: Observation) -> bool:
+        """Return whether a picture differs from the last one of its source that did."""
+        last, pixels = self._last.get(seen.source), seen.pixels
         is_same_size = last is not None and last.shape == pixels.shape
         if last is not None and is_same_size and np.abs(last.astype(np.int16) - pixels).mean() < SAME_SCENE:
             return False
-        self._last = pixels
+        self._last.put(seen.source, pixels)
         return True
 
     def _count(self, seen: Observation, values: dict[str, float]) -> None:

@@ -7,11 +7,14 @@ that was answered, so that more pictures of one class are no drift.
 """
 
 import math
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from export.bundle.reference import FeatureCentres
 from fedvit.data.images import Floats
+
+Value = TypeVar("Value")
 
 WEIGHT = 0.04
 """Weight of a picture in the moving mean; its variance is that of a mean of 49 pictures."""
@@ -25,6 +28,26 @@ SAME_LOOK = 1.0
 have its peculiarities in common. Two pictures of a class have 2."""
 
 
+MOST_SOURCES = 16
+"""Sources whose last picture is kept."""
+
+
+class LastOfSource(Generic[Value]):
+    """The last value of each source, of at most MOST_SOURCES."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Value] = {}
+
+    def get(self, source: str) -> Value | None:
+        return self._values.get(source)
+
+    def put(self, source: str, value: Value) -> None:
+        self._values.pop(source, None)
+        self._values[source] = value
+        if len(self._values) > MOST_SOURCES:
+            del self._values[next(iter(self._values))]
+
+
 class FeatureShift:
     """The moving mean for one model."""
 
@@ -36,21 +59,21 @@ class FeatureShift:
         self._errors = [math.sqrt(width / max(images, 1)) for images in centres.images]
         self._counts = centres.images
         self._chance = (width + LIMIT * math.sqrt(2 * centres.spread)) / PICTURES
-        self._last: Floats | None = None
+        self._last = LastOfSource[Floats]()
         self._begin()
 
     def _begin(self) -> None:
         self._mean = np.zeros_like(self._deviation)
         self._error = 0.0
 
-    def add(self, features_D: Floats, best: int) -> bool:
+    def add(self, features_D: Floats, best: int, source: str = "") -> bool:
         """Add a picture by its features and its answer; return whether there is drift. The mean begins anew then."""
         if not self._counts[best]:  # there is no mean of this class
             return False
-        last, self._last = self._last, features_D
+        last = self._last.get(source)
         if last is not None and np.square((features_D - last) / self._deviation).mean() < SAME_LOOK:
-            self._last = last
             return False
+        self._last.put(source, features_D)
         scores = (features_D - self._means[best]) / self._deviation
         self._mean += WEIGHT * (np.clip(scores, -MOST_DEVIATIONS, MOST_DEVIATIONS) - self._mean)
         self._error += WEIGHT * (self._errors[best] - self._error)

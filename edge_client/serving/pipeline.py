@@ -7,7 +7,7 @@ from edge_client.serving.home import PredictionEntry
 from edge_client.serving.models import ModelServer, NoModel
 from edge_client.serving.results import ResultFile, make_line
 from edge_client.serving.sources import Picture, Source, follow
-from fedvit.errors import DataError, FedvitError, StorageFailed
+from fedvit.errors import DataError, describe_fault
 
 
 class Pipeline:
@@ -32,20 +32,17 @@ class Pipeline:
         """Answer one picture; whatever is wrong with it, the next one follows."""
         prediction, error = None, ""
         try:
-            prediction = self._server.answer(picture.read, self._top)
+            prediction = self._server.answer(picture.read, self._top, source.name)
         except NoModel as reason:
             self._server.note_trouble("pictures are not answered", str(reason))
             return
         except DataError as reason:
             error = str(reason)
-        except (FedvitError, MemoryError) as reason:
-            error = str(reason)
+        except Exception as reason:  # noqa: BLE001 - a source's thread must not end
+            error = describe_fault(reason)
             self._server.note_trouble("a picture was not answered", error)
         if self._home and prediction:
             self._home.show(prediction, source.name, has_drifted=bool(self._server.status.drift))
         if self._results:
-            try:
-                with self._lock:
-                    self._results.write(make_line(source.name, picture.name, prediction, error))
-            except StorageFailed as reason:
-                self._server.note_trouble("a prediction was not written, answers go on", str(reason))
+            with self._lock, self._server.report_storage("a prediction was not written, answers go on"):
+                self._results.write(make_line(source.name, picture.name, prediction, error))

@@ -47,15 +47,16 @@ def serve_pictures(request: ServeRequest) -> None:
         current = server.current
         log.info("serving", extra={"address": web.address, "model": current.name if current else None})
         notifier.ready()
-        _wait(stop, notifier)
+        _wait(stop, notifier, server)
         notifier.stopping()
 
 
-def _wait(stop: threading.Event, notifier: Notifier) -> None:
+def _wait(stop: threading.Event, notifier: Notifier, server: ModelServer) -> None:
     """Wait for the end, and log when the clock was set meanwhile: days of statistics may then be wrong."""
     offset_s = time.time() - time.monotonic()
     while not stop.wait(TICK_S):
-        notifier.alive()
+        if server.is_alive():
+            notifier.alive()
         now_s = time.time() - time.monotonic()
         if abs(now_s - offset_s) > CLOCK_JUMP_S:
             log.warning("the clock was set", extra={"by_s": round(now_s - offset_s)})

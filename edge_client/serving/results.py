@@ -1,5 +1,6 @@
 """Predictions as JSON lines, in a file that stays small, or on standard output."""
 
+import errno
 import os
 import sys
 import time
@@ -52,11 +53,14 @@ class ResultFile:
                 sys.stdout.buffer.write(content)
                 sys.stdout.buffer.flush()
                 return
-            with self._file.open("ab") as file:
-                if os.fstat(file.fileno()).st_size + len(content) > MAX_RESULTS_BYTES:
+            with self._file.open("ab", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size + len(content) > MAX_RESULTS_BYTES:
                     self._file.replace(self._file.with_name(f"{self._file.name}.1"))
                     self.write(line)
                     return
-                file.write(content)
+                if file.write(content) < len(content):  # the next line must not join the half of this one
+                    file.truncate(size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise storage_failed(f"cannot write {self._file}", error) from error

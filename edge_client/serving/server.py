@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from edge_client.serving.models import Classification, ModelServer, NoModel
 from fedvit.data.images import read_image
-from fedvit.errors import ConfigError, DataError, FedvitError
+from fedvit.errors import ConfigError, DataError, FedvitError, describe_fault
 from fedvit.small_server import ListenAddress, SmallHandler, SmallServer
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,11 @@ class PredictServer(SmallServer):
 class _Handler(SmallHandler):
     server: PredictServer
     longest_request: ClassVar[int] = MAX_PICTURE_BYTES + _HEAD_BYTES
+    protocol_version = "HTTP/1.1"  # its clients may ask whether a picture is wanted before they send it
+
+    def handle_expect_100(self) -> bool:
+        """Wait with the invitation until the head has been checked."""
+        return True
 
     def do_GET(self) -> None:
         """Answer /health."""
@@ -146,6 +151,8 @@ class _Handler(SmallHandler):
         if not re.fullmatch(r"[0-9]{1,4}", top) or not 1 <= int(top) <= MOST_TOP:
             self._refuse(HTTPStatus.BAD_REQUEST, f"top={top[:20]!r} must be a number from 1 to {MOST_TOP}")
             return
+        if self.headers.get("Expect", "").lower() == "100-continue":
+            super().handle_expect_100()
         content = self.rfile.read(length)
         if len(content) < length:
             return
@@ -155,10 +162,10 @@ class _Handler(SmallHandler):
             self._answer(HTTPStatus.UNPROCESSABLE_ENTITY, PredictError(str(error), error.code))
         except NoModel as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, PredictError(str(error), error.code))
-        except (FedvitError, MemoryError) as error:  # one request must not end the others
-            self.server.server.note_trouble("a picture was not answered", str(error))
+        except Exception as error:  # noqa: BLE001 - no request ends without a reason
+            self.server.server.note_trouble("a picture was not answered", describe_fault(error))
             code = error.code if isinstance(error, FedvitError) else "FV1492"
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, PredictError(str(error), code))
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, PredictError(describe_fault(error), code))
         else:
             self._answer(HTTPStatus.OK, describe_prediction(prediction))
 
@@ -180,7 +187,7 @@ class _Handler(SmallHandler):
         self._answer(status, PredictError(reason, "FV1493"))
 
     def _answer(self, status: HTTPStatus, body: object) -> None:
-        headers = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")]
+        headers = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"), ("Connection", "close")]
         self.answer(status, JSON, msgspec.json.encode(body) + b"\n", headers)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

@@ -4,12 +4,13 @@ A source only reads: nothing is moved, renamed or written beside the pictures. E
 tries again when it stops.
 """
 
+import heapq
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,8 +28,12 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 """Between two looks at a folder."""
+LOOK_SHARE = 10
+"""A look at a large folder, on a card or a network, is followed by a wait of this many times its duration."""
 DECODED_BYTES = 64 << 20
 MAX_FILE_BYTES = 64 << 20
+MOST_KNOWN = 20_000
+"""Newest pictures of a folder; older ones are not looked at."""
 MOST_WAITING = 1000
 """New pictures of one look; the oldest beyond them are left out."""
 FRIGATE = "frigate:"
@@ -63,15 +68,19 @@ class FolderSource:
         self._folder = folder
         self._known: dict[str, tuple[int, int]] | None = None
         self._growing: dict[str, tuple[int, int]] = {}
+        self._oldest_ns = 0  # older pictures do not become new when newer ones are removed
 
     def pictures(self, stop: threading.Event) -> Iterator[Picture]:
         """Yield the new pictures, by their time."""
         while not stop.is_set():
-            for path in self.find_new():
+            began_at = time.monotonic()
+            fresh = self.find_new()
+            took_s = time.monotonic() - began_at
+            for path in fresh:
                 if stop.is_set():
                     return
                 yield read_later(path)
-            stop.wait(LOOK_EVERY_S)
+            stop.wait(max(LOOK_EVERY_S, LOOK_SHARE * took_s))
 
     def find_new(self) -> list[Path]:
         """List the pictures that are new and whole since the last call. Raises DataError."""
@@ -91,10 +100,14 @@ class FolderSource:
     def _list(self) -> dict[str, tuple[int, int]]:
         try:
             with os.scandir(self._folder) as entries:
-                files = [entry for entry in entries if is_image_name(entry.name)]
-                return {file.name: (stat.st_size, stat.st_mtime_ns) for file, stat in _stat_files(files)}
+                files = _stat_files(entry for entry in entries if is_image_name(entry.name))
+                stamps = ((stat.st_mtime_ns, stat.st_size, file.name) for file, stat in files)
+                newest = heapq.nlargest(MOST_KNOWN, (stamp for stamp in stamps if stamp[0] >= self._oldest_ns))
         except OSError as error:
             raise DataError("FV1494", f"cannot list folder {self._folder}: {error.strerror}") from error
+        if len(newest) == MOST_KNOWN:
+            self._oldest_ns = newest[-1][0]
+        return {name: (size, time_ns) for time_ns, size, name in newest}
 
 
 class FrigateSource(FolderSource):
@@ -111,7 +124,8 @@ class CameraSource:
     """Frames of a camera, a stream or a video file by OpenCV; of a live one the newest, every `every_s` seconds."""
 
     def __init__(self, address: str, every_s: float) -> None:
-        self.name = address
+        self.name = hide_login(address)
+        self._address = address
         self._every_s = every_s
         self._is_file = Path(address).is_file()
         try:
@@ -122,7 +136,7 @@ class CameraSource:
     def pictures(self, stop: threading.Event) -> Iterator[Picture]:
         """Yield frames. Raises LinkDown when the camera cannot be opened or stops."""
         cv = self._cv
-        number = int(self.name) if self.name.isascii() and self.name.isdigit() else self.name
+        number = int(self._address) if self._address.isascii() and self._address.isdigit() else self._address
         patience = [
             cv.CAP_PROP_OPEN_TIMEOUT_MSEC,
             STREAM_PATIENCE_MS,
@@ -152,10 +166,26 @@ class CameraSource:
             if not is_due:
                 continue
             due_at = max(due_at + self._every_s, time.monotonic())
+            width, height = (
+                int(capture.get(key)) for key in (self._cv.CAP_PROP_FRAME_WIDTH, self._cv.CAP_PROP_FRAME_HEIGHT)
+            )
+            if 3 * width * height > DECODED_BYTES:
+                most = f"a frame may take {DECODED_BYTES >> 20} MiB"
+                raise DataError("FV1494", f"{self.name} has frames of {width} x {height} pixels: {most}")
             is_read, frame = capture.retrieve()
             if is_read and frame is not None and frame.ndim == 3:
                 pixels = np.ascontiguousarray(frame[:, :, ::-1])  # OpenCV has blue first
                 yield Picture(f"{self.name}#{count}", partial(resize, pixels))
+
+
+def hide_login(address: str) -> str:
+    """Return an address without user, password and query, to be shown.
+
+    >>> hide_login("rtsp://ann:p@ss/1@camera/stream?password=x"), hide_login("/dev/video0")
+    ('rtsp://camera/stream', '/dev/video0')
+    """
+    scheme, separator, rest = address.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}" if separator else address
 
 
 def open_source(text: str, every_s: float) -> Source:
@@ -213,10 +243,14 @@ def follow(source: Source, answer: Callable[[Picture], None], stop: threading.Ev
             if not is_down:
                 log.warning("no pictures from the source", extra={"source": source.name, "reason": str(error)})
             is_down = True
+        except Exception:  # what a decoder or a driver raises must not end the source's thread
+            if not is_down:
+                log.exception("no pictures from the source", extra={"source": source.name})
+            is_down = True
         stop.wait(backoff.wait_s(time.monotonic() - began_at if math.isfinite(began_at) else None))
 
 
-def _stat_files(entries: list[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+def _stat_files(entries: Iterable[os.DirEntry[str]]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     for entry in entries:
         try:
             if entry.is_file():

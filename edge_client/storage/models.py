@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -143,25 +143,35 @@ class DeviceModels:
             raise storage_failed(f"cannot make {self.folder}", error) from error
         return self.folder / f"{_NEW}{secrets.token_hex(4)}"
 
-    def add(self, model: DeviceModel, bundle: Path) -> DeviceModel:
+    def add(self, model: DeviceModel, bundle: Path, *, mends: bool = False) -> DeviceModel:
         """List a trained model or a challenger whose complete bundle lies in a folder of `new_folder`.
 
-        The one of its state before it is removed. A model that is listed as canary, champion or former stays that.
-        Raises StorageFailed, ConfigError for a name that no run has.
+        The one of its state before it is removed. A model that is listed as canary, champion or former stays that, with
+        its own bundle, unless the new one `mends` it. Raises StorageFailed, ConfigError for a name that no run has.
         """
         if not is_name(model.run):
             raise ConfigError("FV1491", f"{model.run[:80]!r} cannot be the name of a run's model")
         assert model.state in ("trained", "challenger"), model.state
         with self._lock_list() as listed:
             known = listed.get(model.name)
-            if known is None:
+            if known is None or mends:
                 self._move_in(bundle, model.name)
             else:
                 shutil.rmtree(bundle, ignore_errors=True)
-                if known.state not in ("trained", "challenger"):
-                    model = replace(known, comparison=model.comparison or known.comparison)
+            if known and known.state not in ("trained", "challenger"):
+                model = replace(known, comparison=model.comparison or known.comparison)
             self._replace(listed.place(model))
         return model
+
+    def add_files(self, model: DeviceModel, files: Mapping[str, bytes]) -> DeviceModel:
+        """Write a bundle, and list it as `add` does; nothing stays of one that cannot be written."""
+        bundle = self.new_folder()
+        try:
+            for name, content in files.items():
+                atomic_write(bundle / name, content, private=True)
+            return self.add(model, bundle)
+        finally:
+            shutil.rmtree(bundle, ignore_errors=True)
 
     def promote(
         self,

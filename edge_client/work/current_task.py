@@ -17,7 +17,15 @@ from edge_client.work.fetcher import BlobFetcher
 from edge_client.work.runtime import Stopped
 from edge_client.work.spans import StepSpans
 from edge_client.work.task_executor import TaskExecution, TaskExecutor, Worked
-from fedvit.errors import BadPayload, DeviceTrouble, FedvitError, NotAllowed, OverBudget, StorageFailed
+from fedvit.errors import (
+    BadPayload,
+    DeviceTrouble,
+    FedvitError,
+    NotAllowed,
+    OverBudget,
+    StorageFailed,
+    describe_fault,
+)
 from fedvit.task_names import describe_attempt
 from fedvit.tracing import Tracing
 from fedvit.wire.messages import Cancel, Declined, Extended, ResultAck, Task
@@ -207,7 +215,7 @@ class CurrentTask:
         task = execution.task
         fields = {**describe_attempt(task), "reason": str(error)}
         log.error("task failed", extra=fields, exc_info=not isinstance(error, FedvitError) and error)
-        reason = str(error) if isinstance(error, FedvitError) else f"{type(error).__name__}: {error}"
+        reason = describe_fault(error)
         self._history.note_error(f"round {task.round} of {task.run}: {reason}")
         self._history.note_end(task, "failed", failure=error)
         self.drop()

@@ -39,7 +39,6 @@ from edge_client.work.uplink import encode_upload
 from fedvit.comparison import as_metrics
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload
-from fedvit.files import atomic_write
 from fedvit.logs import log_fields
 from fedvit.policy import Policy
 from fedvit.program import Program, Role
@@ -264,10 +263,7 @@ class TaskExecutor:
             changed_s=time.time(),
             comparison=compared_on if compared.with_champion else None,
         )
-        bundle = storage.models.new_folder()
-        for name, content in compared.files.items():
-            atomic_write(bundle / name, content, private=True)
-        storage.models.add(challenger, bundle)
+        storage.models.add_files(challenger, compared.files)
         metrics = as_metrics(compared_on, with_champion=compared.with_champion)
         return self.make_result(task, compared_on.images, metrics, use)
 

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from export.bundle.calibration import Calibration
 from fedvit.label_forms import LabelForm
-from fedvit.program import Batch
+from fedvit.program import Batch, Channel, Deviation, Pixels
 
 CARD_VERSION = 1
 
@@ -12,10 +12,10 @@ CARD_VERSION = 1
 class Preprocessing(Struct, frozen=True, kw_only=True):
     """The steps from a picture to the model's input; `preprocessing.json`."""
 
-    image_size: int
-    patch_size: int
-    mean: tuple[float, float, float]  # of red, green, blue on the scale 0..1
-    std: tuple[float, float, float]
+    image_size: Pixels
+    patch_size: Pixels
+    mean: tuple[Channel, Channel, Channel]  # of red, green, blue on the scale 0..1
+    std: tuple[Deviation, Deviation, Deviation]
     colours: str = "RGB"
     layout: str = "NCHW"
     resize: str = "both sides to image_size, bilinear (Pillow); nothing is cut off, other shapes are squeezed"

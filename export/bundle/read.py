@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import onnxruntime
 
-from export.bundle.assemble import Precision
+from export.bundle.assemble import IMAGE, LOGITS, Precision
 from export.bundle.calibration import soften
 from export.bundle.card import CARD_VERSION, Card, Preprocessing
 from export.bundle.measure import FeatureAnswers, as_input, open_session, run_features
@@ -45,7 +45,8 @@ class Bundle:
     def open(cls, folder: Path, precision: Precision | None, threads: int) -> "Bundle":
         """Open with the given precision, or the first available one.
 
-        Raises ConfigError when the folder is no bundle or has no such file, BadPayload when a file is damaged.
+        Raises ConfigError when the folder is no bundle or has no such file, BadPayload when a file is damaged, or has
+        other pictures or classes than the rest.
         """
         if not (folder / CARD).is_file():
             raise ConfigError(
@@ -66,8 +67,16 @@ class Bundle:
         if wanted is None or wanted not in card.files:
             known = ", ".join(card.files) or "none"
             raise ConfigError("FV1908", f"{folder} has no model in precision {wanted!s}; available: {known}")
-        session = open_session(folder / Precision(wanted).file, threads)
-        return cls(card, labels, _read(folder / PREPROCESSING, Preprocessing).batch, session)
+        batch = _read(folder / PREPROCESSING, Preprocessing).batch
+        file = folder / Precision(wanted).file
+        session = open_session(file, threads)
+        shapes = {port.name: list(port.shape[1:]) for port in (*session.get_inputs(), *session.get_outputs())}
+        for name, shape in ((IMAGE, [3, batch.image_size, batch.image_size]), (LOGITS, [card.classes])):
+            if shapes.get(name) != shape:
+                raise BadPayload(
+                    "FV1908", f"{file} has {shapes.get(name)} values of {name}, the bundle's other files say {shape}"
+                )
+        return cls(card, labels, batch, session)
 
     def answer(self, image: Path, top: int) -> list[ClassProbability] | list[NamedNumber]:
         """Answer one picture: the likeliest classes; of a multi-label task those above one half, or more if `top` is.
@@ -108,6 +117,15 @@ class Bundle:
     def is_unsure(self, confidence: float) -> bool:
         """Return whether an answer may be of no class, by the threshold that was chosen on test images."""
         return self.card.calibration is not None and confidence < self.card.calibration.unsure_below
+
+
+def can_open(folder: Path, threads: int) -> bool:
+    """Return whether a folder is a bundle whose files are whole."""
+    try:
+        Bundle.open(folder, None, threads)
+    except (ConfigError, BadPayload):
+        return False
+    return True
 
 
 def read_reference(folder: Path) -> PictureReference | None:

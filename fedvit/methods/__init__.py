@@ -1,17 +1,17 @@
 """Federated methods by name. To add one: its file in this folder, and its line in the table.
 
-An installed package adds its own by entry points of the group "fedvit.methods" (docs/write-a-method.md).
+An installed package adds its own by entry points (docs/plugins.md).
 """
 
-import inspect
 import typing
 from dataclasses import fields
 from typing import Any
 
 import msgspec
 
+from fedvit import plugins
 from fedvit.errors import ConfigError
-from fedvit.known_names import check_method, check_options, find_packaged_method, find_packaged_methods, package_of
+from fedvit.known_names import check_method, check_options
 from fedvit.known_values import check_option
 from fedvit.label_forms import LabelForm
 from fedvit.methods.adapters import PersonalAdapters
@@ -127,7 +127,7 @@ METHODS: dict[str, type[Method]] = {
 
 def method_names() -> list[str]:
     """All methods, those of installed packages included, of which some may be unusable."""
-    return sorted({*METHODS, *find_packaged_methods()})
+    return sorted(plugins.list_names(plugins.METHODS, METHODS))
 
 
 def method_class(name: str) -> type[Method]:
@@ -136,27 +136,18 @@ def method_class(name: str) -> type[Method]:
     Raises ConfigError when there is no such method, or when its package declares something that cannot be used.
     """
     check_method(name, method_names())
-    entry = find_packaged_method(name)
+    entry = plugins.find_entry(plugins.METHODS, name, METHODS)
     if entry is None:
         return METHODS[name]
-    declared = f"method {name!r} of package {package_of(entry)}: {entry.value}"
-    try:
-        kind = entry.load()
-    except Exception as error:  # whatever a module of somebody else raises
-        raise ConfigError("FV1102", f"{declared} cannot be imported: {type(error).__name__}: {error}") from error
-    if not (inspect.isclass(kind) and issubclass(kind, Method)):
-        raise ConfigError(
-            "FV1102", f"{declared} is not a method: expected a class derived from fedvit.methods.base.Method"
-        )
-    missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "source") else ["source"])
-    if missing:
-        raise ConfigError("FV1102", f"{declared} is not complete: it must define {', '.join(missing)}")
+    kind = plugins.load_class(plugins.METHODS, entry, Method, needs=["source"])  # type: ignore[type-abstract]
     if kind.one_gradient and kind.local_step is not Method.local_step:
         # graphs with one gradient come from `objective` alone, so the two engines would train different things
-        raise ConfigError(
+        plugins.refuse(
+            plugins.METHODS,
+            entry,
+            "has a `local_step` of its own, which devices would not run: add `one_gradient = False` to the class, or "
+            "change `objective` instead",
             "FV1103",
-            f"{declared} has a `local_step` of its own, which devices would not run: add `one_gradient = False` to the"
-            " class, or change `objective` instead",
         )
     return kind
 

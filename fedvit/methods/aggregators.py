@@ -10,12 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from fedvit.errors import EmptyCohort
+from fedvit import plugins
+from fedvit.errors import ConfigError, EmptyCohort
 from fedvit.tensors import Array, TensorReader, reader_of
 
 Floats = npt.NDArray[np.float64]
@@ -34,7 +35,15 @@ class Delta(NamedTuple):
 
 
 class Aggregator(ABC):
-    """Turns a cohort's deltas into the step that the server's tensors make."""
+    """Turns a cohort's deltas into the step that the server's tensors make.
+
+    An installed package adds its own by entry points (docs/plugins.md).
+    """
+
+    @classmethod
+    def against(cls, malicious_share: float) -> Self:
+        """Make one against a share in [0, 0.5) of the cohort; by default all options have their defaults."""
+        return cls()
 
     @abstractmethod
     def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
@@ -205,24 +214,53 @@ def norm_of(tensors: Mapping[str, Array], names: Collection[str] | None = None) 
     return math.sqrt(total)
 
 
-Name = Literal["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+# --- by name ------------------------------------------------------------------------------------------
+
+AGGREGATORS: Mapping[str, Callable[[float], Aggregator]] = {
+    "mean": lambda _: Mean(),
+    "median": lambda _: Median(),
+    "trimmed_mean": TrimmedMean,
+    "krum": Krum,
+    "multi_krum": lambda share: Krum(share, multi=True),
+    "geometric_median": lambda _: GeometricMedian(),
+}
+"""Name -> an aggregator against a share of the cohort, in [0, 0.5), that may be malicious."""
 
 
-def make_aggregator(name: Name, malicious_share: float) -> Aggregator:
-    """An aggregator by name, against a share in [0, 0.5) of the cohort that may be malicious."""
-    match name:
-        case "mean":
-            return Mean()
-        case "median":
-            return Median()
-        case "trimmed_mean":
-            return TrimmedMean(malicious_share)
-        case "krum":
-            return Krum(malicious_share)
-        case "multi_krum":
-            return Krum(malicious_share, multi=True)
-        case "geometric_median":
-            return GeometricMedian()
+def make_aggregator(name: str, malicious_share: float) -> Aggregator:
+    """An aggregator by name, against a share in [0, 0.5) of the cohort that may be malicious.
+
+    Raises ConfigError for an unknown name, and if a package's cannot be used. Its results are checked each time.
+    """
+    plugins.check_value(plugins.AGGREGATORS, "aggregator", name, AGGREGATORS)
+    entry = plugins.find_entry(plugins.AGGREGATORS, name, AGGREGATORS)
+    if entry is None:
+        return AGGREGATORS[name](malicious_share)
+    kind = plugins.load_class(plugins.AGGREGATORS, entry, Aggregator)  # type: ignore[type-abstract]
+    return CheckedAggregator(name, plugins.make(plugins.AGGREGATORS, entry, lambda: kind.against(malicious_share)))
+
+
+@dataclass(frozen=True)
+class CheckedAggregator(Aggregator):
+    """An aggregator of a package, whose result must be a finite number for each of the tensors' numbers."""
+
+    name: str
+    rule: Aggregator
+
+    def combine(self, deltas: Sequence[Delta], names: Collection[str], scale: float = 1.0) -> dict[str, Floats]:
+        """Raises EmptyCohort as the rule does, and ConfigError for a wrong result."""
+        step = self.rule.combine(deltas, names, scale)
+        first = reader_of(deltas[0].load())
+        wanted = {name: first.shape(name) for name in first if name in names}
+        if (shapes := {name: np.shape(value) for name, value in step.items()}) != wanted:
+            raise ConfigError("FV1485", f"aggregator {self.name!r}: its step has tensors {shapes}, expected {wanted}")
+        for name, value in step.items():
+            if not np.isfinite(value).all():
+                raise ConfigError("FV1485", f"aggregator {self.name!r}: its step for tensor {name!r} is not finite")
+        return step
+
+
+# --- reading ------------------------------------------------------------------------------------------
 
 
 def _count(share: float, of: int) -> int:

@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import numpy as np
 from msgspec import Meta
 
-from fedvit.methods.aggregators import Floats
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean, move_tensors
+from fedvit.methods.server_optimizers import ServerOptimizer, make_server_optimizer
 from fedvit.models.vit import PatchViT
-
-ServerOptimizer = Literal["momentum", "adagrad", "yogi", "adam"]
-FIRST, SECOND = "first_moment", "second_moment"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,9 @@ class FedOpt(FedAvg):
     source: ClassVar[str] = "Reddi et al., ICLR 2021, arXiv:2003.00295; Hsu et al., arXiv:1909.06335"
     loop_options: ClassVar[tuple[str, ...]] = ("epochs", "server_optimizer", "server_lr", "beta1", "beta2", "tau")
 
-    server_optimizer: ServerOptimizer = "adam"
+    server_optimizer: Annotated[
+        str, Meta(extra={"plugins": "server optimizer", "names": ["momentum", "adagrad", "yogi", "adam"]})
+    ] = "adam"
     server_lr: Annotated[float, Meta(gt=0)] = 0.01  # FedAvgM: 1
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99
@@ -39,7 +38,9 @@ class FedOpt(FedAvg):
 
     def server_rule(self, vit: PatchViT) -> ServerRule:
         return AdaptiveMean(
-            optimizer=self.server_optimizer, lr=self.server_lr, beta1=self.beta1, beta2=self.beta2, tau=self.tau
+            optimizer=make_server_optimizer(
+                self.server_optimizer, lr=self.server_lr, beta1=self.beta1, beta2=self.beta2, tau=self.tau
+            )
         )
 
 
@@ -48,10 +49,6 @@ class AdaptiveMean(WeightedMean):
     """Moves the shared tensors by an optimizer whose gradient is what the run's aggregator makes of the updates."""
 
     optimizer: ServerOptimizer
-    lr: float
-    beta1: float
-    beta2: float
-    tau: float
 
     why_never_late = "its server's moments are those of whole rounds"
 
@@ -61,28 +58,11 @@ class AdaptiveMean(WeightedMean):
         """Raises EmptyCohort as the mean does."""
         steps, memory = {}, dict(state.memory)
         for name, update in self.average(state, uploads, context).items():
-            steps[name], kept = self._step(name, update, state)
-            memory |= {key: value.astype(np.float32) for key, value in kept.items()}
+            moments = {
+                key.removesuffix(f"/{name}"): np.asarray(value, np.float64)
+                for key, value in state.memory.items()
+                if key.endswith(f"/{name}")
+            }
+            steps[name], kept = self.optimizer.step(update, moments)
+            memory |= {f"{moment}/{name}": value.astype(np.float32) for moment, value in kept.items()}
         return move_tensors(replace(state, memory=memory), steps)
-
-    def _step(self, name: str, update: Floats, state: ServerState) -> tuple[Floats, dict[str, Floats]]:
-        def recall(moment: str, start: float) -> Floats:
-            kept = state.memory.get(f"{moment}/{name}")
-            return np.full(update.shape, start) if kept is None else np.asarray(kept, np.float64)
-
-        first = recall(FIRST, 0.0)
-        if self.optimizer == "momentum":
-            first = self.beta1 * first + update
-            return self.lr * first, {f"{FIRST}/{name}": first}
-        square = np.square(update)
-        second = recall(SECOND, self.tau**2)
-        first = self.beta1 * first + (1 - self.beta1) * update
-        match self.optimizer:
-            case "adagrad":
-                second = second + square
-            case "yogi":
-                second = second - (1 - self.beta2) * square * np.sign(second - square)
-            case "adam":
-                second = self.beta2 * second + (1 - self.beta2) * square
-        step = self.lr * first / (np.sqrt(second) + self.tau)
-        return step, {f"{FIRST}/{name}": first, f"{SECOND}/{name}": second}

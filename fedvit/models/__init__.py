@@ -1,5 +1,6 @@
 """Models by name: every plain ViT of timm, also from a folder or the hub, and small ones, of images and of text; and
-baselines that are no Transformers, residual networks and an LSTM.
+baselines that are no Transformers, residual networks and an LSTM. An installed package adds its own by entry points
+(docs/plugins.md).
 
 This package needs torch: modules that a device imports must not import it.
 """
@@ -9,7 +10,9 @@ from fedvit.models import light_timm as light_timm  # before anything else impor
 # isort: split
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +28,23 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from fedvit import plugins
 from fedvit.errors import ConfigError
-from fedvit.known_names import HUB, LOCAL, check_model, check_model_options, unknown_model
+from fedvit.known_names import (
+    HUB,
+    LOCAL,
+    check_model,
+    check_model_options,
+    check_option_names,
+    find_packaged_model,
+    unknown_model,
+)
 from fedvit.known_values import check_model_values
 from fedvit.model_options import LSTM as LSTM
 from fedvit.model_options import (
     OWN_MODELS,
     ModelOptions,
+    PackagedModel,
     ResnetOptions,
     SmallResnetOptions,
     SmallVitOptions,
@@ -93,6 +106,8 @@ def build_vit(
                     "FV1113", f"model {name!r} has no pretrained weights, got pretrained = {pretrained!r}"
                 )
             return _make(name, classes, OWN_MODELS[name](**options))
+        if (entry := find_packaged_model(name)) is not None:
+            return _make_packaged(entry, classes, options, pretrained)
         model = _timm(name, classes, options, pretrained)
         if isinstance(pretrained, str):
             torch.manual_seed(seed)
@@ -145,6 +160,23 @@ def _make(name: str, classes: int, options: ModelOptions) -> PatchViT:
         case ResnetOptions():
             return make_resnet(name, classes, options)
     raise AssertionError(options)
+
+
+def load_model(entry: EntryPoint) -> type[PackagedModel]:
+    """Load a package's model: the class of its options. Raises ConfigError if it cannot be used."""
+    return plugins.load_class(plugins.MODELS, entry, PackagedModel)  # type: ignore[type-abstract]
+
+
+def _make_packaged(entry: EntryPoint, classes: int, options: Options, pretrained: bool | str) -> PatchViT:
+    """Make a package's model. Raises ConfigError for unknown options, and for what is not such a model."""
+    kind, name = load_model(entry), entry.name
+    if pretrained:
+        raise ConfigError("FV1113", f"model {name!r} has no pretrained weights, got pretrained = {pretrained!r}")
+    check_option_names(name, options, [option.name for option in fields(kind)])
+    made = plugins.make(plugins.MODELS, entry, lambda: kind(**options).build(name, classes))
+    if not isinstance(made, PatchViT) or made.classes != classes:
+        plugins.refuse(plugins.MODELS, entry, f"did not build a fedvit.models.vit.PatchViT with {classes} classes")
+    return made
 
 
 def _timm(name: str, classes: int, options: Options, pretrained: bool | str) -> VisionTransformer | Eva:

@@ -8,12 +8,11 @@ image, H and W rows and columns inside the model, D width, the channels of the l
 from typing import Literal, cast
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from fedvit.model_options import RESNET_WIDTH, ResnetOptions, SmallResnetOptions
-from fedvit.models.recompute import SampleSeeds
-from fedvit.models.vit import ModelPart, PatchViT
+from fedvit.models.pixels import PixelModel
+from fedvit.models.vit import ModelPart
 
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 """Blocks of each stage; He et al., table 1."""
@@ -102,47 +101,15 @@ class _Layers(nn.Module):
         self.head = nn.Linear(entering, classes)
 
 
-class ResNet(PatchViT):
-    """The part of a `PatchViT` that methods use. Tokens are all pixels' channels; the head reads their mean."""
+class ResNet(PixelModel):
+    """A residual network; its tokens are all pixels' channels."""
 
     kind = "a ResNet"
     has = frozenset[ModelPart]({"norms"})
 
-    def __init__(self, name: str, image_size: int, layers: _Layers) -> None:
-        nn.Module.__init__(self)
-        self.name = name
-        self._image_size = image_size
-        # methods read tensors, blocks and head, and those that a Transformer has
-        self.vit = cast(VisionTransformer, layers.eval())
-        self.seeds = SampleSeeds()
-        self.recompute = False
-
-    @property
-    def image_size(self) -> int:
-        return self._image_size
-
-    @property
-    def patch_size(self) -> int:
-        """The whole image: a device then hands it over as colours, rows and columns."""
-        return self._image_size
-
-    @property
-    def patches(self) -> int:
-        return 1
-
-    def embed(self, patches_BNP: Tensor, kept_BN: Tensor | None = None, seeds_B: Tensor | None = None) -> Tensor:
-        """(B, C, H, W) what enters the first block; the others are None, as nothing is masked and nothing dropped."""
+    def enter(self, images_B3SS: Tensor) -> Tensor:
         layers = self._layers()
-        images_B3SS = patches_BNP.reshape(-1, 3, self.image_size, self.image_size)
         return cast(Tensor, layers.pool(layers.norm_pre(layers.stem(images_B3SS)).relu()))
-
-    def run_to_class(self, x_BCHW: Tensor, first: int, last: int | None = None) -> Tensor:
-        """(B, C, H, W): the head needs all pixels."""
-        return self.run_blocks(x_BCHW, first, self.depth if last is None else last)
-
-    def features(self, x_BCHW: Tensor, normed: bool = True) -> Tensor:
-        """(B, D)"""
-        return x_BCHW.mean(dim=(2, 3))
 
     def activation_bytes(self, tokens: int) -> int:
         """Memory for one image: every convolution's result, plain, normalised and rectified."""

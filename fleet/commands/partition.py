@@ -1,6 +1,7 @@
 """`fleet partition`: a data set as one folder per device."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fleet.datasets import SOURCES
 from fleet.datasets.columns import make_columns
 from fleet.partition import OFFICIAL, DealSettings, Official, deal
 from fleet.partition_plot import bar_lines, count_matrix, summary_table, write_plot
-from fleet.partitions import PARTITIONS, Option, partition_options
+from fleet.partitions import PARTITIONS, Option
 from profiles.report.console import Console
 
 PLOT_FILE = "partition.png"
@@ -22,8 +23,8 @@ PLOT_FILE = "partition.png"
 def _option_help() -> str:
     listed = (
         f"{name}: {', '.join(f'{option}={_as_text(value)}' for option, value in options.items())}"
-        for name in PARTITIONS
-        if (options := partition_options(name))
+        for name, kind in PARTITIONS.items()
+        if (options := asdict(kind()))
     )
     return f"Option of the partition; repeatable. Defaults: {'; '.join(listed)}."
 
@@ -79,8 +80,8 @@ def read_share(_: click.Context, option: click.Parameter, text: str) -> float | 
     "name",
     default="dirichlet",
     show_default=True,
-    type=click.Choice(list(PARTITIONS)),
-    help="How samples are dealt out.",
+    metavar="|".join((*PARTITIONS, "NAME")),
+    help="How samples are dealt out; NAME: by a partition of an installed package.",
 )
 @click.option("-p", "pairs", multiple=True, metavar="KEY=VALUE", help=_option_help())
 @click.option("--alpha", type=float, help="Short for -p alpha=...")

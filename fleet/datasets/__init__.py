@@ -1,9 +1,14 @@
-"""Readers of data sets."""
+"""Readers of data sets.
 
+An installed package adds its own by entry points (docs/plugins.md).
+"""
+
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from fedvit import plugins
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 from fleet.datasets.cifar import is_cifar, read_cifar
@@ -28,6 +33,8 @@ from fleet.datasets.samples import Samples
 from fleet.datasets.saved import is_saved, read_saved
 from fleet.datasets.texts import Texts, is_texts, read_texts
 
+log = logging.getLogger(__name__)
+
 IMAGE_SIZE = 32
 """Default side of images, pixels."""
 
@@ -42,11 +49,15 @@ SOURCES: dict[str, Callable[[int], Samples]] = {
 
 
 class DatasetReader(NamedTuple):
-    """Opens the paths that `recognises` accepts: (path, image side) -> samples."""
+    """Opens the paths that `recognises` accepts: (path, image side) -> samples.
+
+    `recognises` reads as little as possible and raises nothing.
+    """
 
     recognises: Callable[[Path], bool]
     read: Callable[[Path, int], Samples]
     read_columns: Callable[[Path, int, Columns], Samples] | None = None  # of a table, whose columns may be named
+    write_example: Callable[[Path], Path] | None = None  # into an empty folder: a small data set, for its contract
 
 
 READERS: dict[str, DatasetReader] = {
@@ -62,7 +73,7 @@ READERS: dict[str, DatasetReader] = {
     "domainfolder": DatasetReader(is_domainfolder, read_domainfolder),
     "imagefolder": DatasetReader(Path.exists, read_imagefolder),
 }
-"""Kinds of data sets in files; the first that recognises a path reads it."""
+"""Kinds of data sets in files; the first that recognises a path reads it. Packages' readers come before the last."""
 
 
 def check_dataset(dataset: str) -> None:
@@ -74,6 +85,34 @@ def check_dataset(dataset: str) -> None:
         )
 
 
+def find_reader(path: Path) -> DatasetReader:
+    """Find the reader of an existing path. A package's reader that fails to look at it is left out, with a warning.
+
+    Raises ConfigError if several packages have one for it.
+    """
+    *own, last = READERS.values()
+    if (reader := next((one for one in own if one.recognises(path)), None)) is not None:
+        return reader
+    able: dict[str, DatasetReader] = {}
+    for name in plugins.read_entries(plugins.READERS):
+        try:
+            reader = load_reader(name)
+            if reader.recognises(path):
+                able[name] = reader
+        except Exception as error:  # noqa: BLE001 - whatever the code of a package raises
+            log.warning("left out: %s", error if isinstance(error, ConfigError) else f"reader {name!r}: {error!r}")
+    if len(able) > 1:
+        raise ConfigError("FV1485", f"{path}: readers {' and '.join(sorted(able))} of packages read it; uninstall one")
+    return next(iter(able.values()), last)
+
+
+def load_reader(name: str) -> DatasetReader:
+    """Load a package's reader. Raises ConfigError if it cannot be used."""
+    entry = plugins.find_entry(plugins.READERS, name, READERS)
+    assert entry is not None
+    return plugins.load_object(plugins.READERS, entry, DatasetReader)
+
+
 def read_samples(dataset: str, size: int, columns: Columns | None = None) -> Samples:
     """Open a data set by its name in `SOURCES`, or by its path; of a table, `columns` may be named.
 
@@ -81,7 +120,7 @@ def read_samples(dataset: str, size: int, columns: Columns | None = None) -> Sam
     """
     check_dataset(dataset)
     path = Path(dataset)
-    reader = None if dataset in SOURCES else next(one for one in READERS.values() if one.recognises(path))
+    reader = None if dataset in SOURCES else find_reader(path)
     if columns is not None and columns != Columns():
         if reader is None or reader.read_columns is None:
             raise ConfigError("FV2011", f"{dataset} has no columns to name; Parquet, CSV and saved data sets have")

@@ -26,9 +26,9 @@ from coordinator.rounds.display import Display, View
 from coordinator.run_view import RoundView, RunView, read_run
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
+from fedvit.data.text import is_text_folder
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.files import atomic_write
-from fedvit.known_names import TEXTS
 from fedvit.logs import configure_logging
 from fedvit.methods.base import Images
 from fedvit.tensors import map_tensors
@@ -169,7 +169,7 @@ def _train(cell: GridCell, out: Path, parts: Path, options: CellOptions, display
 
     def run(name: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunView:
         values = {**values, "trackers": msgspec.to_builtins(options.metrics or TrackersConfig())}
-        if values["model"] not in TEXTS:  # some devices alone, as novel ones, may not have images of all classes
+        if not is_text_folder(folders[0]):  # some devices alone, as novel ones, may not have images of all classes
             values["classes"] = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]
         request = RunRequest(
             folders, values, out=out, run=name, at_once=options.at_once, engine=cell.engine, precision=cell.precision,

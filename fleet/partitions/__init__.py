@@ -1,16 +1,22 @@
-"""Partitions: rules that deal a data set out to devices, so that simulated data are as skewed as real ones."""
+"""Partitions: rules that deal a data set out to devices, so that simulated data are as skewed as real ones.
 
-from dataclasses import asdict, fields
+An installed package adds its own by entry points (docs/plugins.md).
+"""
+
+import typing
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from fedvit import plugins
+from fedvit.choices import suggest_names
 from fedvit.data.images import Indices
 from fedvit.errors import ConfigError
 from fleet.datasets.samples import Annotations
 from fleet.partitions.coarse_iid import CoarseIid
-from fleet.partitions.dealing import Partition
+from fleet.partitions.dealing import Partition, check_parts
 from fleet.partitions.dirichlet import Dirichlet
 from fleet.partitions.disjoint import Disjoint
 from fleet.partitions.domain import Domain
@@ -35,11 +41,28 @@ PARTITIONS: dict[str, type[Partition]] = {
 Option = bool | int | float
 
 
+def partition_names() -> list[str]:
+    """List all partitions, those of installed packages included, of which some may be unusable."""
+    return plugins.list_names(plugins.PARTITIONS, PARTITIONS)
+
+
+def partition_class(name: str) -> type[Partition]:
+    """Return the class of a partition, imported from its package where it is not one of fedvit's.
+
+    Raises ConfigError when there is no such partition, or when its package declares something that cannot be used.
+    """
+    entry = plugins.find_entry(plugins.PARTITIONS, name, PARTITIONS)
+    if entry is None and name not in PARTITIONS:
+        raise ConfigError("FV2002", f"partition {name!r} is not known{suggest_names(name, partition_names())}")
+    if entry is None:
+        return PARTITIONS[name]
+    return plugins.load_class(plugins.PARTITIONS, entry, Partition)  # type: ignore[type-abstract]
+
+
 def partition_options(name: str) -> dict[str, Option]:
     """Return the options of a partition, with their defaults. Raises ConfigError for an unknown name."""
-    if name not in PARTITIONS:
-        raise ConfigError("FV2002", f"partition {name!r} is not known; there are: {', '.join(PARTITIONS)}")
-    return asdict(PARTITIONS[name]())
+    kind, entry = partition_class(name), plugins.find_entry(plugins.PARTITIONS, name, PARTITIONS)
+    return asdict(kind() if entry is None else plugins.make(plugins.PARTITIONS, entry, kind))
 
 
 def make_partition(name: str, **options: Option | str) -> Partition:
@@ -52,15 +75,16 @@ def make_partition(name: str, **options: Option | str) -> Partition:
         raise ConfigError(
             "FV2002", f"partition {name} has no option {unknown[0]!r}; it has: {', '.join(defaults) or 'none'}"
         )
-    types = {field.name: field.type for field in fields(PARTITIONS[name])}
+    kind = partition_class(name)
+    types = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for option, value in options.items():
         try:
             values[option] = msgspec.convert(value, types[option], strict=False)
         except msgspec.ValidationError as error:
-            kind = type(defaults[option]).__name__
-            raise ConfigError("FV2002", f"partition {name}: {option} is {value!r}, expected {kind}") from error
-    return PARTITIONS[name](**values)
+            wanted = type(defaults[option]).__name__
+            raise ConfigError("FV2002", f"partition {name}: {option} is {value!r}, expected {wanted}") from error
+    return kind(**values)
 
 
 def partition(
@@ -79,7 +103,7 @@ def partition(
 
 
 def deal_out(rule: Partition, samples: Indices | Annotations, devices: int, seed: int) -> list[Indices]:
-    """Deal samples out by a rule, as `partition` does by a name."""
+    """Deal samples out by a rule, as `partition` does by a name. Raises ConfigError also if its parts overlap."""
     annotations = samples if isinstance(samples, Annotations) else Annotations(labels=samples)
     if devices < 1:
         raise ConfigError("FV2003", f"partition: devices is {devices}, expected >= 1")
@@ -87,4 +111,6 @@ def deal_out(rule: Partition, samples: Indices | Annotations, devices: int, seed
         raise ConfigError("FV2003", f"partition: {devices} devices, but only {len(annotations)} samples")
     if seed < 0:
         raise ConfigError("FV2003", f"partition: seed is {seed}, expected >= 0")
-    return rule(annotations, devices, np.random.default_rng(seed))
+    parts = rule(annotations, devices, np.random.default_rng(seed))
+    check_parts(parts, len(annotations), devices, rule.leaves_out)
+    return parts

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,9 +18,11 @@ class Partition(ABC):
     """A rule and its options; called, it returns one array of sample indices per device.
 
     The arrays are disjoint, ascending, int64, and the same for the same generator state. Together they are
-    everything, but for what a rule says that it leaves out. Options are fields of type int, float or bool
-    that are refused on construction when out of range.
+    everything, but for what a rule says that it leaves out (`leaves_out`). Options are fields of type int, float or
+    bool with defaults, that are refused on construction when out of range.
     """
+
+    leaves_out: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, samples: Annotations, devices: int, rng: np.random.Generator) -> list[Indices]:
@@ -28,6 +31,26 @@ class Partition(ABC):
     def noise_std(self, device: int, devices: int) -> float:
         """Standard deviation of the noise that a device's images get, in gray levels of 0..255."""
         return 0.0
+
+
+def check_parts(parts: Sequence[Indices], samples: int, devices: int, leaves_out: bool) -> None:
+    """Raises ConfigError unless `parts` divide samples among devices: no sample twice, and none left out unless the
+    rule says so."""
+    broken = None
+    if len(parts) != devices:
+        broken = f"it has {len(parts)} parts for {devices} devices"
+    elif any(part.dtype != np.int64 or part.ndim != 1 or (np.diff(part) <= 0).any() for part in parts):
+        broken = "a part is not an ascending array of int64"
+    else:
+        dealt = np.sort(np.concatenate(parts))
+        if len(dealt) and not 0 <= dealt[0] <= dealt[-1] < samples:
+            broken = f"it has samples {dealt[0]} to {dealt[-1]} of {samples}"
+        elif (np.diff(dealt) == 0).any():
+            broken = f"sample {dealt[:-1][np.diff(dealt) == 0][0]} is on two devices"
+        elif len(dealt) < samples and not leaves_out:
+            broken = f"it leaves out {samples - len(dealt)} of {samples} samples, and `leaves_out` is not set"
+    if broken:
+        raise ConfigError("FV1485", f"partition: {broken}")
 
 
 def gather(pieces: Sequence[Indices]) -> Indices:

@@ -17,6 +17,8 @@ class Natural(Partition):
     Samples of a text are its characters. Sources that were not drawn are left out.
     """
 
+    leaves_out = True
+
     min_samples: int = 1  # the least that a source must have, >= 1
 
     def __post_init__(self) -> None:

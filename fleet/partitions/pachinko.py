@@ -22,6 +22,8 @@ class Pachinko(Partition):
     many, floor(samples / devices); the rest, fewer than there are devices, is left out.
     """
 
+    leaves_out = True
+
     alpha: float = 0.3  # concentration over coarse labels, > 0
     fine_alpha: float = 10.0  # concentration over the fine labels of a coarse one, > 0
 

@@ -23,6 +23,8 @@ class Pathological(Partition):
     Differs from pFedHN: q is the whole number above, not floor + 1, so that no share is left over.
     """
 
+    leaves_out = True
+
     classes_per_device: int = 2  # papers: c, 2 for CIFAR-10, 10 for CIFAR-100
 
     def __post_init__(self) -> None:

@@ -82,7 +82,7 @@ def test_refused_releases(scene: Scene, url: str, key: PublisherKey) -> None:
     """A flipped byte, another key, no signature, an older version: each is refused with one line."""
     board = scene.board
     before = read_version(board)
-    refused = {"flipped": "FV1465", "foreign": "FV1463", "unsigned": "FV1462"}
+    refused = {"flipped": "FV1465", "foreign": "FV1463", "unsigned": "FV1463"}
     for folder, code in refused.items():
         done = board.try_run(f"edge-client update {url}/{folder} --update-key {key.public}")
         print(done.stderr.strip())

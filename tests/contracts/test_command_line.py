@@ -45,7 +45,7 @@ WITH_JSON = {
     *(f"edge-client {name}" for name in (
         "certify", "doctor", "explain", "export", "gc", "ledger", "models", "predict", "profile", "rm", "status",
     )),
-    *(f"fleet {name}" for name in ("demo", "experiment", "explain", "partition", "results", "run")),
+    *(f"fleet {name}" for name in ("contracts", "demo", "experiment", "explain", "partition", "results", "run")),
 }  # fmt: skip
 """Commands that list or show something."""
 WITHOUT_JSON = {

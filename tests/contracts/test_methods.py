@@ -32,7 +32,7 @@ from coordinator.run_view import RunView, read_run
 from coordinator.security.broker import start_broker
 from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.methods import METHODS, build_model, make_method, method_class, method_names
+from fedvit.methods import METHODS, build_model, make_method, method_names
 from fedvit.methods.analytic import Analytic
 from fedvit.methods.base import PREDICT, Method, list_trained
 from fedvit.methods.calculus import TorchCalculus
@@ -51,6 +51,8 @@ from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import CoordinatorState, Hello, Result, Task, decode
 from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import decode_chunk
+from fleet.contracts.methods import name_its_source
+from fleet.contracts.training import measure_distance
 from fleet.datasets.digits import read_digits
 from fleet.datasets.samples import Samples
 from fleet.partition import write_device_folders
@@ -78,6 +80,7 @@ SHARED_FILES = {
     "parts",
     "private_mean",
     "products",
+    "server_optimizers",
     "step",
     "twins",
 }
@@ -189,10 +192,7 @@ def test_every_file_has_a_line_in_the_table() -> None:
 
 @each_method
 def test_a_method_says_where_it_comes_from(name: str) -> None:
-    method = method_class(name)
-    assert method.source
-    assert method.__doc__
-    assert "Source" in method.__doc__
+    name_its_source(name)
 
 
 # --- phases -------------------------------------------------------------------------------------------
@@ -536,11 +536,11 @@ def test_torch_engine_makes_the_same_run(
             graph_cache=graph_cache,
         )
     )
-    assert far(unpack(ours.model), load_file(theirs.folder / "model.safetensors")) <= slack
+    assert measure_distance(unpack(ours.model), load_file(theirs.folder / "model.safetensors")) <= slack
     kept = load_file(theirs.folder / "state" / f"devices-{ROUNDS}.safetensors")
     for folder in device_folders:
         mine = {name.split("/", 2)[2]: value for name, value in kept.items() if name.startswith(f"kept/{folder.name}/")}
-        assert far(ours.vaults[folder.name, ROUNDS], mine) <= slack
+        assert measure_distance(ours.vaults[folder.name, ROUNDS], mine) <= slack
     for one, other in zip(ours.summary.rounds, theirs.summary.rounds, strict=True):
         assert (one.cohort, one.accepted, one.flops) == (other.cohort, other.accepted, other.flops)
         assert one.train_loss == pytest.approx(other.train_loss, rel=slack)
@@ -549,13 +549,6 @@ def test_torch_engine_makes_the_same_run(
     assert [device.train_samples for device in ours.summary.devices] == [
         device.train_samples for device in theirs.summary.devices
     ]
-
-
-def far(one: Tensors, other: Tensors) -> float:
-    """How far two sets of tensors are from each other: the most of any tensor, relative to its own length."""
-    assert one.keys() == other.keys()
-    apart = {name: float(np.linalg.norm(one[name].astype(float) - other[name])) for name in one}
-    return max((gap / max(1e-12, float(np.linalg.norm(one[name]))) for name, gap in apart.items()), default=0.0)
 
 
 @each_case

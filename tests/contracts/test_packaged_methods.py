@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli
-from fedvit import known_names
+from fedvit import known_names, plugins
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, make_method, method_class, method_names
 from tests.support.codes import has_code
@@ -46,9 +46,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     install(tmp_path / "site", "acme-norms", declared, acme_norms=NORMS, acme_raising="1 / 0", acme_still=STILL)
     install(tmp_path / "site", "zeta-norms", {"twice": "zeta_norms:Norms"}, zeta_norms=NORMS)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    known_names.find_packaged_methods.cache_clear()
+    plugins.read_entries.cache_clear()
     yield
-    known_names.find_packaged_methods.cache_clear()
+    plugins.read_entries.cache_clear()
     for module in ("acme_norms", "zeta_norms", "acme_still"):
         sys.modules.pop(module, None)
 

@@ -127,6 +127,7 @@ LINES: dict[str, list[list[str]]] = {
     ],
     "edge-client update": [["--update-key", "{attack}"]],
     "fleet bugreport": [["--runs", "runs", "--out", "{attack}"]],
+    "fleet contracts": [["{attack}"]],
     "fleet demo": [["--method", "{attack}"]],
     "fleet experiment": [["{attack}"]],
     "fleet host": [["--parts", "{attack}", "--devices", "1", "--state", "hosted", "--broker", "{attack}"]],

@@ -23,6 +23,7 @@ import edge_client.cli
 from coordinator.record.record import open_record
 from edge_client.storage.state import device_id
 from edge_client.storage.vault import Vault
+from export.bundle.read import Bundle
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import unfold
@@ -461,17 +462,29 @@ def test_without_images_nothing_is_claimed(trained: Callable[[str], Trained], tm
 
 
 def test_device_lists_its_own_model(copied: Callable[[str], Trained]) -> None:
-    """With the personal tensors of a real run; adding it twice changes nothing."""
+    """With the personal tensors of a real run; adding it twice changes nothing, in another precision its file."""
     run = copied("fedper")
     flags = ["--data", str(run.data), "--state", str(run.state), "--json"]
-    for _ in range(2):
-        added = CliRunner().invoke(edge_client.cli.cli, ["models", "add", run.name, *flags])
+    folder = run.state / "models" / "fedper-2"
+    for options, file in (
+        ([], "model.onnx"),
+        (["--precision", "int8_static", "--round", "last"], "model.int8_static.onnx"),
+        (["--round", "2"], "model.onnx"),
+    ):
+        added = CliRunner().invoke(edge_client.cli.cli, ["models", "add", run.name, *options, *flags])
         assert added.exit_code == 0, added.output
         [model] = json.loads(added.stdout)["models"]
         assert (model["state"], model["round"], model["method"]) == ("trained", 2, "fedper")
+        assert [path.name for path in folder.glob("*.onnx")] == [file]
+        assert Bundle.open(folder, None, 1).answer(next((run.data / "test").glob("*/*")), 1)
     promoted = CliRunner().invoke(edge_client.cli.cli, ["models", "promote", "fedper-2", *flags])
     assert json.loads(promoted.stdout)["models"][0]["state"] == "champion"
-    folder = run.state / "models" / "fedper-2"
+    for refused in (["add", run.name], ["add", run.name, "--round", "1"], ["list", "--round", "best"]):
+        done = CliRunner().invoke(edge_client.cli.cli, ["models", *refused, *flags])
+        assert isinstance(done.exception, ConfigError)
+    (folder / "labels.json").write_text("[]")
+    mended = CliRunner().invoke(edge_client.cli.cli, ["models", "add", run.name, *flags])
+    assert json.loads(mended.stdout)["models"][0]["state"] == "champion"
     card = json.loads((folder / "card.json").read_text())
     correct, images = run.tested()
     assert card["files"]["fp32"]["accuracy"] == {"correct": correct, "images": images}

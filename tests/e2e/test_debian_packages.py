@@ -13,6 +13,7 @@ from coordinator.operations.releasing import publish
 from fedvit.publisher import PublisherKey
 from fedvit.releases import pack_folder
 from tests.support.programs import Stage
+from tests.support.roots import Root
 from tests.support.waiting import WAIT_S
 from tests.support.wheels import build_own_wheel
 
@@ -114,6 +115,63 @@ def test_installed_device_trains(built: tuple[Path, Path], stage: Stage) -> None
         ("packaged", "train"),
     ]
     assert (stage.folder / "state").is_dir()
+
+
+INSTALLED = """
+Package: python3
+Status: install ok installed
+Maintainer: Nobody <nobody@localhost>
+Architecture: amd64
+Version: {}-1
+Description: none
+
+Package: libstdc++6
+Status: install ok installed
+Maintainer: Nobody <nobody@localhost>
+Architecture: amd64
+Version: 12
+Description: none
+"""
+
+
+def test_purge_leaves_only_pictures(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Also no token that was never used. The package's scripts run: they start, restart and stop its units."""
+    root = Root(tmp_path / "root")
+    (root.home / "var/lib/dpkg/status").write_text(INSTALLED.format(VERSION))
+
+    def run(script: str) -> str:
+        done = root.run(script)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    package = find_package(built[0], "fedvit-edge")
+    assert "next: sudo edge-client join TOKEN" in run(f"dpkg --install {package}")
+    assert root.take_calls() == ["daemon-reload", "enable --quiet fedvit-join.service"]
+    picture = root.home / "srv/fedvit/images/cat/1.png"
+    left = [root.home / name for name in ("etc/fedvit/token", "var/lib/private/fedvit-edge/identity/key.pem")]
+    left.append(root.home / "opt/fedvit/versions/9.9/bin/python")
+    for file in (picture, *left):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    settings = root.home / "etc/fedvit/edge.env"
+    settings.write_text("FEDVIT_DATA=/srv/mine\n")
+
+    assert "next:" not in run(f"dpkg --install {package}")
+    assert "try-restart fedvit-edge.service" in root.take_calls()
+    assert settings.read_text() == "FEDVIT_DATA=/srv/mine\n", "an upgrade keeps the owner's settings"
+    assert not left[-1].exists(), "an upgrade replaces what edge-client update has installed"
+
+    run("dpkg --remove fedvit-edge")
+    [stopped] = [call for call in root.take_calls() if call.startswith("disable")]
+    assert set(stopped.split()[2:]) == {
+        f"fedvit-{name}" for name in ("update.timer", "join.service", "serve.service", "edge.service")
+    }
+    assert settings.exists()
+    run("dpkg --purge fedvit-edge")
+    own = (path for folder in ("opt", "etc", "srv", "usr", "var/lib") for path in (root.home / folder).rglob("*"))
+    files = {str(path.relative_to(root.home)) for path in own if path.is_file() and "dpkg" not in path.parts}
+    assert files == {"srv/fedvit/images/cat/1.png"}
+    assert [path.name for path in (root.home / "opt").iterdir()] == []
 
 
 def test_installed_device_updates_itself(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -133,6 +133,21 @@ def test_user_installs_below_home(tmp_path: Path, wheel: Path) -> None:
     assert machine.list_files() == set()
 
 
+@pytest.mark.parametrize(("kind", "own"), [("edge", ".local/state"), ("server", ".cache")])
+def test_purge_of_a_user(tmp_path: Path, kind: str, own: str) -> None:
+    """It removes the program's own files below home, and not those of the other program."""
+    machine = Machine(tmp_path, is_root=False)
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        machine.environment.pop(name, None)
+    files = {folder: tmp_path / "home" / folder / "fedvit" / "identity" for folder in (".local/state", ".cache")}
+    for file in files.values():
+        file.mkdir(parents=True)
+    assert machine.install(kind, "--remove").returncode == 0
+    assert all(file.exists() for file in files.values())
+    assert machine.install(kind, "--purge").returncode == 0
+    assert [folder for folder, file in files.items() if not file.parent.exists()] == [own]
+
+
 def test_python_that_is_too_old_and_no_network(tmp_path: Path, wheel: Path) -> None:
     """It says which Python is there, and one line what to do."""
     machine = Machine(tmp_path, is_root=False)

@@ -103,6 +103,9 @@ def test_former_model_by_hand(tmp_path: Path, state: Path, digit_bundles: tuple[
         status = Path(f"/proc/{running.process.pid}/status").read_text()
         assert "Seccomp:\t2" in status, "it starts no programs"
     assert "digits-1 answers again" in (tmp_path / "log").read_text()
+    with serving(state, tmp_path / "log", "--former") as running:
+        assert running.predict(PICTURES[0])["model"] == "digits-1"
+    assert "there is no former model" in (tmp_path / "log").read_text()
 
 
 # --- what may be wrong --------------------------------------------------------------------------------
@@ -191,12 +194,13 @@ def write_video(file: Path, frames: int) -> None:
     writer.release()
 
 
-def test_video_and_a_stream_that_is_not_there(tmp_path: Path, state: Path) -> None:
+def test_video_and_a_stream_that_is_not_there(tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second of a video of five frames a second; the stream costs one line, and requests are answered."""
     video, results, log = tmp_path / "street.avi", tmp_path / "results.jsonl", tmp_path / "log"
     stream = "rtsp://127.0.0.1:9/stream"
+    monkeypatch.setenv("FEDVIT_SERVE_SOURCES", stream.replace("//", "//ann:pa55word@"))
     write_video(video, 21)
-    options = ["--source", str(video), "--source", stream, "--every", "1s", "--results", str(results)]
+    options = ["--source", str(video), "--every", "1s", "--results", str(results)]
     with serving(state, log, *options) as running:
         wait_until(lambda: len(read_results(results)) == 5 and "source has ended" in log.read_text())
         wait_until(lambda: warnings_of(log))
@@ -204,6 +208,7 @@ def test_video_and_a_stream_that_is_not_there(tmp_path: Path, state: Path) -> No
     names = [line["picture"].rpartition("#")[2] for line in read_results(results)]
     assert names == ["1", "6", "11", "16", "21"]
     assert len([line for line in warnings_of(log) if stream in line]) == 1
+    assert "pa55word" not in log.read_text()
 
 
 class Stream(BaseHTTPRequestHandler):

@@ -97,14 +97,10 @@ def test_changed_byte_is_refused(device: Device, publisher: Publisher, releases:
 
 
 def test_other_key_is_refused(device: Device, publisher: Publisher, releases: Path, tmp_path: Path) -> None:
-    """And an unsigned list, and a stored key that somebody wants to replace in passing."""
+    """And a stored key that somebody wants to replace in passing."""
     other = PublisherKey.create(tmp_path / "other.key")
     describe(device.update(str(releases), "--update-key", other.public), "FV1463", other.public, "Ask")
     describe(first_update(device, publisher, releases), "FV1467", "--replace-key", publisher.key.public)
-    (releases / "stable.json.minisig").unlink()
-    describe(device.update(), "FV1462", "stable.json.minisig")
-    done = device.update("--update-key", format_minisign_key(publisher.key.public), "--replace-key")
-    describe(done, "FV1462", "stable.json.minisig")
     assert device.read_version() == "0.1.0"
 
 
@@ -189,6 +185,18 @@ def web_server(releases: Path) -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_unsigned_list_is_refused(device: Device, publisher: Publisher, releases: Path, web_server: str) -> None:
+    """In a folder and at a web server; one without a list is no folder of releases."""
+    (releases / "stable.json.minisig").unlink()
+    said = ("FV1463", "is not signed", "stable.json.minisig is missing")
+    describe(first_update(device, publisher, releases), *said)
+    describe(device.update("--update-key", format_minisign_key(publisher.key.public), "--replace-key"), *said)
+    describe(device.update(web_server), *said)
+    (releases / "stable.json").unlink()
+    describe(device.update(web_server), "FV1462", "is this the folder of releases")
+    assert device.read_version() == "0.1.0"
 
 
 @pytest.mark.slow

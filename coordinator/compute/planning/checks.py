@@ -7,9 +7,11 @@ import torch
 from coordinator.compute.planning.batch import method_batch
 from coordinator.compute.planning.secure_runs import check_secure
 from coordinator.compute.planning.server_data import check_server_data
-from coordinator.config import RunConfig, StartConfig, make_config, why_no_regions
+from coordinator.config import RunConfig, StartConfig, load_selector, make_config, why_no_regions
 from fedvit.errors import ConfigError
+from fedvit.known_names import find_packaged_model
 from fedvit.methods import build_model, make_method, set_task
+from fedvit.methods.aggregators import make_aggregator
 from fedvit.methods.base import ServerRule, check_fits
 from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.model_options import OWN_MODELS
@@ -42,20 +44,13 @@ def check_region(config: RunConfig, where: str) -> None:
             "FV2202", f"{where}: variants: a region's devices train the tensors that the centre's task names"
         )
     if config.task != "classification":
-        raise ConfigError(
-            "FV2490", f"{where}: task = {config.task!r}: a region adds up right answers of one class each"
-        )
+        raise ConfigError("FV2490", f"{where}: task = {config.task!r}: a region adds up right answers of one class")
     if why := why_no_regions(config):
         raise ConfigError("FV1104", f"{where}: {why}")
     method = make_method(config.method, config.options)
     with torch.device("meta"):
         vit = build_model(
-            method,
-            config.model,
-            max(2, len(config.classes)),
-            seed=0,
-            options=config.model_options,
-            pretrained=False,
+            method, config.model, max(2, len(config.classes)), seed=0, options=config.model_options, pretrained=False
         )
         if why := method.server_rule(vit).why_no_regions:
             raise ConfigError("FV2202", f"{where}: method {config.method!r} cannot be used in regions: {why}")
@@ -69,8 +64,11 @@ def check_region(config: RunConfig, where: str) -> None:
 
 def _check(config: RunConfig) -> None:
     """Checked before devices join: on torch's device "meta" a model needs no time and memory."""
+    load_selector(config.selection)
+    make_aggregator(config.robust.aggregator, config.robust.malicious_share)
     method = make_method(config.method, config.options)
-    pretrained = config.model in OWN_MODELS and config.pretrained  # it has none, and says so
+    # they have none, and say so
+    pretrained = (config.model in OWN_MODELS or find_packaged_model(config.model) is not None) and config.pretrained
     with torch.device("meta"):
         vit = build_model(
             method,

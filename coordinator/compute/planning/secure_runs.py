@@ -1,6 +1,7 @@
 """Check of runs that add up their devices' results in secret."""
 
 from coordinator.config.run import RunConfig
+from coordinator.config.selection import READ_NO_ANSWERS
 from coordinator.config.sums import LEAST_DEVICES, SUM_CODECS
 from fedvit.errors import ConfigError
 from fedvit.roles import NONE, Role
@@ -24,7 +25,7 @@ def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_
         f"mode = {config.mode!r}: a sum needs the results of one round; set mode = 'rounds'": config.mode != "rounds",
         f"late = {config.late!r}: a sum needs the results of one round; set late = 'refuse'": config.late != "refuse",
         f"selection = {config.selection!r} reads the loss of each device; set 'uniform' or 'fair'": (
-            config.selection not in ("uniform", "fair")
+            config.selection not in READ_NO_ANSWERS
         ),
         f"{method} sends features, which no sum hides; choose a method that averages updates, as 'fedavg'": collects,
         f"{method} needs the update of each device; choose a method that averages updates, as 'fedper'": (

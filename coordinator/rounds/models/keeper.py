@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Interval of looking for changes in the record."""
 AGAIN_S = 60.0
-"""Interval of sending wanted states again to a device that is not there yet: its disk may have been full."""
+"""Least interval of sending wanted states again to a device that is not there yet: its disk may have been full."""
 JUDGE_S = 5.0
 """Interval of judging canaries that have reported nothing new."""
 SUMS_S = 10.0
@@ -60,6 +60,7 @@ class ModelKeeper:
         self._act = store.models.find_newest_act()
         self._looked_at = time.monotonic()
         self._judged_at: float | None = None  # None: a device has reported since
+        self._sent_again_at = time.monotonic()
 
     def welcome(self, device: str, instance: str) -> None:
         """Send a device that was welcomed its wanted states, if it has any."""
@@ -130,9 +131,9 @@ class ModelKeeper:
             self._judged_at = time.monotonic()
             for model in self._store.models.read_all("canary"):
                 self._judge(model)
-        newest, self._act = self._store.models.find_newest_act(), self._act
-        if newest != self._act or self._is_any_late():
-            self._act = newest
+        newest = self._store.models.find_newest_act()
+        if newest != self._act or time.monotonic() - self._sent_again_at >= AGAIN_S:
+            self._act, self._sent_again_at = newest, time.monotonic()
             by_device: dict[str, list[DeviceModelRecord]] = {}
             for row in self._store.models.read_devices():
                 by_device.setdefault(row.device, []).append(row)
@@ -147,7 +148,7 @@ class ModelKeeper:
     def _judge(self, model: ModelRecord) -> None:
         models = self._store.models
         canaries = [row for row in models.read_devices(model.name) if row.wanted == "canary"]
-        others = [other for row in canaries for other in models.read_devices(device=row.device)]
+        others = models.read_devices(devices=[row.device for row in canaries])
         champions = {row.device: row for row in others if row.wanted == "champion"}
         since_s = None
         if model.canary_since:
@@ -176,9 +177,6 @@ class ModelKeeper:
             return
         self._sent[device] = states, time.monotonic()
         self._send(device, Models(instance, self._epoch(), states))
-
-    def _is_any_late(self) -> bool:
-        return any(time.monotonic() - sent_at >= AGAIN_S for _, sent_at in self._sent.values())
 
 
 def describe_drift(device: str, model: str) -> str:

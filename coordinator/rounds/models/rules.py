@@ -9,6 +9,8 @@ from coordinator.record.tables import DeviceModelRecord, ModelStage
 from fedvit.comparison import Comparison, ScoreInterval
 from fedvit.wire.messages import WantedState
 
+FALL_DEVIATIONS = 4.0
+"""Standard deviations that a fall of the mean confidence must exceed: canaries are judged again and again."""
 FIRST_MARGIN = 0.1
 """A device's first model must be better than chance by this share of what lies between chance and 1."""
 
@@ -137,15 +139,21 @@ def judge_canary(
     serving = [row.device for row in canaries if row.actual == "canary"]
     if since_s is None or not serving or since_s < rules.after_s():
         return "waits", ""
-    return "passes", f"canary on {len(serving)} of {len(canaries)} devices for {since_s:.0f} s"
+    pictures = sum(row.answered for row in canaries)
+    where = f"canary on {len(serving)} of {len(canaries)} devices for {since_s:.0f} s"
+    return "passes", f"{where}, {pictures} pictures answered"
 
 
 def find_fall(row: DeviceModelRecord, before: DeviceModelRecord, rules: PromoteConfig) -> str | None:
-    """Return the words for a mean confidence that fell too far; None if it did not, or pictures are too few."""
+    """Return the words for a mean confidence that fell too far; None if it may be chance, or pictures are too few.
+
+    A confidence lies between 0 and 1, so that its variance is at most mean * (1 - mean).
+    """
     now, then = row.mean_confidence, before.mean_confidence
     if now is None or then is None or min(row.answered, before.answered) < rules.min_images:
         return None
-    if now >= then - rules.max_worse:
+    chance = math.sqrt(now * (1 - now) / row.answered + then * (1 - then) / before.answered)
+    if now >= then - max(rules.max_worse, FALL_DEVIATIONS * chance):
         return None
     return f"mean confidence {now:.3f} over {row.answered} pictures, {then:.3f} with {before.model}"
 

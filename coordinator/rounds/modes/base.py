@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from coordinator.config import RunConfig
 from coordinator.record.privacy import cohort_seed
 from coordinator.record.tables import RoundRecord
-from coordinator.rounds.cohort import BY_ANSWERS, cohort_size, select_fair, select_uniform
+from coordinator.rounds.cohort import cohort_size, find_selector, select_fair, select_uniform
 from coordinator.rounds.open_round import Missing, OpenRound, RoundPlan
 from coordinator.rounds.ports import Ports
 
@@ -26,6 +26,7 @@ class Mode(ABC):
         self._roster = ports.roster
         self._trainer = ports.trainer
         self._journal = ports.journal
+        self._select = find_selector(config.selection)
 
     @abstractmethod
     def train(self, number: int, before: RoundRecord | None) -> OpenRound:
@@ -81,8 +82,8 @@ class Mode(ABC):
         config = self._config
         if config.selection == "fair":
             return select_fair(devices, wanted, config.seed, number, self._journal.count_asked())
-        if (select := BY_ANSWERS.get(config.selection)) is not None:
-            return select(devices, wanted, config.seed, number, self._journal.newest_answers(number))
+        if self._select is not None:
+            return self._select(devices, wanted, config.seed, number, self._journal.newest_answers(number))
         return select_uniform(devices, wanted, cohort_seed(config), number)
 
     def ask(self, plan: RoundPlan) -> OpenRound:

@@ -130,6 +130,17 @@ def test_one_scene_for_hours_is_no_drift(scene: Callable[[int], Scene], tmp_path
     assert day.answered.pictures == 500
 
 
+def test_still_scenes_of_two_cameras_are_no_drift(scene: Callable[[int], Scene], tmp_path: Path) -> None:
+    """Each looks new beside the other one."""
+    made = scene(0)
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", made.reference, made.temperature)
+    for _ in range(300):
+        for number, pixels in enumerate(split_digits(0).unknown.pixels[:2]):
+            watch.add(made.see(pixels)._replace(source=f"camera {number}"))
+    assert not watch.alerts
+
+
 def test_sums_survive_a_restart_and_another_model_begins_anew(scene: Callable[[int], Scene], tmp_path: Path) -> None:
     made, pixels = scene(0), darken(split_digits(0).stream.pixels)
     watch = DriftWatch(tmp_path)
@@ -144,6 +155,32 @@ def test_sums_survive_a_restart_and_another_model_begins_anew(scene: Callable[[i
     assert [day.answered.pictures for day in again.days.values()] == [4]
     again.use("digits-2", made.reference, made.temperature)
     assert max(again._charts.sums.values()) == 0
+
+
+def test_alerts_survive_a_restart_and_end(
+    scene: Callable[[int], Scene], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart is no new alert, and does not prolong one."""
+    made, pixels = scene(0), darken(split_digits(0).stream.pixels)
+    watch = DriftWatch(tmp_path)
+    watch.use("digits-1", made.reference, made.temperature)
+    for each in pixels[:100]:
+        watch.add(made.see(each))
+    assert watch.alerts
+    watch.write(watch.encode())
+    raised, lines = dict(watch.alerts), len(caplog.records)
+    again = DriftWatch(tmp_path)
+    again.use("digits-1", made.reference, made.temperature)
+    assert again.alerts == raised
+    for each in pixels[100:110]:
+        again.add(made.see(each))
+    assert len(caplog.records) == lines
+    normal = made.see(split_digits(0).stream.pixels[0])
+    for _ in range(ALERT_LASTS + 1):
+        again.add(normal)
+    assert not again.alerts
+    again.use("digits-2", made.reference, made.temperature)
+    assert not again.alerts
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"sums": {"brightness+1": 1e999}}', b'{"days": 1}'])

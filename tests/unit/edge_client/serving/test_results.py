@@ -1,4 +1,5 @@
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,21 @@ def test_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lines", "lines.1"]
     assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
     assert "49.jpg" in (tmp_path / "lines").read_text()
+
+
+def test_line_that_does_not_fit_leaves_no_half(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "lines")
+    file.write(make_line("camera", "1.jpg", predict()))
+    room, before = (tmp_path / "lines").stat().st_size + 10, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(StorageFailed):
+            file.write(make_line("camera", "2.jpg", predict()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    file.write(make_line("camera", "3.jpg", predict()))
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [line["picture"] for line in lines] == ["1.jpg", "3.jpg"]
 
 
 def test_full_disk_is_reported() -> None:

@@ -70,6 +70,19 @@ def test_size_is_bounded_before_anything_is_read(web: PredictServer) -> None:
         assert request(web.port, "POST", "/predict", b"", {"Content-Length": length})[0] == 411
 
 
+def test_client_may_ask_before_it_sends(web: PredictServer) -> None:
+    """As curl does for pictures above 1 MB, and waits for a second without an invitation."""
+    for length, first in ((len(PICTURE), b"HTTP/1.1 100 Continue"), (MAX_PICTURE_BYTES + 1, b"HTTP/1.1 413 ")):
+        with socket.create_connection(("127.0.0.1", web.port), timeout=60) as link, link.makefile("rb") as answer:
+            head = f"POST /predict HTTP/1.1\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n"
+            link.sendall(head.encode())
+            assert answer.readline().startswith(first)
+            if length == len(PICTURE):
+                assert answer.readline() == b"\r\n"
+                link.sendall(PICTURE)
+                assert answer.read().startswith(b"HTTP/1.1 200 "), "and the connection ends"
+
+
 def test_picture_that_would_take_much_memory_is_refused(web: PredictServer) -> None:
     """A small file may stand for a huge picture."""
     head = b"P5 60000 60000 255\n" + b"0" * 100

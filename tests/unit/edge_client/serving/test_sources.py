@@ -1,13 +1,17 @@
 """Pictures of folders: each new one once, when it is whole."""
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
+from edge_client.serving import sources
 from edge_client.serving.sources import (
     MAX_FILE_BYTES,
     MOST_WAITING,
@@ -67,6 +71,41 @@ def test_most_pictures_of_one_look(tmp_path: Path) -> None:
     assert source.find_new() == []
 
 
+def test_newest_pictures_of_a_large_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old ones do not become new when newer ones are removed."""
+    monkeypatch.setattr(sources, "MOST_KNOWN", 3)
+    source = FolderSource(tmp_path)
+
+    def add(number: int) -> None:
+        (tmp_path / f"{number}.png").write_bytes(PICTURE)
+        os.utime(tmp_path / f"{number}.png", (number, number))
+
+    for number in range(6):
+        add(number)
+    assert names(source) == []
+    add(6)
+    assert [*names(source), *names(source)] == ["6.png"]
+    for number in (4, 5, 6):
+        (tmp_path / f"{number}.png").unlink()
+    assert [*names(source), *names(source)] == []
+    add(7)
+    assert [*names(source), *names(source)] == ["7.png"]
+
+
+def test_frames_that_are_too_large_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "video.avi"
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"MJPG"), 5.0, (64, 64))
+    for _ in range(3):
+        writer.write(np.zeros((64, 64, 3), np.uint8))
+    writer.release()
+    source, stop = open_source(str(file), 0.1), threading.Event()
+    [picture, *_] = source.pictures(stop)
+    assert picture.read(16).shape == (16, 16, 3)
+    monkeypatch.setattr(sources, "DECODED_BYTES", 64 * 64 * 3 - 1)
+    with pytest.raises(DataError, check=has_code("FV1494")):
+        next(iter(source.pictures(stop)))
+
+
 def test_folder_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(DataError, check=has_code("FV1494")):
         FolderSource(tmp_path / "none").find_new()
@@ -106,18 +145,19 @@ class Failing:
 
     name = "failing"
 
-    def __init__(self) -> None:
-        self.opened = 0
+    def __init__(self, error: Exception) -> None:
+        self.opened, self._error = 0, error
 
     def pictures(self, stop: threading.Event) -> Iterator[Picture]:
         self.opened += 1
         yield read_later(Path(f"{self.opened}.png"))
         if self.opened < 3:
-            raise LinkDown("FV1494", "it stops")
+            raise self._error
 
 
-def test_source_that_stops_is_opened_again(caplog: pytest.LogCaptureFixture) -> None:
-    source, answered = Failing(), list[str]()
+@pytest.mark.parametrize("error", [LinkDown("FV1494", "it stops"), ValueError("of a driver")])
+def test_source_that_stops_is_opened_again(caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+    source, answered = Failing(error), list[str]()
     follow(source, lambda picture: answered.append(picture.name), threading.Event())
     assert answered == ["1.png", "2.png", "3.png"]
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 2
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 2

@@ -1,4 +1,5 @@
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -48,6 +49,20 @@ def states(models: DeviceModels) -> dict[str, str]:
 
 def folders(models: DeviceModels) -> set[str]:
     return {path.name for path in models.folder.iterdir() if path.is_dir()}
+
+
+def test_full_disk_leaves_no_half_bundle(tmp_path: Path) -> None:
+    models = DeviceModels(tmp_path / "state")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StorageFailed):
+            models.add_files(model(1, "challenger"), {"card.json": b"{}", "model.onnx": bytes(2000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert folders(models) == set()
+    models.add_files(model(1, "challenger"), {"card.json": b"{}", "model.onnx": bytes(2000)})
+    assert folders(models) == {"street-1"}
 
 
 def test_life_of_three_models(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from fedvit.methods.aggregators import (
     Krum,
     Mean,
     Median,
-    Name,
     TrimmedMean,
     make_aggregator,
     norm_of,
@@ -31,8 +30,8 @@ from fedvit.updates import Decoded, decode, make_codec
 from profiles.probes.host import peak_rss_bytes
 from tests.support.forked import FORKS
 
-EVERY: list[Name] = ["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
-ROBUST: list[Name] = EVERY[1:]
+EVERY: list[str] = ["mean", "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+ROBUST: list[str] = EVERY[1:]
 
 
 def combined(aggregator: Aggregator, *rows: list[float] | np.ndarray, scale: float = 1.0) -> list[float]:
@@ -111,28 +110,28 @@ def updates(devices: int) -> st.SearchStrategy[np.ndarray]:
 class TestLaws:
     @given(hnp.arrays(np.float32, 4, elements=st.floats(-100, 100, width=32)))
     @settings(max_examples=30)
-    def test_of_equal_updates_is_that_update(self, name: Name, row: np.ndarray) -> None:
+    def test_of_equal_updates_is_that_update(self, name: str, row: np.ndarray) -> None:
         np.testing.assert_allclose(combined(make_aggregator(name, 0.2), *[row] * 7), row, rtol=1e-6, atol=1e-30)
 
-    def test_the_order_of_arrival_does_not_matter(self, name: Name) -> None:
+    def test_the_order_of_arrival_does_not_matter(self, name: str) -> None:
         rows = np.random.default_rng(3).normal(size=(9, 4)).astype(np.float32)
         straight = combined(make_aggregator(name, 0.3), *rows)
         for seed in range(5):
             shuffled = np.random.default_rng(seed).permutation(rows)
             np.testing.assert_allclose(combined(make_aggregator(name, 0.3), *shuffled), straight, rtol=1e-6)
 
-    def test_scale(self, name: Name) -> None:
+    def test_scale(self, name: str) -> None:
         rows = np.random.default_rng(3).normal(size=(9, 4)).astype(np.float32)
         whole = np.array(combined(make_aggregator(name, 0.3), *rows))
         np.testing.assert_allclose(combined(make_aggregator(name, 0.3), *rows, scale=0.5), whole / 2, rtol=1e-6)
 
-    def test_blocks_change_nothing(self, name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_blocks_change_nothing(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = np.random.default_rng(3).normal(size=(9, 50)).astype(np.float32)
         whole = combined(make_aggregator(name, 0.3), *rows)
         monkeypatch.setattr(aggregators, "BLOCK_VALUES", 7)
         np.testing.assert_allclose(combined(make_aggregator(name, 0.3), *rows), whole, rtol=1e-6)
 
-    def test_other_names_are_passed_over(self, name: Name) -> None:
+    def test_other_names_are_passed_over(self, name: str) -> None:
         deltas = [Delta(0.2, lambda: {"w": np.ones(2), "else": np.ones(2)})] * 5
         assert set(combine_tensors(make_aggregator(name, 0.2), deltas)) == {"w"}
 
@@ -142,7 +141,7 @@ class TestAgainstAMinority:
     @settings(max_examples=50)
     @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
     def test_every_coordinate_is_among_the_honest_ones(
-        self, name: Name, honest: np.ndarray, malicious: np.ndarray
+        self, name: str, honest: np.ndarray, malicious: np.ndarray
     ) -> None:
         """Three of nine lie, a third: whatever they say, with a trim of a third."""
         got = np.array(combined(make_aggregator(name, 1 / 3), *honest, *(malicious * 1e6)))
@@ -159,7 +158,7 @@ class TestAgainstAMinority:
         assert any(np.allclose(picked, row) for row in near)
 
     @pytest.mark.parametrize("name", ROBUST)
-    def test_a_mean_moves_and_these_do_not(self, name: Name) -> None:
+    def test_a_mean_moves_and_these_do_not(self, name: str) -> None:
         rows = np.random.default_rng(0).normal(size=(9, 4))
         rows[:2] = 1e6
         assert np.abs(combined(Mean(), *rows)).max() > 1e5
@@ -167,7 +166,7 @@ class TestAgainstAMinority:
 
 
 MANY = 2000
-MEASURED: list[Name] = ["median", "trimmed_mean", "krum", "geometric_median"]
+MEASURED: list[str] = ["median", "trimmed_mean", "krum", "geometric_median"]
 
 
 def measure_on_many(folder: Path, answer: Connection) -> None:
@@ -231,7 +230,7 @@ def test_many_updates_need_neither_their_memory_nor_their_files_open(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ROBUST)
-def test_memory_is_bounded_by_the_largest_tensor(name: Name, tmp_path: Path) -> None:
+def test_memory_is_bounded_by_the_largest_tensor(name: str, tmp_path: Path) -> None:
     """Nine updates of 2 x 2 MiB in files; the result is 8 MiB of float64, and never are 36 MiB of updates in memory."""
     values = 1 << 19
     draw = np.random.default_rng(0)

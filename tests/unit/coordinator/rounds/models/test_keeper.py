@@ -157,10 +157,10 @@ def test_canary_whose_confidence_fell_is_rolled_back(hall: Hall) -> None:
     hall.begin()  # sums are stored at most every few seconds by one process
     hall.join("a", "b")
     hall.settle()
-    hall.keeper.take("a", hall.devices["a"].report("i1", answered=100, confidence=70.0))
+    hall.keeper.take("a", hall.devices["a"].report("i1", answered=100, confidence=60.0))
     hall.settle()
     assert hall.serving() == ["r-1", "r-1"]
-    assert "mean confidence 0.700 over 100 pictures, 0.900 with r-1" in hall.said[-1]
+    assert "mean confidence 0.600 over 100 pictures, 0.900 with r-1" in hall.said[-1]
 
 
 def test_report_of_an_earlier_process_or_of_unknown_models_changes_nothing(hall: Hall) -> None:

@@ -105,13 +105,31 @@ def test_canary_fails_by_a_device_that_stopped_it_or_by_its_confidence() -> None
     failed = on("a", actual="former", failed=True, reason="it ended 3 times")
     assert rules.judge_canary([failed, on("b", actual="canary")], {}, 1e9, RULES) == ("fails", "a: it ended 3 times")
     before = on("a", answered=100, confidence=90.0)
-    for answered, confidence, outcome in ((100, 84.0, "fails"), (100, 86.0, "passes"), (49, 10.0, "passes")):
+    for answered, confidence, outcome in ((100, 60.0, "fails"), (100, 86.0, "passes"), (49, 10.0, "passes")):
         row = on("a", actual="canary", answered=answered, confidence=confidence)
         assert rules.judge_canary([row], {"a": before}, 1e9, RULES)[0] == outcome
+    much = on("a", answered=10_000, confidence=9000.0)
+    for confidence, outcome in ((8400.0, "fails"), (8600.0, "passes")):  # max_worse is 0.05
+        row = on("a", actual="canary", answered=10_000, confidence=confidence)
+        assert rules.judge_canary([row], {"a": much}, 1e9, RULES)[0] == outcome
     few = on("a", answered=49, confidence=49.0)
     assert rules.judge_canary([on("a", actual="canary", answered=100, confidence=10.0)], {"a": few}, 1e9, RULES)[0] == (
         "passes"
     )
+
+
+@pytest.mark.parametrize("pictures", [50, 200, 2000])
+def test_a_canary_that_is_no_worse_does_not_fail_by_chance(pictures: int) -> None:
+    """It is judged after each of its pictures; confidences are 0.8 on average, with a deviation of 0.2."""
+    draw = np.random.default_rng(pictures)
+    failed = 0
+    for _ in range(200):
+        before = on("a", answered=pictures, confidence=float(draw.beta(2.4, 0.6, pictures).sum()))
+        for count, total in enumerate(np.cumsum(draw.beta(2.4, 0.6, 1000)), start=1):
+            if rules.find_fall(on("a", answered=count, confidence=float(total)), before, RULES):
+                failed += 1
+                break
+    assert failed <= 1
 
 
 # --- wanted states ------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
     batch/kept        (B, tokens) int64: which patch of the image each row is
     batch/seeds       (B,) int64 random number of each sample, in [0, 2^31): what dropout drops of it
     batch/tokens      (B, context) int64: characters as indices into `Program.classes`; of text, instead of patches
-    batch/labels      (B,) int64: index into `Program.classes`; of text (B, context): the character that follows each;
-                      with `Batch.labels` (B, classes) float32: see `fedvit.label_forms`
+    batch/labels      (B,) int64: index into `Program.classes`; others: `Batch.describe_label`, `fedvit.label_forms`
     batch/weight      (B,) float32: 1 for a sample, 0 for padding of the last batch
     batch/share       () float32: these samples' part of the whole batch's weight
     hyper/lr          () float32 learning rate;  hyper/step () float32, counts from 1 in a phase
@@ -44,26 +43,11 @@ from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload
 from fedvit.label_forms import LabelForm
+from fedvit.program_versions import PROGRAM_VERSION, VERSIONS
 from fedvit.roles import NONE
 from fedvit.roles import Role as Role
 from fedvit.updates import make_codec
 
-PROGRAM_VERSION = 1
-PRIVATE_VERSION = 2
-"""Version of Programs that ask for privacy: software that supports only the first version refuses them."""
-TEXT_VERSION = 3
-"""Version of Programs for text, which earlier software cannot read."""
-SEEDED_VERSION = 4
-"""Version of Programs whose steps read a random number of each sample, which earlier software does not draw."""
-SECURE_VERSION = 5
-"""Version of Programs whose results are added up in secret: earlier software would send them alone."""
-ASSIGNED_VERSION = 6
-"""Version of Programs with tensors that the server makes for one device, and that only training reads."""
-LABELLED_VERSION = 7
-"""Version of Programs with `Batch.labels`, whose labels earlier software does not read."""
-VERSIONS = (
-    PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION, SEEDED_VERSION, SECURE_VERSION, ASSIGNED_VERSION, LABELLED_VERSION,
-)  # fmt: skip
 SEEDS = 1 << 31
 """Random numbers of samples are below this."""
 MAX_VALUES = 1 << 31

@@ -335,6 +335,10 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     "noise_multiplier is based",
                 )
 
+    def asks_cohorts(self) -> bool:
+        """Return whether a round has the results of the cohort that it asked."""
+        return MODES[self.mode].asks_cohorts
+
     def uses_late_results(self) -> bool:
         return MODES[self.mode].discounts_late_results or self.late != "refuse"
 

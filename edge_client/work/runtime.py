@@ -4,7 +4,6 @@ It does not depend on the method: the names of a graph's inputs and outputs defi
 """
 
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +30,6 @@ from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget
 from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import ClassCount
-
-log = logging.getLogger(__name__)
 
 INPUTS = {"batch/patches", "batch/tokens"}
 """Graph inputs that a sample without a label has: one for images, one for text."""

@@ -35,7 +35,7 @@ from fleet.engines.trainer import TorchTrainer
 def check_engine_config(config: RunConfig) -> None:
     """Raises ConfigError for settings of late, lost or limited devices, which this engine does not simulate."""
     network = {
-        "mode": config.mode != "rounds",
+        "mode": not config.asks_cohorts(),
         "rounds": config.rounds == 0,
         "over_select": config.over_select > 0,
         "late": config.late != "refuse",

@@ -35,7 +35,7 @@ def check_run(config: RunConfig, where: str) -> None:
 
 def check_region(config: RunConfig, where: str) -> None:
     """Raise ConfigError, which names `where`, if the mean of a region's updates cannot stand for them."""
-    if config.mode != "rounds":
+    if not config.asks_cohorts():
         raise ConfigError(
             "FV2202", f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens"
         )
@@ -107,7 +107,7 @@ def _check(config: RunConfig) -> None:
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
     """Check that this method's server can use uploads for an older state."""
-    if config.mode != "rounds" and config.evaluation == "pre_aggregation":
+    if not config.asks_cohorts() and config.evaluation == "pre_aggregation":
         raise ConfigError(
             "FV1015", "evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'"
         )

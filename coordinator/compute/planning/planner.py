@@ -29,13 +29,6 @@ from fedvit.methods.packed import as_sent
 from fedvit.models.vit import PatchViT
 from fedvit.precision import Compute, Precision
 from fedvit.program import (
-    ASSIGNED_VERSION,
-    LABELLED_VERSION,
-    PRIVATE_VERSION,
-    PROGRAM_VERSION,
-    SECURE_VERSION,
-    SEEDED_VERSION,
-    TEXT_VERSION,
     Batch,
     Evaluate,
     GraphSpec,
@@ -46,6 +39,15 @@ from fedvit.program import (
     Train,
     decode_program,
     encode_program,
+)
+from fedvit.program_versions import (
+    ASSIGNED_VERSION,
+    LABELLED_VERSION,
+    PRIVATE_VERSION,
+    PROGRAM_VERSION,
+    SECURE_VERSION,
+    SEEDED_VERSION,
+    TEXT_VERSION,
 )
 from fedvit.quantities import format_seconds
 from fedvit.resources import Budget

@@ -125,9 +125,8 @@ class Batch(Struct, frozen=True, kw_only=True):
 
     def describe_label(self, classes: int) -> tuple[tuple[int, ...], str]:
         """Return shape and dtype of the label of one sample."""
-        if self.labels:
-            return self.labels.describe_label(classes)
-        return ((self.text.context,) if self.text else ()), "int64"
+        positions = (self.text.context,) if self.text else ()
+        return self.labels.describe_label(classes) if self.labels else (positions, "int64")
 
     @property
     def run_size(self) -> int:

@@ -125,7 +125,11 @@ def test_devices_get_label_files_that_add_up(parts: Path) -> None:
         ("FV1004", {"task": "multi_label", "promote": {}}, "[promote]"),
         ("FV1004", {"task": "regression", "number_range": [0.0, 1.0], "classes": ["a", "b"]}, "one number"),
         ("FV2490", {"task": "multi_label", "method": "fedproto"}, "averages features by class"),
-        ("FV2490", {"task": "multi_label", "method": "eftvit", "options": {"sampler": "balanced"}}, "balanced"),
+        (
+            "FV2490",
+            {"task": "multi_label", "method": "eftvit", "options": {"sampler": "balanced", "local_blocks": 1}},
+            "balanced",
+        ),
         ("FV2490", {"auc": True, "method": "eftvit", "options": {"local_blocks": 1}}, "keeps on devices"),
     ],
 )

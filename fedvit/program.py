@@ -13,7 +13,7 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
     batch/kept        (B, tokens) int64: which patch of the image each row is
     batch/seeds       (B,) int64 random number of each sample, in [0, 2^31): what dropout drops of it
     batch/tokens      (B, context) int64: characters as indices into `Program.classes`; of text, instead of patches
-    batch/labels      (B,) int64: index into `Program.classes`; of text (B, context): the character that follows each
+    batch/labels      (B,) int64: index into `Program.classes`; others: `Batch.describe_label`, `fedvit.label_forms`
     batch/weight      (B,) float32: 1 for a sample, 0 for padding of the last batch
     batch/share       () float32: these samples' part of the whole batch's weight
     hyper/lr          () float32 learning rate;  hyper/step () float32, counts from 1 in a phase
@@ -42,22 +42,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedvit.errors import BadPayload
+from fedvit.label_forms import LabelForm
+from fedvit.program_versions import PROGRAM_VERSION, VERSIONS
 from fedvit.roles import NONE
 from fedvit.roles import Role as Role
 from fedvit.updates import make_codec
 
-PROGRAM_VERSION = 1
-PRIVATE_VERSION = 2
-"""Version of Programs that ask for privacy: software that supports only the first version refuses them."""
-TEXT_VERSION = 3
-"""Version of Programs for text, which earlier software cannot read."""
-SEEDED_VERSION = 4
-"""Version of Programs whose steps read a random number of each sample, which earlier software does not draw."""
-SECURE_VERSION = 5
-"""Version of Programs whose results are added up in secret: earlier software would send them alone."""
-ASSIGNED_VERSION = 6
-"""Version of Programs with tensors that the server makes for one device, and that only training reads."""
-VERSIONS = (PROGRAM_VERSION, PRIVATE_VERSION, TEXT_VERSION, SEEDED_VERSION, SECURE_VERSION, ASSIGNED_VERSION)
 SEEDS = 1 << 31
 """Random numbers of samples are below this."""
 MAX_VALUES = 1 << 31
@@ -131,6 +121,12 @@ class Batch(Struct, frozen=True, kw_only=True):
     flip: bool = False  # random left-right flip
     brightness: Share = 0.0  # random factor in [1 - brightness, 1 + brightness]
     micro_batch: Samples | None = None  # samples of one run of a graph, from which its memory follows; None: batch_size
+    labels: LabelForm | None = None  # None: one class for each sample, of text for each character
+
+    def describe_label(self, classes: int) -> tuple[tuple[int, ...], str]:
+        """Return shape and dtype of the label of one sample."""
+        positions = (self.text.context,) if self.text else ()
+        return self.labels.describe_label(classes) if self.labels else (positions, "int64")
 
     @property
     def run_size(self) -> int:
@@ -227,6 +223,7 @@ class Evaluate(Struct, frozen=True, tag="evaluate", kw_only=True):
     kept: tuple[str, ...] = ()  # groups tested as the device itself last trained them, not as the server has them
     kept_of_this_round: bool = False  # only where the device trained them in the round that is being evaluated
     counts_classes: bool = True  # answers are also counted by class, which tells the device's class distribution
+    counts_scores: bool = False  # with `counts_classes`, scores of answers are counted by class, too
 
 
 class _Head(Struct, frozen=True):
@@ -304,7 +301,8 @@ class Program(Struct, frozen=True, kw_only=True):
             if phase.collect:
                 collect = phase.collect
                 expected |= make_codec(collect.codec).form(collect.output, (None, *collect.shape))
-                expected[LABELS] = ((None,), "int64")
+                shape, dtype = self.batch.describe_label(len(self.classes))
+                expected[LABELS] = ((None, *shape), dtype)
         return expected
 
     def list_summed(self) -> list[str]:
@@ -360,6 +358,12 @@ def _nonsense(program: Program) -> Iterator[str]:
     sizes: dict[str, tuple[int, ...]] = {"a batch": (batch.batch_size, 3, batch.image_size, batch.image_size)}
     if batch.text:
         sizes["a batch of text"] = (batch.batch_size, batch.text.context)
+    if form := batch.labels:
+        sizes["labels of a batch"] = (batch.batch_size, len(program.classes))
+        if batch.text or program.secure or program.evaluate.gather:
+            yield f"text, secure sums and gathered features need one class for each sample, the task is {form.task}"
+        if form.task == "regression" and not (form.low < form.high and len(program.classes) == 1):
+            yield f"a regression of {len(program.classes)} numbers from {form.low:g} to {form.high:g}"
     for name, spec in program.tensors.items():
         sizes[f"tensor {name!r}"] = spec.shape
         if spec.group not in program.groups:

@@ -15,13 +15,14 @@ from msgspec import Struct
 from PIL import Image
 
 from fedvit.data.images import Indices
+from fedvit.data.label_file import SETS, write_label_file
 from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN
 from fedvit.data.split import split_train_test
 from fedvit.data.text import character_name, write_texts
 from fedvit.errors import ConfigError, DataError, StorageFailed
 from fleet.datasets import read_dataset
 from fleet.datasets.columns import Columns
-from fleet.datasets.samples import Samples
+from fleet.datasets.samples import OtherLabels, Samples
 from fleet.datasets.texts import Texts
 from fleet.partitions import Option, deal_out, make_partition
 from fleet.partitions.dealing import refuse_empty
@@ -119,6 +120,10 @@ def deal(
             )
         parts = deal_out(rule, samples.annotations, devices, settings.seed)
         return _write_texts(samples, Division(parts, partition, asdict(rule)), out, settings)
+    if samples.other and settings.global_test is not None:
+        raise ConfigError(
+            "FV2004", f"global_test = {settings.global_test} needs class folders; the task is {samples.other.task}"
+        )
     # a stream of its own: devices have 0, 1, ...
     rng = np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(devices,)))
     dealt, apart = _split(samples, _draw_samples(samples, settings), settings.global_test or 0.0, rng)
@@ -184,6 +189,7 @@ def write_division(samples: Samples, division: Division, out: Path, settings: De
             std = division.noise_stds[number] if division.noise_stds else 0.0
             train_counts = writer.write(train, partial / name / TRAIN, std)
             test_counts = writer.write(test, partial / name / TEST, std)
+            writer.write_labels(partial / name)
             devices.append(DeviceCounts(name, train_counts, test_counts, std))
         if division.apart is not None:
             writer.write(division.apart, partial / GLOBAL_TEST)
@@ -283,28 +289,54 @@ def _count_characters(text: str, classes: Sequence[str]) -> dict[str, int]:
 
 
 class _ImageWriter:
-    """Writes images into class folders; `unreadable` lists those that cannot be decoded."""
+    """Writes images into class folders, or beside a label file; `unreadable` lists those that cannot be decoded."""
 
     def __init__(self, samples: Samples, seed: int) -> None:
         self._samples, self._seed = samples, seed
         self.unreadable: list[str] = []
+        self._listed: list[tuple[str, str, str]] = []  # path, part and label of images with other labels
 
     def write(self, rows: Indices, folder: Path, noise_std: float = 0.0) -> dict[str, int]:
         """Write images of all classes, and count those of each class."""
         samples, counts = self._samples, {}
+        if samples.other:
+            return self._write_labelled(samples.other, rows, folder, noise_std)
         for label, name in enumerate(samples.classes):
             (folder / name).mkdir(parents=True)
             counts[name] = 0
             for row in rows[samples.labels[rows] == label]:
-                try:
-                    (pixels,) = samples.images[np.array([row])]
-                except DataError as error:
-                    self.unreadable.append(str(error))
-                    continue
-                image = add_noise(pixels, noise_std, seed=self._seed, sample=int(row))
-                Image.fromarray(image).save(folder / name / f"{counts[name]:04d}.png")
-                counts[name] += 1
+                counts[name] += self._save(int(row), folder / name / f"{counts[name]:04d}.png", noise_std)
         return counts
+
+    def write_labels(self, folder: Path) -> None:
+        """Write the label file of the images that were written below a folder."""
+        if other := self._samples.other:
+            column = SETS if other.task == "multi_label" else self._samples.classes[0]
+            write_label_file(folder, column, self._listed)
+            self._listed = []
+
+    def _write_labelled(self, other: OtherLabels, rows: Indices, folder: Path, noise_std: float) -> dict[str, int]:
+        folder.mkdir(parents=True)
+        kept: list[int] = []
+        for row in rows.tolist():
+            name = f"{len(kept):05d}.png"
+            if self._save(row, folder / name, noise_std):
+                kept.append(row)
+                label = other.write(row, self._samples.classes)
+                self._listed.append((f"{folder.name}/{name}", folder.name, label))
+        if other.task == "regression":
+            return {self._samples.classes[0]: len(kept)}
+        return dict(zip(self._samples.classes, map(int, other.values[kept].sum(axis=0)), strict=True))
+
+    def _save(self, row: int, file: Path, noise_std: float) -> bool:
+        """Write an image; False for one that cannot be decoded."""
+        try:
+            (pixels,) = self._samples.images[np.array([row])]
+        except DataError as error:
+            self.unreadable.append(str(error))
+            return False
+        Image.fromarray(add_noise(pixels, noise_std, seed=self._seed, sample=row)).save(file)
+        return True
 
 
 @contextmanager

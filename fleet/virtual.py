@@ -5,7 +5,6 @@ framework is imported.
 """
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -33,8 +32,6 @@ from fedvit.transport.base import Transport
 from fedvit.wire.topics import Topics
 from fleet.shared import Fetches, OwnFolder, SharedBlobs, SharedFolder, SharedRuntime, WorkQueue
 from profiles.probes.host import device_profile
-
-log = logging.getLogger(__name__)
 
 HOST_CACHE_BYTES = 256 << 20
 """For the decoded images of all devices of a process."""

@@ -63,7 +63,7 @@ def export(
     if format_name != ONNX:
         click.echo("\n".join(write_format(format_name, out, trained)))
         return
-    labelled = DeviceData.open(data).relabel(trained.classes) if data else None
+    labelled = DeviceData.open(data).relabel(trained.classes).fit_to(trained.batch) if data else None
     bench = Bench(
         images=labelled.test if labelled else None,
         described=f"test images of {data.name}" if data else "",

@@ -3,7 +3,6 @@
 A damaged blob is recomputed if possible: writing it again replaces the damaged file.
 """
 
-import logging
 from collections.abc import Collection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -15,8 +14,6 @@ from fedvit.errors import BadPayload, Damaged
 from fedvit.hints import command
 from fedvit.program import decode_program
 from fedvit.wire.messages import Manifest
-
-log = logging.getLogger(__name__)
 
 
 class DamagedBlob(Damaged):

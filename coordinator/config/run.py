@@ -20,6 +20,7 @@ from coordinator.config.sums import SumsConfig
 from coordinator.config.trackers import TrackersConfig
 from coordinator.config.updates import UpdatesConfig
 from fedvit.errors import ConfigError
+from fedvit.label_forms import LabelForm, TaskName
 from fedvit.roles import NONE, ProductPrecision
 from fedvit.wire.topics import check_name
 
@@ -72,6 +73,18 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Meta(
             description="Class of the run; by default all classes of the first devices.",
             extra={"flags": ["class"], "metavar": "NAME"},
+        ),
+    ] = ()
+    task: Annotated[
+        TaskName,
+        Meta(description="What devices' labels are: one class for each image, a set of classes, or a number."),
+    ] = "classification"
+    number_range: Annotated[
+        tuple[Annotated[float, Meta(ge=-1e9, le=1e9)], ...],
+        Meta(
+            max_length=2,
+            description="Least, then greatest number of task regression.",
+            extra={"flags": ["number-range"], "metavar": "NUMBER"},
         ),
     ] = ()
     max_classes: Annotated[
@@ -178,6 +191,9 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     evaluation_quorum: Annotated[
         float, Meta(gt=0, le=1, description="Share of the evaluation's cohort whose results close it at once.")
     ] = 1.0
+    auc: Annotated[
+        bool, Meta(description="Devices count scores of their answers by class, too, from which AUC follows.")
+    ] = False
     evaluation: Annotated[
         Literal["newest", "pre_aggregation"],
         Meta(
@@ -235,7 +251,8 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if len(set(self.classes)) != len(self.classes):
             twice = sorted({name for name in self.classes if self.classes.count(name) > 1})
             raise ConfigError("FV1008", f"classes: {twice[0]!r} is listed more than once")
-        if len(self.classes) == 1:
+        self._check_task()
+        if len(self.classes) == 1 and self.task != "regression":
             raise ConfigError("FV1008", f"classes: a run needs at least two, there is only {self.classes[0]!r}")
         if isinstance(self.pretrained, str) and not Path(self.pretrained).is_file():
             raise ConfigError("FV1009", f"pretrained = {self.pretrained!r}: there is no such file")
@@ -248,6 +265,37 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("FV1028", "rounds = 0: devices test the tensors of an earlier run, name it by start_from")
         if self.stop.epsilon is not None and not self.privacy.noise_multiplier:
             raise ConfigError("FV1028", f"stop: epsilon = {self.stop.epsilon:g} needs a noise_multiplier in [privacy]")
+
+    @property
+    def label_form(self) -> LabelForm | None:
+        """Labels of another task than one class for each image; None: that task."""
+        if self.task == "classification":
+            return None
+        low, high = self.number_range or (0.0, 1.0)
+        return LabelForm(task=self.task, low=low, high=high)
+
+    @property
+    def least_classes(self) -> int:
+        """Fewest classes of the task; a regression has the name of its number."""
+        return 1 if self.task == "regression" else 2
+
+    def _check_task(self) -> None:
+        """Raise ConfigError if keys do not fit the task."""
+        if self.task == "regression":
+            if len(self.number_range) != 2 or self.number_range[0] >= self.number_range[1]:
+                raise ConfigError(
+                    "FV2490",
+                    f"number_range = {list(self.number_range)}: task regression needs least and greatest number",
+                )
+            if len(self.classes) > 1:
+                raise ConfigError("FV2490", f"classes: task regression has one number, not {list(self.classes)}")
+        elif self.number_range:
+            raise ConfigError("FV2490", f"number_range is for task regression, the task is {self.task}")
+        if self.task == "classification":
+            return
+        unfit = {"secure = true": self.secure, "[promote]": self.promote, "server_data": self.server_data}
+        if key := next((key for key, is_set in unfit.items() if is_set), None):
+            raise ConfigError("FV2490", f"{key} needs one class for each image, the task is {self.task}: leave it out")
 
     def check_privacy_of_modes(self) -> None:
         """Raise ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""
@@ -287,6 +335,10 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     "noise_multiplier is based",
                 )
 
+    def asks_cohorts(self) -> bool:
+        """Return whether a round has the results of the cohort that it asked."""
+        return MODES[self.mode].asks_cohorts
+
     def uses_late_results(self) -> bool:
         return MODES[self.mode].discounts_late_results or self.late != "refuse"
 
@@ -322,14 +374,14 @@ TABLES: dict[str, type[Struct]] = {
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Model and method": (
         "method", "options", "variants", "model", "model_options", "pretrained", "start_from", "start_round",
-        "server_data", "classes", "max_classes", "seed", "accelerator", "server_precision",
+        "server_data", "task", "number_range", "classes", "max_classes", "seed", "accelerator", "server_precision",
     ),
     "Rounds and devices": (
         "rounds", "devices", "devices_where", "min_device_version", "federation", "cohort", "quorum", "over_select",
         "selection", "deadline_s", "deadline_limit_s", "late", "max_staleness", "mode", "buffer", "concurrency",
         "rejoin_grace_s", "secure",
     ),
-    "Evaluation": ("evaluate_every", "evaluation", "evaluation_cohort", "evaluation_quorum"),
+    "Evaluation": ("evaluate_every", "auc", "evaluation", "evaluation_cohort", "evaluation_quorum"),
     "Storage": ("backup_every", "keep_rounds", "keep_runs"),
 }  # fmt: skip
 """Keys outside of tables, by section, as `--help` shows them."""

@@ -125,6 +125,7 @@ class RoundTotals(Struct, frozen=True, kw_only=True):
     accuracy_weighted: float | None = None  # over test images
     accuracy_lowest: float | None = None
     accuracy_highest: float | None = None
+    scores: dict[str, float] = {}  # other scores of all test images together, by the names of fedvit.answer_scores
     train_loss: float | None = None
     bytes_down: int = 0
     bytes_up: int = 0

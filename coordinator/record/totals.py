@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from coordinator.record.tables import ANNOUNCED, SUM, DeviceTotals, ResultRecord, RoundTotals
+from fedvit.answer_scores import EvaluationCounts, score_answers
 from fedvit.resources import BudgetKind
 
 
@@ -47,6 +48,7 @@ def add_evaluation(totals: RoundTotals, results: Sequence[ResultRecord]) -> Eval
         accuracy_weighted=sum(result.metrics["correct"] for result in tested) / images,
         accuracy_lowest=min(accuracy.values()),
         accuracy_highest=max(accuracy.values()),
+        scores=score_answers([EvaluationCounts(one.samples, one.metrics, one.by_class) for one in tested]),
     )
     return Evaluation(totals, accuracy)
 

@@ -1,12 +1,13 @@
 """The start of a run: its first devices, its classes, its Program and its newest state."""
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
 
 from coordinator.compute.integrity import VerifiedBlobs, essential
 from coordinator.compute.messages import Prepare
-from coordinator.config import BlobsConfig
+from coordinator.config import BlobsConfig, RunConfig
 from coordinator.rounds.parts import RunParts, make_object_store
 from coordinator.rounds.validation import listed, same_but_for_case
 from fedvit.errors import ConfigError
@@ -58,9 +59,17 @@ def wait_for_devices(parts: RunParts, checked: Future[None]) -> None:
     parts.inbox.pump(enough)
     if not state.classes:
         _take_classes(parts)
-    if len(state.classes) < 2:
-        raise ConfigError("FV1504", f"a run needs at least two classes, the devices have {list(state.classes)}")
+    check_class_count(state.config, state.classes)
     state.store.runs.update(state.run, classes=list(state.classes), status="running")
+
+
+def check_class_count(config: RunConfig, classes: Sequence[str]) -> None:
+    """Raise ConfigError if a run cannot have so many classes."""
+    if config.task == "regression":
+        if len(classes) != 1:
+            raise ConfigError("FV1504", f"task regression has one number, the devices have {list(classes)}")
+    elif len(classes) < config.least_classes:
+        raise ConfigError("FV1504", f"a run needs at least two classes, the devices have {list(classes)}")
 
 
 def _take_classes(parts: RunParts) -> None:

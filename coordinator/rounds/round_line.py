@@ -2,6 +2,7 @@
 
 from coordinator.record.record import Record
 from coordinator.run_view import read_round
+from fedvit.answer_scores import SCORE_NAMES
 
 
 def round_line(store: Record, run: str, number: int, rounds: int) -> str:
@@ -11,6 +12,7 @@ def round_line(store: Record, run: str, number: int, rounds: int) -> str:
     parts += [f"{count} {what}" for what in ("late", "declined") if (count := getattr(summary, what))]
     if summary.accuracy_mean is not None and summary.accuracy_std is not None:
         parts.append(f"accuracy {summary.accuracy_mean:.3f} ± {summary.accuracy_std:.3f}")
+    parts += [f"{SCORE_NAMES[name]} {value:.3g}" for name, value in summary.scores.items() if name in SCORE_NAMES]
     if summary.train_loss is not None:
         parts.append(f"loss {summary.train_loss:.3f}")
     if summary.devices_s is not None and summary.server_s is not None:

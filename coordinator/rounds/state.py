@@ -168,7 +168,7 @@ class RunState:
 
     def waits_for_late(self, kind: str) -> bool:
         """Return whether a device continues its task after its round has closed."""
-        return kind == "train" and self.config.mode == "rounds" and self.config.late != "refuse"
+        return kind == "train" and self.config.asks_cohorts() and self.config.late != "refuse"
 
     def refuse(
         self,

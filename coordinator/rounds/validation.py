@@ -11,14 +11,17 @@ import numpy as np
 from fedvit.blobs import ALGORITHM
 from fedvit.comparison import read_metrics
 from fedvit.errors import BadPayload, PeerRefused
+from fedvit.label_forms import LARGEST_OUTPUT, LabelForm
 from fedvit.program import LABELS, Program, Role
 from fedvit.quantities import format_bytes
 from fedvit.tensors import Array, Tensors, check_finite, check_tensors, map_tensors, release_pages, unpack
 from fedvit.updates import decode_one
 from fedvit.wire.limits import BrokerLimits
-from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, ClassCount, Hello, Manifest, Result
+from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, SCORE_BINS, ClassCount, Hello, Manifest, Result
 from fedvit.wire.transfer import chunk_bytes_within
 
+_ERRORS = ("absolute_error", "squared_error", "squared_number")
+"""Sums of a regression that are at least 0."""
 _OVERHEAD_BYTES = 64 * 1024
 """Allowance for the names and shapes in an upload's header, per hundred tensors."""
 MIN_FREE_BYTES = 16 * 1024 * 1024
@@ -113,10 +116,12 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
         raise BadPayload("FV1505", f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
     if result.kind == "compare":
         _check_comparison(result)
+    if any(result.metrics.get(name, 0.0) < 0 for name in _ERRORS):
+        raise BadPayload("FV1505", f"it reports {result.metrics}: sums of errors cannot be negative")
     if result.by_class:
         if not program.evaluate.counts_classes:
             raise BadPayload("FV1505", "it has counts by class, which this program keeps on devices")
-        _check_class_counts(result, len(program.classes))
+        _check_class_counts(result, program)
     wanted = bool(program.upload_form()) and result.kind == "train"
     if not wanted:
         if result.upload:
@@ -152,15 +157,21 @@ def _check_steps(result: Result, program: Program, announced: int) -> None:
         raise BadPayload("FV1505", f"it reports {steps} steps, its images take {max(least, 1)} to {planned}")
 
 
-def _check_class_counts(result: Result, classes: int) -> None:
+def _check_class_counts(result: Result, program: Program) -> None:
     """Raises BadPayload unless the counts by class add up to those of the evaluation."""
-    labels = [count.label for count in result.by_class]
+    labels, classes = [count.label for count in result.by_class], len(program.classes)
     if result.kind != "evaluate":
         raise BadPayload("FV1505", f"a {result.kind} result has counts of {len(labels)} classes, expected is none")
     if labels != sorted(set(labels)) or labels[-1] >= classes:
         raise BadPayload("FV1505", f"its counts by class must be of different classes below {classes}, in order")
     if any(count.correct > count.images for count in result.by_class):
         raise BadPayload("FV1505", "a class has more correct answers than images")
+    if any(count.images > result.samples for count in result.by_class):
+        raise BadPayload("FV1505", f"a class has more images than the {result.samples} of the evaluation")
+    for count in result.by_class:
+        _check_scores(count, result.samples)
+    if program.batch.labels:  # an image may have several classes, or none
+        return
     for count in result.by_class:
         _check_wrong_answers(count, classes)
     images, correct = (sum(getattr(count, name) for count in result.by_class) for name in ("images", "correct"))
@@ -168,6 +179,21 @@ def _check_class_counts(result: Result, classes: int) -> None:
         reported = f"{result.metrics['correct']:g} correct answers of {result.samples}"
         raise BadPayload(
             "FV1505", f"its counts by class are {correct} correct answers of {images}, it reports {reported}"
+        )
+
+
+def _check_scores(count: ClassCount, samples: int) -> None:
+    """Raises BadPayload unless the scores of a class are none, or those of all images."""
+    if not count.scores:
+        return
+    bins = [place for place, _, _ in count.scores]
+    if bins != sorted(set(bins)) or bins[-1] >= SCORE_BINS:
+        raise BadPayload("FV1505", f"scores of a class must be in different bins below {SCORE_BINS}, in order")
+    of_class, others = (sum(entry[side] for entry in count.scores) for side in (1, 2))
+    if (of_class, others) != (count.images, samples - count.images):
+        raise BadPayload(
+            "FV1505",
+            f"a class has scores of {of_class} and {others} images, and {count.images} of the {samples} are of it",
         )
 
 
@@ -231,11 +257,22 @@ def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
             if phase.collect and len(tensors[phase.collect.output]) != len(labels):
                 rows = len(tensors[phase.collect.output])
                 raise BadPayload("FV1505", f"{what}: {rows} rows of {phase.collect.output!r} for {len(labels)} labels")
-        if len(labels) and not (labels.min() >= 0 and labels.max() < len(program.classes)):
+        if form := program.batch.labels:
+            _check_other_labels(labels, form, what)
+        elif len(labels) and not (labels.min() >= 0 and labels.max() < len(program.classes)):
             low, high = int(labels.min()), int(labels.max())
             raise BadPayload("FV1505", f"{what}: labels {low} to {high}, the run has {len(program.classes)} classes")
     release_pages(tensors.values())  # the server step reads them again
     return tensors
+
+
+def _check_other_labels(labels: Array, form: LabelForm, what: str) -> None:
+    """Raises BadPayload unless the labels of features are sets of classes, or numbers that devices scaled."""
+    if form.task == "multi_label":
+        if not np.isin(labels, (0.0, 1.0)).all():
+            raise BadPayload("FV1505", f"{what}: labels other than 0 and 1 in sets of classes")
+    elif (largest := float(np.abs(labels.astype(np.float64)).max(initial=0))) > LARGEST_OUTPUT:
+        raise BadPayload("FV1505", f"{what}: a label is {largest:.3g} half ranges from the middle")
 
 
 def _opened(upload: Path | bytes, largest_header_bytes: int) -> Tensors:
@@ -275,14 +312,20 @@ def check_labels(labels: Array, program: Program, hello: Hello, what: str) -> No
 
     At least half of a device's C classes have as many images as their median or more, so that the median is at most
     its images / ceil(C / 2); of one class no more than `threshold` times the median is taken.
-    Raises BadPayload whose message begins with `what`.
+    Where a sample has other labels, all count as of one class. Raises BadPayload whose message begins with `what`.
     """
-    counts = np.bincount(labels.astype(np.int64), minlength=len(program.classes))
-    present = [program.classes[label] for label in np.flatnonzero(counts)]
+    if form := program.batch.labels:
+        counts = np.array([len(labels)])
+        held = np.flatnonzero(np.asarray(labels, np.float64).sum(axis=0)).tolist()  # sums of 0 and 1
+        present = [program.classes[place] for place in held] if form.task == "multi_label" else list(program.classes)
+    else:
+        counts = np.bincount(labels.astype(np.int64), minlength=len(program.classes))
+        present = [program.classes[label] for label in np.flatnonzero(counts)]
     if unannounced := sorted(set(present) - set(hello.classes)):
         raise BadPayload("FV1505", f"{what}: it holds class {unannounced[0]!r}, which the device did not announce")
     threshold = max((phase.collect.threshold for phase in program.train if phase.collect), default=1.0)
-    most = max(1, int(threshold * (hello.train_samples // max(1, -(-len(present) // 2)))))
+    classes = 1 if form else len(present)
+    most = max(1, int(threshold * (hello.train_samples // max(1, -(-classes // 2)))))
     if len(labels) and counts.max() > most:
         name = program.classes[int(counts.argmax())]
         raise BadPayload(

@@ -23,6 +23,7 @@ from coordinator.views.report.words import (
     settings_words,
     sum_words,
 )
+from coordinator.views.scores import score_columns
 from fedvit.quantities import format_count
 from profiles.report.page import percent, quantity
 from profiles.report.tables import Column, Sheet, columns, natural_width
@@ -114,7 +115,8 @@ def draw_accuracy(run: RunView, width: int) -> Table:
     extremes = columns({"accuracy_lowest": "lowest", "accuracy_highest": "highest"})
     title = _title("accuracy by round", tested)
     for middle in (each, extremes) if 2 * len(names) <= width else (extremes,):  # a column takes at least two letters
-        shown = [Column("round", "round"), *middle, *columns(means), Column("curve", "curve", _bar)]
+        scores = score_columns(tested)
+        shown = [Column("round", "round"), *middle, *columns(means), *scores, Column("curve", "curve", _bar)]
         table = Sheet(tested[-MOST_ROUNDS:], shown).draw(title, width, optional=("curve",))
         if natural_width(table) <= width:
             break

@@ -42,9 +42,12 @@ def command(
     as_json: bool,
     **own: Any,
 ) -> None:
-    """Classify each of IMAGES with the model of a bundle, with probabilities; a folder stands for all images in it."""
+    """Answer each of IMAGES with the model of a bundle: classes with probabilities, or a number.
 
-    from export.bundle.read import Bundle  # onnxruntime takes seconds
+    A folder stands for all images in it.
+    """
+
+    from export.bundle.read import Bundle, NamedNumber  # onnxruntime takes seconds
 
     threads = read_settings(context, own).threads
     model = Bundle.open(bundle, Precision(precision) if precision else None, threads)
@@ -61,8 +64,13 @@ def command(
             continue
         listed.append({"image": str(path), "answers": [answer._asdict() for answer in answers]})
         if not as_json:
-            named = ", ".join(f"{answer.label} {answer.probability:.3f}" for answer in answers)
-            click.echo(escape_line(f"{path}: {named}"))
+            figures = (
+                f"{one.label} {one.number:.4g}"
+                if isinstance(one, NamedNumber)
+                else f"{one.label} {one.probability:.3f}"
+                for one in answers
+            )
+            click.echo(escape_line(f"{path}: {', '.join(figures) or 'no class'}"))
     if as_json:
         click.echo(json.dumps(listed, indent=2))
     if failed:

@@ -14,7 +14,6 @@ from fedvit.transport.address import Address, tls_context
 ALERT_S = 5.0
 EXPIRED = "CERTIFICATE_EXPIRED"
 INVALID = "BAD_CERTIFICATE"
-REVOKED = "CERTIFICATE_REVOKED"
 """TLS alerts with which a broker refuses a certificate, as OpenSSL names them; "bad" includes "not valid yet"."""
 SET_CLOCK = "sudo timedatectl set-ntp true"
 _SYNCHRONISED = "run/systemd/timesync/synchronized"

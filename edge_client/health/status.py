@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec import Struct
 
 from edge_client.health.history import AgentState, LastError, LastTask
@@ -147,10 +146,7 @@ class StatusFile:
         """The images of the data, counted again when they have changed or another one could not be decoded."""
         failed = len(data.train.failed) + len(data.test.failed)
         if self._counted is None or self._counted.data is not data or self._counted.failed != failed:
-            both = [
-                np.bincount(part.labels.ravel(), minlength=len(data.classes)).tolist()
-                for part in (data.train, data.test)
-            ]
+            both = [part.count_classes(len(data.classes)).tolist() for part in (data.train, data.test)]
             counts = zip(data.classes, *both, strict=True)
             classes = {name: ClassImages(train, test) for name, train, test in counts}
             self._counted = _Counted(data, failed, classes, unusable(data))

@@ -72,6 +72,8 @@ def add_model(
     answers or has answered; StorageFailed.
     """
     trained, bench = load_model(settings, run, round)
+    if form := trained.batch.labels:
+        raise ConfigError("FV2492", f"run {run!r} is of task {form.task}: its answers are not one class, to be served")
     origin = trained.origin
     model = DeviceModel(
         run=origin.run, round=origin.round, method=origin.method, state="trained", changed_s=time.time()

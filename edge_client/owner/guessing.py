@@ -58,9 +58,11 @@ def serving_guesser(state: Path, threads: int) -> Guesser:
     if (model := models.read().serving()) is None:
         raise ConfigError("FV1491", "no model of this device is promoted yet: edge-client models promote NAME")
     bundle = Bundle.open(models.path(model.name), None, threads)
+    bundle.check_classifies()
 
     def guess(path: Path) -> Guess:
-        [best] = bundle.answer(path, 1)
+        pixels = read_image(path, bundle.batch.image_size)
+        [best] = bundle.rank(bundle.calibrate(bundle.run(pixels).logits[0]), 1)
         return Guess(best.label, best.probability)
 
     return guess

@@ -66,7 +66,7 @@ def load_own_model(
         raise ConfigError(
             "FV1424", f"method {program.method!r} {needs} the device's images: name their folder with --data"
         )
-    images = data.relabel(program.classes) if data else None
+    images = data.relabel(program.classes).fit_to(program.batch) if data else None
     inputs: Tensors = {f"tensor/{name}": value for name, value in values.items()}
     if needs and images:
         seeds, silent = Seeds(note.seed, note.round, device), Watch(lambda *_: None, lambda: False)

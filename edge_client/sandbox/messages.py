@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from edge_client.work.answer_tally import ErrorSum, LabelSum
 from edge_client.work.frozen_features import CutGraph
 from edge_client.work.runtime import Challenge, ModelTest, Seeds
 from fedvit.comparison import Comparison
@@ -100,6 +101,8 @@ class EvaluationDone(Struct, frozen=True, tag="evaluated"):
     flops: int
     by_class: tuple[ClassCount, ...]
     unreadable: tuple[Unreadable, ...]
+    errors: dict[ErrorSum, float] = {}
+    labels: dict[LabelSum, float] = {}
 
 
 class ComparisonDone(Struct, frozen=True, tag="compared"):

@@ -198,7 +198,7 @@ class Sandbox:
             os.close(result)
         if not isinstance(done, EvaluationDone):
             raise BadPayload("FV1481", "the process that runs graphs answered an evaluation with a training")
-        return Evaluated(done.correct, done.samples, done.flops, done.by_class)
+        return Evaluated(done.correct, done.samples, done.flops, done.by_class, done.errors, done.labels)
 
     def compare(self, test: ModelTest, watch: Watch, challenge: Challenge) -> Compared:
         """Make a bundle of the model, and compare it with the one that the device uses.

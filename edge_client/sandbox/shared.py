@@ -39,7 +39,8 @@ def list_forms(program: Program, rows: dict[str, int]) -> list[Form]:
     collects = {phase.collect.output: phase.collect for phase in program.train if phase.collect}
     forms += [(name, (rows[name], *collect.shape), np.dtype(np.float32)) for name, collect in collects.items()]
     if collects:
-        forms.append((LABELS, (rows[LABELS],), np.dtype(np.int64)))
+        shape, dtype = program.batch.describe_label(len(program.classes))
+        forms.append((LABELS, (rows[LABELS], *shape), np.dtype(dtype)))
     return forms
 
 

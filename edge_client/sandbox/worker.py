@@ -152,6 +152,8 @@ class _GraphWorker:
                 evaluated.flops,
                 evaluated.by_class,
                 self._images.list_unreadable(),
+                evaluated.errors,
+                evaluated.labels,
             )
         if isinstance(request, CompareRequest):
             compared = runtime.compare(request.test, report.watch, request.challenge)

@@ -269,6 +269,7 @@ class ModelServer:
             return
         try:
             bundle = Bundle.open(self.models.path(wanted.name), None, self._threads)
+            bundle.check_classifies()
             reference = read_reference(self.models.path(wanted.name))
             try_out(bundle, reference)
         except Exception as error:  # noqa: BLE001 - its files may have come from elsewhere

@@ -2,7 +2,6 @@
 
 import hmac
 import io
-import logging
 import re
 import threading
 import time
@@ -18,8 +17,6 @@ from edge_client.serving.models import Classification, ModelServer, NoModel
 from fedvit.data.images import read_image
 from fedvit.errors import ConfigError, DataError, FedvitError, describe_fault
 from fedvit.small_server import ListenAddress, SmallHandler, SmallServer
-
-log = logging.getLogger(__name__)
 
 JSON = "application/json"
 MAX_PICTURE_BYTES = 8 << 20

@@ -31,7 +31,6 @@ from fedvit.wire.topics import is_name
 
 ModelState = Literal["trained", "challenger", "canary", "champion", "former"]
 LIST = "MODELS.json"
-LIST_VERSION = 1
 MAX_LIST_BYTES = 1 << 16
 MAX_WITHDRAWN = 16
 """Models that were rolled back or retired whose reasons are kept, the newest."""

@@ -130,14 +130,19 @@ def _read(content: bytes) -> Model:
     return model
 
 
-def _follow(model: Model, inputs: Mapping[str, Value], *, linear: bool = True, first: bool = False) -> GraphFlow:
-    """Follow a graph whose inputs must be among `inputs`, in these shapes."""
+def _follow(
+    model: Model, inputs: Mapping[str, Value], *, linear: bool = True, first: bool = False, numbers: bool = False
+) -> GraphFlow:
+    """Follow a graph whose inputs must be among `inputs`, in these shapes.
+
+    `numbers`: labels are those of a regression.
+    """
     for name, port in model.inputs.items():
         if name not in inputs:
             raise refuse(f"it reads {name[:60]!r}, which a device does not give it")
         if port.shape != inputs[name].shape:
             raise refuse(f"its input {name[:60]!r} has shape {port.shape}, expected {inputs[name].shape}")
-    flow = GraphFlow(model, {name: inputs[name] for name in model.inputs}, linear, first)
+    flow = GraphFlow(model, {name: inputs[name] for name in model.inputs}, linear, first, numbers)
     flow.run()
     if missing := [name for name in model.outputs if name not in flow.values]:
         raise refuse(f"nothing makes its output {missing[0][:60]!r}")
@@ -145,6 +150,10 @@ def _follow(model: Model, inputs: Mapping[str, Value], *, linear: bool = True, f
 
 
 # --- training -----------------------------------------------------------------------------------------
+
+
+def _learns_numbers(program: Program) -> bool:
+    return program.batch.labels is not None and program.batch.labels.task == "regression"
 
 
 def _check_limits(program: Program, phase: Train, min_mask: float) -> None:
@@ -167,7 +176,8 @@ def _check_phase(program: Program, phase: Train, models: Mapping[str, Model]) ->
         model = models[phase.graph]
         _check_names(model, phase, trained)
         for step in range(1, MAX_PASSES):
-            flow = _follow(model, inputs, linear=phase.update is not None, first=step == 1)
+            is_sum = phase.update is not None
+            flow = _follow(model, inputs, linear=is_sum, first=step == 1, numbers=_learns_numbers(program))
             rows = min(rows, _check_outputs(flow, program, phase, trained, local))
             if not flow.asks_for_first_step:
                 break
@@ -223,13 +233,13 @@ def _list_inputs(program: Program, phase: Train, trained: list[str], local: set[
 def _list_samples(program: Program, count: int) -> dict[str, Value]:
     """Return the inputs that describe the samples of a batch."""
     batch, samples = program.batch, Samples(0, 1, count, 1)
-    labels: Shape = (count, batch.text.context) if batch.text else (count,)
+    label, _ = batch.describe_label(len(program.classes))
     inputs = {
-        "batch/labels": Value(labels, Kind.LABEL, samples),
+        "batch/labels": Value((count, *label), Kind.LABEL, samples),
         "batch/weight": Value((count,), Kind.PUBLIC, samples, is_from_server=True),
     }
     if batch.text:
-        return inputs | {"batch/tokens": Value(labels, Kind.RAW, samples, is_from_server=True)}
+        return inputs | {"batch/tokens": Value((count, *label), Kind.RAW, samples, is_from_server=True)}
     kept = batch.kept_patches
     inputs["batch/patches"] = Value((count, kept, batch.patch_values), Kind.RAW, samples, is_from_server=True)
     inputs["batch/seeds"] = Value((count,), Kind.PUBLIC, samples, is_from_server=True)
@@ -336,7 +346,8 @@ def find_sample_shapes(program: Program, phase: Train, model: Model) -> dict[str
     """Return the shapes of a phase's values that have a row for each sample, which follows from that sample alone."""
     local = {name for group in program.with_role(Role.LOCAL) for name in program.names(group)}
     trained = [name for group in phase.groups for name in program.names(group)]
-    flow = _follow(model, _list_inputs(program, phase, trained, local), linear=phase.update is not None)
+    inputs = _list_inputs(program, phase, trained, local)
+    flow = _follow(model, inputs, linear=phase.update is not None, numbers=_learns_numbers(program))
     count = _count_samples(program, phase)
     return {
         name: value.shape

@@ -44,6 +44,7 @@ class GraphFlow:
     values: dict[str, Value]  # by name; at first the inputs
     linear: bool = True  # no function of a signal is a signal, also of a single sample
     is_first_step: bool = False  # the first step of a phase is followed
+    labels_are_numbers: bool = False  # of a regression: what is left of them is an error
     asks_for_first_step: bool = False
     _constants: dict[str, Value] = field(default_factory=dict)
 
@@ -159,7 +160,20 @@ def _same(flow: GraphFlow, node: Node, inputs: list[Value]) -> list[Value]:
 @_rule("Add", "Sub")
 def _add(flow: GraphFlow, node: Node, inputs: list[Value]) -> list[Value]:
     _need(len(inputs) == 2, node)
-    return [_elementwise(inputs, _union(inputs))]
+    kinds = _union(inputs)
+    if flow.labels_are_numbers and node.operator == "Sub" and _is_error(*inputs):
+        kinds = Kind.SIGNAL
+    return [_elementwise(inputs, kinds)]
+
+
+def _is_error(output: Value, label: Value) -> bool:
+    """Return whether a difference is that of a model's outputs and labels: the error of each sample of a regression.
+
+    As behind a softmax, a bias beside features is then no term by itself.
+    """
+    if not _are_of_samples(output, label) or label.kinds != Kind.LABEL or not output.kinds & Kind.FEATURE:
+        return False
+    return not output.kinds & ~(Kind.FEATURE | Kind.PUBLIC | Kind.WEIGHT | Kind.UPDATE | Kind.PERSONAL)
 
 
 def _scale(left: Value, right: Value, right_kinds: Kind | None = None) -> Value:

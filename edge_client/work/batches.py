@@ -156,7 +156,7 @@ def choose_rows(count: int, capacity: int, rng: np.random.Generator) -> Indices:
 
 def facts_of(program: Program, phase: Train, images: Split, rng: np.random.Generator) -> dict[str, Any]:
     """The inputs of a phase that describe the device, and its random numbers."""
-    counts = np.bincount(images.labels.ravel(), minlength=len(program.classes)).astype(np.float32)
+    counts = images.count_classes(len(program.classes)).astype(np.float32)
     facts: dict[str, Any] = {"fact/class_counts": counts}
     for draw in phase.draws:
         numbers = rng.integers(draw.low, draw.high, draw.count)

@@ -4,7 +4,6 @@ It does not depend on the method: the names of a graph's inputs and outputs defi
 """
 
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import msgspec
 import numpy as np
 
 from edge_client.health.guard import Tally
-from edge_client.work.answer_tally import AnswerTally
+from edge_client.work.answer_tally import ErrorSum, LabelSum, make_tally
 from edge_client.work.batches import Fed, ahead, choose_rows, facts_of, training_batches, whole_samples
 from edge_client.work.frozen_features import CutGraph, FrozenFeatures, count_flops, open_features
 from edge_client.work.sampler import make_sampler
@@ -31,8 +30,6 @@ from fedvit.errors import BadPayload, DataError, FedvitError, OverBudget
 from fedvit.program import LABELS, Gather, Program, Train
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import ClassCount
-
-log = logging.getLogger(__name__)
 
 INPUTS = {"batch/patches", "batch/tokens"}
 """Graph inputs that a sample without a label has: one for images, one for text."""
@@ -117,6 +114,8 @@ class Evaluated:
     samples: int
     flops: int
     by_class: tuple[ClassCount, ...]  # of the classes with test images; () of a text
+    errors: dict[ErrorSum, float] = field(default_factory=dict)  # sums over images, of a regression
+    labels: dict[LabelSum, float] = field(default_factory=dict)  # sums that tell of the device's labels alone
 
 
 class ModelTest(NamedTuple):
@@ -305,23 +304,17 @@ class Runtime:
         graph = self._graph(program, program.evaluate.graph)
         feeds, flops = self.prepare(test, watch)
         graph.require(feeds.keys() | INPUTS)
-        correct, seen = 0.0, 0
-        tally = AnswerTally(len(program.classes))
+        seen, tally = 0, make_tally(program)
         total = -(-len(images) // batch.answer_size)
         for number, (rows, readable, fed) in enumerate(whole_samples(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("FV1422", "the task was stopped")
             outputs = graph.run({**feeds, **fed})
-            labels = images.labels[rows]
-            answers = outputs["logits"][: len(rows)].argmax(axis=-1)
-            right = answers == labels
-            correct += float(right.reshape(len(rows), -1).mean(axis=1)[readable].sum())
+            tally.add(images.labels[rows][readable], outputs["logits"][: len(rows)][readable])
             seen += int(readable.sum())
-            if labels.ndim == 1:  # a sample of text has characters of many classes
-                tally.add(labels[readable], answers[readable])
             watch.step(number + 1, total, None)
         flops += program.graphs[program.evaluate.graph].flops * total
-        return Evaluated(correct, seen, flops, tally.by_class())
+        return Evaluated(tally.correct, seen, flops, tally.by_class(), tally.errors, tally.labels)
 
     def compare(self, test: ModelTest, watch: Watch, challenge: Challenge) -> Compared:
         """Make a bundle of the model, and compare it with the one that the device uses.

@@ -18,7 +18,7 @@ class Sampler(Protocol):
         """Store the values of the chosen images of a batch; `rows` are indices of the device's images."""
 
     def collect(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        """Return the stored values, (n, *shape) float32, and their labels, (n,) int64."""
+        """Return the stored values, (n, *shape) float32, and their labels, (n,) int64, or (n, ...) of other tasks."""
 
 
 class MedianSampler:
@@ -32,6 +32,8 @@ class MedianSampler:
 
     def __init__(self, labels: Array, epochs: int, threshold: float, rng: np.random.Generator) -> None:
         self._labels = labels
+        if labels.ndim > 1:  # all images count as of one class where they have other labels
+            labels = np.zeros(len(labels), np.int64)
         self._picks: list[dict[int, None]] = [{} for _ in range(epochs)]
         present, counts = np.unique(labels, return_counts=True)
         self.limit = max(1, int(np.floor(np.median(counts)) * threshold)) if len(counts) else 0
@@ -46,7 +48,7 @@ class MedianSampler:
                 pool = [pool[index] for index in rng.choice(len(pool), most, replace=False)]
             for epoch, row in pool:
                 self._picks[epoch][row] = None
-        self._kept: list[tuple[Any, int]] = []
+        self._kept: list[tuple[Any, Any]] = []
 
     def _most(self, candidates: list[int]) -> int:
         """Return the largest number of features of one class, given each present class's number of candidates."""
@@ -57,11 +59,12 @@ class MedianSampler:
 
     def record(self, epoch: int, rows: Array, readable: Array, values: Array) -> None:
         for position in self.positions(epoch, rows, readable):
-            self._kept.append((np.array(values[position]), int(self._labels[rows[position]])))
+            self._kept.append((np.array(values[position]), self._labels[rows[position]]))
 
     def collect(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         values = np.stack([value for value, _ in self._kept]) if self._kept else np.zeros((0, *shape), np.float32)
-        return values, np.array([label for _, label in self._kept], np.int64)
+        labels = np.array([label for _, label in self._kept], self._labels.dtype)
+        return values, labels.reshape(len(self._kept), *self._labels.shape[1:])
 
 
 class BalancedSampler(MedianSampler):
@@ -75,6 +78,8 @@ class BalancedSampler(MedianSampler):
 
     def collect(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         values, labels = super().collect(shape)
+        if labels.ndim > 1:
+            return values, labels
         _, counts = np.unique(labels, return_counts=True)
         fewest = int(counts.min()) if len(counts) else 0
         chosen = sorted(row for label in set(labels.tolist()) for row in np.flatnonzero(labels == label)[:fewest])

@@ -21,6 +21,7 @@ from edge_client.storage.evaluation import check_takes_part, newest_counted, own
 from edge_client.storage.models import DeviceModel
 from edge_client.storage.repair import repair_run
 from edge_client.trust.review import review_task
+from edge_client.work.answer_tally import list_metrics
 from edge_client.work.cutting import cut_graphs
 from edge_client.work.private import clip_update, noisy_rows
 from edge_client.work.runtime import (
@@ -191,8 +192,9 @@ class TaskExecutor:
             keep_best(storage.vault, task.run, task.best)
             if task.kind != "compare":  # its round may be an earlier one
                 storage.vault.notes.write(task)
-        data = self._relabel(program.classes)
-        data.check_fits(program.batch)
+        data = self._relabel(program.classes).fit_to(program.batch)
+        if program.batch.labels and task.kind == "compare":
+            raise BadPayload("FV2490", f"models of task {program.batch.labels.task} are not compared by right answers")
         self._runtime.keep_only({graph.digest for graph in program.graphs.values()})
         cuts = cut_graphs(program, storage, len(data.train)) if task.kind == "train" else {}
         for name in program.graphs_for(task.kind):
@@ -217,7 +219,8 @@ class TaskExecutor:
                 )
                 storage.sums.keep_payload(task.run, task.round, task.kind, payload)
                 return self.make_result(task, 0, {}, use)
-            result = self.make_result(task, evaluated.samples, {"correct": evaluated.correct}, use)
+            metrics = list_metrics(evaluated.correct, evaluated.errors, evaluated.labels, counts_classes=counts_classes)
+            result = self.make_result(task, evaluated.samples, metrics, use)
             if not counts_classes or len(evaluated.by_class) > MAX_CLASS_COUNTS:
                 return result
             return msgspec.structs.replace(result, by_class=evaluated.by_class)

@@ -1,7 +1,8 @@
 """A predict graph and its tensors -> one ONNX file that takes pictures and gives probabilities.
 
 The file's input is `image` (batch, 3, S, S): normalised pictures, any number of them. Its outputs are
-`logits` and `probabilities` (batch, classes), and `features` (batch, width) where a linear head reads them.
+`logits` and `probabilities` (batch, classes), and `features` (batch, width) where a linear head reads them. Of a
+regression `numbers` stand in place of probabilities.
 """
 
 import enum
@@ -18,6 +19,8 @@ from fedvit.program import Batch
 from fedvit.tensors import Array, Tensors
 
 IMAGE, LOGITS, PROBABILITIES, FEATURES = "image", "logits", "probabilities", "features"
+NUMBERS = "numbers"
+"""Output of a regression, in place of probabilities."""
 PATCHES = "batch/patches"
 BATCH = "batch"
 """Name of the first dimension of input and outputs."""
@@ -82,9 +85,10 @@ def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Mo
             make_node("Log", ["probabilities.positive"], [LOGITS]),
         ]
     else:
-        back = [make_node("Softmax", [LOGITS], [PROBABILITIES], axis=-1)]
+        back = _answer(batch, constants)
     inputs = {name: port for name, port in graph.inputs.items() if name != PATCHES}
-    outputs = {name: Port(FLOAT, (BATCH, classes)) for name in (LOGITS, PROBABILITIES)}
+    is_number = batch.labels is not None and batch.labels.task == "regression"
+    outputs = {name: Port(FLOAT, (BATCH, classes)) for name in (LOGITS, NUMBERS if is_number else PROBABILITIES)}
     if features := None if probabilities else find_features(graph, batch.answer_size):
         back.append(make_node("Identity", [features], [FEATURES]))
         outputs[FEATURES] = Port(FLOAT, (BATCH, graph.shape(features)[1]))
@@ -96,6 +100,21 @@ def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Mo
         inputs={IMAGE: Port(FLOAT, (BATCH, 3, side, side)), **inputs},
         outputs=outputs,
     )
+
+
+def _answer(batch: Batch, constants: dict[str, bytes]) -> list[Node]:
+    """Make an answer of logits, in the terms of the run's task."""
+    form = batch.labels
+    if form is None:
+        return [make_node("Softmax", [LOGITS], [PROBABILITIES], axis=-1)]
+    if form.task == "multi_label":
+        return [make_node("Sigmoid", [LOGITS], [PROBABILITIES])]
+    for name, value in (("numbers.half", form.half), ("numbers.middle", (form.low + form.high) / 2)):
+        constants[name] = encode_constant(name, np.array(value, np.float32))
+    return [
+        make_node("Mul", [LOGITS, "numbers.half"], ["numbers.scaled"]),
+        make_node("Add", ["numbers.scaled", "numbers.middle"], [NUMBERS]),
+    ]
 
 
 def find_features(graph: Model, images: int) -> str | None:

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from export.bundle.calibration import Calibration
+from fedvit.label_forms import LabelForm
 from fedvit.program import Batch, Channel, Deviation, Pixels
 
 CARD_VERSION = 1
@@ -20,21 +21,35 @@ class Preprocessing(Struct, frozen=True, kw_only=True):
     resize: str = "both sides to image_size, bilinear (Pillow); nothing is cut off, other shapes are squeezed"
     orientation: str = "upright, as the EXIF tag says"
     formula: str = "(value / 255 - mean) / std"
+    labels: LabelForm | None = None  # of a task without one class for each image
 
     @classmethod
     def of(cls, batch: Batch) -> "Preprocessing":
-        return cls(image_size=batch.image_size, patch_size=batch.patch_size, mean=batch.mean, std=batch.std)
+        return cls(
+            image_size=batch.image_size,
+            patch_size=batch.patch_size,
+            mean=batch.mean,
+            std=batch.std,
+            labels=batch.labels,
+        )
 
     @property
     def batch(self) -> Batch:
         """The same as a Program's `Batch`, for one image at a time."""
-        return Batch(image_size=self.image_size, patch_size=self.patch_size, batch_size=1, mean=self.mean, std=self.std)
+        return Batch(
+            image_size=self.image_size,
+            patch_size=self.patch_size,
+            batch_size=1,
+            mean=self.mean,
+            std=self.std,
+            labels=self.labels,
+        )
 
 
 class MeasuredAccuracy(Struct, frozen=True):
-    """Right answers on images whose class is known."""
+    """Right answers on images whose label is known."""
 
-    correct: int
+    correct: int | float
     images: int
 
     @property
@@ -173,16 +188,27 @@ def readme(card: Card, labels: tuple[str, ...], preprocessing: Preprocessing) ->
         "edge-client predict --bundle . photo.jpg",
         "```",
         "",
-        f"or any ONNX runtime: input `image` (batch, 3, {side}, {side}) float32, outputs `logits` and `probabilities` "
-        f"(batch, {card.classes}). A picture is made {preprocessing.orientation.split(',')[0]}, RGB, and resized: "
-        f"{preprocessing.resize}; then {preprocessing.formula} with mean {list(preprocessing.mean)} and std "
-        f"{list(preprocessing.std)}, red first. `labels.json` names the classes in order, `preprocessing.json` holds "
-        "these figures.",
+        f"or any ONNX runtime: input `image` (batch, 3, {side}, {side}) float32, outputs "
+        f"{_describe_outputs(card, preprocessing)}. A picture is made {preprocessing.orientation.split(',')[0]}, "
+        f"RGB, and resized: {preprocessing.resize}; then {preprocessing.formula} with mean "
+        f"{list(preprocessing.mean)} and std {list(preprocessing.std)}, red first. `labels.json` names the classes in "
+        "order, `preprocessing.json` holds these figures.",
         "",
         f"Classes: {', '.join(labels[:20])}{', ...' if len(labels) > 20 else ''}",
         "",
     ]
     return "\n".join(lines)
+
+
+def _describe_outputs(card: Card, preprocessing: Preprocessing) -> str:
+    form = preprocessing.labels
+    if form is None:
+        return f"`logits` and `probabilities` (batch, {card.classes})"
+    if form.task == "multi_label":
+        return (
+            f"`logits` and `probabilities` (batch, {card.classes}), of each class by itself: several may be above 0.5"
+        )
+    return f"`logits` (batch, 1), -1 at {form.low:g} and 1 at {form.high:g}, and `numbers` (batch, 1) in that range"
 
 
 def summary(card: Card) -> list[str]:

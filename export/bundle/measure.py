@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from export.bundle.card import Agreement, Latency, MeasuredAccuracy, Parity
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats, Indices, Pixels, normalise, unfold
 from fedvit.errors import BadPayload, ExportMismatch
+from fedvit.label_forms import LabelForm, count_right
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import Batch
 from fedvit.tensors import Array
@@ -156,7 +157,7 @@ def check_parity(
 
 def run(session: "InferenceSession", images: Floats) -> dict[str, Floats]:
     """Raises BadPayload when the model cannot run."""
-    names = [LOGITS, PROBABILITIES]
+    names = [output.name for output in session.get_outputs() if output.name in (LOGITS, PROBABILITIES)]
     try:
         return dict(zip(names, session.run(names, {IMAGE: images}), strict=True))
     except Exception as error:  # onnxruntime's exceptions share no base of their own
@@ -185,27 +186,35 @@ class PictureAnswers(NamedTuple):
     """A file's answers to pictures."""
 
     logits: Floats
-    labels: Indices | None
+    labels: Any | None  # (n,), or (n, ...) of other tasks
+    form: LabelForm | None = None  # of a task without one class for each image
 
     @property
     def accuracy(self) -> MeasuredAccuracy | None:
         if self.labels is None:
             return None
+        if self.form:
+            return MeasuredAccuracy(float(count_right(self.form, self.labels, self.logits).sum()), len(self.labels))
         return MeasuredAccuracy(int((self.logits.argmax(axis=1) == self.labels).sum()), len(self.labels))
 
     def agreement(self, other: "PictureAnswers") -> Agreement:
-        equal = self.logits.argmax(axis=1) == other.logits.argmax(axis=1)
+        if self.form:
+            equal = self.form.find_equal(self.logits, other.logits)
+        else:
+            equal = self.logits.argmax(axis=1) == other.logits.argmax(axis=1)
         difference = np.abs(self.logits - other.logits).max()
         return Agreement(float(equal.mean()), float(difference), len(equal))
 
 
-def answer(session: "InferenceSession", pictures: Iterator[PictureBatch]) -> PictureAnswers:
+def answer(
+    session: "InferenceSession", pictures: Iterator[PictureBatch], form: LabelForm | None = None
+) -> PictureAnswers:
     logits, labels = [], []
     for some in pictures:
         logits.append(run(session, some.images)[LOGITS])
         if some.labels is not None:
             labels.append(some.labels)
-    return PictureAnswers(np.concatenate(logits), np.concatenate(labels) if labels else None)
+    return PictureAnswers(np.concatenate(logits), np.concatenate(labels) if labels else None, form)
 
 
 def time_one(session: "InferenceSession", image: Floats, threads: int) -> Latency:

@@ -16,6 +16,7 @@ from export.bundle.reference import REFERENCE, PictureReference
 from export.bundle.write import CARD, LABELS, PREPROCESSING
 from fedvit.data.images import Floats, Pixels, read_image
 from fedvit.errors import BadPayload, ConfigError
+from fedvit.label_forms import find_probabilities
 from fedvit.program import Batch
 
 Kind = TypeVar("Kind")
@@ -24,6 +25,11 @@ Kind = TypeVar("Kind")
 class ClassProbability(NamedTuple):
     label: str
     probability: float
+
+
+class NamedNumber(NamedTuple):
+    label: str
+    number: float
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,26 @@ class Bundle:
                 )
         return cls(card, labels, batch, session)
 
-    def answer(self, image: Path, top: int) -> list[ClassProbability]:
-        """The likeliest classes of one picture. Raises DataError, naming the file, when it cannot be read."""
+    def answer(self, image: Path, top: int) -> list[ClassProbability] | list[NamedNumber]:
+        """Answer one picture: the likeliest classes; of a multi-label task those above one half, or more if `top` is.
+
+        Of a regression it is the number. Raises DataError, naming the file, when it cannot be read.
+        """
         pixels = read_image(image, self.batch.image_size)
+        if form := self.batch.labels:
+            logits_C = self.run(pixels).logits[0]
+            if form.task == "regression":
+                return [NamedNumber(self.labels[0], float(form.unscale(logits_C)[0]))]
+            count = max(int((logits_C > 0).sum()), top if top > 1 else 0)
+            return self.rank(find_probabilities(logits_C), count)
         return self.rank(self.calibrate(self.run(pixels).logits[0]), top)
+
+    def check_classifies(self) -> None:
+        """Raise ConfigError if the model's answer to a picture is not one class."""
+        if form := self.batch.labels:
+            raise ConfigError(
+                "FV2492", f"a model of task {form.task} does not serve: its answers are not one class; use predict"
+            )
 
     def run(self, pixels_SSC: Pixels) -> FeatureAnswers:
         """Answer one picture. Raises BadPayload when the model cannot run."""

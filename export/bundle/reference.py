@@ -58,7 +58,6 @@ class PictureReference(Struct, frozen=True, kw_only=True):
     mean: tuple[float, ...]  # of the features of training images
     variance: tuple[float, ...]
     samples: dict[str, Quantiles]  # by the names in `MEASURES`
-    classes: tuple[int, ...]  # answers by class
     centres: FeatureCentres | None = None  # None: too few test images, or too many classes
 
 
@@ -122,18 +121,16 @@ def describe_images(
         return None
     mean_D, variance_D = trained.features.mean(axis=0), trained.features.var(axis=0) + _LEAST_VARIANCE
     samples = {name: Quantiles.of(values) for name, values in trained.pixels.items()}
-    classes, centres = np.zeros(trained.logits.shape[1], np.int64), None
+    centres = None
     if tested is not None and len(tested.logits) >= LEAST_IMAGES:
         values = measure_answers(tested.logits, tested.features, mean_D, variance_D, temperature)
         samples |= {name: Quantiles.of(value) for name, value in values.items()}
         best_B = tested.logits.argmax(axis=1)
-        classes = np.bincount(best_B, minlength=len(classes))
-        centres = find_centres(tested.features, best_B, len(classes))
+        centres = find_centres(tested.features, best_B, trained.logits.shape[1])
     return PictureReference(
         mean=_shorten(mean_D),
         variance=_shorten(variance_D),
         samples=samples,
-        classes=tuple(classes.tolist()),
         centres=centres,
     )
 

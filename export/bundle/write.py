@@ -175,7 +175,7 @@ def _fill(
         bench = replace(bench, images=None)
         some = next(random_pictures(batch))
     want = RunGraph(trained.graph, trained.values, batch, bench.threads)(some.images)
-    voted = are_probabilities(want)
+    voted = batch.labels is None and are_probabilities(want)
     model = open_predict_graph(read_model(trained.graph), batch, probabilities=voted)
     original = _Original(model, some.images, want, voted)
     files: dict[str, FileCard] = {}
@@ -188,7 +188,7 @@ def _fill(
         if precision is Precision.FP32:
             reference = answers
         pictures = bench.what(answers)
-        if calibration is None and answers.labels is not None:
+        if calibration is None and answers.labels is not None and batch.labels is None:
             calibration = calibrate(answers.logits, answers.labels)
     card = Card(
         origin=trained.origin,
@@ -201,7 +201,7 @@ def _fill(
         machine=BundleMachine(bench.machine, bench.cores, engine_version()),
         calibration=calibration,
     )
-    if bench.images and bench.training:
+    if bench.images and bench.training and batch.labels is None:
         _write_reference(place, next(iter(files)), bench, batch, calibration)
     preprocessing = Preprocessing.of(batch)
     for name, content in ((CARD, card), (LABELS, trained.classes), (PREPROCESSING, preprocessing)):
@@ -252,7 +252,7 @@ def _file(
     place.write(precision.file, assembled.parts)
     session = open_session(place.find(precision.file), bench.threads)
     parity = check_parity(session, precision, original.images, original.answers, voted=original.voted)
-    answers = answer(session, bench.pictures(trained.batch))
+    answers = answer(session, bench.pictures(trained.batch), trained.batch.labels)
     card = FileCard(
         file=precision.file,
         size_bytes=size_bytes(assembled.parts),

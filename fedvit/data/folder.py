@@ -1,171 +1,37 @@
-"""A device's own data: a folder with one folder of images per class, or one of text (`fedvit.data.text`)."""
+"""A device's own data: a folder with one folder of images per class, one of text (`fedvit.data.text`), or images with
+other labels (`fedvit.data.label_file`)."""
 
-import math
 import os
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple, Self
 
 import numpy as np
 
 from fedvit.data.frigate import is_frigate_folder, read_frigate
-from fedvit.data.images import DECODED_BYTES, Flags, Indices, Pixels, header_problem, is_image_name, read_image
+from fedvit.data.images import DECODED_BYTES, Indices, header_problem, is_image_name
+from fedvit.data.label_file import LABEL_FILE, LabelFile, has_label_file, make_sets, read_label_file
 from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN, Found, Layout, read_class_folders
 from fedvit.data.split import DEFAULT_SPLIT, KeptSplit, RandomSplit
+from fedvit.data.splits import CheckedFile as CheckedFile
+from fedvit.data.splits import Files as Files
+from fedvit.data.splits import LabelledSplit as LabelledSplit
+from fedvit.data.splits import Split as Split
+from fedvit.data.splits import Stamp as Stamp
+from fedvit.data.splits import TextSplit as TextSplit
 from fedvit.data.text import SETTINGS, is_text_folder, read_texts, text_file
 from fedvit.errors import DataError
 from fedvit.program import Batch
 from fedvit.resources import IMAGE_CACHE_BYTES
+from fedvit.tensors import Array
 
 _Labelled = tuple[list[Path], Indices]
 
 NEW_CLASS = "of a class that the run does not have"
 UNKNOWN_TYPE = "of an unknown type"
 MISPLACED = "not directly in a class folder"
-
-
-class Stamp(NamedTuple):
-    """By this a changed file is recognised without reading it."""
-
-    size_bytes: int
-    modified_ns: int
-
-
-class CheckedFile(NamedTuple):
-    """An image file whose header was read."""
-
-    stamp: Stamp | None  # None: the file has no size
-    problem: str | None
-
-
-class Files:
-    """Images in files, decoded when asked for.
-
-    If all of them fit into `cache_bytes`, they are decoded once and kept in memory; else they are decoded each time.
-    An image that takes more than `decoded_bytes` while it is decoded fails. Not thread-safe.
-    """
-
-    def __init__(
-        self, paths: Sequence[Path], cache_bytes: int = IMAGE_CACHE_BYTES, decoded_bytes: int = DECODED_BYTES
-    ) -> None:
-        self.paths = tuple(paths)
-        self.failed: dict[Path, str] = {}  # with the reason
-        self._cache_bytes = cache_bytes
-        self._decoded_bytes = decoded_bytes
-        self._size = 0
-        self._cache: Pixels | None = None
-        self._cached = np.zeros(len(self.paths), dtype=np.bool_)
-
-    def load(self, rows: Indices, size: int) -> tuple[Pixels, Flags]:
-        if size != self._size:
-            self._start_cache(size)
-        if self._cache is None:
-            images = np.zeros((len(rows), size, size, 3), dtype=np.uint8)
-            for place, row in enumerate(rows):
-                self._decode(row, images[place])
-        else:
-            for row in rows[~self._cached[rows]]:
-                self._decode(row, self._cache[row])
-                self._cached[row] = True
-            images = self._cache[rows]
-        return images, np.array([self.paths[row] not in self.failed for row in rows], dtype=np.bool_)
-
-    def forget(self) -> None:
-        """Free the memory of the decoded images; they are decoded again when they are needed."""
-        self._size = 0
-        self._cache = None
-
-    def take_over(self, before: "Files", same: Collection[Path]) -> None:
-        """Take what `before` knows of the files that are the `same` since: decoded images, and failures."""
-        self.failed = {path: reason for path, reason in before.failed.items() if path in same}
-        if before._cache is None:
-            return
-        self._start_cache(before._size)
-        if self._cache is None:
-            return
-        places = {path: row for row, path in enumerate(before.paths) if before._cached[row] and path in same}
-        for row, path in enumerate(self.paths):
-            if path in places:
-                self._cache[row] = before._cache[places[path]]
-                self._cached[row] = True
-
-    def _start_cache(self, size: int) -> None:
-        shape = (len(self.paths), size, size, 3)
-        # zeros take no memory before they are written to
-        self._cache = np.zeros(shape, dtype=np.uint8) if math.prod(shape) <= self._cache_bytes else None
-        self._cached[:] = False
-        self._size = size
-
-    def _decode(self, row: int, into: Pixels) -> None:
-        path = self.paths[row]
-        if path in self.failed:
-            return
-        try:
-            into[:] = read_image(path, self._size, decoded_bytes=self._decoded_bytes)
-        except DataError as error:
-            self.failed[path] = str(error).removeprefix(f"cannot read image {path}: ")
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """The training or the test images of a device."""
-
-    labels: Indices
-    files: Files
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return self.files.paths
-
-    @property
-    def failed(self) -> Mapping[Path, str]:
-        """Images with a valid header that could not be decoded, with the reason."""
-        return self.files.failed
-
-    def load(self, indices: Indices, size: int) -> tuple[Pixels, Flags]:
-        """(images (n, size, size, 3), readable (n,)); an unreadable image is all zeros.
-
-        The caller may change both arrays. An image that failed once is not tried again.
-        """
-        return self.files.load(indices, size)
-
-    def relabel(self, table: Indices) -> Self:
-        """With label `table[label]` for each one."""
-        return replace(self, labels=table[self.labels])
-
-    def unfit(self, batch: Batch) -> str | None:
-        """Reason why these samples cannot form a Program's batches, or None."""
-        return "the run trains on text, this folder holds images" if batch.text else None
-
-
-@dataclass(frozen=True, eq=False)
-class TextSplit(Split):
-    """Samples of text: `labels` are (n, context), the character that follows each one of `tokens`.
-
-    Letters: n samples, T characters of context.
-    """
-
-    tokens: Indices  # (n, T) indices into the classes
-
-    @classmethod
-    def of(cls, windows: Indices, files: Sequence[Path]) -> Self:
-        return cls(windows[:, 1:], Files(files), windows[:, :-1])
-
-    def relabel(self, table: Indices) -> Self:
-        return replace(self, labels=table[self.labels], tokens=table[self.tokens])
-
-    def unfit(self, batch: Batch) -> str | None:
-        if batch.text is None:
-            return "the run trains on images, this folder holds text"
-        if (context := self.tokens.shape[1]) != batch.text.context:
-            return f"the run's samples have a context of {batch.text.context} characters, those of {SETTINGS} {context}"
-        return None
 
 
 READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Found]], ...] = ((is_frigate_folder, read_frigate),)
@@ -221,6 +87,8 @@ class DeviceData:
             )
         if is_text_folder(folder):
             return cls._open_text(folder, before)
+        if has_label_file(folder):
+            return cls._open_labelled(folder, split, (cache_bytes, decoded_bytes), classes, before)
         found = next((read for is_its, read in READERS if is_its(folder)), read_class_folders)(folder)
         layout = found.layout
         images = [*layout.train, *(layout.test or ())]
@@ -251,6 +119,54 @@ class DeviceData:
         )
 
     @classmethod
+    def _open_labelled(
+        cls,
+        folder: Path,
+        split: RandomSplit | KeptSplit,
+        limits: tuple[int, int],  # cache, decoded
+        classes: Collection[str] | None,
+        before: "DeviceData | None",
+    ) -> "DeviceData":
+        table = read_label_file(folder)
+        status = os.stat(folder / LABEL_FILE)
+        checked = _check_files([row.path for row in table.rows], limits[1], before.checked if before else {})
+        checked[folder / LABEL_FILE] = CheckedFile(Stamp(status.st_size, status.st_mtime_ns), None)
+        usable, unusable = _choose_labelled(table, checked, classes)
+        if not usable:
+            raise DataError("FV1403", f"{folder}: none of the {len(table.rows)} images of {LABEL_FILE} can be used")
+        known = table.classes
+        if table.task == "multi_label":
+            held = {name for place in usable for name in _list_names(table.rows[place].label)}
+            known = tuple(name for name in table.classes if name in held)
+        if before and (before.checked, before.classes) == (checked, known):
+            return before
+        has_tests = any(table.rows[place].part for place in usable)
+        tests = np.array([table.rows[place].part == TEST for place in usable], np.bool_)
+        if not has_tests:
+            names = [str(table.rows[place].path.relative_to(folder)) for place in usable]
+            tests = split.choose_tests(names, np.zeros(len(usable), np.int64))
+        if tests.all():
+            raise DataError("FV1403", f"{folder}: all {len(usable)} images are for testing, none is for training")
+
+        def make(mine: list[int], old: Split | None) -> LabelledSplit:
+            labels = [table.rows[place].label for place in mine]
+            numbers = make_sets(labels, known) if table.task == "multi_label" else _make_numbers(labels)
+            files = Files([table.rows[place].path for place in mine], *limits)
+            if before and old:
+                files.take_over(old.files, {path for path, now in checked.items() if before.checked.get(path) == now})
+            return LabelledSplit(numbers, files, table.task)
+
+        return cls(
+            folder=folder,
+            classes=known,
+            train=make(list(compress(usable, ~tests)), before.train if before else None),
+            test=make(list(compress(usable, tests)), before.test if before else None),
+            unusable=tuple(unusable),
+            has_test_folder=has_tests,
+            checked=checked,
+        )
+
+    @classmethod
     def _open_text(cls, folder: Path, before: "DeviceData | None") -> "DeviceData":
         files = [file for part in (TRAIN, TEST) if (file := text_file(folder, part)).exists()]
         stamps = {file: os.stat(file) for file in (folder / SETTINGS, *files)}
@@ -273,7 +189,8 @@ class DeviceData:
         Raises DataError when there are images of a class that the run does not know.
         """
         position = {name: label for label, name in enumerate(classes)}
-        held = np.union1d(self.train.labels, self.test.labels)
+        both = self.train.count_classes(len(self.classes)) + self.test.count_classes(len(self.classes))
+        held = np.flatnonzero(both)
         if unknown := [self.classes[label] for label in held if self.classes[label] not in position]:
             more = ", ..." if len(classes) > 10 else ""
             what = "characters" if isinstance(self.train, TextSplit) else "images in class folders"
@@ -283,12 +200,21 @@ class DeviceData:
                 f" the run's {len(classes)} classes: {', '.join(classes[:10])}{more}",
             )
         table = np.array([position.get(name, -1) for name in self.classes], dtype=np.int64)
-        return replace(self, classes=tuple(classes), train=self.train.relabel(table), test=self.test.relabel(table))
+        train, test = (part.relabel(table, len(classes)) for part in (self.train, self.test))
+        return replace(self, classes=tuple(classes), train=train, test=test)
 
     def check_fits(self, batch: Batch) -> None:
         """Raises DataError when the batches of a run's Program cannot be made of this folder."""
         if why := self.train.unfit(batch):
             raise DataError("FV1402", f"{self.folder}: {why}")
+
+    def fit_to(self, batch: Batch) -> "DeviceData":
+        """The same images with the labels that a model of a run's task learns. Raises DataError as `check_fits`."""
+        self.check_fits(batch)
+        if batch.labels is None:
+            return self
+        train, test = (part.fit_labels(batch.labels) for part in (self.train, self.test))
+        return replace(self, train=train, test=test)
 
     def forget(self) -> None:
         """Free the memory of decoded images, also for copies made by `relabelled`."""
@@ -335,6 +261,30 @@ def _check_files(
         else:
             checked[path] = CheckedFile(stamp, header_problem(path, decoded_bytes=decoded_bytes))
     return checked
+
+
+def _choose_labelled(
+    table: LabelFile, checked: Mapping[Path, CheckedFile], classes: Collection[str] | None
+) -> tuple[list[int], list[tuple[Path, str]]]:
+    """Choose the rows of a label file with a good header and known classes; list the others with the reason."""
+    usable: list[int] = []
+    unusable: list[tuple[Path, str]] = []
+    for place, row in enumerate(table.rows):
+        names = _list_names(row.label) if table.task == "multi_label" else table.classes
+        is_new = classes is not None and any(name not in classes for name in names)
+        if reason := checked[row.path].problem or (NEW_CLASS if is_new else None):
+            unusable.append((row.path, reason))
+        else:
+            usable.append(place)
+    return usable, unusable
+
+
+def _list_names(label: tuple[str, ...] | float) -> tuple[str, ...]:
+    return label if isinstance(label, tuple) else ()
+
+
+def _make_numbers(labels: Sequence[tuple[str, ...] | float]) -> Array:
+    return np.array(labels, np.float32).reshape(-1, 1)
 
 
 def _divide(

@@ -13,6 +13,7 @@ from fedvit import plugins
 from fedvit.errors import ConfigError
 from fedvit.known_names import check_method, check_options
 from fedvit.known_values import check_option
+from fedvit.label_forms import LabelForm
 from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.analytic import Analytic
 from fedvit.methods.apfl import APFL
@@ -187,3 +188,13 @@ def build_model(
     for patch in method.all_patches():
         patch.apply(vit, seed)
     return vit
+
+
+def set_task(method: Method, vit: PatchViT, form: LabelForm | None) -> None:
+    """Set the task that a model is trained for. Raises ConfigError for one that does not suit model or method."""
+    if form is None:
+        return
+    if vit.reads_text:
+        raise ConfigError("FV2490", f"model {vit.name!r} reads text, whose task is the next character: leave task out")
+    vit.label_form = form
+    check_fits(method, vit)

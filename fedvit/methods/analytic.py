@@ -66,6 +66,7 @@ class Analytic(Method):
 
     source: ClassVar[str] = "AFL, arXiv:2405.16240; Fed3R, arXiv:2406.01116"
     one_gradient: ClassVar[bool] = False
+    why_one_class = "its sums are of features by class"
     is_probe: ClassVar[bool] = True
     loop_options: ClassVar[tuple[str, ...]] = ("epochs", "lambdas", "forget")
 

@@ -23,6 +23,8 @@ from fedvit.known_values import check_blocks
 from fedvit.methods.aggregators import Aggregator, Mean
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.hyperparameters import Hyperparameters
+from fedvit.methods.losses import cross_entropy as cross_entropy
+from fedvit.methods.losses import sample_losses
 from fedvit.models.dropout import Dropout
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.model_patch import ModelPatch
@@ -70,7 +72,7 @@ class StepInputs(NamedTuple):
     """The inputs of a training step beside the tensors. Letters: B samples of the batch, C classes."""
 
     images: Images
-    labels: Tensor  # (B,) int64; of text (B, positions)
+    labels: Tensor  # (B,) int64; of text (B, positions); of other tasks see fedvit.label_forms
     weight: Tensor  # (B,) 1 for a sample, 0 for padding
     anchors: Named  # values at the start of the round
     facts: Named  # "class_counts": (C,) training images of each class on this device
@@ -226,14 +228,6 @@ class ServerRule(ABC):
         """
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Per sample: (B, C) logits and (B,) labels -> (B,). Of several positions, (B, T, C) and (B, T), their mean."""
-    # a one-hot product instead of nll_loss: its backward needs no scatter
-    chosen = (labels.unsqueeze(-1) == torch.arange(logits.shape[-1], device=labels.device)).to(logits.dtype)
-    losses = -(torch.log_softmax(logits, dim=-1) * chosen).sum(dim=-1)
-    return losses if losses.ndim == 1 else losses.mean(dim=1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method(Hyperparameters, ABC):
     """Base of all methods: the plain client loop."""
@@ -306,9 +300,9 @@ class Method(Hyperparameters, ABC):
         return Forward(run_model(vit, tensors, body), {})
 
     def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
-        """Return the loss that a step minimises: the mean cross-entropy."""
+        """Return the loss that a step minimises: the mean over samples of what the run's task minimises."""
         logits, collected = self.forward(vit, tensors, inputs.images)
-        return Objective(inputs.mean(cross_entropy(logits, inputs.labels)), collected)
+        return Objective(inputs.mean(sample_losses(vit, logits, inputs.labels)), collected)
 
     def local_step(
         self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
@@ -419,6 +413,12 @@ def check_fits(method: Method, vit: PatchViT) -> None:
             "FV1110",
             f"{name} with these options trains on images, and model {vit.name!r} reads text; "
             "text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is",
+        )
+    if vit.label_form and (why := method.why_one_class):
+        raise ConfigError(
+            "FV2490",
+            f"{name} needs one class for each image, and the run's task is {vit.label_form.task}:"
+            f" {why}; choose another method, such as fedavg, fedper or eftvit",
         )
     if missing:
         raise ConfigError(

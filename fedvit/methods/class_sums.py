@@ -42,6 +42,7 @@ class WithPrototypes(Method, ABC):
     """
 
     one_gradient: ClassVar[bool] = False
+    why_one_class = "it averages features by class"
 
     lam: Annotated[float, Meta(ge=0)] = 1.0  # strength of the pull to the prototypes (paper: lambda)
 

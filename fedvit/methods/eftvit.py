@@ -51,6 +51,10 @@ class EFTViT(Method):
     def needs(self) -> frozenset[ModelPart]:
         return super().needs() | {"blocks"}
 
+    @property
+    def why_one_class(self) -> str | None:
+        return "sampler = 'balanced' counts images by class" if self.sampler == "balanced" else None
+
     def rules(self, vit: PatchViT) -> tuple[GroupRule, ...]:
         # a group a block, so that devices of every split fetch the same blobs
         blocks = (

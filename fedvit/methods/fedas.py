@@ -53,6 +53,7 @@ class FedAS(Method):
 
     source: ClassVar[str] = "Yang et al., CVPR 2024"
     one_gradient: ClassVar[bool] = False
+    why_one_class = "its prototypes are means of features by class"
 
     align_epochs: Annotated[int, Meta(ge=1)] = 1  # of the alignment
     align_lr: Annotated[float, Meta(gt=0)] = 0.01  # of the alignment, by plain SGD

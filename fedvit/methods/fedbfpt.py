@@ -8,9 +8,10 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.known_values import SPARED_BLOCKS
-from fedvit.methods.base import GroupRule, StepInputs, cross_entropy, run_model
+from fedvit.methods.base import GroupRule, StepInputs, run_model
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.losses import sample_losses
 from fedvit.methods.parts import HEAD
 from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.program import Draw, Role, Train
@@ -71,7 +72,7 @@ class FedBFPT(FedAvg):
 
         if count:
             tensors = {**tensors, **_place(vit, tensors, block + 1, inputs.draws[SAMPLED])}
-        return Objective(inputs.mean(cross_entropy(run_model(vit, tensors, body), inputs.labels)), {})
+        return Objective(inputs.mean(sample_losses(vit, run_model(vit, tensors, body), inputs.labels)), {})
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         (phase,) = super().phases(vit)

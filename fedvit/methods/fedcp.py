@@ -56,6 +56,7 @@ class FedCP(FedAvg):
 
     source: ClassVar[str] = "Zhang et al., KDD 2023, arXiv:2307.01217"
     one_gradient: ClassVar[bool] = False
+    why_one_class = "its condition follows from sums of features by class"
 
     lam: Annotated[float, Meta(ge=0)] = 1.0  # strength of the pull to the first body's features (paper: lambda)
 

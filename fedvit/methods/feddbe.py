@@ -46,6 +46,7 @@ class FedDBE(FedAvg):
 
     source: ClassVar[str] = "Zhang et al., NeurIPS 2023, arXiv:2311.14975"
     one_gradient: ClassVar[bool] = False
+    why_one_class = "its mean of features is a sum by class"
 
     kappa: Annotated[float, Meta(ge=0)] = 1.0  # strength of the pull to the consensus; 0: only the own bias is left
     mean_momentum: Annotated[float, Meta(gt=0, le=1)] = 0.1  # share of a batch in the running mean (paper: mu)

@@ -22,6 +22,7 @@ class FedDF(FedAvg):
     """
 
     source: ClassVar[str] = "Lin et al., NeurIPS 2020, arXiv:2006.07242"
+    why_one_class = "its server distils a distribution over classes"
 
     server_steps: Annotated[int, Meta(ge=1, le=100_000)] = 200  # batches of the server's images in a round (paper: N)
     server_batch_size: Annotated[int, Meta(ge=1, le=65_536)] = 64

@@ -25,6 +25,7 @@ class FedNTD(FedAvg):
     """
 
     source: ClassVar[str] = "Lee et al., NeurIPS 2022, arXiv:2106.03097"
+    why_one_class = "it distils the answers for the classes that are not a sample's own"
 
     beta: Annotated[float, Meta(ge=0)] = 1.0  # strength of the distillation; 0 is FedAvg
     tau: Annotated[float, Meta(gt=0)] = 1.0  # temperature of both answers

@@ -35,6 +35,7 @@ class FedRoD(Method):
     """
 
     source: ClassVar[str] = "Chen and Chao, arXiv:2107.00778"
+    why_one_class = "its balanced loss weighs classes by their images"
 
     personal_reads: Literal["class_token", "normed"] = "class_token"  # before the final norm, or as the generic head
     evaluate_with: Literal["both", "generic"] = "both"  # heads that answer in a test

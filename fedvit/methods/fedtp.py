@@ -83,6 +83,12 @@ class FedTP(Method):
             GroupRule("shared", Role.SHARED, ("*",)),
         )
 
+    @property
+    def why_one_class(self) -> str | None:
+        if self.head == "rod" or self.knn_weight:
+            return "the heads of FedRoD and the vote of neighbours (head = 'rod', knn_weight) need classes"
+        return None
+
     def forward(self, vit: PatchViT, tensors: Named, images: Images) -> Forward:
         if self.head == "rod":
             heads = two_heads(vit, tensors, images)

@@ -39,6 +39,7 @@ class GPFL(FedAvg):
 
     source: ClassVar[str] = "Zhang et al., ICCV 2023, arXiv:2308.10279"
     one_gradient: ClassVar[bool] = False
+    why_one_class = "it compares features with those of each class"
 
     lam: Annotated[float, Meta(ge=0)] = 0.01  # strength of the pull to the embeddings of the start (paper: lambda)
     mu: Annotated[float, Meta(ge=0)] = 0.01  # decay of embeddings and valve

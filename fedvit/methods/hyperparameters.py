@@ -46,6 +46,11 @@ class Hyperparameters:
         """Images that one optimizer step takes."""
         return self.batch_size
 
+    @property
+    def why_one_class(self) -> str | None:
+        """Reason why the method, with these values, needs one class for each sample; None if it trains every task."""
+        return None
+
     def optimizer_rule(self) -> Optimizer:
         if self.optimizer == "adamw":
             return AdamW(weight_decay=self.weight_decay)

@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedvit.methods.base import StepInputs, StepResult, cross_entropy
+from fedvit.methods.base import StepInputs, StepResult
 from fedvit.methods.calculus import Calculus, Named
+from fedvit.methods.losses import sample_losses
 from fedvit.methods.one_of_k import CHOICE, OneOfK, name_other
 from fedvit.methods.parts import HEAD
 from fedvit.models.vit import PatchViT
@@ -50,7 +51,7 @@ class IFCA(OneOfK):
         for number in range(self.models):
             part = {name: fixed[name_other(number, name)] for name in self.list_of_k(vit)}
             logits = self.forward(vit, {**fixed, **part}, inputs.images).logits
-            losses.append((cross_entropy(logits, inputs.labels) * inputs.weight).sum())
+            losses.append((sample_losses(vit, logits, inputs.labels) * inputs.weight).sum())
         total = calculus.inputs[f"slot/{TOTAL}/{CHOICE}"] + torch.stack(losses)
         calculus.slots[f"{TOTAL}/{CHOICE}"] = total
         better = (total.unsqueeze(0) < total.unsqueeze(1)).to(total.dtype).sum(dim=1)

@@ -30,6 +30,7 @@ class KnnPer(FedAvg):
     """
 
     source: ClassVar[str] = "Marfoq et al., arXiv:2111.09360"
+    why_one_class = "neighbours vote for one class each"
 
     knn_weight: Annotated[float, Meta(ge=0, le=1)] = 0.5  # of the neighbours' vote (paper: lambda); 0 is FedAvg
     neighbours: Annotated[int, Meta(ge=1)] = 10  # (paper: k)

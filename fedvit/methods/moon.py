@@ -9,10 +9,11 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from fedvit.methods.base import GroupRule, RoundContext, ServerRule, ServerState, StepInputs, Upload, cross_entropy
+from fedvit.methods.base import GroupRule, RoundContext, ServerRule, ServerState, StepInputs, Upload
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.class_sums import find_features, read_features
 from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.losses import sample_losses
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
@@ -51,7 +52,7 @@ class Moon(FedAvg):
         previous = {name: tensors[f"{PREVIOUS}{name}"] for name in inputs.anchors}
         features, logits = read_features(vit, tensors, inputs.images)
         shared, last = (find_features(vit, of, inputs.images) for of in (inputs.anchors, previous))
-        loss = inputs.mean(cross_entropy(logits, inputs.labels))
+        loss = inputs.mean(sample_losses(vit, logits, inputs.labels))
         contrast = contrast_features(features, shared, last, self.tau)
         return Objective(loss + self.mu * inputs.mean(contrast), {}, shown=loss)
 

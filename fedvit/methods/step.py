@@ -237,8 +237,15 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
     if batch.sample_seeds:
         inputs["batch/seeds"] = torch.randint(0, SEEDS, (size,), generator=draw)
     inputs["batch/labels"] = torch.randint(0, classes, shape, generator=draw)
+    if batch.labels:
+        inputs["batch/labels"] = normal(size, classes)
+        if batch.labels.task == "multi_label":
+            inputs["batch/labels"] = (inputs["batch/labels"] > 0).float()
     inputs["batch/weight"] = (torch.arange(size) < max(1, size - size // 4)).float()
-    inputs["fact/class_counts"] = torch.bincount(inputs["batch/labels"].flatten(), minlength=classes).float()
+    if batch.labels:
+        inputs["fact/class_counts"] = (inputs["batch/labels"] > 0).float().sum(dim=0)
+    else:
+        inputs["fact/class_counts"] = torch.bincount(inputs["batch/labels"].flatten(), minlength=classes).float()
     for drawn in of.draws:
         numbers = torch.randint(drawn.low, drawn.high, (drawn.count,), generator=draw)
         inputs[f"draw/{drawn.name}"] = numbers.sort().values if drawn.ascending else numbers

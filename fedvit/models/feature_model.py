@@ -18,6 +18,7 @@ class FeatureModel(PatchViT):
         self.vit.head = vit.vit.head
         self.seeds = SampleSeeds()
         self.recompute = False
+        self.label_form = vit.label_form
 
     def embed(self, patches_BNP: Tensor, kept_BN: Tensor | None = None, seeds_B: Tensor | None = None) -> Tensor:
         return patches_BNP

@@ -14,6 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
+from fedvit.label_forms import LabelForm
 from fedvit.models.attend import attention_pool, class_token
 from fedvit.models.recompute import SampleSeeds, recompute_block
 
@@ -110,6 +111,7 @@ class PatchViT(Dimensions, nn.Module):
     has: ClassVar[frozenset[ModelPart]] = frozenset(typing.get_args(ModelPart))
 
     seed: int = 0  # of the run: first random values of a method's own tensors follow from it
+    label_form: LabelForm | None = None  # of the run's task; None: one class for each sample, or position
 
     def __init__(self, name: str, vit: VisionTransformer) -> None:
         super().__init__()

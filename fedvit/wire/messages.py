@@ -37,6 +37,10 @@ MAX_CLASS_COUNTS = 2000
 """Classes of one evaluation whose answers are counted one by one: more would not fit into a message."""
 MAX_CONFUSED_CLASSES = 100
 """Classes of a run up to which wrong answers are counted by what was answered: all pairs of more would not fit."""
+MAX_SCORED_CLASSES = 64
+"""Classes of a run up to which scores of answers are counted: with wrong answers they still fit into a message."""
+SCORE_BINS = 32
+"""Bins of log-odds, half a unit each, from -8 to 8; the first and the last hold what lies further out."""
 MAX_LABELS = 16
 """Labels of one device."""
 MAX_EMPTY_FOLDERS = 16
@@ -116,6 +120,8 @@ class ClassCount(Struct, frozen=True, array_like=True):
     images: Count
     # wrong answers: (label that was answered, images), ascending; empty: none, or not counted
     wrong: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_CONFUSED_CLASSES)] = ()
+    # scores: (bin, images of the class, other images), ascending; empty: not counted
+    scores: Annotated[tuple[tuple[Count, Count, Count], ...], Meta(max_length=SCORE_BINS)] = ()
 
 
 # --- secure sums (fedvit.secure) ----------------------------------------------------------------------

@@ -13,7 +13,13 @@ from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
 from fleet.datasets.cifar import is_cifar, read_cifar
 from fleet.datasets.columns import Columns
-from fleet.datasets.digits import read_digit_domains, read_digits, read_turned_digits
+from fleet.datasets.digits import (
+    read_digit_domains,
+    read_digit_pairs,
+    read_digits,
+    read_dimmed_digits,
+    read_turned_digits,
+)
 from fleet.datasets.domainfolder import is_domainfolder, read_domainfolder
 from fleet.datasets.idx import is_idx, read_idx
 from fleet.datasets.imagefolder import read_imagefolder
@@ -36,6 +42,8 @@ SOURCES: dict[str, Callable[[int], Samples]] = {
     "digits": read_digits,
     "digits-domains": read_digit_domains,
     "digits-turned": read_turned_digits,
+    "digits-pairs": read_digit_pairs,
+    "digits-dimmed": read_dimmed_digits,
 }
 """Data sets by name: image side -> samples. Every other data set is a path."""
 

@@ -15,6 +15,8 @@ class Columns(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     label: str | None = None
     coarse_label: str | None = None
     domain: str | None = None
+    labels: str | None = None  # of a CSV file: several classes of an image, with ";" between them
+    number: str | None = None  # of a CSV file: a number that models learn
 
 
 def make_columns(named: Mapping[str, str]) -> Columns:

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from fedvit.data.images import Pixels
-from fleet.datasets.samples import Samples
+from fleet.datasets.samples import OtherLabels, Samples
 
 
 def read_digits(size: int = 32) -> Samples:
@@ -51,6 +51,41 @@ def read_turned_digits(size: int = 32) -> Samples:
         labels=np.repeat(np.arange(4, dtype=np.int64), len(digits)),
         classes=tuple(f"{90 * turn:03d}" for turn in turns),
     )
+
+
+def read_digit_pairs(size: int = 32) -> Samples:
+    """Two digits side by side, of which an image has the classes: one class where both are the same."""
+    digits = read_digits(size)
+    images, count = _load_all(digits), len(digits)
+    other = np.random.default_rng(0).permutation(count)
+    half = (size + 1) // 2
+    pairs = np.concatenate([_squeeze(images, half), _squeeze(images[other], size - half)], axis=2)
+    sets = np.zeros((count, len(digits.classes)), np.float32)
+    for labels in (digits.labels, digits.labels[other]):
+        sets[np.arange(count), labels] = 1.0
+    both = OtherLabels(task="multi_label", values=sets)
+    return replace(digits, dataset="digits-pairs", images=pairs, labels=both.choose_strata(), other=both)
+
+
+def read_dimmed_digits(size: int = 32) -> Samples:
+    """Digits that are more or less bright: the number is the share of the brightness that is left, 0.1 to 1."""
+    digits = read_digits(size)
+    shares = np.random.default_rng(0).uniform(0.1, 1.0, len(digits))
+    images = np.rint(_load_all(digits) * shares[:, None, None, None]).astype(np.uint8)
+    labels = OtherLabels(task="regression", values=shares.astype(np.float32)[:, None])
+    return replace(
+        digits,
+        dataset="digits-dimmed",
+        images=images,
+        labels=labels.choose_strata(),
+        classes=("brightness",),
+        other=labels,
+    )
+
+
+def _squeeze(images: Pixels, width: int) -> Pixels:
+    size = (width, images.shape[1])
+    return np.stack([np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR)) for image in images])
 
 
 def _fade(image: Pixels) -> Pixels:

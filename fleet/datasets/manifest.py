@@ -1,7 +1,8 @@
 """A CSV file that lists images and their labels, with a line of names first.
 
 Columns: `path` (or `file`, `file_name`, `filename`, `image`), relative to the CSV file; `label` (or `class`); and, if
-there are such, `coarse_label`, `domain`, and `split`, in which "test" marks the official test images.
+there are such, `coarse_label`, `domain`, and `split`, in which "test" marks the official test images. In place of
+`label`, `labels` holds several classes with ";" between them, and `number` a number: labels of other tasks.
 """
 
 import csv
@@ -9,19 +10,27 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
+from fedvit.data.label_file import SEPARATOR, make_sets
 from fedvit.errors import DataError
 from fleet.datasets.cifar100 import coarse_labels
 from fleet.datasets.columns import Columns
 from fleet.datasets.imagefiles import ImageFile, keep_readable
-from fleet.datasets.samples import Samples, mark_tests
+from fleet.datasets.samples import OtherLabels, Samples, folder_names, mark_tests
 from fleet.datasets.tables import number_labels
 
 MOST_ROWS = 20_000_000
 
 _USUAL = {
     "image": ("path", "file", "file_name", "filename", "image"), "label": ("label", "class"),
-    "coarse_label": ("coarse_label",), "domain": ("domain",), "split": ("split",),
+    "coarse_label": ("coarse_label",), "domain": ("domain",), "split": ("split",), "labels": ("labels",),
+    "number": ("number",),
 }  # fmt: skip
+
+
+_LABELS = ("label", "labels", "number")
+"""Columns of which one is the label, the first that there is unless one is named."""
 
 
 def is_manifest(path: Path) -> bool:
@@ -37,17 +46,27 @@ def read_manifest(path: Path, size: int = 32, columns: Columns | None = None) ->
     """
     rows = _read_rows(path)
     chosen = _choose_columns(path, [*rows[0]] if rows else [], columns or Columns())
-    labelled = [(line, row) for line, row in enumerate(rows, start=2) if row[chosen["label"]]]
-    unlabelled = tuple(f"no label: {path}, line {line}" for line, row in enumerate(rows, 2) if not row[chosen["label"]])
+    purpose = next(one for one in _LABELS if one in chosen)
+    is_set = purpose == "labels"  # an empty one says that an image has no class
+    labelled = [(line, row) for line, row in enumerate(rows, start=2) if is_set or row[chosen[purpose]]]
+    unlabelled = tuple(
+        f"no label: {path}, line {line}" for line, row in enumerate(rows, 2) if not (is_set or row[chosen[purpose]])
+    )
     folder = path.parent.resolve()
     files = [_open_image(path, folder, line, row[chosen["image"]]) for line, row in labelled]
     images, good, unreadable = keep_readable(files, size, f"{path}: no readable image with a label")
-    kept = [row for (_, row), is_good in zip(labelled, good, strict=True) if is_good]
+    readable = [entry for entry, is_good in zip(labelled, good, strict=True) if is_good]
+    kept = [row for _, row in readable]
 
     def read(purpose: str) -> list[str]:
         return [row[chosen[purpose]] for row in kept] if purpose in chosen else []
 
-    labels, classes = number_labels(read("label"), (), str(path))
+    other = _read_other(path, purpose, chosen[purpose], readable)
+    if other:
+        classes, values = other
+        labels = values.choose_strata()
+    else:
+        labels, classes = number_labels(read("label"), (), str(path))
     coarse, domains = read("coarse_label"), read("domain")
     domain_labels, domain_names = number_labels([*domains], (), str(path))
     return Samples(
@@ -56,12 +75,39 @@ def read_manifest(path: Path, size: int = 32, columns: Columns | None = None) ->
         images=images,
         labels=labels,
         classes=classes,
-        coarse_labels=number_labels([*coarse], (), str(path))[0] if coarse else coarse_labels(classes, labels),
+        coarse_labels=number_labels([*coarse], (), str(path))[0]
+        if coarse
+        else None
+        if other
+        else coarse_labels(classes, labels),
         domains=domain_labels if domains else None,
         domain_names=domain_names if domains else (),
         official_test=mark_tests([split == "test" for split in read("split")]),
         unreadable=unlabelled + unreadable,
+        other=other[1] if other else None,
     )
+
+
+def _read_other(
+    path: Path, purpose: str, column: str, rows: list[tuple[int, dict[str, str]]]
+) -> tuple[tuple[str, ...], OtherLabels] | None:
+    """Read classes and labels of another task; None for a column of one class. Raises DataError, naming the line."""
+    if purpose == "label":
+        return None
+    if purpose == "labels":
+        sets = [tuple(sorted({name.strip() for name in row[column].split(SEPARATOR)} - {""})) for _, row in rows]
+        classes = tuple(sorted({name for names in sets for name in names}))
+        return classes, OtherLabels(task="multi_label", values=make_sets(sets, classes))
+    numbers = []
+    for line, row in rows:
+        try:
+            numbers.append(float(row[column]))
+        except ValueError:
+            raise DataError("FV2008", f"{path}, line {line}: {column} is {row[column]!r}, expected a number") from None
+    values = np.array(numbers, np.float32).reshape(-1, 1)
+    if not np.isfinite(values).all():
+        raise DataError("FV2008", f"{path}: {column} has numbers that are not finite")
+    return folder_names([column]), OtherLabels(task="regression", values=values)
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
@@ -84,12 +130,16 @@ def _choose_columns(path: Path, names: list[str], columns: Columns) -> dict[str,
     for purpose, usual in _USUAL.items():
         asked = getattr(columns, purpose, None)
         name = asked or next((name for name in usual if name in names), None)
-        if (asked and asked not in names) or (name is None and purpose in ("image", "label")):
+        if (asked and asked not in names) or (name is None and purpose == "image"):
             wanted = asked or " or ".join(usual)
             raise DataError("FV2011", f"{path}: no column {wanted}; it has {', '.join(names) or 'no line of names'}")
         if name is not None:
             chosen[purpose] = name
-    return chosen
+    if not any(purpose in chosen for purpose in _LABELS):
+        wanted = " or ".join(_USUAL["label"])
+        raise DataError("FV2011", f"{path}: no column {wanted}; it has {', '.join(names) or 'no line of names'}")
+    named = next((purpose for purpose in _LABELS if getattr(columns, purpose)), None)
+    return {purpose: name for purpose, name in chosen.items() if named in (None, purpose) or purpose not in _LABELS}
 
 
 def _open_image(path: Path, folder: Path, line: int, name: str) -> ImageFile:

@@ -10,8 +10,13 @@ import numpy.typing as npt
 from PIL import Image
 
 from fedvit.data.images import Indices, Pixels
+from fedvit.data.label_file import SEPARATOR
 from fedvit.data.layout import is_hidden
 from fedvit.errors import ConfigError, DataError
+from fedvit.label_forms import OtherTask
+
+STRATA = 10
+"""Groups of the numbers of a regression, by which partitions deal images out."""
 
 
 class ImageSource(Protocol):
@@ -47,6 +52,30 @@ class ArrayImages:
                 resized[index] = Image.fromarray(image).resize(side, Image.Resampling.BILINEAR)
             images = resized
         return images if images.ndim == 4 else np.repeat(images[..., None], 3, axis=3)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OtherLabels:
+    """Labels of another task than one class for each image.
+
+    `values` is (n, classes): 1 for each class of an image, else 0; of a regression (n, 1), its number.
+    """
+
+    task: OtherTask
+    values: npt.NDArray[np.float32]
+
+    def choose_strata(self) -> Indices:
+        """Return the group of each image, (n,), by which partitions deal: its first class, or tenth of the numbers."""
+        if self.task == "multi_label":
+            return np.asarray(self.values.argmax(axis=1), np.int64)
+        order = np.argsort(np.argsort(self.values[:, 0], kind="stable"), kind="stable")
+        return np.asarray(order * STRATA // max(1, len(order)), np.int64)
+
+    def write(self, row: int, classes: Sequence[str]) -> str:
+        """Write a label as a cell of a device's label file."""
+        if self.task == "regression":
+            return repr(float(self.values[row, 0]))
+        return SEPARATOR.join(classes[place] for place in np.flatnonzero(self.values[row]).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,6 +127,7 @@ class Samples:
     domain_names: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()  # images that were left out, with the reason
     official_test: npt.NDArray[np.bool_] | None = None  # images of the data set's own test split; None: it has none
+    other: OtherLabels | None = None  # None: `labels` are the labels; else they are strata, as partitions deal by them
 
     def __post_init__(self) -> None:
         for what, values in (
@@ -105,11 +135,14 @@ class Samples:
             ("coarse labels", self.coarse_labels),
             ("domains", self.domains),
             ("marks of test images", self.official_test),
+            ("other labels", None if self.other is None else self.other.values),
         ):
             if values is not None and len(values) != len(self.labels):
                 raise DataError("FV2012", f"{self.dataset}: {len(values)} {what} for {len(self.labels)} labels")
         if unfit := [name for name in self.classes if not _is_folder_name(name)]:
             raise DataError("FV2012", f"{self.dataset}: class {unfit[0]!r} cannot be the name of a folder")
+        if self.other and self.other.task == "multi_label" and any(SEPARATOR in name for name in self.classes):
+            raise DataError("FV2012", f"{self.dataset}: a class of an image with several cannot have a {SEPARATOR!r}")
         if len(set(self.classes)) < len(self.classes):
             raise DataError("FV2012", f"{self.dataset}: two of the {len(self.classes)} classes have the same name")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coordinator.rounds.tasks import Work
-from edge_client.work.answer_tally import AnswerTally
+from edge_client.work.answer_tally import AnswerTally, list_metrics, make_tally
 from edge_client.work.batches import choose_rows, facts_of
 from edge_client.work.sampler import Sampler, make_sampler
 from fedvit.data.images import Flags, Indices
@@ -77,6 +77,14 @@ class CohortUpdate:
     losses: list[float]  # mean over the last epoch
     flops: list[int]
     steps: list[int]
+
+
+class CountedAnswers(NamedTuple):
+    """One device's evaluation."""
+
+    metrics: dict[str, float]  # as in its result
+    images: int
+    by_class: tuple[ClassCount, ...]  # empty: not counted
 
 
 class _PhaseRun(NamedTuple):
@@ -236,9 +244,10 @@ class Cohort:
             for device, parts in enumerate(kept):
                 shape = (0, *phase.collect.shape)
                 values = torch.cat([part for part, _ in parts]).float().cpu().numpy() if parts else np.zeros(shape)
-                labels = np.concatenate([part for _, part in parts]) if parts else np.zeros(0)
+                whole = drawn[device].arrays["labels"]  # (T, B, ...)
+                labels = np.concatenate([part for _, part in parts]) if parts else whole[:0, 0]
                 trained.collected[device] |= {
-                    phase.collect.output: values.astype(np.float32, copy=False), LABELS: labels.astype(np.int64),
+                    phase.collect.output: values.astype(np.float32, copy=False), LABELS: labels,
                 }  # fmt: skip
         by_step = losses.cpu().numpy()
         return updated, [_loss(of, by_step[:, device], phase.repeats) for device, of in enumerate(drawn)]
@@ -303,8 +312,8 @@ class Cohort:
         train: Sequence[DeviceImages],
         test: Sequence[DeviceImages],
         choices: Sequence[np.random.Generator],
-    ) -> list[tuple[float, int, tuple[ClassCount, ...]]]:
-        """(right answers, images, answers by class) of each device on its test images, whole and not varied."""
+    ) -> list[CountedAnswers]:
+        """Each device's answers on its test images, whole and not varied."""
         evaluate = program.evaluate
         own = {f"tensor/{name}": value for name, value in values.own.items()}
         common = {f"tensor/{name}": value for name, value in values.common.items()}
@@ -312,19 +321,19 @@ class Cohort:
             own |= self._gather(program, method, common, own, train, choices)
         reading = self._read(method, program, values)
         batched = self._make_step((method.as_traced(), None), lambda: predict_step(method, reading.vit))
-        correct = np.zeros(len(test))
-        tallies = [AnswerTally(len(program.classes)) for _ in test]
+        tallies = [make_tally(program) for _ in test]
         for labels, readable, outputs in self._full(reading, batched, common, own, test):
-            answers = outputs["logits"].argmax(dim=-1).cpu().numpy()
-            right = answers == labels
-            correct += (right.reshape(*readable.shape, -1).mean(axis=2) * readable).sum(axis=1)
-            if evaluate.counts_classes and labels.ndim == 2:  # a sample of text has characters of many classes
-                for tally, true, given, there in zip(tallies, labels, answers, readable, strict=True):
+            # the largest are fewer numbers to copy
+            scores = tallies[0].reads_scores
+            answers = outputs["logits"].float() if scores else outputs["logits"].argmax(dim=-1)
+            for tally, true, given, there in zip(tallies, labels, answers.cpu().numpy(), readable, strict=True):
+                if scores:
                     tally.add(true[there], given[there])
-        counts = [tally.by_class() for tally in tallies]
+                else:
+                    tally.add_answers(true[there], given[there])
         return [
-            (float(right), int(one.readable.sum()), by_class if len(by_class) <= MAX_CLASS_COUNTS else ())
-            for right, one, by_class in zip(correct, test, counts, strict=True)
+            _list_counts(tally, int(one.readable.sum()), counts_classes=evaluate.counts_classes)
+            for tally, one in zip(tallies, test, strict=True)
         ]
 
     def _gather(
@@ -370,7 +379,7 @@ class Cohort:
             some = [slice(first, min(first + PREDICTION_BATCH, len(one))) for one in images]
             length = min(PREDICTION_BATCH, most - first)
             rows = np.zeros((len(images), length), np.int64)
-            labels = np.zeros((len(images), length, *images[0].labels.shape[1:]), np.int64)
+            labels = np.zeros((len(images), length, *images[0].labels.shape[1:]), images[0].labels.dtype)
             readable = np.zeros((len(images), length), bool)
             for device, (one, part) in enumerate(zip(images, some, strict=True)):
                 there = len(one.rows[part])
@@ -382,6 +391,13 @@ class Cohort:
 
     def _to_accelerator(self, array: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._accelerator)
+
+
+def _list_counts(tally: AnswerTally, images: int, *, counts_classes: bool) -> CountedAnswers:
+    """Return the counts that a device sends."""
+    by_class = tally.by_class() if counts_classes else ()
+    metrics = list_metrics(tally.correct, tally.errors, tally.labels, counts_classes=counts_classes)
+    return CountedAnswers(metrics, images, by_class if len(by_class) <= MAX_CLASS_COUNTS else ())
 
 
 def _only(images: DeviceImages, chosen: Array) -> DeviceImages:

@@ -76,7 +76,7 @@ class DeviceEvaluation(NamedTuple):
     """A device's evaluation on its own test images."""
 
     device: str
-    correct: float
+    metrics: dict[str, float]  # as in its result
     images: int
     by_class: tuple[ClassCount, ...]  # empty: not counted
     flops: int
@@ -107,8 +107,7 @@ class SimulatedDevices:
         images: dict[Path, tuple[DeviceImages, DeviceImages]] = {}
         for name, own in sorted(data.items()):
             if own.folder not in images:
-                known = own.relabel(plan.classes)
-                known.check_fits(batch)
+                known = own.relabel(plan.classes).fit_to(batch)
                 images[own.folder] = pictures.add(known.train), pictures.add(known.test)
             self._devices[name] = SimulatedDevice(name, *images[own.folder])
         pictures.finish()
@@ -168,7 +167,7 @@ class SimulatedDevices:
             program = self._program(method)
             for some in self._in_parts(method, group, partial(self._test_together, number, method, program)):
                 evaluations += some
-        return sorted(evaluations)
+        return sorted(evaluations, key=lambda one: one.device)
 
     def _train(self, number: int, work: Mapping[str, Work]) -> Iterator[DeviceResult]:
         for method, group in self._groups([self._devices[name] for name in work], number).items():

@@ -92,7 +92,7 @@ class CheckpointJournal(Journal):
 
     def keep_evaluation(self, number: int) -> float | None:
         self._evaluations = self._trainer.tested
-        shares = [one.correct / one.images for one in self._evaluations if one.images]
+        shares = [one.metrics["correct"] / one.images for one in self._evaluations if one.images]
         return fmean(shares) if shares else None
 
     def keep_best(self, number: int) -> None:
@@ -192,8 +192,7 @@ class CheckpointJournal(Journal):
             store.rounds.close_evaluation(run, number, answers)
 
     def _answer(self, number: int, one: DeviceEvaluation) -> tuple[str, Result, None]:
-        use, metrics = ResourceUse(flops=one.flops), {"correct": one.correct}
-        result = self._result(number, "evaluate", one.images, metrics, use)
+        result = self._result(number, "evaluate", one.images, one.metrics, ResourceUse(flops=one.flops))
         return one.device, replace(result, by_class=one.by_class), None
 
     def _result(self, number: int, kind: TaskKind, samples: int, metrics: dict[str, float], use: ResourceUse) -> Result:

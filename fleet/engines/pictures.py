@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class DeviceImages:
         return len(self.rows)
 
     @property
-    def labels(self) -> Indices:
+    def labels(self) -> Any:
         return self.split.labels
 
 

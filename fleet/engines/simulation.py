@@ -19,6 +19,7 @@ from coordinator.record.scores import BEST
 from coordinator.rounds.display import Display, View
 from coordinator.rounds.engine import RoundEngine
 from coordinator.rounds.ports import Ports
+from coordinator.rounds.preparation import check_class_count
 from coordinator.rounds.quarantine import Quarantine
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
@@ -34,7 +35,7 @@ from fleet.engines.trainer import TorchTrainer
 def check_engine_config(config: RunConfig) -> None:
     """Raises ConfigError for settings of late, lost or limited devices, which this engine does not simulate."""
     network = {
-        "mode": config.mode != "rounds",
+        "mode": not config.asks_cohorts(),
         "rounds": config.rounds == 0,
         "over_select": config.over_select > 0,
         "late": config.late != "refuse",
@@ -111,8 +112,7 @@ class TorchSimulation:
 
     def _classes(self, opened: Mapping[Path, DeviceData]) -> tuple[str, ...]:
         classes = self.config.classes or tuple(sorted({name for data in opened.values() for name in data.classes}))
-        if len(classes) < 2:
-            raise ConfigError("FV1504", f"a run needs at least two classes, the devices have {list(classes)}")
+        check_class_count(self.config, classes)
         if left_out := sorted({name for data in opened.values() for name in data.empty} - set(classes)):
             self.display.line(f"class folders without an image on any device, not of this run: {', '.join(left_out)}")
         return classes

@@ -231,12 +231,15 @@ def _score_devices(result: CellResult, out: Path, number: int) -> CellResult:
     if not scores or len(scores) < len(tested):
         return result
     macro_f1 = {device: score.macro_f1 for device, score in scores.items() if score.macro_f1 is not None}
+    auc = {device: score.auc for device, score in scores.items() if score.auc is not None}
     return replace(
         result,
         balanced_accuracy=fmean(score.balanced for score in scores.values()),
         balanced_by_device={device: score.balanced for device, score in scores.items()},
         macro_f1=fmean(macro_f1.values()) if len(macro_f1) == len(scores) else None,
         macro_f1_by_device=macro_f1,
+        auc=fmean(auc.values()) if len(auc) == len(scores) else None,
+        auc_by_device=auc,
     )
 
 

@@ -192,6 +192,7 @@ def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experi
     made = [result.generated_difference for result in results if result.generated_difference is not None]
     balanced = [result.balanced_accuracy for result in results if result.balanced_accuracy is not None]
     macro_f1 = [result.macro_f1 for result in results if result.macro_f1 is not None]
+    auc = [result.auc for result in results if result.auc is not None]
     flops = [result.flops for result in results if result.flops is not None]
     peaks = [result.peak_rss_bytes for result in results if result.peak_rss_bytes is not None]
     return MethodComparison(
@@ -225,6 +226,8 @@ def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experi
         balanced_interval=mean_interval(balanced) if len(balanced) == len(results) else None,
         macro_f1=fmean(macro_f1) if len(macro_f1) == len(results) else None,
         macro_f1_interval=mean_interval(macro_f1) if len(macro_f1) == len(results) else None,
+        auc=fmean(auc) if len(auc) == len(results) else None,
+        auc_interval=mean_interval(auc) if len(auc) == len(results) else None,
     )
 
 

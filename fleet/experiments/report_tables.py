@@ -73,6 +73,7 @@ _Figure = Callable[[MethodComparison], tuple[float | None, Interval | None]]
 _CLASS_SCORES: tuple[tuple[str, str, _Figure], ...] = (
     ("balanced", "balanced accuracy", lambda entry: (entry.balanced_accuracy, entry.balanced_interval)),
     ("macro-f1", "macro F1", lambda entry: (entry.macro_f1, entry.macro_f1_interval)),
+    ("auc", "AUC", lambda entry: (entry.auc, entry.auc_interval)),
 )
 
 

@@ -75,6 +75,10 @@ class DeviceRow(NamedTuple):
     def macro_f1(self) -> float | None:
         return self.cell.result.macro_f1_by_device.get(self.device) if self.cell.result else None
 
+    @property
+    def auc(self) -> float | None:
+        return self.cell.result.auc_by_device.get(self.device) if self.cell.result else None
+
 
 def read_results(experiment: str) -> ExperimentOutcome:
     """Read the results of an experiment: its folder, its name in `experiments/`, its TOML file, or results.json.
@@ -237,7 +241,7 @@ _METHOD_COLUMNS = _columns(
     std_over_seeds="entry.std_over_seeds", interval_low="entry.interval.low", interval_high="entry.interval.high",
     is_leader="is_leader", std_over_devices="entry.std_over_devices", accuracy_by_image="entry.accuracy_weighted",
     difference="difference.mean", difference_low="difference.interval.low", difference_high="difference.interval.high",
-    balanced_accuracy="entry.balanced_accuracy", macro_f1="entry.macro_f1",
+    balanced_accuracy="entry.balanced_accuracy", macro_f1="entry.macro_f1", auc="entry.auc",
     generic="entry.generic", novel="entry.novel", late="entry.late", rounds_to_target="entry.rounds_to_target",
     bytes_down="entry.bytes_down", bytes_up="entry.bytes_up", flops="entry.flops", wall_s="entry.wall_s",
     peak_rss_bytes="entry.peak_rss_bytes",
@@ -261,5 +265,5 @@ _ROUND_COLUMNS = _columns(
 )  # fmt: skip
 _DEVICE_COLUMNS = _columns(
     method="cell.method", partition="cell.partition", seed="cell.seed", device="device", accuracy="accuracy",
-    balanced_accuracy="balanced_accuracy", macro_f1="macro_f1",
+    balanced_accuracy="balanced_accuracy", macro_f1="macro_f1", auc="auc",
 )  # fmt: skip

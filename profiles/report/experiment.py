@@ -66,6 +66,8 @@ class CellResult(Struct, frozen=True, kw_only=True):
     macro_f1: float | None = None
     balanced_by_device: dict[str, float] = {}
     macro_f1_by_device: dict[str, float] = {}
+    auc: float | None = None  # mean over classes, then over devices
+    auc_by_device: dict[str, float] = {}
     embeddings: list[EmbeddedDevice] = []  # if the experiment asks for pictures
     attention: list[AttentionPicture] = []
 
@@ -129,6 +131,8 @@ class MethodComparison(Struct, frozen=True, kw_only=True):
     balanced_interval: Interval | None = None
     macro_f1: float | None = None
     macro_f1_interval: Interval | None = None
+    auc: float | None = None
+    auc_interval: Interval | None = None
 
 
 class Difference(Struct, frozen=True, kw_only=True):

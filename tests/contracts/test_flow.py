@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from edge_client.trust.flow import check_flow, check_images
 from edge_client.trust.pins import find_changes, make_pins
-from fedvit.errors import NotAllowed
-from fedvit.methods import METHODS
+from fedvit.blobs import digest_of
+from fedvit.errors import ConfigError, NotAllowed
+from fedvit.label_forms import LabelForm
+from fedvit.methods import METHODS, make_method
 from fedvit.model_options import LSTM, RESNET, TEXT
 from fedvit.program import Program, Role
 from tests.support.codes import has_code
@@ -28,6 +33,7 @@ UNDECIDED = {"per_fedavg", "ifca"}
 step in place of another in the second; sums of losses as the weights of a mixture, in which few pixels count."""
 MUTANTS = int(os.environ.get("FEDVIT_FLOW_MUTANTS", "15"))
 IMAGES = 20
+ONE_PIXEL = {"image_size": 2, "patch_size": 2, "width": 8, "depth": 2, "heads": 2}
 WIDE = {"image_size": 8, "patch_size": 4, "width": 128, "depth": 2, "heads": 2}
 """Wide enough for products of integers and of float16."""
 
@@ -119,13 +125,85 @@ def test_a_teacher_that_the_server_does_not_know_is_refused(tmp_path: Path) -> N
         assert_accepted(msgspec.structs.replace(program, groups=groups), graphs)
 
 
+# --- other tasks --------------------------------------------------------------------------------------
+
+TASKS = ("multi_label", "regression")
+LEARNS_EVERY_TASK = [name for name in METHODS if make_method(name).why_one_class is None]
+
+
+@pytest.mark.parametrize("name", [
+    name if name in ("fedper", "eftvit") else pytest.param(name, marks=pytest.mark.slow) for name in LEARNS_EVERY_TASK
+])  # fmt: skip
+@pytest.mark.parametrize("task", TASKS)
+def test_losses_of_other_tasks_pass(task: str, name: str, tmp_path: Path) -> None:
+    assert_accepted(*make_program(name, tmp_path, task=task))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in LEARNS_EVERY_TASK])
+def test_a_method_that_needs_one_class_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    why = make_method(name).why_one_class
+    assert why
+    with pytest.raises(ConfigError, check=has_code("FV2490", why)):
+        make_program(name, tmp_path, task="multi_label")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_mutants_of_other_tasks_that_leak_more_are_refused(task: str, tmp_path: Path) -> None:
+    program, graphs = make_program("fedper", tmp_path, task=task)
+    assert_mutants_are_refused(f"fedper {task}", program, graphs)
+
+
+def find_error(graphs: Graphs) -> tuple[Any, Any]:
+    """Return the training graph of a regression, and the node that takes labels from the model's outputs."""
+    model = onnx.load_from_string(graphs["train"])
+    [node] = [node for node in model.graph.node if node.op_type == "Sub" and "batch/labels" in node.input]
+    return model, node
+
+
+def replace_error(program: Program, graphs: Graphs, output: str) -> tuple[Program, Graphs]:
+    """Return a regression whose error is that of another value than the model's output."""
+    model, node = find_error(graphs)
+    node.input[0] = output
+    content = model.SerializeToString()
+    spec = msgspec.structs.replace(program.graphs["train"], digest=digest_of(content))
+    return msgspec.structs.replace(program, graphs={**program.graphs, "train": spec}), {**graphs, "train": content}
+
+
+def test_an_error_is_one_of_features_alone(tmp_path: Path) -> None:
+    """Pixels less labels are pixels: their sum over a batch, or with features, would be sent."""
+    program, graphs = make_program("fedavg", tmp_path, task="regression", model_options=ONE_PIXEL)
+    assert_accepted(program, graphs)
+    model, _ = find_error(graphs)
+    pixel = helper.make_node("ReduceMean", ["batch/patches", "pixel.axes"], ["pixel"], keepdims=0)
+    axes = numpy_helper.from_array(np.array([1], np.int64), "pixel.axes")
+    model.graph.initializer.append(axes)
+    model.graph.node.insert(0, pixel)
+    wider = helper.make_node("ReduceMean", ["pixel", "pixel.axes"], ["pixel.mean"], keepdims=1)
+    model.graph.node.insert(1, wider)
+    changed = {**graphs, "train": model.SerializeToString()}
+    with pytest.raises(NotAllowed, check=has_code("FV1441", "images")):
+        assert_accepted(*replace_error(program, changed, "pixel.mean"))
+
+
+def test_features_less_classes_are_no_error(tmp_path: Path) -> None:
+    """Only labels that are numbers have an error: the same graph in a task of classes sends a sum of features."""
+    program, graphs = make_program("fedavg", tmp_path, task="regression")
+    assert_accepted(program, graphs)
+    batch = msgspec.structs.replace(program.batch, labels=LabelForm(task="multi_label"))
+    with pytest.raises(NotAllowed, check=has_code("FV1441")):
+        assert_accepted(msgspec.structs.replace(program, batch=batch), graphs)
+
+
 # --- mutants ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_passes_unchanged_and_mutants_that_leak_more_are_refused(name: str, tmp_path: Path) -> None:
     """A mutant that the check and the pins of the run accept tells no more of single pixels than the method does."""
-    program, graphs = make_program(name, tmp_path)
+    assert_mutants_are_refused(name, *make_program(name, tmp_path))
+
+
+def assert_mutants_are_refused(name: str, program: Program, graphs: Graphs) -> None:
     assert_accepted(program, graphs)
     device, pins = Device(program, 1), make_pins(None, program)
     honest = measure_influence(program, graphs, device)

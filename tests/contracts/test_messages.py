@@ -156,6 +156,7 @@ EXAMPLES: dict[str, AnyMessage] = {
     "result-9": Result(
         "run-1", 7, "compare", 40, {"both": 29.0, "challenger": 6.0, "champion": 1.0, "neither": 4.0}, ResourceUse()
     ),
+    "result-10": replace(EVALUATION, by_class=(ClassCount(0, 4, 5, (), ((0, 0, 7), (31, 5, 0))), ClassCount(3, 5, 7))),
     "failed": FAILED,
     "failed-2": Failed("run-1", 7, "train", "over budget", "memory", ResourceUse(train_s=1.5, peak_rss_bytes=2**28)),
     "failed-3": replace(FAILED, task=TASK_ID),

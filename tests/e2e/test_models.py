@@ -26,6 +26,8 @@ from tests.support.served import PictureStream, Supervisor, encode_picture, spli
 from tests.support.waiting import WAIT_S
 
 SITES = {"device-0": "berlin", "device-1": "munich"}
+ACTS = {"device-0": "('canary', 'promoted')", "device-1": "('promoted')"}
+"""Acts by which a model may be used on a device: canaries are in Berlin."""
 RULES = {"min_gain": -1.0, "min_images": 5, "canary": "site=berlin", "after": "1s", "max_worse": 1.0}
 """Any model passes: the story is the same whatever the devices learn."""
 RUN: dict[str, Any] = {
@@ -149,10 +151,10 @@ class Watched:
         self._closing.close()
 
     def check_answers(self) -> None:
-        """Fail if a stream got an answer of a model before it was promoted."""
-        acts = "select model, min(at) from promotions where act in ('canary', 'promoted') group by model"
-        since = {model: datetime.fromisoformat(at) for model, at in self.stage.query(acts)}
+        """Fail if a stream got an answer of a model before it was promoted for its device."""
         for name, stream in self.streams.items():
+            acts = f"select model, min(at) from promotions where act in {ACTS[name]} group by model"
+            since = {model: datetime.fromisoformat(at) for model, at in self.stage.query(acts)}
             wrong = [
                 answer for answer in stream.answers if answer.model not in since or answer.at < since[answer.model]
             ]
@@ -164,7 +166,7 @@ class Watched:
             with suppress(FedvitError):
                 serving = find_serving(self.stage, name)
                 if serving and (name, serving) not in self.used:
-                    promoted = "select 1 from promotions where model = ? and act in ('canary', 'promoted')"
+                    promoted = f"select 1 from promotions where model = ? and act in {ACTS[name]}"
                     assert query_record(self.stage.out, promoted, serving), f"{name} uses {serving}"
                     self.used.add((name, serving))
 

@@ -21,6 +21,16 @@ from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult, ExperimentOutcome
 
 
+def write_file(partitions: Sequence[str], methods: Sequence[str], *, seeds: int = 2, more: str = "") -> str:
+    """Write the file of an experiment whose results tests make up; the partition `even` is iid."""
+    lines = ['dataset = "digits"', "image_size = 32", "devices = 3", "rounds = 2", f"seeds = {[*range(seeds)]}", more]
+    for name in partitions:
+        lines += [f"[partitions.{name}]", f'partition = "{"iid" if name == "even" else "dirichlet"}"']
+    for name in methods:
+        lines += [f"[methods.{name}]", f'method = "{name}"']
+    return "\n".join(lines)
+
+
 def written_experiment(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "tiny.toml"

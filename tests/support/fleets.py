@@ -1,13 +1,10 @@
 """The record of a whole fleet, made by hand: one large run under way, and many others."""
 
-from pathlib import Path
-
 from coordinator.record.record import Record
 from coordinator.record.tables import RunStatus, SavedState
-from coordinator.rounds.service.status import MemberStatus, ServiceStatus, write_service_status
 from fedvit.resources import ResourceUse
 from fedvit.wire.messages import Result
-from tests.support.records import fleet_run, name_of
+from tests.support.records import name_of
 
 ENDS: tuple[RunStatus, ...] = (
     "finished",
@@ -49,19 +46,3 @@ def other_runs(store: Record, count: int, rounds: int = 3, devices: int = 4) -> 
             reason = "no device returned a usable result in three attempts" if status == "failed" else None
             store.runs.update(name, status=status, reason=reason)
     return names
-
-
-def whole_fleet(folder: Path, devices: int = 500, runs: int = 200) -> Record:
-    """Make the run of `fleet_run` among other ones, and the status file of a service."""
-    store = fleet_run(folder, devices)
-    other_runs(store, runs - 1)
-    members = [
-        MemberStatus(
-            device=name_of(number), labels={"site": ("north", "south")[number % 2]}, online=number % 10 != 9, run=None
-        )
-        for number in range(devices)
-    ]
-    write_service_status(
-        folder, ServiceStatus(federation="home", broker="mqtts://broker.example:8883", running=[], members=members)
-    )
-    return store

@@ -71,10 +71,14 @@ class Device:
             "batch/weight": np.ones(count, np.float32),
             "batch/seeds": draw.integers(0, SEEDS, count),
         }
+        if batch.labels:
+            numbers = draw.standard_normal((count, len(program.classes))).astype(np.float32)
+            is_set = batch.labels.task == "multi_label"
+            self.feeds["batch/labels"] = (numbers > 0).astype(np.float32) if is_set else numbers
         if batch.mask_ratio:
             kept = [np.sort(draw.permutation(batch.patches)[: batch.kept_patches]) for _ in range(count)]
             self.feeds["batch/kept"] = np.array(kept)
-        self.counts = np.bincount(self.feeds["batch/labels"], minlength=len(program.classes)).astype(np.float32)
+        self.counts = np.bincount(np.arange(count) % len(program.classes)).astype(np.float32)
         local = [name for group in program.with_role(Role.LOCAL) for name in program.names(group)]
         places = [(name, place) for name in local for place in range(self.values[name].size)]
         chosen = draw.permutation(len(places))[:PERSONAL_NUMBERS]

@@ -322,7 +322,9 @@ class PictureStream:
         return sorted(after - before for before, after in pairs if any(before <= at <= after for at in kills) is killed)
 
     def _ask(self) -> None:
-        while not self._stop.wait(self.EVERY_S):
+        due = time.monotonic()
+        while not self._stop.wait(max(0.0, due - time.monotonic())):
+            due = max(due + self.EVERY_S, time.monotonic())
             with suppress(OSError, HTTPException, ValueError):
                 status, answer = request(self._supervisor.port, "POST", "/predict", next(self._pictures))
                 if status == 200:

@@ -27,6 +27,7 @@ def make_program(
     model: str | None = None,
     model_options: dict[str, Any] | None = None,
     classes: int = 3,
+    task: str = "classification",
 ) -> tuple[Program, dict[str, bytes]]:
     """Make a Program and its graphs, which are not verified, as a coordinator would for round 1."""
     from coordinator.compute.planning import planner
@@ -38,7 +39,10 @@ def make_program(
         "method": name,
         "options": chosen,
         "model_options": model_options or WIDER.get(name, SMALLEST),
+        "task": task,
     }
+    if task == "regression":
+        values["number_range"], classes = [0.0, 10.0], 1
     if model:
         values["model"] = model
     config = make_config({**values, "rounds": 3}, "test").run

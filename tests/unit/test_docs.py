@@ -1,5 +1,6 @@
 """The documents hold together: links lead somewhere, the README stays short."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -98,3 +99,32 @@ def test_pictures_are_small_and_shown() -> None:
     assert pictures
     assert [picture.name for picture in pictures if picture.stat().st_size > PICTURE_BYTES] == []
     assert [picture.name for picture in pictures if f"pictures/{picture.name}" not in shown] == []
+
+
+def names_defined(folders: list[str]) -> set[str]:
+    """Names of classes, functions and constants of modules, and of methods as `Class.method`."""
+    names: set[str] = set()
+    for file in (file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                members = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+                names |= {node.name, *(f"{node.name}.{member}" for member in members)}
+            elif isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Assign):
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_the_architecture_answers_with_files_and_names_that_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    questions = re.findall(r"^\| (Where .*\?) \| (.*) \|$", page, re.MULTILINE)
+    stations = re.findall(r"^\d+\. (.*)$", page, re.MULTILINE)
+    assert len(questions) >= 6
+    assert len(stations) == 12
+    known = names_defined(["coordinator", "edge_client", "fedvit"])
+    quoted = re.findall(r"`([^`]+)`", " ".join([*(answer for _, answer in questions), *stations]))
+    files = {name for name in quoted if "/" in name}
+    assert not {name for name in files if not (ROOT / name).exists()}
+    missing = {name for name in quoted if re.fullmatch(r"_?[A-Z]\w*(\.\w+)?", name)} - known
+    assert not missing

@@ -42,6 +42,7 @@ def method_batch(method: Method, vit: PatchViT, images: ImageConfig = UNCHANGED)
         flip=images.flip,
         brightness=images.brightness,
         micro_batch=method.micro_batch,
+        labels=vit.label_form,
     )
 
 

@@ -10,7 +10,7 @@ from coordinator.compute.planning.server_data import check_server_data
 from coordinator.config import RunConfig, StartConfig, load_selector, make_config, why_no_regions
 from fedvit.errors import ConfigError
 from fedvit.known_names import find_packaged_model
-from fedvit.methods import build_model, make_method
+from fedvit.methods import build_model, make_method, set_task
 from fedvit.methods.aggregators import make_aggregator
 from fedvit.methods.base import ServerRule, check_fits
 from fedvit.methods.novel import phases_of, server_rule_of
@@ -35,7 +35,7 @@ def check_run(config: RunConfig, where: str) -> None:
 
 def check_region(config: RunConfig, where: str) -> None:
     """Raise ConfigError, which names `where`, if the mean of a region's updates cannot stand for them."""
-    if config.mode != "rounds":
+    if not config.asks_cohorts():
         raise ConfigError(
             "FV2202", f"{where}: mode = {config.mode!r}: a region answers in rounds, which the centre opens"
         )
@@ -43,6 +43,8 @@ def check_region(config: RunConfig, where: str) -> None:
         raise ConfigError(
             "FV2202", f"{where}: variants: a region's devices train the tensors that the centre's task names"
         )
+    if config.task != "classification":
+        raise ConfigError("FV2490", f"{where}: task = {config.task!r}: a region adds up right answers of one class")
     if why := why_no_regions(config):
         raise ConfigError("FV1104", f"{where}: {why}")
     method = make_method(config.method, config.options)
@@ -71,11 +73,12 @@ def _check(config: RunConfig) -> None:
         vit = build_model(
             method,
             config.model,
-            max(2, len(config.classes)),
+            max(config.least_classes, len(config.classes)),
             seed=0,
             options=config.model_options,
             pretrained=pretrained,
         )
+        set_task(method, vit, config.label_form)
         method_batch(method, vit, config.images)
         groups = method.groups(vit)
         rule = server_rule_of(method, vit)
@@ -98,11 +101,13 @@ def _check(config: RunConfig) -> None:
                 raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None
         config.updates.check(config.method, method.groups(vit), collects)
         check_server_data(config, rule)
+        if config.auc and (not method.evaluate(vit).counts_classes or vit.reads_text):
+            raise ConfigError("FV2490", f"auc = true needs answers by class, which {config.method} keeps on devices")
 
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:
     """Check that this method's server can use uploads for an older state."""
-    if config.mode != "rounds" and config.evaluation == "pre_aggregation":
+    if not config.asks_cohorts() and config.evaluation == "pre_aggregation":
         raise ConfigError(
             "FV1015", "evaluation = 'pre_aggregation' tests devices of one round: it needs mode = 'rounds'"
         )

@@ -21,19 +21,14 @@ from coordinator.config import PrivacyConfig, RunConfig
 from export.graphs import Exported, default_cache, export_graphs, export_unverified
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.methods import build_model, make_method
+from fedvit.label_forms import ACCURACY
+from fedvit.methods import build_model, make_method, set_task
 from fedvit.methods.base import Method, ServerRule, ServerState
 from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.methods.packed import as_sent
 from fedvit.models.vit import PatchViT
 from fedvit.precision import Compute, Precision
 from fedvit.program import (
-    ASSIGNED_VERSION,
-    PRIVATE_VERSION,
-    PROGRAM_VERSION,
-    SECURE_VERSION,
-    SEEDED_VERSION,
-    TEXT_VERSION,
     Batch,
     Evaluate,
     GraphSpec,
@@ -44,6 +39,15 @@ from fedvit.program import (
     Train,
     decode_program,
     encode_program,
+)
+from fedvit.program_versions import (
+    ASSIGNED_VERSION,
+    LABELLED_VERSION,
+    PRIVATE_VERSION,
+    PROGRAM_VERSION,
+    SECURE_VERSION,
+    SEEDED_VERSION,
+    TEXT_VERSION,
 )
 from fedvit.quantities import format_seconds
 from fedvit.resources import Budget
@@ -113,12 +117,14 @@ class Plan:
 
     @property
     def protocol(self) -> str:
+        form = self.vit.label_form
+        answer = f"{ACCURACY[form.task]}; " if form else ""
         evaluate = self._evaluate(self.method_for("", 1))
         if self.config.evaluation == "pre_aggregation":
-            return PROTOCOLS["pre_aggregation"]
+            return answer + PROTOCOLS["pre_aggregation"]
         kept, own = [self.method.groups(self.vit)[group] for group in evaluate.kept], self.vit.tensors().keys()
         keeps = any(role is Role.GENERATED or not own.isdisjoint(names) for role, names in kept)
-        return PROTOCOLS["adapted" if evaluate.adapt else "kept" if keeps else "newest"]
+        return answer + PROTOCOLS["adapted" if evaluate.adapt else "kept" if keeps else "newest"]
 
     def method_for(self, device: str, round_number: int) -> Method:
         return self.method_before_draw(device, round_number).for_device(self.vit, device, round_number)
@@ -264,6 +270,7 @@ class Plan:
             TEXT_VERSION: batch.text,
             SEEDED_VERSION: batch.sample_seeds,
             SECURE_VERSION: self.config.secure,
+            LABELLED_VERSION: batch.labels,
             ASSIGNED_VERSION: any(group.role is Role.ASSIGNED for group in groups.values()),
         }
         return Program(
@@ -315,6 +322,8 @@ class Plan:
 
     def _evaluate(self, method: Method) -> Evaluate:
         evaluate = method.evaluate(self.vit)
+        if self.config.auc:
+            evaluate = msgspec.structs.replace(evaluate, counts_scores=True)
         if self.config.evaluation == "newest":
             return evaluate
         sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.is_sent_back and names]
@@ -346,6 +355,7 @@ def make_plan(
         options=config.model_options,
         pretrained=config.pretrained,
     )
+    set_task(base, vit, config.label_form)
     if start is not None:
         _begin_at(vit, start)  # also twins of the model begin there
     values, groups = _collect_tensors(config, vit, _list_methods(config, vit, budgets=budgets))

@@ -22,7 +22,7 @@ def check_secure(config: RunConfig, roles: set[Role], *, collects: bool, why_no_
     reasons = {
         f"devices = {config.devices}: a sum needs {least} devices at least": config.devices < least,
         f"cohort = {config.cohort}: a sum needs {least} devices at least": cohort < least,
-        f"mode = {config.mode!r}: a sum needs the results of one round; set mode = 'rounds'": config.mode != "rounds",
+        f"mode = {config.mode!r}: a sum needs the results of one round; set mode = 'rounds'": not config.asks_cohorts(),
         f"late = {config.late!r}: a sum needs the results of one round; set late = 'refuse'": config.late != "refuse",
         f"selection = {config.selection!r} reads the loss of each device; set 'uniform' or 'fair'": (
             config.selection not in READ_NO_ANSWERS

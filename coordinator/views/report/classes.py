@@ -46,7 +46,8 @@ def _count(entry: ClassAccuracy, answer: str) -> AnswerShare:
 def class_sheet(classes: Sequence[ClassAccuracy]) -> Sheet:
     """Make the table of classes, with the most frequent wrong answers."""
     figures = {"name": "class", "accuracy": "accuracy", "images": "test images", "devices": "devices"}
-    return Sheet(classes, [*columns(figures), Column("wrong", "taken for", _name_answers)])
+    auc = columns({"auc": "AUC"}) if any(entry.auc is not None for entry in classes) else []
+    return Sheet(classes, [*columns(figures), *auc, Column("wrong", "taken for", _name_answers)])
 
 
 def _name_answers(entry: ClassAccuracy) -> str:

@@ -14,6 +14,7 @@ from coordinator.compute.planning.method_entry import find_stored_needs
 from coordinator.record.record import Record
 from coordinator.record.tables import DeviceTotals, RefusalRecord
 from coordinator.run_view import DeviceView, RunView, natural_order, read_run, view_device
+from fedvit.answer_scores import add_histograms, find_auc
 from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.wire.messages import ClassCount
 from profiles.prediction import FLOP_CONVENTION, Expected, Prediction
@@ -112,6 +113,7 @@ class ClassAccuracy(Struct, frozen=True, kw_only=True):
     images: int
     correct: int
     wrong: dict[str, int] = {}  # by the class that was answered, the most frequent first; empty: not counted, or none
+    auc: float | None = None  # of this class against all others; None: scores were not counted
 
     @property
     def accuracy(self) -> float:
@@ -271,10 +273,13 @@ def read_classes(store: Record, view: RunView) -> list[ClassAccuracy]:
     if newest is None:
         return []
     counts: dict[int, list[ClassCount]] = defaultdict(list)
+    listed: list[ClassCount] = []
     for result in store.tasks.read_used_in(view.run, newest, "evaluate"):
+        listed += result.by_class
         for count in result.by_class:
             if count.images:
                 counts[count.label].append(count)
+    scores = add_histograms(listed)
     return [
         ClassAccuracy(
             name=view.classes[label],
@@ -282,6 +287,7 @@ def read_classes(store: Record, view: RunView) -> list[ClassAccuracy]:
             images=sum(count.images for count in of),
             correct=sum(count.correct for count in of),
             wrong=_wrong_answers(of, view.classes),
+            auc=find_auc(*scores[label]) if label in scores else None,
         )
         for label, of in sorted(counts.items())
         if label < len(view.classes)

@@ -20,6 +20,8 @@ from coordinator.views.report.words import (
     setting_words,
     sum_words,
 )
+from coordinator.views.scores import find_newest_scores, score_columns
+from fedvit.answer_scores import SCORE_NAMES
 from fedvit.quantities import format_count
 from profiles.report.figures import svg
 from profiles.report.page import BarChart, ChartBar, Segment, duration, environment, percent, quantity, share, size
@@ -118,7 +120,7 @@ def run_page(report: RunReport) -> str:
         ),
         predicted=any(row.entry.expected for row in rows),
         budgets=_budget_sheet(report.devices),
-        round_table=Sheet(run.rounds, _ROUND_COLUMNS),
+        round_table=_draw_round_table(run.rounds),
         detail_table=_detail_sheet(rows) if len(rows) <= MOST_ROWS else None,
         details=len(rows),
     )
@@ -133,10 +135,15 @@ def run_piece(report: RunReport) -> str:
             run=report.run,
             verdict=run_verdict(report),
             accuracy=_draw_accuracy(report.run.rounds),
-            round_table=Sheet(report.run.rounds, _ROUND_COLUMNS),
+            round_table=_draw_round_table(report.run.rounds),
             device_table=device_sheet(report.devices, omit_empty=True),
         )
     )
+
+
+def _draw_round_table(rounds: Sequence[RoundView]) -> Sheet:
+    """Make the table of rounds, with the scores of their evaluations that are known."""
+    return Sheet(rounds, [*_ROUND_COLUMNS, *score_columns(rounds)])
 
 
 def _tiles(report: RunReport) -> list[tuple[str, str]]:
@@ -144,6 +151,7 @@ def _tiles(report: RunReport) -> list[tuple[str, str]]:
     peaks = [device.totals.peak_rss_bytes for device in report.devices if device.totals.peak_rss_bytes is not None]
     return [
         (share(run.mean_accuracy), "accuracy, mean over devices"),
+        *((f"{value:.3g}", f"{SCORE_NAMES[name]}, all test images") for name, value in find_newest_scores(run.rounds)),
         (size(sum(device.totals.bytes_down for device in report.devices)), "down, all devices"),
         (size(sum(device.totals.bytes_up for device in report.devices)), "up, all devices"),
         *([(size(max(peaks)), "memory of a device at its highest")] if peaks else []),

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedvit.errors import EmptyCohort
 from fedvit.methods.base import RoundContext, ServerRule, ServerState, Upload
+from fedvit.methods.losses import sample_losses
 from fedvit.methods.optimizers import Optimizer
 from fedvit.methods.products import products_in
 from fedvit.methods.rules.memory import with_tensors
@@ -94,7 +95,11 @@ class FeatureTraining(ServerRule):
                 optimizer.zero_grad()  # to None: blocks below this one stay as they are, weight decay included
                 with products_in(context.precision, device):
                     logits = forward(torch.from_numpy(batch.features_BND).to(device), batch.block)
-                    loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.labels).to(device))
+                    labels = torch.from_numpy(batch.labels).to(device)
+                    if vit.label_form:
+                        loss = sample_losses(vit, logits, labels).mean()
+                    else:
+                        loss = torch.nn.functional.cross_entropy(logits, labels)
                 (loss * batch.share).backward()
                 optimizer.step()
                 losses.append(float(loss.detach()) * batch.counted)
@@ -152,7 +157,7 @@ class _Batch(NamedTuple):
 
     block: int  # that the features enter
     features_BND: np.ndarray
-    labels: np.ndarray  # (B,)
+    labels: np.ndarray  # (B, ...)
     counted: int  # of these items; 0 where there is one that is another process's
     share: float  # of their mean loss in the gradient: the mean over all processes of these is the whole batch's
 
@@ -163,7 +168,7 @@ class _Bucket(NamedTuple):
     block: int  # that they enter
     shelves: list[TensorReader]
     starts: np.ndarray  # (uploads,): the first item of each
-    labels: np.ndarray  # (items,)
+    labels: np.ndarray  # (items, ...)
 
     def batch(self, items: np.ndarray, rank: int, world_size: int) -> _Batch:
         """Read the items of one process, of a batch; those of one upload in the order in which they lie."""
@@ -190,8 +195,11 @@ def _first_block(names: list[str]) -> int:
 
 
 def _is_unequal(shelf: TensorReader) -> bool:
-    """Return True if an upload has more features of one of its classes than of another."""
-    _, counts = np.unique(shelf[LABELS], return_counts=True)
+    """Return True if an upload has more features of one of its classes than of another; only where each has one."""
+    labels = shelf[LABELS]
+    if labels.ndim > 1:
+        return False
+    _, counts = np.unique(labels, return_counts=True)
     return len(set(counts.tolist())) > 1
 
 

@@ -10,7 +10,7 @@ from coordinator.record.tables import SUM
 from coordinator.rounds.open_round import OpenRound, RoundPlan
 from fedvit.blobs import digest_of
 from fedvit.errors import EmptyCohort
-from fedvit.program import SECURE_VERSION
+from fedvit.program_versions import SECURE_VERSION
 from fedvit.resources import ResourceUse
 from fedvit.secure.layout import make_training_payload, make_vector
 from fedvit.tensors import unpack

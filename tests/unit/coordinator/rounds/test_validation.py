@@ -23,6 +23,7 @@ from coordinator.rounds.validation import (
     largest_upload_bytes,
 )
 from fedvit.errors import BadPayload, PeerRefused
+from fedvit.label_forms import LabelForm
 from fedvit.program import Batch, Collect, Evaluate, GraphSpec, Program, Role, TensorGroup, TensorSpec, Train
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, pack
@@ -219,6 +220,67 @@ def test_counts_by_class_belong_to_an_evaluation() -> None:
     check_result(evaluated(by_class=(ClassCount(0, 2, 3, ((1, 1),)), ClassCount(2, 2, 2))), AVERAGED, hello())
     with pytest.raises(BadPayload, check=has_code("FV1505")):
         check_result(result(by_class=(ClassCount(0, 2, 3),)), AVERAGED, hello())
+
+
+def of_task(form: LabelForm, classes: tuple[str, ...] = CLASSES) -> Program:
+    batch = msgspec.structs.replace(AVERAGED.batch, labels=form)
+    return msgspec.structs.replace(AVERAGED, batch=batch, classes=classes)
+
+
+SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=0.0, high=1.0)
+
+
+def test_images_may_have_several_classes_in_a_multi_label_task() -> None:
+    scores = ((3, 0, 1), (20, 4, 0))
+    counts = (ClassCount(0, 4, 4, (), scores), ClassCount(1, 3, 5))
+    check_result(evaluated(by_class=counts), of_task(SETS), hello())
+    with pytest.raises(BadPayload, check=has_code("FV1505")):
+        check_result(evaluated(by_class=counts), AVERAGED, hello())
+
+
+@pytest.mark.parametrize(
+    ("count", "named"),
+    [
+        (ClassCount(0, 4, 6), "more images than the 5"),
+        (ClassCount(0, 4, 4, (), ((3, 4, 2),)), "scores of 4 and 2 images"),
+        (ClassCount(0, 4, 4, (), ((20, 4, 0), (3, 0, 1))), "in different bins"),
+        (ClassCount(0, 4, 4, (), ((32, 4, 1),)), "in different bins"),
+    ],
+)
+def test_scores_that_cannot_be_are_refused(count: ClassCount, named: str) -> None:
+    with pytest.raises(BadPayload, check=has_code("FV1505", named)):
+        check_result(evaluated(by_class=(count,)), of_task(SETS), hello())
+
+
+def test_sums_of_errors_are_not_negative() -> None:
+    program = of_task(NUMBERS, ("height",))
+    sums = {"correct": 4.0, "absolute_error": 0.5, "number": -3.0}
+    check_result(msgspec.structs.replace(evaluated(), metrics=sums), program, hello())
+    with pytest.raises(BadPayload, check=has_code("FV1505", "negative")):
+        check_result(msgspec.structs.replace(evaluated(), metrics=sums | {"absolute_error": -0.5}), program, hello())
+
+
+@pytest.mark.parametrize(
+    ("form", "classes", "labels", "named"),
+    [
+        (SETS, CLASSES, [[1, 0, 1], [0, 0, 0]], None),
+        (SETS, CLASSES, [[1, 0, 2], [0, 0, 0]], "labels other than 0 and 1"),
+        (SETS, CLASSES, [[1, 0, 1]], "2 rows of 'features' for 1 labels"),
+        (NUMBERS, ("height",), [[0.5], [-3.0]], None),
+        (NUMBERS, ("height",), [[0.5], [1e7]], "half ranges"),
+        (NUMBERS, ("height",), [[0.5], [np.nan]], "NaN or infinite"),
+    ],
+)
+def test_labels_of_features_are_those_of_the_task(
+    form: LabelForm, classes: tuple[str, ...], labels: list[list[float]], named: str | None
+) -> None:
+    program = msgspec.structs.replace(COLLECTED, batch=of_task(form).batch, classes=classes)
+    upload = pack(features([0, 0], labels=np.array(labels, np.float32)))
+    if named is None:
+        check_upload(upload, program, WHAT)
+        return
+    with pytest.raises(BadPayload, match=named):
+        check_upload(upload, program, WHAT)
 
 
 def test_counts_by_class_that_a_program_keeps_on_devices_are_refused() -> None:

@@ -13,7 +13,8 @@ from edge_client.storage.vault import Vault
 from edge_client.storage.vault_key import VaultKey
 from fedvit.errors import ConfigError
 from fedvit.policy import Policy, SendPolicy
-from fedvit.program import SECURE_VERSION, Program
+from fedvit.program import Program
+from fedvit.program_versions import SECURE_VERSION
 from fedvit.secure.attempt import begin_attempt
 from fedvit.secure.layout import NUMBERS, Layout, find_rounding_seeds, make_training_payload, make_vector, read_training
 from fedvit.secure.server import STEPS, SumServer, SumState

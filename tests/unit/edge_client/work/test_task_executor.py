@@ -14,7 +14,8 @@ from edge_client.work.runtime import ModelTest, Seeds
 from fedvit.blobs import digest_of
 from fedvit.data.folder import DeviceData
 from fedvit.policy import Policy, SendPolicy
-from fedvit.program import VERSIONS, Program, Role, TensorGroup
+from fedvit.program import Program, Role, TensorGroup
+from fedvit.program_versions import VERSIONS
 from fedvit.resources import Budget, ResourceUse
 from fedvit.tensors import Array, Tensors, delta
 from fedvit.wire import messages

@@ -11,21 +11,9 @@ from fleet.commands.results import results_command
 from fleet.experiments.command import write_results
 from fleet.experiments.outcome import make_outcome
 from tests.support.codes import has_code
-from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, read_grid, write_file, written_experiment
 
-FILE = """
-dataset = "digits"
-image_size = 32
-devices = 3
-rounds = 2
-seeds = [0, 1]
-[partitions.even]
-partition = "iid"
-[methods.fedavg]
-method = "fedavg"
-[methods.fedper]
-method = "fedper"
-"""
+FILE = write_file(["even"], ["fedavg", "fedper"])
 CURVES = {
     "fedavg/even/seed-0": [0.5], "fedavg/even/seed-1": [0.7], "fedper/even/seed-0": [0.8], "fedper/even/seed-1": [0.95],
 }  # fmt: skip

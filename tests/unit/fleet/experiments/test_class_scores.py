@@ -16,7 +16,7 @@ def test_scores_are_those_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
     """Class 5 is answered and never true; other classes may be missing."""
     labels, answers = (np.array(column) for column in zip(*pairs, strict=True))
     tally = AnswerTally(6)
-    tally.add(labels, answers)
+    tally.add_answers(labels, answers)
     scores = score_classes(tally.by_class())
     assert scores is not None
     assert scores.macro_f1 == pytest.approx(f1_score(labels, answers, average="macro", zero_division=0))
@@ -26,7 +26,7 @@ def test_scores_are_those_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
 
 def test_without_wrong_answers_there_is_no_f1() -> None:
     tally = AnswerTally(MAX_CONFUSED_CLASSES + 1)
-    tally.add(np.array([0, 1, 1]), np.array([0, 1, 2]))
+    tally.add_answers(np.array([0, 1, 1]), np.array([0, 1, 2]))
     scores = score_classes(tally.by_class())
     assert scores is not None
     assert (scores.balanced, scores.macro_f1) == (0.75, None)

@@ -13,23 +13,9 @@ from fleet.experiments.paper_figures import FigureStyle, check_font, write_bars,
 from fleet.experiments.significance import MethodRanks
 from profiles.report.experiment import ExperimentOutcome
 from tests.support.codes import has_code
-from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, read_grid, write_file, written_experiment
 
-FILE = """
-dataset = "digits"
-image_size = 32
-devices = 3
-rounds = 2
-seeds = [0, 1, 2]
-[partitions.even]
-partition = "iid"
-[methods.fedavg]
-method = "fedavg"
-[methods.fedper]
-method = "fedper"
-[methods.local]
-method = "local"
-"""
+FILE = write_file(["even"], ["fedavg", "fedper", "local"], seeds=3)
 CURVES = {
     "fedavg/even/seed-0": [0.2, 0.5], "fedavg/even/seed-1": [0.3, 0.6], "fedavg/even/seed-2": [0.25, 0.55],
     "fedper/even/seed-0": [0.4, 0.7],

@@ -17,24 +17,9 @@ from fleet.experiments.result_files import read_results, write_csv, write_figure
 from fleet.experiments.significance import run_signed_rank_tests
 from profiles.report.experiment import ExperimentOutcome
 from tests.support.codes import has_code
-from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, read_grid, write_file, written_experiment
 
-FILE = """
-dataset = "digits"
-image_size = 32
-devices = 3
-rounds = 2
-seeds = [0, 1]
-target_accuracy = 0.5
-[partitions.skewed_much]
-partition = "dirichlet"
-[partitions.even]
-partition = "iid"
-[methods.fedavg]
-method = "fedavg"
-[methods.fedper]
-method = "fedper"
-"""
+FILE = write_file(["skewed_much", "even"], ["fedavg", "fedper"], more="target_accuracy = 0.5")
 CURVES = {
     "fedavg/even/seed-0": [0.2, 0.5], "fedavg/even/seed-1": [0.3, 0.7],
     "fedper/even/seed-0": [0.4, 0.8], "fedper/even/seed-1": [0.5, 1.0],

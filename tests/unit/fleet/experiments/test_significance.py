@@ -12,25 +12,9 @@ from fleet.experiments.significance import (
     rank_methods,
     run_signed_rank_tests,
 )
-from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, read_grid, write_file, written_experiment
 
-FILE = """
-dataset = "digits"
-image_size = 32
-devices = 3
-rounds = 2
-seeds = [0, 1, 2]
-[partitions.skewed]
-partition = "dirichlet"
-[partitions.even]
-partition = "iid"
-[methods.fedavg]
-method = "fedavg"
-[methods.fedper]
-method = "fedper"
-[methods.local]
-method = "local"
-"""
+FILE = write_file(["skewed", "even"], ["fedavg", "fedper", "local"], seeds=3)
 FEDPER = (0.05, 0.12, 0.13, -0.01, 0.2, 0.3)
 """Its differences to FedAvg, in the cells' order."""
 CURVES = {

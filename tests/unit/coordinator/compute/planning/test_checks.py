@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from coordinator.compute.planning.checks import check_region
+from coordinator.compute.planning.secure_runs import check_secure
+from coordinator.config.modes import MODES
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS
+from fedvit.program import Role
 from tests.support.codes import has_code
 from tests.support.runs import Configure
 
@@ -43,6 +47,20 @@ def test_settings_that_a_mean_of_means_would_break_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"run.toml: {reason}"):
         check_region(configure(**values), "run.toml")
+
+
+def test_another_mode_with_cohorts_fits_regions_and_sums(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row says so: no other place names modes."""
+    config = msgspec.structs.replace(configure(classes=["ant", "bee"], devices=3), mode="toy")
+    secure = msgspec.structs.replace(config, secure=True)
+    monkeypatch.setitem(MODES, "toy", MODES["rounds"])
+    check_region(config, "run.toml")
+    check_secure(secure, {Role.SHARED}, collects=False, why_no_mean=None)
+    monkeypatch.setitem(MODES, "toy", MODES["rounds"]._replace(asks_cohorts=False))
+    with pytest.raises(ConfigError, match="mode = 'toy': a region answers in rounds"):
+        check_region(config, "run.toml")
+    with pytest.raises(ConfigError, match="mode = 'toy': a sum needs"):
+        check_secure(secure, {Role.SHARED}, collects=False, why_no_mean=None)
 
 
 def test_global_weights_that_travel_packed_are_refused(configure: Configure) -> None:

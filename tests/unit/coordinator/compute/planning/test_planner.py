@@ -28,15 +28,13 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import (
-    ASSIGNED_VERSION,
-    PROGRAM_VERSION,
-    SEEDED_VERSION,
     Batch,
     Evaluate,
     Role,
     Train,
     decode_program,
 )
+from fedvit.program_versions import ASSIGNED_VERSION, PROGRAM_VERSION, SEEDED_VERSION
 from fedvit.resources import Budget, ProductKind, ProductRate, Speed, image_cache_bytes
 from fedvit.tensors import Tensors, unpack
 from profiles.cost import GraphCost, graph_cost

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.record.record import Record, open_record
+from coordinator.rounds.models import keeper
 from coordinator.rounds.models.keeper import ModelKeeper
 from coordinator.rounds.models.requests import promote, promote_canary, roll_back
 from fedvit.wire.messages import ModelReport, Models
@@ -145,6 +146,22 @@ def test_champion_that_one_device_stopped_is_rolled_back_there_alone(hall: Hall)
     promote(hall.store, "r-1")
     hall.settle()
     assert hall.serving() == ["r-1", "r-1"]
+
+
+def test_device_that_did_not_obey_is_told_again(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its disk was full, for example. A device that obeyed is not told again."""
+    hall.join("a", "b")
+    hall.compare("r-1", {"a": FIRST, "b": FIRST}, after=0)
+    hall.keeper.look()
+    [_, (device, message)] = hall.told
+    hall.keeper.take(device, hall.devices[device].obey(message))
+    hall.told.clear()
+    hall.keeper.take("a", hall.devices["a"].report("i1"))
+    hall.keeper.look()
+    assert hall.told == [], "not at once"
+    monkeypatch.setattr(keeper, "AGAIN_S", 0.0)
+    hall.keeper.look()
+    assert [name for name, _ in hall.told] == ["a"]
 
 
 def test_canary_whose_confidence_fell_is_rolled_back(hall: Hall) -> None:

@@ -1,0 +1,122 @@
+"""Images with labels of other tasks: `labels.csv` beside them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedvit.data.folder import DeviceData, LabelledSplit
+from fedvit.data.label_file import read_label_file, write_label_file
+from fedvit.data.split import RandomSplit
+from fedvit.errors import DataError
+from fedvit.label_forms import LabelForm
+from fedvit.program import Batch
+from tests.support.codes import has_code
+
+SETS = "path,labels\na.png,dog;cat\nb.png,\nc.png,cat\nd.png,emu\n"
+NUMBERS = "path,split,height\na.png,train,1.5\nb.png,test,-2\nc.png,train,3\n"
+
+
+def write(folder: Path, table: str, names: str = "abcd") -> Path:
+    for place, name in enumerate(names):
+        Image.new("RGB", (4, 4), (place, 0, 0)).save(folder / f"{name}.png")
+    (folder / "labels.csv").write_text(table)
+    return folder
+
+
+def find_labels(split: LabelledSplit) -> dict[str, list[float]]:
+    return {path.name: row.tolist() for path, row in zip(split.paths, split.labels, strict=True)}
+
+
+def test_sets_of_classes_are_read_and_relabelled(tmp_path: Path) -> None:
+    data = DeviceData.open(write(tmp_path, SETS), split=RandomSplit(0.25))
+    assert data.classes == ("cat", "dog", "emu")
+    assert data.counts == (("cat", "dog", "emu"), 3, 1)
+    moved = data.relabel(("ant", "emu", "dog", "cat"))
+    assert isinstance(moved.train, LabelledSplit)
+    assert isinstance(moved.test, LabelledSplit)
+    assert find_labels(moved.train) | find_labels(moved.test) == {
+        "a.png": [0, 0, 1, 1], "b.png": [0, 0, 0, 0], "c.png": [0, 0, 0, 1], "d.png": [0, 1, 0, 0],
+    }  # fmt: skip
+    assert (moved.train.count_classes(4) + moved.test.count_classes(4)).tolist() == [0, 1, 1, 2]
+    with pytest.raises(DataError, check=has_code("FV1404", "emu")):
+        data.relabel(("cat", "dog"))
+
+
+def test_numbers_are_scaled_to_the_range_of_the_run(tmp_path: Path) -> None:
+    data = DeviceData.open(write(tmp_path, NUMBERS))
+    assert (data.classes, data.has_test_folder) == (("height",), True)
+    form = LabelForm(task="regression", low=-3.0, high=3.0)
+    fit = data.relabel(("height",)).fit_to(Batch(batch_size=2, labels=form))
+    assert fit.train.labels.tolist() == [[0.5], [1.0]]
+    np.testing.assert_allclose(fit.test.labels, [[-2 / 3]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("table", "batch"),
+    [
+        (SETS, Batch(batch_size=2)),
+        (SETS, Batch(batch_size=2, labels=LabelForm(task="regression"))),
+        (NUMBERS, Batch(batch_size=2, labels=LabelForm(task="multi_label"))),
+    ],
+)
+def test_labels_of_another_task_are_refused(tmp_path: Path, table: str, batch: Batch) -> None:
+    with pytest.raises(DataError, check=has_code("FV1402")):
+        DeviceData.open(write(tmp_path, table)).fit_to(batch)
+
+
+def test_class_folders_do_not_fit_another_task(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "a.png")
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat" / "b.png")
+    with pytest.raises(DataError, check=has_code("FV1402", "labels.csv")):
+        DeviceData.open(tmp_path).fit_to(Batch(batch_size=2, labels=LabelForm(task="multi_label")))
+
+
+def test_images_that_cannot_be_used_are_listed_with_the_reason(tmp_path: Path) -> None:
+    write(tmp_path, SETS, "abc")
+    (tmp_path / "c.png").write_bytes(b"")
+    data = DeviceData.open(tmp_path, classes=("cat", "dog"), split=RandomSplit(0.0))
+    assert [path.name for path in data.train.paths] == ["a.png", "b.png"]
+    assert {path.name: reason for path, reason in data.unusable}["c.png"] == "an empty file"
+    assert data.classes == ("cat", "dog")
+
+
+def test_a_folder_that_did_not_change_is_not_read_again(tmp_path: Path) -> None:
+    before = DeviceData.open(write(tmp_path, SETS))
+    assert DeviceData.open(tmp_path, before=before) is before
+    write(tmp_path, SETS + "e.png,cat\n", "abcde")
+    later = DeviceData.open(tmp_path, before=before)
+    assert len(later.train) + len(later.test) == 5
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ("path\na.png\n", "expected path"),
+        ("path,labels,height\na.png,cat,1\n", "expected path"),
+        ("path,labels,labels\na.png,cat,cat\n", "two columns"),
+        ("path,labels\n../a.png,cat\n", "line 2"),
+        ("path,labels\n/a.png,cat\n", "line 2"),
+        ("path,labels\na.png,cat\na.png,dog\n", "line 3"),
+        ("path,labels\na.png,ca\x01t\n", "not printable"),
+        ("path,height\na.png,tall\n", "expected a number"),
+        ("path,height\na.png,inf\n", "expected a number"),
+        ("path,labels\n", "lists no image"),
+        ('path,labels\n"a.png,cat\n', "no readable CSV"),
+    ],
+)
+def test_a_label_file_that_cannot_be_used_is_refused_by_line(tmp_path: Path, table: str, named: str) -> None:
+    (tmp_path / "labels.csv").write_text(table)
+    with pytest.raises(DataError, check=has_code("FV2491", named)):
+        read_label_file(tmp_path)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_label_file(tmp_path, "labels", [("test/a.png", "test", "b;a"), ("train/b.png", "train", "")])
+    table = read_label_file(tmp_path)
+    assert (table.task, table.classes) == ("multi_label", ("a", "b"))
+    assert [(row.path.name, row.label, row.part) for row in table.rows] == [
+        ("a.png", ("a", "b"), "test"), ("b.png", (), "train"),
+    ]  # fmt: skip

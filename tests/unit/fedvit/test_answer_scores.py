@@ -1,0 +1,64 @@
+"""Scores from counts of several devices are those of all images together."""
+
+import numpy as np
+import pytest
+from sklearn.metrics import average_precision_score, f1_score, r2_score, roc_auc_score
+
+from edge_client.work.answer_tally import NumberTally, ScoreTally, SetTally
+from fedvit.answer_scores import EvaluationCounts, score_answers
+from fedvit.label_forms import LabelForm
+
+IMAGES, CLASSES = 600, 4
+SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=-5.0, high=5.0)
+
+
+def draw_logits(is_class: np.ndarray) -> np.ndarray:
+    draw = np.random.default_rng(1)
+    return (2.0 * draw.standard_normal(is_class.shape) + 2.0 * is_class - 1.0).astype(np.float32)
+
+
+def test_sets_of_two_devices_are_scored_together() -> None:
+    """Scores in bins of half a unit are as good as the scores themselves, to a percent."""
+    labels = (np.random.default_rng(0).random((IMAGES, CLASSES)) < 0.3).astype(np.float32)
+    logits, parts = draw_logits(labels), []
+    for some in (slice(0, 200), slice(200, IMAGES)):
+        tally = SetTally(CLASSES, SETS)
+        tally.add(labels[some], logits[some])
+        parts.append(EvaluationCounts(len(labels[some]), {"correct": tally.correct}, tally.by_class()))
+    scores = score_answers(parts)
+    assert scores["auc"] == pytest.approx(roc_auc_score(labels, logits, average="macro"), abs=0.01)
+    assert scores["mean_ap"] == pytest.approx(average_precision_score(labels, logits, average="macro"), abs=0.02)
+    assert scores["macro_f1"] == pytest.approx(f1_score(labels, logits > 0, average="macro"))
+
+
+def test_classes_are_scored_one_against_the_rest() -> None:
+    labels = np.random.default_rng(0).integers(0, CLASSES, IMAGES)
+    logits = draw_logits(labels[:, None] == np.arange(CLASSES))
+    tally = ScoreTally(CLASSES)
+    tally.add(labels, logits)
+    powers = np.exp(logits.astype(np.float64))
+    want = roc_auc_score(labels, powers / powers.sum(axis=1, keepdims=True), multi_class="ovr", average="macro")
+    scores = score_answers([EvaluationCounts(IMAGES, {"correct": tally.correct}, tally.by_class())])
+    assert scores.keys() == {"auc"}
+    assert scores["auc"] == pytest.approx(want, abs=0.01)
+
+
+def test_numbers_have_an_error_and_a_share_of_their_variance() -> None:
+    draw = np.random.default_rng(2)
+    numbers = draw.uniform(-5, 5, (IMAGES, 1)).astype(np.float32)
+    answers = numbers + draw.standard_normal((IMAGES, 1)).astype(np.float32)
+    parts = []
+    for some in (slice(0, 100), slice(100, IMAGES)):
+        tally = NumberTally(NUMBERS)
+        tally.add(NUMBERS.scale(numbers[some]), NUMBERS.scale(answers[some]))
+        sums = {"correct": tally.correct, **tally.errors, **tally.labels}
+        parts.append(EvaluationCounts(len(numbers[some]), sums, ()))
+    scores = score_answers(parts)
+    assert scores["mae"] == pytest.approx(np.abs(answers - numbers).mean(), rel=1e-5)
+    assert scores["r2"] == pytest.approx(r2_score(numbers, answers), rel=1e-5)
+    silent = [part._replace(metrics={"correct": 1.0, "absolute_error": 2.0, "squared_error": 1.0}) for part in parts]
+    assert score_answers(silent).keys() == {"mae"}  # devices that do not tell the sums of their labels
+
+
+def test_no_images_have_no_scores() -> None:
+    assert score_answers([]) == {}

@@ -17,7 +17,7 @@ from fedvit.label_forms import LabelForm
 from fedvit.methods.adapters import PersonalAdapters
 from fedvit.methods.analytic import Analytic
 from fedvit.methods.apfl import APFL
-from fedvit.methods.base import Method, check_fits
+from fedvit.methods.base import Method, check_fits, list_patches
 from fedvit.methods.caff import CAFF
 from fedvit.methods.ditto import Ditto
 from fedvit.methods.eftvit import EFTViT
@@ -185,7 +185,7 @@ def build_model(
     vit = build_vit(model, classes, seed=seed, options=options, pretrained=pretrained)
     vit.seed = seed
     check_fits(method, vit)
-    for patch in method.all_patches():
+    for patch in list_patches(method):
         patch.apply(vit, seed)
     return vit
 

@@ -242,14 +242,14 @@ class Method(Hyperparameters, ABC):
     def needs(self) -> frozenset[ModelPart]:
         """The parts of a model without which the method would be another one; not every model has them."""
         needed: set[ModelPart] = {"patches"} if self.mask else set()
-        if any(not isinstance(patch, ExtraHead) for patch in self.all_patches()):
+        if any(not isinstance(patch, ExtraHead) for patch in list_patches(self)):
             needed.add("blocks")
         return frozenset(needed)
 
     @property
     def reads_text(self) -> bool:
         """Return whether the method can train a model of text: it runs the model without changes."""
-        return type(self).forward is Method.forward and not self.all_patches() and not self.mask
+        return type(self).forward is Method.forward and not list_patches(self) and not self.mask
 
     def in_round(self, round_number: int, rounds: int) -> "Method":
         """The method in a round, which counts from 1; for methods whose roles change during the run.
@@ -272,10 +272,6 @@ class Method(Hyperparameters, ABC):
     def model_patches(self) -> tuple[ModelPatch, ...]:
         """Additions to the model, in this order."""
         return ()
-
-    def all_patches(self) -> tuple[ModelPatch, ...]:
-        """With what an option of every method adds."""
-        return (*((Dropout(rate=self.dropout),) if self.dropout else ()), *self.model_patches())
 
     def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
         """Tensors beside the model's: twins, scalars."""
@@ -385,6 +381,11 @@ class Method(Hyperparameters, ABC):
 def run_model(vit: PatchViT, tensors: Named, body: Callable[[PatchViT], Any]) -> Any:
     """`body(vit)` with the model's own among `tensors`."""
     return vit.call({name: tensors[name] for name, _ in vit.vit.named_parameters()}, body)
+
+
+def list_patches(method: Method) -> tuple[ModelPatch, ...]:
+    """Additions to the model, with what an option of every method adds."""
+    return (*((Dropout(rate=method.dropout),) if method.dropout else ()), *method.model_patches())
 
 
 def list_trained(method: Method, vit: PatchViT, phase: Train) -> list[str]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedvit.methods.base import Method
+from fedvit.methods.base import Method, list_patches
 from fedvit.models.feature_model import FeatureModel
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Role
@@ -27,7 +27,7 @@ class Reading(NamedTuple):
 def reads_features(method: Method, vit: PatchViT, batch: Batch) -> bool:
     """Return True if a method's results follow from features that never change: no masks, augmentation or dropout."""
     is_varied = batch.kept_patches < batch.patches or batch.crop_padding or batch.flip or batch.brightness
-    if not method.is_probe or batch.text or is_varied or batch.sample_seeds or method.all_patches():
+    if not method.is_probe or batch.text or is_varied or batch.sample_seeds or list_patches(method):
         return False
     if method.evaluate(vit).gather:
         return False

@@ -30,7 +30,7 @@ from coordinator.compute.planning.method_entry import (
 from fedvit.choices import describe_allowed
 from fedvit.errors import ConfigError
 from fedvit.methods import METHODS, build_model, make_method, method_class
-from fedvit.methods.base import Method
+from fedvit.methods.base import Method, list_patches
 from fedvit.methods.hyperparameters import Hyperparameters
 from fedvit.methods.novel import phases_of
 from fedvit.models import SMALL
@@ -67,7 +67,7 @@ def catalogue(
     for name in names:
         method = make_method(name, options)
         with torch.device("meta"):
-            added = method.all_patches()
+            added = list_patches(method)
             if added not in models:
                 models[added] = build_model(method, model, classes, seed=0, options=model_options)
             entries.append(_entry(name, method.in_round(1, 1), models[added]))

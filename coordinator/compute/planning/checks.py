@@ -12,7 +12,7 @@ from fedvit.errors import ConfigError
 from fedvit.known_names import find_packaged_model
 from fedvit.methods import build_model, make_method, set_task
 from fedvit.methods.aggregators import make_aggregator
-from fedvit.methods.base import ServerRule, check_fits
+from fedvit.methods.base import ServerRule, check_fits, list_patches
 from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.model_options import OWN_MODELS
 from fedvit.program import Role
@@ -95,7 +95,7 @@ def _check(config: RunConfig) -> None:
                 other = make_method(config.method, {**config.options, **options})
                 check_fits(other, vit)
                 other.groups(vit)
-                if other.all_patches() != method.all_patches():
+                if list_patches(other) != list_patches(method):
                     raise ConfigError("FV1112", f"{options} adds other tensors to the model than the run does")
             except ConfigError as error:
                 raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None

@@ -127,11 +127,7 @@ class Plan:
         return answer + PROTOCOLS["adapted" if evaluate.adapt else "kept" if keeps else "newest"]
 
     def method_for(self, device: str, round_number: int) -> Method:
-        return self.method_before_draw(device, round_number).for_device(self.vit, device, round_number)
-
-    def method_before_draw(self, device: str, round_number: int) -> Method:
-        """Return a device's method in a round, without what is drawn for this device alone: costs are the same."""
-        return _method_for(self.config, device).in_round(round_number, self.config.rounds)
+        return find_method(self.config, device, round_number).for_device(self.vit, device, round_number)
 
     def variant(self, device: str, round_number: int) -> Variant:
         """The Program for a device in a round that counts from 1; made at the first request, which takes a while."""
@@ -152,7 +148,7 @@ class Plan:
         """
         if target is None:
             return self.variant(device, round_number), None
-        method = self.method_before_draw(device, round_number)
+        method = find_method(self.config, device, round_number)
         with self.lock:
             # the choice holds for all devices with the same profile
             key = (method, msgspec.json.encode(target._replace(device="")))
@@ -382,7 +378,7 @@ def make_plan(
 
 def _list_methods(config: RunConfig, vit: PatchViT, *, budgets: bool) -> list[Method]:
     """Return the method of every kind of device, with `budgets` also those of smaller configurations."""
-    methods = [_method_for(config, pattern).in_round(1, config.rounds) for pattern in ("", *config.variants)]
+    methods = [find_method(config, pattern, 1) for pattern in ("", *config.variants)]
     if not budgets and config.budget.limits() == Budget():
         return methods
     return methods + [
@@ -428,12 +424,13 @@ def _private(phase: Train, privacy: PrivacyConfig) -> Train:
     return msgspec.structs.replace(phase, collect=collect)
 
 
-def _method_for(config: RunConfig, device: str) -> Method:
+def find_method(config: RunConfig, device: str, round_number: int) -> Method:
+    """Return a device's method in a round, without what is drawn for this device alone: costs are the same."""
     options = dict(config.options)
     for pattern, others in config.variants.items():
         if fnmatchcase(device, pattern) or device == pattern:
             options |= others
-    return make_method(config.method, options)
+    return make_method(config.method, options).in_round(round_number, config.rounds)
 
 
 def _begin_at(vit: PatchViT, start: ServerState) -> None:

@@ -20,7 +20,7 @@ from coordinator.compute.planning.checks import check_run
 from coordinator.compute.planning.configuration_search import Choice, make_expected
 from coordinator.compute.planning.forecast import BoardForecast, Forecast
 from coordinator.compute.planning.planned_device import PlannedDevice
-from coordinator.compute.planning.planner import Plan, make_plan
+from coordinator.compute.planning.planner import Plan, find_method, make_plan
 from coordinator.compute.planning.prediction_request import BoardMode, PredictionRequest
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import ConfigError, OverBudget
@@ -169,7 +169,7 @@ def choose_configurations(
     budgets; making them takes a while.
     """
     plan = _plan(request, progress, budgets=True)
-    method, targets = plan.method_before_draw("", 1), list(_list_targets(request))
+    method, targets = find_method(plan.config, "", 1), list(_list_targets(request))
     chosen: list[Choice | NothingFits] = []
     for target in targets:
         try:
@@ -200,7 +200,7 @@ def _list_targets(request: PredictionRequest) -> Iterator[PlannedDevice]:
 def _list_methods(plan: Plan) -> Iterable[Method]:
     """List the methods of all devices and rounds, each once."""
     devices, rounds = ("", *plan.config.variants), range(1, plan.config.rounds + 1)
-    return dict.fromkeys(plan.method_before_draw(device, number) for device in devices for number in rounds)
+    return dict.fromkeys(find_method(plan.config, device, number) for device in devices for number in rounds)
 
 
 def _find_methods(plan: Plan, asked: Method, targets: Iterable[PlannedDevice]) -> Iterator[Method]:

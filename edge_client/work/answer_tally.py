@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedvit.label_forms import LabelForm, count_right
+from fedvit.answers import count_right, unscale_outputs
+from fedvit.label_forms import LabelForm
 from fedvit.program import Program
 from fedvit.wire.messages import MAX_CONFUSED_CLASSES, MAX_SCORED_CLASSES, SCORE_BINS, ClassCount
 
@@ -125,7 +126,7 @@ class NumberTally(AnswerTally):
         self.labels = {"number": 0.0, "squared_number": 0.0}
 
     def add(self, labels: Any, outputs: Any) -> None:
-        numbers, answers = (self._form.unscale(values).astype(np.float64) for values in (labels, outputs))
+        numbers, answers = (unscale_outputs(self._form, values).astype(np.float64) for values in (labels, outputs))
         self.correct += float(count_right(self._form, labels, outputs).sum())
         self.errors["absolute_error"] += float(np.abs(answers - numbers).sum())
         self.errors["squared_error"] += float(np.square(answers - numbers).sum())

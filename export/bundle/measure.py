@@ -10,10 +10,11 @@ import numpy as np
 
 from export.bundle.assemble import FEATURES, IMAGE, LOGITS, PATCHES, PROBABILITIES, Precision
 from export.bundle.card import Agreement, Latency, MeasuredAccuracy, Parity
+from fedvit.answers import count_right, find_equal
 from fedvit.data.folder import Split
 from fedvit.data.images import Floats, Indices, Pixels, normalise, unfold
 from fedvit.errors import BadPayload, ExportMismatch
-from fedvit.label_forms import LabelForm, count_right
+from fedvit.label_forms import LabelForm
 from fedvit.onnx_file import check_self_contained
 from fedvit.program import Batch
 from fedvit.tensors import Array
@@ -199,7 +200,7 @@ class PictureAnswers(NamedTuple):
 
     def agreement(self, other: "PictureAnswers") -> Agreement:
         if self.form:
-            equal = self.form.find_equal(self.logits, other.logits)
+            equal = find_equal(self.form, self.logits, other.logits)
         else:
             equal = self.logits.argmax(axis=1) == other.logits.argmax(axis=1)
         difference = np.abs(self.logits - other.logits).max()

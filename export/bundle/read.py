@@ -14,9 +14,9 @@ from export.bundle.card import CARD_VERSION, Card, Preprocessing
 from export.bundle.measure import FeatureAnswers, as_input, open_session, run_features
 from export.bundle.reference import REFERENCE, PictureReference
 from export.bundle.write import CARD, LABELS, PREPROCESSING
+from fedvit.answers import find_probabilities, unscale_outputs
 from fedvit.data.images import Floats, Pixels, read_image
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.label_forms import find_probabilities
 from fedvit.program import Batch
 
 Kind = TypeVar("Kind")
@@ -87,7 +87,7 @@ class Bundle:
         if form := self.batch.labels:
             logits_C = self.run(pixels).logits[0]
             if form.task == "regression":
-                return [NamedNumber(self.labels[0], float(form.unscale(logits_C)[0]))]
+                return [NamedNumber(self.labels[0], float(unscale_outputs(form, logits_C)[0]))]
             count = max(int((logits_C > 0).sum()), top if top > 1 else 0)
             return self.rank(find_probabilities(logits_C), count)
         return self.rank(self.calibrate(self.run(pixels).logits[0]), top)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from fedvit.answers import scale_labels
 from fedvit.data.images import DECODED_BYTES, Flags, Indices, Pixels, read_image
 from fedvit.data.label_file import LABEL_FILE
 from fedvit.data.text import SETTINGS
@@ -194,4 +195,4 @@ class LabelledSplit(Split):
     def fit_labels(self, form: LabelForm | None) -> Self:
         if form is None or form.task != "regression":
             return self
-        return replace(self, labels=form.scale(self.labels))
+        return replace(self, labels=scale_labels(form, self.labels))

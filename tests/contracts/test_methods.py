@@ -72,6 +72,7 @@ SHARED_FILES = {
     "failures",
     "hyperparameters",
     "linear_term",
+    "losses",
     "novel",
     "one_of_k",
     "sketch",

@@ -6,6 +6,7 @@ from sklearn.metrics import average_precision_score, f1_score, r2_score, roc_auc
 
 from edge_client.work.answer_tally import NumberTally, ScoreTally, SetTally
 from fedvit.answer_scores import EvaluationCounts, score_answers
+from fedvit.answers import scale_labels
 from fedvit.label_forms import LabelForm
 
 IMAGES, CLASSES = 600, 4
@@ -50,7 +51,7 @@ def test_numbers_have_an_error_and_a_share_of_their_variance() -> None:
     parts = []
     for some in (slice(0, 100), slice(100, IMAGES)):
         tally = NumberTally(NUMBERS)
-        tally.add(NUMBERS.scale(numbers[some]), NUMBERS.scale(answers[some]))
+        tally.add(scale_labels(NUMBERS, numbers[some]), scale_labels(NUMBERS, answers[some]))
         sums = {"correct": tally.correct, **tally.errors, **tally.labels}
         parts.append(EvaluationCounts(len(numbers[some]), sums, ()))
     scores = score_answers(parts)

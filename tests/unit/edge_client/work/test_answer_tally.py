@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from edge_client.work.answer_tally import AnswerTally, NumberTally, ScoreTally, SetTally, find_log_odds, make_tally
+from fedvit.answers import scale_labels
 from fedvit.label_forms import LabelForm
 from fedvit.program import Batch, Evaluate, Program
 from fedvit.wire.messages import MAX_MESSAGE_BYTES, MAX_SCORED_CLASSES, SCORE_BINS, ClassCount
@@ -66,7 +67,10 @@ def test_sets_are_counted_by_class() -> None:
 
 def test_numbers_are_summed_in_their_own_unit() -> None:
     tally = NumberTally(NUMBERS)
-    tally.add(NUMBERS.scale(np.array([[2.0], [8.0]], np.float32)), NUMBERS.scale(np.array([[3.0], [6.0]], np.float32)))
+    labels, outputs = (
+        scale_labels(NUMBERS, np.array(numbers, np.float32)) for numbers in ([[2.0], [8.0]], [[3.0], [6.0]])
+    )
+    tally.add(labels, outputs)
     assert tally.correct == pytest.approx(0.9 + 0.8)
     assert tally.errors == pytest.approx({"absolute_error": 3.0, "squared_error": 5.0})
     assert tally.labels == pytest.approx({"number": 10.0, "squared_number": 68.0})

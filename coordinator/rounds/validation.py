@@ -166,11 +166,18 @@ def _check_class_counts(result: Result, program: Program) -> None:
         raise BadPayload("FV1505", f"its counts by class must be of different classes below {classes}, in order")
     if any(count.correct > count.images for count in result.by_class):
         raise BadPayload("FV1505", "a class has more correct answers than images")
-    if any(count.images > result.samples for count in result.by_class):
-        raise BadPayload("FV1505", f"a class has more images than the {result.samples} of the evaluation")
+    form = program.batch.labels
+    what, counted = "images", result.samples
+    if form and form.labels_patches:
+        what, counted = "patches", result.samples * program.batch.patches
+    if any(count.images > counted for count in result.by_class):
+        raise BadPayload("FV1505", f"a class has more {what} than the {counted} of the evaluation")
+    if form and form.labels_patches:
+        _check_patches(result, classes)
+        return
     for count in result.by_class:
         _check_scores(count, result.samples)
-    if program.batch.labels:  # an image may have several classes, or none
+    if form:  # an image may have several classes, or none
         return
     for count in result.by_class:
         _check_wrong_answers(count, classes)
@@ -180,6 +187,18 @@ def _check_class_counts(result: Result, program: Program) -> None:
         raise BadPayload(
             "FV1505", f"its counts by class are {correct} correct answers of {images}, it reports {reported}"
         )
+
+
+def _check_patches(result: Result, classes: int) -> None:
+    """Raises BadPayload unless the counts are those of the patches that have a class, without scores."""
+    patches = sum(count.images for count in result.by_class)
+    if any(count.scores for count in result.by_class) or patches != result.metrics.get("patches"):
+        reported = result.metrics.get("patches")
+        raise BadPayload(
+            "FV1505", f"its counts by class are of {patches} patches without scores, it reports {reported}"
+        )
+    for count in result.by_class:
+        _check_wrong_answers(count, classes)
 
 
 def _check_scores(count: ClassCount, samples: int) -> None:

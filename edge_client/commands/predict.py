@@ -29,6 +29,7 @@ from fedvit.terminal import escape_line
     help="Which model file to use; by default fp32.",
 )
 @click.option("--top", type=click.IntRange(min=1), default=1, help="Number of classes to print, the likeliest first.")
+@click.option("--masks", type=click.Path(path_type=Path), help="Folder for masks of a segmentation's answers, as PNG.")
 @json_flag
 @click.pass_context
 def command(
@@ -39,10 +40,11 @@ def command(
     bundle: Path,
     precision: str | None,
     top: int,
+    masks: Path | None,
     as_json: bool,
     **own: Any,
 ) -> None:
-    """Answer each of IMAGES with the model of a bundle: classes with probabilities, or a number.
+    """Answer each of IMAGES with the model of a bundle: classes with probabilities, a number, or shares of classes.
 
     A folder stands for all images in it.
     """
@@ -54,9 +56,11 @@ def command(
     listed: list[dict[str, Any]] = []
     failed = 0
     listed_images = [file for path in images for file in _images_of(path)]
-    for path in listed_images:
+    for number, path in enumerate(listed_images):
         try:
             answers = model.answer(path, top)
+            if masks:
+                model.write_mask(path, masks / f"{number:04d}-{path.stem}.png")
         except DataError as error:
             failed += 1
             listed.append({"image": str(path), "error": str(error)})

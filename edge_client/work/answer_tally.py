@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedvit.answers import count_right, unscale_outputs
+from fedvit.answers import count_right, count_right_patches, unscale_outputs
 from fedvit.label_forms import LabelForm
 from fedvit.program import Program
 from fedvit.wire.messages import MAX_CONFUSED_CLASSES, MAX_SCORED_CLASSES, SCORE_BINS, ClassCount
@@ -15,7 +15,7 @@ BINS_PER_UNIT = 2
 
 
 ErrorSum = Literal["absolute_error", "squared_error"]
-LabelSum = Literal["number", "squared_number"]
+LabelSum = Literal["number", "squared_number", "patches"]
 
 
 class AnswerTally:
@@ -38,8 +38,11 @@ class AnswerTally:
     def add_answers(self, labels: Any, answers: Any) -> None:
         """Add readable samples with the classes that were answered."""
         self.correct += float((answers == labels).reshape(len(labels), -1).mean(axis=1).sum()) if len(labels) else 0.0
-        if labels.ndim > 1:  # a sample of text has characters of many classes
-            return
+        if labels.ndim == 1:  # a sample of text has characters of many classes
+            self.add_pairs(labels, answers)
+
+    def add_pairs(self, labels: Any, answers: Any) -> None:
+        """Count by class, (n,) and (n,)."""
         classes = len(self._seen)
         self._right += np.bincount(labels[answers == labels], minlength=classes)
         self._seen += np.bincount(labels, minlength=classes)
@@ -114,6 +117,20 @@ class SetTally(ScoreTally):
             self.add_scores(is_class, outputs)
 
 
+class PatchTally(AnswerTally):
+    """Counts the patches of a segmentation; those without a class count nowhere."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.labels = {"patches": 0.0}
+
+    def add_answers(self, labels: Any, answers: Any) -> None:
+        self.correct += float(count_right_patches(labels, answers).sum())
+        has_class = labels >= 0
+        self.labels["patches"] += float(has_class.sum())
+        self.add_pairs(labels[has_class], answers[has_class])
+
+
 class NumberTally(AnswerTally):
     """Sums the errors of a regression, in the unit of its numbers; of `labels` their variance follows."""
 
@@ -150,6 +167,8 @@ def make_tally(program: Program) -> AnswerTally:
     form, classes = program.batch.labels, len(program.classes)
     if form and form.task == "regression":
         return NumberTally(form)
+    if form and form.task == "segmentation":
+        return PatchTally(classes)
     if form:
         return SetTally(classes, form)
     scores = program.evaluate.counts_classes and program.evaluate.counts_scores and not program.batch.text

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from sklearn.metrics import average_precision_score, f1_score, r2_score, roc_auc_score
+from sklearn.metrics import average_precision_score, f1_score, jaccard_score, r2_score, roc_auc_score
 
-from edge_client.work.answer_tally import NumberTally, ScoreTally, SetTally
+from edge_client.work.answer_tally import NumberTally, PatchTally, ScoreTally, SetTally
 from fedvit.answer_scores import EvaluationCounts, score_answers
 from fedvit.answers import scale_labels
 from fedvit.label_forms import LabelForm
@@ -63,3 +63,21 @@ def test_numbers_have_an_error_and_a_share_of_their_variance() -> None:
 
 def test_no_images_have_no_scores() -> None:
     assert score_answers([]) == {}
+
+
+def test_patches_of_two_devices_have_the_iou_of_all_patches() -> None:
+    """A class that is answered and never true has an IoU of 0."""
+    draw, parts = np.random.default_rng(4), []
+    labels = draw.integers(-1, CLASSES - 1, (IMAGES, 9))
+    answers = np.where(draw.random(labels.shape) < 0.7, labels, draw.integers(0, CLASSES, labels.shape))
+    answers = np.maximum(answers, 0)
+    for some in (slice(0, 250), slice(250, IMAGES)):
+        tally = PatchTally(CLASSES)
+        tally.add_answers(labels[some], answers[some])
+        metrics = {"correct": tally.correct, **tally.labels}
+        parts.append(EvaluationCounts(len(labels[some]), metrics, tally.by_class()))
+    has_class = labels >= 0
+    want = jaccard_score(labels[has_class], answers[has_class], average="macro")
+    assert score_answers(parts) == {"miou": pytest.approx(want)}
+    silent = [part._replace(by_class=()) for part in parts]
+    assert score_answers(silent) == {}

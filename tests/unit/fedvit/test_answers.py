@@ -6,6 +6,7 @@ from fedvit.answers import count_right, find_equal, find_probabilities, scale_la
 from fedvit.label_forms import LARGEST_OUTPUT, LabelForm
 
 SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=10.0, high=30.0)
+PATCHES = LabelForm(task="segmentation")
 
 
 def array(*rows: list[float]) -> np.ndarray:
@@ -40,3 +41,10 @@ def test_answers_are_equal_as_sets_or_within_one_percent_of_the_range() -> None:
 
 def test_probabilities_are_those_of_each_class_by_itself() -> None:
     np.testing.assert_allclose(find_probabilities(array([0, 2, -1000])), [[0.5, 0.8807971, 0]], atol=1e-6)
+
+
+def test_patches_without_a_class_count_nowhere() -> None:
+    labels = np.array([[0, 1, -1, 1], [-1, -1, -1, -1]])
+    outputs = np.eye(2, dtype=np.float32)[[[0, 1, 0, 0], [0, 0, 1, 1]]]
+    np.testing.assert_allclose(count_right(PATCHES, labels, outputs), [2 / 3, 1])
+    assert find_equal(PATCHES, outputs, outputs[::-1]).tolist() == [False, False]

@@ -76,7 +76,7 @@ def result(**changed: Any) -> Result:
 
 
 def evaluated(**changed: Any) -> Result:
-    return result(kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None, **changed)
+    return result(**{"kind": "evaluate", "samples": 5, "metrics": {"correct": 4.0}, "upload": None, **changed})
 
 
 def deltas(**changed: Any) -> Tensors:
@@ -228,6 +228,7 @@ def of_task(form: LabelForm, classes: tuple[str, ...] = CLASSES) -> Program:
 
 
 SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=0.0, high=1.0)
+PATCHES = LabelForm(task="segmentation")
 
 
 def test_images_may_have_several_classes_in_a_multi_label_task() -> None:
@@ -545,3 +546,17 @@ def test_an_upload_that_alone_would_fill_the_disk_is_refused() -> None:
         check_free_space(upload, 19_000_000_000)
     for free_bytes in (None, 20_000_000_000, MIN_FREE_BYTES - 1):
         check_free_space(upload, free_bytes)
+
+
+def test_patches_are_counted_in_a_segmentation() -> None:
+    program = of_task(PATCHES)
+    patches = 5 * program.batch.patches
+    counts = (ClassCount(0, patches - 3, patches - 1, ((1, 2),)), ClassCount(1, 0, 1, ((0, 1),)))
+    metrics = {"correct": 4.0, "patches": float(patches)}
+    check_result(evaluated(by_class=counts, metrics=metrics), program, hello())
+    scored = (ClassCount(0, 1, 1, (), ((3, 1, 4),)),)
+    for by_class, told in ((counts, 3.0), (scored, 1.0), ((ClassCount(0, 0, 2, ((1, 1),)),), 2.0)):
+        with pytest.raises(BadPayload, check=has_code("FV1505")):
+            check_result(evaluated(by_class=by_class, metrics={**metrics, "patches": told}), program, hello())
+    with pytest.raises(BadPayload, check=has_code("FV1505", f"more patches than the {patches}")):
+        check_result(evaluated(by_class=(ClassCount(0, 0, patches + 1),), metrics=metrics), program, hello())

@@ -120,3 +120,76 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [(row.path.name, row.label, row.part) for row in table.rows] == [
         ("a.png", ("a", "b"), "test"), ("b.png", (), "train"),
     ]  # fmt: skip
+
+
+MASKS = "path,split,mask\na.png,train,masks/a.png\nb.png,test,masks/b.png\n"
+PATCHES = Batch(batch_size=1, image_size=4, patch_size=2, labels=LabelForm(task="segmentation"))
+
+
+def write_masks(folder: Path, *masks: list[list[int]], classes: str = "sky\nroad\ncar\n", table: str = MASKS) -> Path:
+    write(folder, table, "ab")
+    (folder / "classes.txt").write_text(classes)
+    (folder / "masks").mkdir()
+    for name, mask in zip("ab", masks, strict=True):
+        Image.fromarray(np.array(mask, np.uint8)).save(folder / "masks" / f"{name}.png")
+    return folder
+
+
+FOUR = [[0, 0, 1, 1], [0, 2, 1, 9], [9, 9, 2, 2], [9, 9, 0, 2]]
+"""A mask whose patches are mostly sky, road, nothing, car."""
+ONE = [[1]]
+"""A mask that is resized."""
+
+
+def test_a_patch_has_the_class_of_most_of_its_pixels(tmp_path: Path) -> None:
+    data = DeviceData.open(write_masks(tmp_path, FOUR, ONE))
+    assert data.counts == (("sky", "road", "car"), 1, 1)
+    fit = data.relabel(("car", "road", "tree")).fit_to(PATCHES)
+    assert fit.train.labels.tolist() == [[-1, 1, -1, 0]], "the run has no sky"
+    assert fit.test.labels.tolist() == [[1, 1, 1, 1]]
+    assert fit.train.count_classes(3).tolist() == [1, 1, 0]
+    same = data.fit_to(PATCHES).train.labels
+    assert same.tolist() == [[0, 1, -1, 2]]
+    with pytest.raises(DataError, check=has_code("FV1402", "segmentation")):
+        data.fit_to(Batch(batch_size=2))
+
+
+def test_an_image_without_a_readable_mask_is_listed(tmp_path: Path) -> None:
+    write_masks(tmp_path, FOUR, ONE, table=MASKS + "c.png,train,masks/c.png\nd.png,train,masks/d.png\n")
+    write(tmp_path, (tmp_path / "labels.csv").read_text(), "cd")
+    whole = (tmp_path / "masks" / "a.png").read_bytes()
+    (tmp_path / "masks" / "c.png").write_bytes(whole[:-30])
+    data = DeviceData.open(tmp_path)
+    assert [(path.name, reason) for path, reason in data.unusable] == [
+        ("d.png", "its mask d.png: No such file or directory")
+    ]
+    fit = data.fit_to(PATCHES)
+    assert fit.train.labels[1].tolist() == [-1] * 4
+    _, readable = fit.train.load(np.arange(2), 4)
+    assert readable.tolist() == [True, False]
+    [(path, reason)] = fit.problems()[-1:]
+    assert (path.name, "masks/c.png" in reason) == ("c.png", True)
+
+
+def test_a_coloured_mask_is_refused(tmp_path: Path) -> None:
+    write_masks(tmp_path, FOUR, ONE)
+    Image.new("RGB", (4, 4)).save(tmp_path / "masks" / "a.png")
+    fit = DeviceData.open(tmp_path).fit_to(PATCHES)
+    assert "mode RGB" in fit.problems()[0][1]
+
+
+@pytest.mark.parametrize(
+    ("classes", "mask", "named"),
+    [
+        ("sky\nsky\n", "masks/a.png", "2 classes"),
+        ("sky\n", "masks/a.png", "1 classes"),
+        ("sky\n\nroad\n", "masks/a.png", "class ''"),
+        ("".join(f"{place}\n" for place in range(256)), "masks/a.png", "256 classes"),
+        ("sky\nroad\n", "../a.png", "../a.png"),
+        ("sky\nroad\n", "", "mask ''"),
+    ],
+)
+def test_masks_that_cannot_be_are_refused(tmp_path: Path, classes: str, mask: str, named: str) -> None:
+    write_masks(tmp_path, FOUR, ONE, classes=classes, table=f"path,mask\na.png,{mask}\nb.png,masks/b.png\n")
+    with pytest.raises(DataError, check=has_code("FV2491", named)):
+        DeviceData.open(tmp_path)

@@ -10,7 +10,9 @@ from edge_client.commands.options import program_options, read_settings
 from export.bundle.assemble import Precision
 from fedvit.command_line import Command, json_flag
 from fedvit.data.images import is_image_name
+from fedvit.data.label_file import CLASS_FILE
 from fedvit.errors import DataError
+from fedvit.files import atomic_write, storage_failed
 from fedvit.quantities import format_count
 from fedvit.terminal import escape_line
 
@@ -53,6 +55,12 @@ def command(
 
     threads = read_settings(context, own).threads
     model = Bundle.open(bundle, Precision(precision) if precision else None, threads)
+    if masks:
+        try:
+            masks.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_failed(f"cannot make folder {masks}", error) from error
+        atomic_write(masks / CLASS_FILE, "".join(f"{label}\n" for label in model.labels).encode())
     listed: list[dict[str, Any]] = []
     failed = 0
     listed_images = [file for path in images for file in _images_of(path)]
@@ -60,7 +68,7 @@ def command(
         try:
             answers = model.answer(path, top)
             if masks:
-                model.write_mask(path, masks / f"{number:04d}-{path.stem}.png")
+                atomic_write(masks / f"{number:04d}-{path.stem}.png", model.make_mask(path))
         except DataError as error:
             failed += 1
             listed.append({"image": str(path), "error": str(error)})

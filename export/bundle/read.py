@@ -1,6 +1,7 @@
 """Reads a bundle, and answers pictures with it."""
 
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -16,8 +17,7 @@ from export.bundle.measure import FeatureAnswers, as_input, open_session, run_fe
 from export.bundle.reference import REFERENCE, PictureReference
 from export.bundle.write import CARD, LABELS, PREPROCESSING
 from fedvit.answers import find_probabilities, unscale_outputs
-from fedvit.data.images import Floats, Indices, Pixels, read_image
-from fedvit.data.label_file import CLASS_FILE
+from fedvit.data.images import Floats, Indices, Pixels, read_image, read_size
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.program import Batch
 
@@ -104,19 +104,17 @@ class Bundle:
         places: Indices = self.run(pixels_SSC).logits[0].argmax(axis=-1).reshape(grid, grid)
         return places
 
-    def write_mask(self, image: Path, out: Path) -> None:
-        """Write the class of each pixel of a picture as a PNG of the picture's own size, beside names in `classes.txt`.
+    def make_mask(self, image: Path) -> bytes:
+        """Make a PNG of a picture's own size, upright: of each pixel the place of its class among the labels.
 
         Raises DataError for a picture that cannot be read, ConfigError for a model of another task.
         """
         if self.batch.labels is None or not self.batch.labels.labels_patches:
             raise ConfigError("FV2492", f"a model of task {self.batch.task} answers with no mask; leave --masks out")
-        places = self.segment(read_image(image, self.batch.image_size))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        (out.parent / CLASS_FILE).write_text("".join(f"{label}\n" for label in self.labels), "utf-8")
-        with Image.open(image) as opened:
-            size = opened.size
-        Image.fromarray(places.astype(np.uint8)).resize(size, Image.Resampling.NEAREST).save(out)
+        places = Image.fromarray(self.segment(read_image(image, self.batch.image_size)).astype(np.uint8))
+        made = BytesIO()
+        places.resize(read_size(image), Image.Resampling.NEAREST).save(made, "PNG")
+        return made.getvalue()
 
     def list_shares(self, places: Indices) -> list[NamedNumber]:
         """List the share of patches of each class that has some, the largest first."""

@@ -153,10 +153,11 @@ class DeviceData:
             raise DataError("FV1403", f"{folder}: all {len(usable)} images are for testing, none is for training")
 
         def make(mine: list[int], old: Split | None) -> Split:
-            labels = [table.rows[place].label for place in mine]
-            files = Files([table.rows[place].path for place in mine], *limits)
+            rows = [table.rows[place] for place in mine]
+            labels, files = [row.label for row in rows], Files([row.path for row in rows], *limits)
             if before and old:
-                files.take_over(old.files, {path for path, now in checked.items() if before.checked.get(path) == now})
+                same = {path for path, now in checked.items() if before.checked.get(path) == now}
+                files.take_over(old.files, {row.path for row in rows if row.files <= same})
             if table.task == "segmentation":
                 return MaskedSplit.of(files, [label for label in labels if isinstance(label, Path)], len(known))
             numbers = make_sets(labels, known) if table.task == "multi_label" else _make_numbers(labels)

@@ -11,7 +11,7 @@ from typing import IO, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from fedvit.errors import DataError
@@ -86,6 +86,17 @@ def read_image(path: Path, size: int, file: BinaryIO | None = None, *, decoded_b
     if square.size != (size, size):
         square = square.resize((size, size), Image.Resampling.BILINEAR)
     return np.array(square, dtype=np.uint8)
+
+
+def read_size(path: Path) -> tuple[int, int]:
+    """Return width and height of an image file as it is shown upright. Raises DataError that names `path`."""
+    try:
+        with Image.open(path, formats=_FORMATS) as image:
+            width, height = image.size
+            lies = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+    except Exception as error:
+        raise DataError("FV1403", f"cannot read image {path}: {_reason(error)}") from error
+    return (height, width) if lies else (width, height)
 
 
 def read_mask(path: Path, size: int, patch_size: int, classes: int) -> Indices:

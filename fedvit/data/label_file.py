@@ -40,6 +40,11 @@ class LabelledPath(NamedTuple):
     label: tuple[str, ...] | float | Path  # of a segmentation its mask
     part: Literal["train", "test"] | None  # None: the file has no column `split`
 
+    @property
+    def files(self) -> set[Path]:
+        """The image, and its mask if it has one."""
+        return {self.path, self.label} if isinstance(self.label, Path) else {self.path}
+
 
 class LabelFile(NamedTuple):
     """A label file as it was read."""

@@ -207,7 +207,7 @@ class MaskedSplit(Split):
     masks: tuple[Path, ...]
     folder_classes: int
     places: Indices  # of a run's class for each of the folder's; -1: the run does not have it
-    known: dict[tuple[int, int], Indices] = field(default_factory=dict)
+    known: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, files: Files, masks: Sequence[Path], classes: int) -> Self:
@@ -229,7 +229,8 @@ class MaskedSplit(Split):
         sides = (batch.image_size, batch.patch_size)
         if sides not in self.known:
             self.known.clear()
-            self.known[sides] = np.stack([self._read_mask(row, batch) for row in range(len(self.masks))])
+            rows = [self._read_mask(row, batch) for row in range(len(self.masks))]
+            self.known[sides] = np.array(rows, np.int16).reshape(len(rows), batch.patches)
         found = self.known[sides]
         return replace(self, labels=np.where(found >= 0, self.places[found], -1))
 

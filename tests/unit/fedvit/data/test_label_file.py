@@ -169,6 +169,11 @@ def test_an_image_without_a_readable_mask_is_listed(tmp_path: Path) -> None:
     assert readable.tolist() == [True, False]
     [(path, reason)] = fit.problems()[-1:]
     assert (path.name, "masks/c.png" in reason) == ("c.png", True)
+    (tmp_path / "masks" / "c.png").write_bytes(whole)
+    again = DeviceData.open(tmp_path, before=data).fit_to(PATCHES)
+    assert again.train.labels[1].tolist() == [0, 1, -1, 2], "the mask was mended"
+    _, readable = again.train.load(np.arange(2), 4)
+    assert readable.all()
 
 
 def test_a_coloured_mask_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from edge_client.work.answer_tally import NumberTally, ScoreTally, SetTally
 from fedvit.answer_scores import EvaluationCounts, score_answers
 from fedvit.answers import scale_labels
 from fedvit.label_forms import LabelForm
+from fedvit.wire.messages import ClassCount
 
 IMAGES, CLASSES = 600, 4
 SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=-5.0, high=5.0)
@@ -63,3 +64,9 @@ def test_numbers_have_an_error_and_a_share_of_their_variance() -> None:
 
 def test_no_images_have_no_scores() -> None:
     assert score_answers([]) == {}
+
+
+def test_a_device_that_keeps_its_counts_changes_no_scores_of_others() -> None:
+    counts = (ClassCount(0, 2, 2, (), ((3, 0, 1), (20, 2, 1))), ClassCount(1, 1, 2, ((0, 1),), ((3, 1, 2), (20, 1, 0))))
+    counted, kept = EvaluationCounts(4, {"correct": 3.0}, counts), EvaluationCounts(4, {"correct": 3.0}, ())
+    assert score_answers([counted, kept]) == score_answers([counted]) == {"auc": 0.75}

@@ -165,7 +165,9 @@ def _check_sums(result: Result, program: Program) -> None:
     form, names = program.batch.labels, result.metrics.keys() & (_ERRORS | _NUMBERS)
     is_regression = result.kind == "evaluate" and form is not None and form.task == "regression"
     if names not in ((_ERRORS, _ERRORS | _NUMBERS) if is_regression else (set(),)):
-        raise BadPayload("FV1505", f"a {result.kind} result of this task has the sums {', '.join(sorted(names)) or '-'}")
+        raise BadPayload(
+            "FV1505", f"a {result.kind} result of this task has the sums {', '.join(sorted(names)) or '-'}"
+        )
     if negative := sorted(name for name in names - {"number"} if result.metrics[name] < 0):
         raise BadPayload("FV1505", f"{negative[0]} is {result.metrics[negative[0]]:g}, it cannot be negative")
     if is_regression and result.by_class:

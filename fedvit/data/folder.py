@@ -284,7 +284,7 @@ def _list_names(label: tuple[str, ...] | float) -> tuple[str, ...]:
 
 
 def _make_numbers(labels: Sequence[tuple[str, ...] | float]) -> Array:
-    return np.array(labels, np.float32).reshape(-1, 1)
+    return np.array(labels, np.float64).reshape(-1, 1)  # float32 only once they are scaled to the run's range
 
 
 def _divide(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ class OtherLabels:
     """
 
     task: OtherTask
-    values: npt.NDArray[np.float32]
+    values: npt.NDArray[np.floating[Any]]
 
     def choose_strata(self) -> Indices:
         """Return the group of each image, (n,), by which partitions deal: its first class, or tenth of the numbers."""

@@ -11,7 +11,7 @@ from fedvit.label_forms import LabelForm
 from fedvit.wire.messages import ClassCount
 
 IMAGES, CLASSES = 600, 4
-SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=-5.0, high=5.0)
+SETS = LabelForm(task="multi_label")
 
 
 def draw_logits(is_class: np.ndarray) -> np.ndarray:
@@ -45,14 +45,15 @@ def test_classes_are_scored_one_against_the_rest() -> None:
     assert scores["auc"] == pytest.approx(want, abs=0.01)
 
 
-def test_numbers_have_an_error_and_a_share_of_their_variance() -> None:
-    draw = np.random.default_rng(2)
-    numbers = draw.uniform(-5, 5, (IMAGES, 1)).astype(np.float32)
-    answers = numbers + draw.standard_normal((IMAGES, 1)).astype(np.float32)
+@pytest.mark.parametrize("low", [-5.0, 999_999_990.0])
+def test_numbers_have_an_error_and_a_share_of_their_variance(low: float) -> None:
+    form, draw = LabelForm(task="regression", low=low, high=low + 10.0), np.random.default_rng(2)
+    numbers = draw.uniform(low, low + 10.0, (IMAGES, 1))
+    answers = numbers + draw.standard_normal((IMAGES, 1))
     parts = []
     for some in (slice(0, 100), slice(100, IMAGES)):
-        tally = NumberTally(NUMBERS)
-        tally.add(scale_labels(NUMBERS, numbers[some]), scale_labels(NUMBERS, answers[some]))
+        tally = NumberTally(form)
+        tally.add(scale_labels(form, numbers[some]), scale_labels(form, answers[some]))
         sums = {"correct": tally.correct, **tally.errors, **tally.labels}
         parts.append(EvaluationCounts(len(numbers[some]), sums, ()))
     scores = score_answers(parts)

@@ -188,6 +188,8 @@ def _check_class_counts(result: Result, program: Program) -> None:
     for count in result.by_class:
         _check_scores(count, result.samples)
     if program.batch.labels:  # an image may have several classes, or none
+        if any(count.wrong for count in result.by_class):
+            raise BadPayload("FV1505", "its counts have wrong answers of a class, in a task where images have sets")
         return
     for count in result.by_class:
         _check_wrong_answers(count, classes)

@@ -246,6 +246,7 @@ def test_images_may_have_several_classes_in_a_multi_label_task() -> None:
         (ClassCount(0, 4, 4, (), ((3, 4, 2),)), "scores of 4 and 2 images"),
         (ClassCount(0, 4, 4, (), ((20, 4, 0), (3, 0, 1))), "in different bins"),
         (ClassCount(0, 4, 4, (), ((32, 4, 1),)), "in different bins"),
+        (ClassCount(0, 3, 4, ((999, 1),)), "wrong answers of a class"),
     ],
 )
 def test_scores_that_cannot_be_are_refused(count: ClassCount, named: str) -> None:

@@ -116,7 +116,9 @@ def _find_why_no_auc(config: RunConfig, method: Method, vit: PatchViT) -> str | 
     if config.secure:
         return "secure = true adds up right answers alone"
     if len(config.classes) > MAX_SCORED_CLASSES:
-        return f"{len(config.classes)} classes are more than the {MAX_SCORED_CLASSES} of which scores fit into a message"
+        return (
+            f"{len(config.classes)} classes are more than the {MAX_SCORED_CLASSES} of which scores fit into a message"
+        )
     return None
 
 

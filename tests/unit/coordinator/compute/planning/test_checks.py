@@ -57,9 +57,7 @@ def test_settings_that_a_mean_of_means_would_break_are_refused(
         ({"classes": [f"class-{number}" for number in range(65)]}, "65 classes are more than the 64"),
     ],
 )
-def test_auc_is_refused_where_no_scores_are_counted(
-    configure: Configure, values: dict[str, Any], reason: str
-) -> None:
+def test_auc_is_refused_where_no_scores_are_counted(configure: Configure, values: dict[str, Any], reason: str) -> None:
     check_run(configure(**values), "run.toml")
     with pytest.raises(ConfigError, check=has_code("FV2490", reason)):
         check_run(configure(auc=True, **values), "run.toml")

@@ -194,6 +194,7 @@ class DeviceData:
         if unknown := [self.classes[label] for label in held if self.classes[label] not in position]:
             more = ", ..." if len(classes) > 10 else ""
             what = "characters" if isinstance(self.train, TextSplit) else "images in class folders"
+            what = f"labels in {LABEL_FILE}" if isinstance(self.train, LabelledSplit) else what
             raise DataError(
                 "FV1404",
                 f"{self.folder}: {what} that the run does not know: {', '.join(unknown)};"

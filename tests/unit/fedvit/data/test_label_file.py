@@ -40,7 +40,7 @@ def test_sets_of_classes_are_read_and_relabelled(tmp_path: Path) -> None:
         "a.png": [0, 0, 1, 1], "b.png": [0, 0, 0, 0], "c.png": [0, 0, 0, 1], "d.png": [0, 1, 0, 0],
     }  # fmt: skip
     assert (moved.train.count_classes(4) + moved.test.count_classes(4)).tolist() == [0, 1, 1, 2]
-    with pytest.raises(DataError, check=has_code("FV1404", "emu")):
+    with pytest.raises(DataError, check=has_code("FV1404", "labels in labels.csv that the run does not know: emu")):
         data.relabel(("cat", "dog"))
 
 

@@ -46,7 +46,7 @@ def score_answers(devices: Sequence[EvaluationCounts]) -> dict[str, float]:
         return {} if mean is None else {"miou": mean}
     histograms = add_histograms(count for device in devices for count in device.by_class)
     scores = {"auc": find_mean_auc(histograms)}
-    if not all(device.has_one_class for device in devices):
+    if not all(device.has_one_class for device in devices if device.by_class):
         scores |= {"mean_ap": _find_mean_ap(histograms), "macro_f1": _find_macro_f1(histograms)}
     return {name: value for name, value in scores.items() if value is not None}
 
@@ -131,7 +131,7 @@ def _find_mean_iou(counts: Sequence[ClassCount]) -> float | None:
 
 def _score_numbers(metrics: Sequence[Mapping[str, float]], images: int) -> dict[str, float]:
     """Return the mean absolute error, and R2 where devices told the sums of their numbers."""
-    if any("absolute_error" not in of for of in metrics):
+    if not all(of.keys() >= {"absolute_error", "squared_error"} for of in metrics):
         return {}
     sums = {name: sum(of.get(name, 0.0) for of in metrics) for of in metrics for name in of}
     scores = {"mae": sums["absolute_error"] / images}

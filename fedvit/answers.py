@@ -10,7 +10,7 @@ from fedvit.label_forms import LARGEST_OUTPUT, LabelForm
 Numbers = npt.NDArray[np.float32]
 
 
-def scale_labels(form: LabelForm, numbers: Numbers) -> Numbers:
+def scale_labels(form: LabelForm, numbers: npt.NDArray[np.float64]) -> Numbers:
     """Scale a regression's numbers to those that a model learns, (n, 1) float32."""
     scaled: Numbers = ((numbers - form.middle) / form.half).astype(np.float32)
     return scaled

@@ -16,7 +16,9 @@ from msgspec import Meta, Struct
 
 TaskName = Literal["classification", "multi_label", "regression", "segmentation"]
 OtherTask = Literal["multi_label", "regression", "segmentation"]
-Bound = Annotated[float, Meta(ge=-1e9, le=1e9)]
+LARGEST_NUMBER = 1e9
+"""Largest label of a regression, and the least is its negative."""
+Bound = Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 LARGEST_OUTPUT = 1e6
 """Outputs of a regression are cut off here, as a model that diverges gives infinite ones."""
 

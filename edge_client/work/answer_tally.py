@@ -132,7 +132,10 @@ class PatchTally(AnswerTally):
 
 
 class NumberTally(AnswerTally):
-    """Sums the errors of a regression, in the unit of its numbers; of `labels` their variance follows."""
+    """Sums the errors of a regression, in the unit of its numbers.
+
+    From `labels`, sums of distances from the middle of the range, the variance follows: also of numbers like 1e9 + 0.1.
+    """
 
     reads_scores = True
 
@@ -143,7 +146,7 @@ class NumberTally(AnswerTally):
         self.labels = {"number": 0.0, "squared_number": 0.0}
 
     def add(self, labels: Any, outputs: Any) -> None:
-        numbers, answers = (unscale_outputs(self._form, values).astype(np.float64) for values in (labels, outputs))
+        numbers, answers = (unscale_outputs(self._form, values) - self._form.middle for values in (labels, outputs))
         self.correct += float(count_right(self._form, labels, outputs).sum())
         self.errors["absolute_error"] += float(np.abs(answers - numbers).sum())
         self.errors["squared_error"] += float(np.square(answers - numbers).sum())

@@ -201,6 +201,7 @@ class DeviceData:
         if unknown := [self.classes[label] for label in held if self.classes[label] not in position]:
             more = ", ..." if len(classes) > 10 else ""
             what = "characters" if isinstance(self.train, TextSplit) else "images in class folders"
+            what = f"labels in {LABEL_FILE}" if isinstance(self.train, LabelledSplit) else what
             raise DataError(
                 "FV1404",
                 f"{self.folder}: {what} that the run does not know: {', '.join(unknown)};"
@@ -294,7 +295,7 @@ def _list_names(label: tuple[str, ...] | float | Path) -> tuple[str, ...]:
 
 
 def _make_numbers(labels: Sequence[Any]) -> Array:
-    return np.array(labels, np.float32).reshape(-1, 1)
+    return np.array(labels, np.float64).reshape(-1, 1)  # float32 only once they are scaled to the run's range
 
 
 def _divide(

@@ -17,7 +17,7 @@ import numpy as np
 from fedvit.data.images import Floats
 from fedvit.data.layout import TEST, TRAIN
 from fedvit.errors import DataError
-from fedvit.label_forms import OtherTask
+from fedvit.label_forms import LARGEST_NUMBER, OtherTask
 
 LABEL_FILE = "labels.csv"
 """The file that makes a folder one of these."""
@@ -70,13 +70,14 @@ def read_label_file(folder: Path) -> LabelFile:
             f"{file}: its columns are {', '.join(names)[:200]}; expected path, and labels, mask or one of numbers",
         )
     [column] = columns
-    rows, seen = [], set[str]()
+    rows, seen = [], set[Path]()
     for line, cells in lines:
         where, row = f"{file}, line {line}", dict(zip(names, cells, strict=False))
         path = row.get("path", "")
-        if not is_inside(path) or path in seen:
+        place = Path(path)
+        if not is_inside(path) or place in seen:
             raise DataError("FV2491", f"{where}: path {path[:200]!r} is empty, named twice, or outside of the folder")
-        seen.add(path)
+        seen.add(place)
         part: Literal["train", "test"] | None = None
         if "split" in names:
             part = TEST if row.get("split") == TEST else TRAIN  # type: ignore[assignment]
@@ -113,7 +114,8 @@ def read_class_names(file: Path) -> tuple[str, ...]:
 
 def is_inside(path: str) -> bool:
     """Return whether a path names something below the folder that it is relative to."""
-    return bool(path) and "\0" not in path and not Path(path).is_absolute() and ".." not in Path(path).parts
+    place = Path(path)
+    return bool(place.parts) and "\0" not in path and not place.is_absolute() and ".." not in place.parts
 
 
 def make_sets(labels: Sequence[Any], classes: Sequence[str]) -> Floats:
@@ -149,8 +151,10 @@ def _read_label(cell: str, column: str, where: str) -> tuple[str, ...] | float |
         number = float(cell)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise DataError("FV2491", f"{where}: {column} is {cell[:200]!r}, expected a number")
+    if not abs(number) <= LARGEST_NUMBER:
+        raise DataError(
+            "FV2491", f"{where}: {column} is {cell[:200]!r}, expected a number of at most {LARGEST_NUMBER:g}"
+        )
     return number
 
 

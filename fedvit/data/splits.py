@@ -171,12 +171,15 @@ class TextSplit(Split):
 
 @dataclass(frozen=True, eq=False)
 class LabelledSplit(Split):
-    """Images with labels of another task, (n, classes) float32: 1 for each class of an image, or its number."""
+    """Images with labels of another task, (n, classes): 1 for each class of an image, or its number.
+
+    Numbers are float64 until `fit_labels` has scaled them.
+    """
 
     task: OtherTask
 
     def relabel(self, table: Indices, classes: int) -> Self:
-        updated = np.zeros((len(self.labels), classes), np.float32)
+        updated = np.zeros((len(self.labels), classes), self.labels.dtype)
         held = np.flatnonzero(table >= 0)
         updated[:, table[held]] = self.labels[:, held]
         return replace(self, labels=updated)

@@ -87,8 +87,8 @@ def read_digit_masks(size: int = 32) -> Samples:
     """Digits with a class for each pixel: the digit where there is ink, else the background."""
     digits = read_digits(size)
     images = _load_all(digits)
-    masks = np.where(images[..., 0] > 96, digits.labels[:, None, None] + 1, 0).astype(np.uint8)
-    classes = ("background", *digits.classes)
+    classes = (*digits.classes, "background")
+    masks = np.where(images[..., 0] > 96, digits.labels[:, None, None], len(digits.classes)).astype(np.uint8)
     shares = np.stack([(masks == place).mean(axis=(1, 2)) for place in range(len(classes))], axis=1)
     labels = OtherLabels(task="segmentation", values=shares.astype(np.float32), masks=[*masks])
     return replace(

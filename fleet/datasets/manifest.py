@@ -110,7 +110,7 @@ def _read_other(
             numbers.append(float(row[column]))
         except ValueError:
             raise DataError("FV2008", f"{path}, line {line}: {column} is {row[column]!r}, expected a number") from None
-    values = np.array(numbers, np.float32).reshape(-1, 1)
+    values = np.array(numbers, np.float64).reshape(-1, 1)
     if not np.isfinite(values).all():
         raise DataError("FV2008", f"{path}: {column} has numbers that are not finite")
     return folder_names([column]), OtherLabels(task="regression", values=values)

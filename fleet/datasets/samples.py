@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ class OtherLabels:
     """
 
     task: OtherTask
-    values: npt.NDArray[np.float32]
+    values: npt.NDArray[np.floating[Any]]
     masks: Sequence[Pixels | Path] = ()  # of a segmentation: the place of each pixel's class, or a file with it
 
     def choose_strata(self) -> Indices:

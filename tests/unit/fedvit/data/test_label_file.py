@@ -40,7 +40,7 @@ def test_sets_of_classes_are_read_and_relabelled(tmp_path: Path) -> None:
         "a.png": [0, 0, 1, 1], "b.png": [0, 0, 0, 0], "c.png": [0, 0, 0, 1], "d.png": [0, 1, 0, 0],
     }  # fmt: skip
     assert (moved.train.count_classes(4) + moved.test.count_classes(4)).tolist() == [0, 1, 1, 2]
-    with pytest.raises(DataError, check=has_code("FV1404", "emu")):
+    with pytest.raises(DataError, check=has_code("FV1404", "labels in labels.csv that the run does not know: emu")):
         data.relabel(("cat", "dog"))
 
 
@@ -51,6 +51,16 @@ def test_numbers_are_scaled_to_the_range_of_the_run(tmp_path: Path) -> None:
     fit = data.relabel(("height",)).fit_to(Batch(batch_size=2, labels=form))
     assert fit.train.labels.tolist() == [[0.5], [1.0]]
     np.testing.assert_allclose(fit.test.labels, [[-2 / 3]], rtol=1e-6)
+
+
+def test_numbers_far_from_zero_keep_their_differences(tmp_path: Path) -> None:
+    """A float32 of 1e9 has steps of 64."""
+    table = "path,split,height\na.png,train,999999990\nb.png,test,999999995\nc.png,train,1e9\n"
+    data = DeviceData.open(write(tmp_path, table))
+    form = LabelForm(task="regression", low=999_999_990.0, high=1e9)
+    fit = data.relabel(("height",)).fit_to(Batch(batch_size=2, labels=form))
+    assert (fit.train.labels.tolist(), fit.test.labels.tolist()) == ([[-1.0], [1.0]], [[0.0]])
+    assert fit.train.labels.dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -100,9 +110,12 @@ def test_a_folder_that_did_not_change_is_not_read_again(tmp_path: Path) -> None:
         ("path,labels\n../a.png,cat\n", "line 2"),
         ("path,labels\n/a.png,cat\n", "line 2"),
         ("path,labels\na.png,cat\na.png,dog\n", "line 3"),
+        ("path,labels\na.png,cat\n./a.png,dog\n", "line 3"),
+        ("path,labels\n.,cat\n", "line 2"),
         ("path,labels\na.png,ca\x01t\n", "not printable"),
         ("path,height\na.png,tall\n", "expected a number"),
         ("path,height\na.png,inf\n", "expected a number"),
+        ("path,height\na.png,1e39\n", "'1e39', expected a number of at most 1e+09"),
         ("path,labels\n", "lists no image"),
         ('path,labels\n"a.png,cat\n', "no readable CSV"),
     ],

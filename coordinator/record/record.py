@@ -7,6 +7,7 @@ evaluated.
 """
 
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,8 +24,11 @@ from fedvit.errors import ConfigError
 from fedvit.files import storage_failed
 
 
-class Record:
-    """Seven repositories over one database. Raises Damaged if the database is a file that has lost all its runs."""
+class Record(AbstractContextManager["Record"]):
+    """Seven repositories over one database, which is closed at the end of a `with`.
+
+    Raises Damaged if the database is a file that has lost all its runs.
+    """
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -38,6 +42,9 @@ class Record:
         # SQLite does not notice a lost journal
         if database.file and not self.runs.count() and has_lost(database.file):
             raise database.make_damaged_error("it holds no run")
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.database.close()

@@ -188,9 +188,9 @@ class BackupFolder:
             files = self._keep_files(folder, RUNS)
             with TemporaryDirectory(prefix="fedvit-") as place:
                 copy = Path(place) / DATABASE_FILE
-                with closing(open_existing_record(folder)) as live:
+                with open_existing_record(folder) as live:
                     live.database.back_up(copy)
-                with closing(open_record(Path(place), check=False)) as record:
+                with open_record(Path(place), check=False) as record:
                     needed = dict(_list_needed(record))
                     mirrors |= dict(_list_mirrors(record))
                 lacking = {digest: run for digest, run in needed.items() if not self._keep_blob(folder, run, digest)}
@@ -332,7 +332,7 @@ class BackupFolder:
 
 def adapt_runs(folder: Path, mirrors: Iterable[str] | None, before: str | None, after: str | None) -> None:
     """Change the recorded runs of a restored folder: mirrors are not written any more, and the deployment may move."""
-    with closing(open_record(folder)) as record:
+    with open_record(folder) as record:
         for run in record.runs.read_all():
             if run.id in (mirrors or ()):
                 config = {**run.config, "blobs": {**run.config.get("blobs", {}), "mirror": False, "url": None}}
@@ -343,9 +343,9 @@ def adapt_runs(folder: Path, mirrors: Iterable[str] | None, before: str | None, 
 
 def _move_record(folder: Path, url: str) -> None:
     """Move the record of a folder into an empty database of PostgreSQL. Raises ConfigError if that has runs."""
-    with closing(open_record(folder)) as record, TemporaryDirectory(prefix="fedvit-") as place:
+    with open_record(folder) as record, TemporaryDirectory(prefix="fedvit-") as place:
         use_database(Path(place), url)
-        with closing(open_record(Path(place))) as other:
+        with open_record(Path(place)) as other:
             if other.runs.count():
                 raise ConfigError("FV1634", "--record: that database has runs already and is not changed")
             other.database.fill_from(record.database)

@@ -203,12 +203,11 @@ def test_help_and_typing_errors_need_nothing_that_takes_seconds(program: str) ->
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the commands below look at."""
     folder = tmp_path_factory.mktemp("here")
-    store = open_record(folder / "runs")
-    for name in ("done", "other"):
-        store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg")))
-        store.runs.update(name, status="finished")
-    store.runs.create("half", msgspec.to_builtins(RunConfig(method="fedavg")))
-    store.close()
+    with open_record(folder / "runs") as store:
+        for name in ("done", "other"):
+            store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg")))
+            store.runs.update(name, status="finished")
+        store.runs.create("half", msgspec.to_builtins(RunConfig(method="fedavg")))
     (folder / "runs" / "done").mkdir()
     status = {"at": "2026-01-02T03:04:05+00:00", "doing": "x", "waiting_for": [], "resting": [], "online": 0}
     (folder / "runs" / "done" / "status.json").write_text(json.dumps(status))

@@ -150,9 +150,8 @@ def test_averaging_deltas_is_averaging_weights(results: list[tuple[int, np.ndarr
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
-    store = open_record(tmp_path)
-    yield store
-    store.close()
+    with open_record(tmp_path) as store:
+        yield store
 
 
 def test_the_order_of_arrival_cannot_change_a_bit(store: Record) -> None:

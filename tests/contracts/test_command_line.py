@@ -106,13 +106,10 @@ def _with(flag: str) -> set[str]:
 # --- flags --------------------------------------------------------------------------------------------
 
 
-def test_every_command_is_listed_here() -> None:
-    """A new command has to be placed: it prints JSON, or it has nothing to list."""
+def test_commands_with_and_without_json_are_listed_here() -> None:
+    # every command is listed here: A new command has to be placed: it prints JSON, or it has nothing to list
     assert COMMANDS.keys() == WITH_JSON | WITHOUT_JSON
     assert not WITH_JSON & WITHOUT_JSON
-
-
-def test_what_lists_or_shows_has_json() -> None:
     assert _with("--json") == WITH_JSON
     texts = {option.help for name in WITH_JSON if (option := _option(COMMANDS[name], "--json"))}
     assert texts == {"Print one JSON document, and nothing else."}

@@ -208,12 +208,9 @@ def test_without_predictions_only_what_was_measured() -> None:
     assert all("measured" in row for row in rows)
 
 
-def test_names_in_brackets_are_no_markup() -> None:
+def test_report_shows_names_in_brackets_and_spent_privacy() -> None:
     document = msgspec.structs.replace(run_report(), warnings=["[red]hot[/red]"])
     assert drawn(draw_report(document, 120), 120)[-1] == "note: [red]hot[/red]"
-
-
-def test_report_shows_spent_privacy() -> None:
     lines = " ".join(drawn(draw_report(private_report(), 80), 80))
     assert "privacy of devices' updates: epsilon 4 over all rounds so far" in lines
     assert "privacy of one device's features: epsilon 75 over all rounds so far" in lines

@@ -21,7 +21,7 @@ from coordinator.record.runs import RecordedRuns
 from coordinator.record.strikes import RecordedStrikes
 from coordinator.record.tasks import RecordedTasks
 from fedvit.errors import ConfigError
-from fedvit.files import storage_failed
+from fedvit.files import name_failure
 
 
 class Record(AbstractContextManager["Record"]):
@@ -57,10 +57,8 @@ def open_record(folder: Path, *, check: bool = True, reads_only: bool = False) -
     """
     if address := address_in(folder):
         return Record(Database(address, folder=folder, check=check, reads_only=reads_only))
-    try:
+    with name_failure(f"run folder {folder} cannot be made", ConfigError, "FV1701"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("FV1701", f"run folder {folder} cannot be made: {error.strerror}") from error
     return Record(Database(f"sqlite:///{folder / DATABASE_FILE}", check=check, reads_only=reads_only))
 
 
@@ -70,12 +68,10 @@ def open_copy(folder: Path) -> Record:
     Raises StorageFailed if the record cannot be read.
     """
     copied = TemporaryDirectory(prefix="fedvit-")
-    try:
+    with name_failure(f"cannot read {folder / DATABASE_FILE}"):
         for file in (folder / DATABASE_FILE, folder / f"{DATABASE_FILE}-wal"):
             if file.exists():
                 shutil.copyfile(file, Path(copied.name) / file.name)
-    except OSError as error:
-        raise storage_failed(f"cannot read {folder / DATABASE_FILE}", error) from error
     record = open_record(Path(copied.name), check=False)
     record.database.folder, record.database.copied = folder, copied
     return record

@@ -32,7 +32,7 @@ from coordinator.record.record import Record, open_record
 from coordinator.record.retention import BLOBS, LOCK, SERVICE_LOCK, is_served
 from fedvit.blobs import ALGORITHM, BlobStore, digest_of_file
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
-from fedvit.files import WRITING, atomic_write, storage_failed, sync_file, sync_folder
+from fedvit.files import WRITING, atomic_write, name_failure, storage_failed, sync_file, sync_folder
 from fedvit.partials import PART
 
 log = logging.getLogger(__name__)
@@ -169,13 +169,11 @@ class BackupFolder:
         return [backup.name for backup in old]
 
     def _prepare(self) -> None:
-        try:
+        with name_failure(f"cannot use folder {self.folder}"):
             self.blobs.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
             for rest in self.folder.glob(f"{WRITING}*"):
                 rest.unlink()
-        except OSError as error:
-            raise storage_failed(f"cannot use folder {self.folder}", error) from error
 
     def _count_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.blobs.folder.glob("*/*"))

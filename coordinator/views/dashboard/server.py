@@ -1,9 +1,11 @@
 """The application with all pages."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Query
 from nicegui import ui
@@ -63,7 +65,7 @@ def make_pages(
 
 def _register(site: Site) -> None:
     """Each page under its address; what follows `?` are the arguments of its function."""
-    at = partial(ui.page, response_timeout=ANSWER_S)
+    at: Callable[[str], Callable[[Any], Any]] = partial(ui.page, response_timeout=ANSWER_S)
 
     @at("/")
     async def at_front() -> None:
